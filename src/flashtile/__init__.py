@@ -1,0 +1,36 @@
+"""flashtile: exact attention, tile by tile."""
+
+from flashtile.api import (
+    Grads,
+    attention,
+    attention_backward,
+    attention_packed,
+    merge,
+    probabilities,
+    standard_attention,
+)
+from flashtile.band import Band, causal, full, window
+from flashtile.errors import DTypeError, FlashtileError, ShapeError, UnsupportedError
+from flashtile.softmax import online_softmax
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Band",
+    "DTypeError",
+    "FlashtileError",
+    "Grads",
+    "ShapeError",
+    "UnsupportedError",
+    "__version__",
+    "attention",
+    "attention_backward",
+    "attention_packed",
+    "causal",
+    "full",
+    "merge",
+    "online_softmax",
+    "probabilities",
+    "standard_attention",
+    "window",
+]

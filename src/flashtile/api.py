@@ -1,0 +1,252 @@
+"""attention(), attention_packed(), attention_backward(), merge(), probabilities(), standard_attention()."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+
+import numpy as np
+
+from flashtile import dispatch
+from flashtile.band import Band
+from flashtile.dtypes import BFLOAT16, name_of, narrow
+from flashtile.errors import DTypeError, ShapeError, UnsupportedError
+from flashtile.problem import Problem, check_flag, check_gradients, check_rows, describe, library
+from flashtile.softmax import merge_normalized
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Options(TypedDict, total=False):
+    """What every function here takes besides its arrays; attention() says what each one means."""
+
+    causal: bool
+    window: tuple[int | None, int | None] | None
+    band: Band | None
+    mask: Any
+    bias: Any
+    alibi: Any
+    softcap: float
+    sink: Any
+    scale: float | None
+    dropout: float
+    seed: int
+    kv_lengths: Any
+    out_dtype: Any
+    deterministic: bool
+    threads: int | None
+
+
+class Grads(NamedTuple):
+    """Gradients of one call: dbias and dsink are None where no bias or sink was given."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any
+    dsink: Any
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    band: Band | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    alibi: Any = None,
+    softcap: float = 0.0,
+    sink: Any = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+    kv_lengths: Any = None,
+    return_lse: bool = False,
+    out_dtype: Any = None,
+    backend: str = "auto",
+    deterministic: bool = False,
+    threads: int | None = None,
+) -> Any:
+    """softmax(q k^T * scale) v, exactly, without ever storing the scores.
+
+    q is (batch, heads, queries, dim), or (heads, queries, dim), or (queries, dim); k and v may have fewer heads (each
+    serves a group of query heads) and v another width. NumPy arrays give a NumPy array; torch tensors give a tensor on
+    their device, with gradients for q, k, v, bias and sink, and through the lse.
+
+    causal       the last query sees every key, the one before it all but the last, and so on
+    window       (left, right): how many keys before and after its own position a query sees; None is no limit
+    band         the general form, a flashtile.Band: query i sees key j iff -left <= j - (i + offset) <= right
+    mask         boolean, True = may attend, broadcast to (batch, heads, queries, keys)
+    bias         added to the scaled scores, broadcast likewise
+    alibi        slopes, (heads,) or (batch, heads): adds -slope * |i + offset - j|
+    softcap      c > 0: scores become c * tanh(score / c)
+    sink         (heads,): one more logit a row, which takes probability and gives no value
+    scale        dim ** -0.5 unless given
+    dropout      probability of dropping a weight; `seed` decides which, the same on every backend
+    kv_lengths   (batch,): how many keys of each sequence are in use; causal and window align to their end
+    return_lse   also return the log-sum-exp of each row's scores, shaped like the output without its last axis
+    out_dtype    float32 keeps the partial result of 16-bit inputs unrounded, for merge()
+    backend      "auto", or one of those that `flashtile doctor` lists
+    deterministic  the same bits on every run, also where that costs time
+    threads      how many CPU threads to use at most
+
+    The order of operations on a score: scale, softcap, bias, alibi, mask, softmax, dropout. A row that sees no key
+    gives output 0 and lse -inf. What is masked has no effect, NaN and Inf included.
+    """
+    kind = library(q, k=k, v=v, mask=mask, bias=bias, alibi=alibi, sink=sink, kv_lengths=kv_lengths)
+    return_lse = check_flag("return_lse", return_lse)
+    options = Options(
+        causal=causal,
+        window=window,
+        band=band,
+        mask=mask,
+        bias=bias,
+        alibi=alibi,
+        softcap=softcap,
+        sink=sink,
+        scale=scale,
+        dropout=dropout,
+        seed=seed,
+        kv_lengths=kv_lengths,
+        out_dtype=out_dtype,
+        deterministic=deterministic,
+        threads=threads,
+    )
+    if kind == "torch":
+        from flashtile import pytorch
+
+        return pytorch.attention(q, k, v, return_lse=return_lse, backend=backend, **options)
+    return _numpy_forward(describe(q, k, v, **options), backend, return_lse)
+
+
+def attention_packed(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_q: Any,
+    cu_k: Any,
+    *,
+    return_lse: bool = False,
+    backend: str = "auto",
+    **options: Unpack[Options],
+) -> Any:
+    """attention() over sequences laid back to back: q is (total, heads, dim), sequence s has rows cu_q[s]:cu_q[s+1].
+
+    Takes every option of attention(). mask and bias broadcast to (sequences, heads, longest q, longest k), counted
+    within each sequence; alibi may be (sequences, heads); kv_lengths is (sequences,). The lse is (total, heads).
+    """
+    arrays = {name: options.get(name) for name in ("mask", "bias", "alibi", "sink", "kv_lengths")}
+    kind = library(q, k=k, v=v, cu_q=cu_q, cu_k=cu_k, **arrays)
+    return_lse = check_flag("return_lse", return_lse)
+    if cu_q is None or cu_k is None:
+        raise ShapeError(f"{'cu_q' if cu_q is None else 'cu_k'}: expected the starts of the sequences, got None")
+    if kind == "torch":
+        from flashtile import pytorch
+
+        return pytorch.attention(q, k, v, cu_q=cu_q, cu_k=cu_k, return_lse=return_lse, backend=backend, **options)
+    return _numpy_forward(describe(q, k, v, cu_q=cu_q, cu_k=cu_k, **options), backend, return_lse)
+
+
+def attention_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    dlse: Any = None,
+    cu_q: Any = None,
+    cu_k: Any = None,
+    backend: str = "auto",
+    **options: Unpack[Options],
+) -> Grads:
+    """Gradients for NumPy users: out and lse are what attention(..., return_lse=True) gave for the same options.
+
+    Takes cu_q and cu_k for packed sequences. torch users call .backward() on the output of attention() instead.
+    """
+    arrays = {name: options.get(name) for name in ("mask", "bias", "alibi", "sink", "kv_lengths")}
+    kind = library(q, k=k, v=v, dout=dout, out=out, lse=lse, dlse=dlse, cu_q=cu_q, cu_k=cu_k, **arrays)
+    if kind == "torch":
+        raise UnsupportedError("q: expected NumPy arrays; torch tensors have gradients through autograd, call backward()")
+    problem = describe(q, k, v, cu_q=cu_q, cu_k=cu_k, **options)
+    dout, out, lse, dlse = check_gradients(problem, dout, out, lse, dlse)
+    grads = dispatch.choose(problem, backend).backward(problem, dout, out, lse, dlse)
+
+    dq, dk, dv = (problem.as_given(_rounded(x, problem.dtype, problem.q.dtype)) for x in grads[:3])
+    dbias, dsink = (
+        None if x is None else _rounded(x, name_of(like.dtype), like.dtype).reshape(np.shape(like))
+        for x, like in ((grads.dbias, options.get("bias")), (grads.dsink, options.get("sink")))
+    )
+    return Grads(dq, dk, dv, dbias, dsink)
+
+
+def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
+    """Two results of the same queries over disjoint keys -> the result over their union, exactly.
+
+    (0, -inf) is the identity. Give it float32 outputs (out_dtype) to lose nothing to rounding on the way.
+    """
+    kind = library(out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    for name, x, shape in (
+        ("lse_a", lse_a, out_a.shape[:-1]),
+        ("out_b", out_b, out_a.shape),
+        ("lse_b", lse_b, out_a.shape[:-1]),
+    ):
+        if tuple(x.shape) != tuple(shape):
+            raise ShapeError(f"{name}: expected shape {tuple(shape)}, got {tuple(x.shape)}")
+    if kind == "torch":
+        from flashtile import pytorch
+
+        return pytorch.merge(out_a, lse_a, out_b, lse_b)
+    for name, x in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+        if x.dtype.kind != "f":
+            raise DTypeError(f"{name}: expected a floating dtype, got {x.dtype}")
+    out, lse = merge_normalized(out_a, lse_a, out_b, lse_b)
+    return out.astype(out_a.dtype, copy=False), lse
+
+
+def probabilities(q: Any, k: Any, *, rows: Any, **options: Unpack[Options]) -> Any:
+    """The softmax weights of chosen query rows, (batch, heads, rows, keys) in float64; nothing else is built.
+
+    For looking at attention, not for computing with it: weights are before dropout. NumPy arrays only.
+    """
+    from flashtile.backends import reference
+
+    _numpy_only(q, k=k)
+    problem = describe(q, k, k, **options)
+    P = reference.probabilities(problem, check_rows(rows, problem.n_q))
+    return problem.as_given(P)
+
+
+def standard_attention(
+    q: Any, k: Any, v: Any, *, return_lse: bool = False, cu_q: Any = None, cu_k: Any = None, **options: Unpack[Options]
+) -> Any:
+    """The oracle: scores stored whole, everything in float64, and a float64 result whatever the inputs."""
+    from flashtile.backends import reference
+
+    _numpy_only(q, k=k, v=v)
+    problem = describe(q, k, v, cu_q=cu_q, cu_k=cu_k, **options)
+    out, lse = reference.forward(problem)
+    out, lse = problem.as_given(out), problem.as_given(lse)
+    return (out, lse) if check_flag("return_lse", return_lse) else out
+
+
+def _numpy_only(q: Any, **others: Any) -> None:
+    if library(q, **others) != "numpy":
+        raise DTypeError(f"q: expected a NumPy array, got {type(q).__name__}")
+
+
+def _numpy_forward(problem: Problem, backend: str, return_lse: bool) -> Any:
+    out, lse = dispatch.choose(problem, backend).forward(problem)
+    out = problem.as_given(_rounded(out, problem.out_dtype, problem.q.dtype))
+    return (out, problem.as_given(narrow(lse, problem.accumulator))) if return_lse else out
+
+
+def _rounded(x: Any, name: str, carrier: Any) -> Any:
+    """x in the named dtype; bfloat16 in the carrier that the caller's arrays use."""
+    x = narrow(x, name)
+    return x.view(carrier) if x.dtype == BFLOAT16 else x
+

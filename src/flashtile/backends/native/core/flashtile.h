@@ -1,0 +1,59 @@
+// The C ABI of the CPU core: one struct describes a call, three functions run it.
+//
+// A tensor is [sequence, head, row, column] with strides in elements; they may be zero or negative. The columns of
+// q, k, v, out, dout, dq, dk and dv are contiguous. "real" is float, or double where dtype is FT_F64: sums, statistics
+// and everything that is not said to have a dtype of its own are real.
+#pragma once
+#include <stdint.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { FT_F32 = 0, FT_F64 = 1, FT_BF16 = 2, FT_F16 = 3 };
+enum { FT_OK = 0, FT_BAD_ABI = 1, FT_NO_MEMORY = 2 };
+
+typedef struct {
+  void* data;  // null: not given
+  int64_t sequence, head, row, column;
+} ft_tensor;
+
+typedef struct {
+  int64_t size;       // sizeof(ft_problem): caller and core must agree on this struct
+  int64_t threads;    // at most this many, the caller's among them
+  int64_t dtype;      // of q, k, v, dq, dk, dv
+  int64_t out_dtype;  // of out and dout: dtype, or real
+  int64_t bias_dtype; // dtype, or real
+  int64_t sequences, q_heads, kv_heads;
+  int64_t q_len, kv_len;  // of the longest sequence
+  int64_t dim, v_dim;     // of q and k; of v and out
+  int64_t left, right, offset;  // query i sees key j iff -left <= j - (i + offset) <= right
+  int64_t align_end;      // nonzero: offset is (keys in use - queries) of each sequence instead
+  double scale, softcap, dropout;
+  uint64_t seed;
+  const int64_t* cu_q;       // packed: sequence s has the rows cu_q[s] .. cu_q[s+1]-1 of q, out, lse, dout, dlse, dq
+  const int64_t* cu_k;       // likewise of k, v, dk, dv
+  const int64_t* kv_lengths; // keys in use of each sequence, from its first on
+  ft_tensor q, k, v, out;
+  ft_tensor lse;             // real [sequence, head, row], natural logarithm; column unused
+  ft_tensor bias;            // [sequence, head, row of the sequence, key of the sequence], any strides, 0 where broadcast
+  ft_tensor mask;            // bytes, likewise: nonzero where a query may attend
+  ft_tensor alibi;           // real [sequence, head]: adds -slope * |i + offset - j|
+  const void* sink;          // real [q_heads]: a logit that takes probability and gives no value
+  // Backward only; out and lse are what forward returned.
+  ft_tensor dout, dlse;      // dlse may be null
+  ft_tensor dq, dk, dv;      // every element is written
+  ft_tensor dbias;           // real, the shape and broadcast axes (stride 0) of bias; zeroed by the caller, summed into
+  void* dsink;               // real [q_heads], written
+} ft_problem;
+
+int ft_forward(const ft_problem*);
+int ft_backward(const ft_problem*);
+// The twins of band.py's cuts() and of dropout.py's keep(), here so that tests can pin them.
+void ft_cuts(int64_t left, int64_t right, int64_t offset, int64_t first, int64_t last, int64_t n_cols, int64_t block,
+             int64_t cuts[4]);
+void ft_keep(uint64_t seed, int64_t head, int64_t i, int64_t j, int64_t n, double dropout, uint8_t* keep);  // keys j .. j+n-1
+int64_t ft_struct_size(void);
+const char* ft_isa(void);  // "x86-64-v4", "x86-64-v3", "aarch64", "generic"
+#ifdef __cplusplus
+}
+#endif

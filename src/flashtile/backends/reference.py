@@ -1,0 +1,110 @@
+"""Standard attention, N x N, float64 accumulation: the oracle. Slow, plain, and right.
+
+With `precision` it rounds every intermediate to a narrower type instead: that is "standard attention in the same
+dtype", whose error is the yardstick for every other backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from flashtile.dtypes import Array, narrow, widen
+from flashtile.head import Head, Scores, guarded_product, heads
+from flashtile.problem import Problem
+from flashtile.results import Gradients
+from flashtile.softmax import pivot
+
+Round = Callable[[Array], Array]
+
+
+def rounding(precision: str) -> tuple[type[np.floating], Round]:
+    """The type NumPy calculates in, and what is done to every intermediate."""
+    if precision in ("float64", "float32"):
+        return np.dtype(precision).type, lambda x: x
+    return np.float32, lambda x: widen(narrow(x, precision))
+
+
+def forward(problem: Problem, precision: str = "float64") -> tuple[Array, Array]:
+    """Output and lse, rank 4 and 3, in the working precision (not yet rounded to out_dtype)."""
+    real, r = rounding(precision)
+    out = np.zeros(problem.out_shape(), real)
+    lse = np.full(problem.out_shape()[:-1], -np.inf, real)
+    for head in heads(problem):
+        P, _, head.queries(lse)[...] = _weights(head, real, r)
+        kept = head.kept(slice(0, head.n_q), slice(0, head.n_k), real)
+        dropped = P.S if kept is None else r(P.S * kept)
+        head.queries(out)[...] = r(guarded_product(dropped, widen(head.keys(problem.v), real), P.visible))
+    return out, lse
+
+
+def backward(
+    problem: Problem, dout: Array, out: Array, lse: Array, dlse: Array | None, precision: str = "float64"
+) -> Gradients:
+    """The analytic gradients, eq. 9 to 14 of docs/algorithm.md, every matrix whole."""
+    del out, lse  # the oracle trusts nobody's statistics but its own
+    real, r = rounding(precision)
+    dq, dk, dv = (np.zeros(x.shape, real) for x in (problem.q, problem.k, problem.v))
+    dbias = None if problem.bias is None else np.zeros(problem.bias.shape, real)
+    dsink = None if problem.sink is None else np.zeros(problem.sink.shape, real)
+    for head in heads(problem):
+        P, slope, row_lse = _weights(head, real, r)
+        Q, K, V = (
+            widen(x, real) for x in (head.queries(problem.q), head.keys(problem.k), head.keys(problem.v))
+        )
+        dO = widen(head.queries(dout), real)
+        kept = head.kept(slice(0, head.n_q), slice(0, head.n_k), real)
+        dropped = P.S if kept is None else r(P.S * kept)
+        O = guarded_product(dropped, V, P.visible)
+        delta = (dO * O).sum(axis=1)
+        if dlse is not None:
+            delta = delta - widen(head.queries(dlse), real)
+        delta = np.where(np.isneginf(row_lse), 0, delta)
+        dP = r(dO @ V.T)
+        if kept is not None:
+            dP = r(dP * kept)
+        dS = r(P.S * (dP - delta[:, None]))
+        if P.visible is not None:
+            dS = np.where(P.visible, dS, 0)
+        if dbias is not None:
+            head.add_pairs(dbias, dS, slice(0, head.n_q), slice(0, head.n_k))
+        if dsink is not None and head.sink is not None:
+            dsink[head.head] -= (np.exp(head.sink - pivot(row_lse)) * delta).sum()
+        if slope is not None:
+            dS = r(dS * slope)
+        seen_by = None if P.visible is None else P.visible.T
+        head.queries(dq)[...] = r(guarded_product(dS, K, P.visible) * real(problem.scale))
+        head.keys(dk)[...] += r(guarded_product(dS.T, Q, seen_by) * real(problem.scale))
+        head.keys(dv)[...] += r(guarded_product(dropped.T, dO, seen_by))
+    return Gradients(dq, dk, dv, dbias, dsink)
+
+
+def probabilities(problem: Problem, rows: Array) -> Array:
+    """The softmax weights of chosen query rows, (sequences, heads, rows, n_k); nothing else is built."""
+    P = np.zeros((problem.sequences, problem.heads, len(rows), problem.n_k))
+    for head in heads(problem):
+        P[head.sequence, head.head, :, : head.n_k] = _weights(head, np.float64, lambda x: x, rows)[0].S
+    return P
+
+
+def _weights(
+    head: Head, real: type[np.floating], r: Round, rows: slice | Array | None = None
+) -> tuple[Scores, Array | None, Array]:
+    """Softmax weights (in the place of the scores), softcap's slope, and lse."""
+    p = head.problem
+    rows = slice(0, head.n_q) if rows is None else rows
+    Q, K = widen(head.queries(p.q)[rows], real), widen(head.keys(p.k), real)
+    with np.errstate(invalid="ignore", over="ignore"):
+        s = head.scores(Q, K, rows, slice(0, head.n_k), masked=True)
+        S = r(s.S)
+        m = S.max(axis=1, initial=-np.inf if head.sink is None else head.sink)
+        P = np.exp(S - pivot(m)[:, None])
+        l = P.sum(axis=1)
+        if head.sink is not None:
+            l = l + np.exp(head.sink - pivot(m))
+        lse = pivot(m) + np.log(l, where=l > 0, out=np.full_like(l, -np.inf))
+        lse = np.where(np.isnan(l), np.nan, lse)
+        P = r(P / np.where(l == 0, 1, l)[:, None])
+    return Scores(P, None, s.visible), s.slope, lse
+

@@ -1,0 +1,206 @@
+"""Flash attention in NumPy: executes the events of schedule.py, forward and backward, in FA1 or FA2 order.
+
+This is the implementation to read. schedule.py says which block moves when, softmax.py what a tile does to the running
+state, head.py what a score is; here they meet. Nothing in SRAM is larger than a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from flashtile import schedule
+from flashtile.band import Kind
+from flashtile.dtypes import Array, widen
+from flashtile.head import Head, guarded_product, heads
+from flashtile.problem import Problem
+from flashtile.results import Gradients
+from flashtile.schedule import Event, Grid, Load, Store, Tile, Zero
+from flashtile.softmax import OnlineSoftmax, pivot
+
+BLOCK = 128  # rows and columns of a tile unless the caller says otherwise
+
+Observer = Callable[[Event, "Machine"], None]
+
+
+class Machine:
+    """The memory of a simulated processor at work on one head: large slow HBM, small fast SRAM."""
+
+    def __init__(self, head: Head, grid: Grid, real: Any, hbm: dict[str, Array]) -> None:
+        self.head, self.grid, self.real, self.hbm = head, grid, real, hbm
+        self.sram: dict[str, Array] = {}
+
+    def run(self, events: Iterator[Event], observe: Observer | None = None) -> None:
+        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+            for event in events:
+                match event:
+                    case Load(name, n):
+                        self.load(name, n)
+                    case Zero(name, n):
+                        self.zero(name, n)
+                    case Tile():
+                        self.tile(event)
+                    case Store(name, n):
+                        self.store(name, n)
+                if observe is not None:
+                    observe(event, self)
+
+    def load(self, name: str, n: int) -> None:
+        self.sram[name] = widen(self.hbm[name][self.grid.block(name, n)], self.real)
+
+    def store(self, name: str, n: int) -> None:
+        self.hbm[name][self.grid.block(name, n)] = self.sram[name]
+
+    def zero(self, name: str, n: int) -> None:
+        block = self.hbm[name][self.grid.block(name, n)]
+        self.sram[name] = np.zeros(block.shape, self.real)
+
+    def tile(self, at: Tile) -> None:
+        raise NotImplementedError
+
+
+class Forward(Machine):
+    """O, m and l live in SRAM as an OnlineSoftmax; in HBM, O is normalized."""
+
+    def zero(self, name: str, n: int) -> None:
+        rows = self.grid.rows(n)
+        self._keep(OnlineSoftmax.empty(rows.stop - rows.start, self.hbm["O"].shape[1], self.real, self.head.sink))
+
+    def load(self, name: str, n: int) -> None:
+        super().load(name, n)
+        if name == "O":  # FA1 comes back to a block it has written before: its m and l are here already
+            self.sram["O"] = self.sram["O"] * self.sram["l"][:, None]
+
+    def tile(self, at: Tile) -> None:
+        rows, cols = self.grid.rows(at.i), self.grid.cols(at.j)
+        scores = self.head.scores(self.sram["Q"], self.sram["K"], rows, cols, masked=at.kind is Kind.PARTIAL)
+        state = self._state()
+        P, factor = state.absorb(scores.S)
+        kept = self.head.kept(rows, cols, self.real)
+        state.O = state.O + guarded_product(P if kept is None else P * kept, self.sram["V"], scores.visible)
+        self._keep(state)
+        self.sram |= {"S": scores.S, "P": P, "factor": factor}
+
+    def store(self, name: str, n: int) -> None:
+        rows, state = self.grid.rows(n), self._state()
+        match name:
+            case "O":
+                self.hbm["O"][rows] = state.normalized()
+            case "L":
+                self.hbm["L"][rows] = state.lse()
+            case _:
+                super().store(name, n)
+
+    def _state(self) -> OnlineSoftmax:
+        return OnlineSoftmax(self.sram["m"], self.sram["l"], self.sram["O"])
+
+    def _keep(self, state: OnlineSoftmax) -> None:
+        self.sram |= {"m": state.m, "l": state.l, "O": state.O}
+
+
+class Backward(Machine):
+    """P is computed again from the scores and L; nothing of the forward pass but O and L was kept."""
+
+    dbias: Array | None = None
+
+    def tile(self, at: Tile) -> None:
+        rows, cols, sram, scale = self.grid.rows(at.i), self.grid.cols(at.j), self.sram, self.real(self.scale)
+        scores = self.head.scores(sram["Q"], sram["K"], rows, cols, masked=at.kind is Kind.PARTIAL)
+        P = np.exp(scores.S - sram["L"][:, None])  # eq. 9
+        kept = self.head.kept(rows, cols, self.real)
+        dP = sram["dO"] @ sram["V"].T  # eq. 11
+        dropped = P
+        if kept is not None:
+            dropped, dP = P * kept, dP * kept
+        dS = P * (dP - sram["D"][:, None])  # eq. 12
+        visible = scores.visible
+        if visible is not None:
+            dS = np.where(visible, dS, self.real(0))
+        if self.dbias is not None:
+            self.head.add_pairs(self.dbias, dS, rows, cols)
+        if scores.slope is not None:
+            dS = dS * scores.slope
+        seen_by = None if visible is None else visible.T
+        sram["dV"] = sram["dV"] + guarded_product(dropped.T, sram["dO"], seen_by)  # eq. 10
+        sram["dQ"] = sram["dQ"] + guarded_product(dS, sram["K"], visible) * scale  # eq. 13
+        sram["dK"] = sram["dK"] + guarded_product(dS.T, sram["Q"], seen_by) * scale  # eq. 14
+        sram |= {"S": scores.S, "P": P, "dP": dP, "dS": dS}
+
+    @property
+    def scale(self) -> float:
+        return self.head.problem.scale
+
+
+def forward(
+    problem: Problem,
+    order: str = "fa2",
+    block_q: int = BLOCK,
+    block_k: int = BLOCK,
+    observe: Observer | None = None,
+) -> tuple[Array, Array]:
+    """Output and lse, rank 4 and 3, in accumulator precision."""
+    real = np.dtype(problem.accumulator).type
+    out = np.zeros(problem.out_shape(), real)
+    lse = np.zeros(problem.out_shape()[:-1], real)
+    for head in heads(problem):
+        grid = Grid(head.n_q, head.n_k, block_q, block_k)
+        O, L = head.queries(out), head.queries(lse)
+        hbm = {"Q": head.queries(problem.q), "K": head.keys(problem.k), "V": head.keys(problem.v), "O": O, "L": L}
+        if order == "fa1":  # O, m and l begin in HBM, and L is what m and l come to in the end
+            start = OnlineSoftmax.empty(head.n_q, 0, real, head.sink)
+            hbm |= {"m": start.m, "l": start.l}
+        machine = Forward(head, grid, real, hbm)
+        machine.run(schedule.FORWARD[order](head.band, grid), observe)
+        if order == "fa1":
+            L[...] = OnlineSoftmax(hbm["m"], hbm["l"], O).lse()
+    return out, lse
+
+
+def backward(
+    problem: Problem,
+    dout: Array,
+    out: Array,
+    lse: Array,
+    dlse: Array | None,
+    block_q: int = BLOCK,
+    block_k: int = BLOCK,
+    observe: Observer | None = None,
+) -> Gradients:
+    """Gradients from the saved output and lse, rank 4, in accumulator precision."""
+    real = np.dtype(problem.accumulator).type
+    dq, dk, dv = (np.zeros(x.shape, real) for x in (problem.q, problem.k, problem.v))
+    dbias = None if problem.bias is None else np.zeros(problem.bias.shape, real)
+    dsink = None if problem.sink is None else np.zeros(problem.sink.shape, real)
+    for head in heads(problem):
+        grid = Grid(head.n_q, head.n_k, block_q, block_k)
+        L = head.queries(lse)
+        hbm = {
+            "Q": head.queries(problem.q),
+            "K": head.keys(problem.k),
+            "V": head.keys(problem.v),
+            "dO": head.queries(dout),
+            "L": np.where(np.isneginf(L), real(np.inf), L),  # an empty row: exp(S - inf) makes its weights 0
+            "D": _delta(head, grid, dout, out, lse, dlse, real),
+            "dQ": head.queries(dq),
+            "dK": head.keys(dk),
+            "dV": head.keys(dv),
+        }
+        machine = Backward(head, grid, real, hbm)
+        machine.dbias = dbias
+        machine.run(schedule.backward(head.band, grid, head.first_of_group), observe)
+        if dsink is not None and head.sink is not None:
+            dsink[head.head] -= (np.exp(head.sink - pivot(L)) * hbm["D"]).sum()
+    return Gradients(dq, dk, dv, dbias, dsink)
+
+
+def _delta(head: Head, grid: Grid, dout: Array, out: Array, lse: Array, dlse: Array | None, real: Any) -> Array:
+    """D = rowsum(dO * O) - dL, a block of rows at a time; 0 for an empty row."""
+    D = np.zeros(head.n_q, real)
+    for i in range(grid.shape[0]):
+        rows = grid.rows(i)
+        D[rows] = (widen(head.queries(dout)[rows], real) * widen(head.queries(out)[rows], real)).sum(axis=1)
+    if dlse is not None:
+        D = D - head.queries(dlse)
+    return np.where(np.isneginf(head.queries(lse)), real(0), D)

@@ -1,0 +1,75 @@
+"""One table: backend -> what it supports, and why not. auto = the first row that supports the Problem."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from flashtile.errors import UnsupportedError
+from flashtile.problem import Problem
+from flashtile.results import Gradients
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A row of the table. Its module has forward(), backward() and why_not()."""
+
+    name: str
+    module: str
+    device: str
+    about: str
+
+    def load(self) -> ModuleType:
+        return importlib.import_module(self.module)
+
+    def missing(self) -> str | None:
+        """Why this backend cannot run on this machine at all; None where it can."""
+        reason: str | None = getattr(self.load(), "missing", lambda: None)()
+        return reason
+
+    def why_not(self, problem: Problem, device: str) -> str | None:
+        """Why this backend cannot run this problem; None where it can."""
+        if device != self.device:
+            return f"it runs on {self.device}, the tensors are on {device}"
+        return self.missing()
+
+    def forward(self, problem: Problem) -> tuple[Any, Any]:
+        """Output (rank 4) and lse (rank 3)."""
+        result: tuple[Any, Any] = self.load().forward(problem)
+        return result
+
+    def backward(self, problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any) -> Gradients:
+        result: Gradients = self.load().backward(problem, dout, out, lse, dlse)
+        return result
+
+
+TABLE = (
+    Backend("native", "flashtile.backends.native", "cpu", "C++ core, queries in the SIMD lanes"),
+    Backend("tiles", "flashtile.backends.tiles", "cpu", "NumPy, tile by tile: the one to read"),
+    Backend("reference", "flashtile.backends.reference", "cpu", "NumPy, N x N, float64: the oracle"),
+)
+NAMES = ("auto", *(row.name for row in TABLE))
+
+
+def choose(problem: Problem, backend: str = "auto", device: str = "cpu") -> Backend:
+    """The row that will run this problem. An explicit backend never falls back silently."""
+    reasons = {}
+    for row in TABLE:
+        if backend in ("auto", row.name):
+            reason = row.why_not(problem, device)
+            if reason is None:
+                return row
+            reasons[row.name] = reason
+    if backend not in NAMES:
+        raise UnsupportedError(f"backend: expected one of {', '.join(NAMES)}, got {backend!r}")
+    if backend == "auto":
+        raise UnsupportedError(f"backend: none can run this on {device}: {_listed(reasons)}")
+    able = [row.name for row in TABLE if row.why_not(problem, device) is None]
+    could = f"could: {', '.join(able)}" if able else "no other backend could"
+    raise UnsupportedError(f"backend: {backend} cannot run this: {reasons[backend]}; {could}")
+
+
+def _listed(reasons: dict[str, str]) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())

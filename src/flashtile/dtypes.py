@@ -1,0 +1,60 @@
+"""The element types, by name, and how NumPy code widens and rounds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+# NumPy has no bfloat16 of its own. Its bits travel as this one-field record, so that they cannot be taken for
+# integers; arrays of the ml_dtypes package, whose dtype is named bfloat16, are welcome too.
+BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
+
+
+def name_of(dtype: Any) -> str:
+    """'float32' for np.float32, torch.float32 and their like; 'bfloat16' for any of its carriers."""
+    if isinstance(dtype, str):
+        return dtype
+    if isinstance(dtype, np.dtype):
+        return "bfloat16" if dtype == BFLOAT16 else dtype.name
+    if isinstance(dtype, type) and issubclass(dtype, np.generic):
+        return np.dtype(dtype).name
+    return str(dtype).removeprefix("torch.")
+
+
+def accumulator(name: str) -> str:
+    """Sums and statistics are float32, or float64 for float64 inputs."""
+    return "float64" if name == "float64" else "float32"
+
+
+def carrier(name: str) -> np.dtype[Any]:
+    """The NumPy dtype that holds elements of this name."""
+    return BFLOAT16 if name == "bfloat16" else np.dtype(name)
+
+
+def widen(x: Array, to: Any = np.float32) -> Array:
+    """x as an array NumPy can calculate with; no copy where x already is one."""
+    if x.dtype == BFLOAT16 or x.dtype.name == "bfloat16":
+        bits = np.ascontiguousarray(x).view(np.uint16).astype(np.uint32) << 16
+        return bits.view(np.float32).reshape(x.shape).astype(to, copy=False)
+    return x.astype(to, copy=False)
+
+
+def narrow(x: Array, name: str) -> Array:
+    """x rounded (to nearest, ties to even) to the named type, in its carrier."""
+    if x.dtype == BFLOAT16 and name == "bfloat16":
+        return x
+    if name != "bfloat16":
+        with np.errstate(over="ignore"):
+            return x.astype(name, copy=False)
+    wide = np.ascontiguousarray(x, dtype=np.float32)
+    bits = wide.view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    rounded[np.isnan(wide)] = 0x7FC0
+    return rounded.view(BFLOAT16).reshape(x.shape)

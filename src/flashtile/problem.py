@@ -1,0 +1,433 @@
+"""Raw arguments -> Problem, a frozen, checked description of one call; the only place that rejects input."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flashtile.band import FAR, Band
+from flashtile.dtypes import FLOATS, accumulator, name_of
+from flashtile.errors import DTypeError, ShapeError
+
+MAX_DIM = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One attention call. Arrays are views of rank 4, (batch, heads, length, dim); packed ones have batch 1.
+
+    mask and bias have rank 4 too, each axis 1 or whole; alibi has shape (sequences or 1, heads), sink (heads,).
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    mask: Any
+    bias: Any
+    alibi: Any
+    sink: Any
+    kv_lengths: Any
+    cu_q: Any  # packed: where sequence s begins among the rows of q; None otherwise
+    cu_k: Any
+    sequences: int  # batch, or how many sequences are packed
+    heads: int
+    kv_heads: int
+    n_q: int  # queries of the longest sequence
+    n_k: int
+    dim: int
+    dim_v: int
+    dtype: str
+    out_dtype: str
+    rank: int  # of q as it came
+    band: Band  # its offset counts only where align_end is False
+    align_end: bool  # the last query of a sequence stands at its last key
+    scale: float
+    softcap: float
+    dropout: float
+    seed: int
+    deterministic: bool
+    threads: int | None
+
+    @property
+    def packed(self) -> bool:
+        return self.cu_q is not None
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def accumulator(self) -> str:
+        return accumulator(self.dtype)
+
+    @property
+    def q_lengths(self) -> list[int]:
+        """Queries of each sequence."""
+        return [self.n_q] * self.sequences if self.cu_q is None else np.diff(self.cu_q).tolist()
+
+    @property
+    def k_lengths(self) -> list[int]:
+        """Keys in use of each sequence."""
+        if self.kv_lengths is not None:
+            return [int(n) for n in self.kv_lengths]
+        return [self.n_k] * self.sequences if self.cu_k is None else np.diff(self.cu_k).tolist()
+
+    def band_for(self, n_q: int, n_k: int) -> Band:
+        """The band of a sequence of n_q queries and n_k keys."""
+        return Band(self.band.left, self.band.right, n_k - n_q) if self.align_end else self.band
+
+    def out_shape(self) -> tuple[int, ...]:
+        """The rank-4 shape of the output; the lse has it without the last axis."""
+        return (*self.q.shape[:3], self.dim_v)
+
+    def as_given(self, x: Any, *, rows: bool = False) -> Any:
+        """A rank-4 result (or, with rows=True, a rank-3 lse) in the layout the caller used."""
+        if self.packed:
+            return x[0].swapaxes(0, 1)
+        for _ in range(4 - self.rank):
+            x = x[0]
+        return x
+
+
+def describe(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    band: Band | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    alibi: Any = None,
+    softcap: float = 0.0,
+    sink: Any = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+    kv_lengths: Any = None,
+    out_dtype: Any = None,
+    deterministic: bool = False,
+    threads: int | None = None,
+    cu_q: Any = None,
+    cu_k: Any = None,
+) -> Problem:
+    """Check one call and describe it. Works on NumPy arrays, and by shape alone on torch and fake tensors."""
+    dtype = _check_dtypes(q, k, v)
+    rank = len(q.shape)
+    packed = cu_q is not None or cu_k is not None
+    q, k, v = (_rank4(name, x, rank, packed) for name, x in (("q", q), ("k", k), ("v", v)))
+    batch, heads, n_q, dim = q.shape
+    _, kv_heads, n_k, dim_v = v.shape
+    _check_shapes(q, k, v)
+    sequences = batch
+    if packed:
+        cu_q, n_q = _cumulative("cu_q", cu_q, n_q)
+        cu_k, n_k = _cumulative("cu_k", cu_k, n_k)
+        sequences = cu_q.shape[0] - 1
+        if cu_k.shape[0] != cu_q.shape[0]:
+            raise ShapeError(f"cu_k: expected as many entries as cu_q ({cu_q.shape[0]}), got {cu_k.shape[0]}")
+    pairs = (sequences, heads, n_q, n_k)
+    given_band, align_end = _band(causal, window, band)
+    if mask is not None:
+        if name_of(_dtype("mask", mask)) != "bool":
+            raise DTypeError(f"mask: expected a boolean array, True where a query may attend, got {_dtype_name(mask)}")
+        mask = _broadcastable("mask", mask, pairs)
+    if bias is not None:
+        _like_q("bias", bias, dtype)
+        bias = _broadcastable("bias", bias, pairs)
+    if alibi is not None:
+        _like_q("alibi", alibi, dtype)
+        if tuple(alibi.shape) not in ((heads,), (sequences, heads)):
+            raise ShapeError(f"alibi: expected shape ({heads},) or ({sequences}, {heads}), got {tuple(alibi.shape)}")
+        alibi = alibi if len(alibi.shape) == 2 else alibi[None]
+    if sink is not None:
+        _like_q("sink", sink, dtype)
+        if tuple(sink.shape) != (heads,):
+            raise ShapeError(f"sink: expected shape ({heads},), one logit a query head, got {tuple(sink.shape)}")
+    if kv_lengths is not None:
+        kv_lengths = _kv_lengths(kv_lengths, sequences, n_k, cu_k)
+    return Problem(
+        q,
+        k,
+        v,
+        mask,
+        bias,
+        alibi,
+        sink,
+        kv_lengths,
+        cu_q,
+        cu_k,
+        sequences,
+        heads,
+        kv_heads,
+        n_q,
+        n_k,
+        dim,
+        dim_v,
+        dtype,
+        _out_dtype(out_dtype, dtype),
+        rank,
+        given_band,
+        align_end,
+        dim**-0.5 if scale is None else _number("scale", scale),
+        _at_least_zero("softcap", softcap),
+        _probability(dropout),
+        _integer("seed", seed, 0, 2**64 - 1),
+        _flag("deterministic", deterministic),
+        None if threads is None else _integer("threads", threads, 1, 1 << 16),
+    )
+
+
+def library(q: Any, **others: Any) -> str:
+    """'numpy' or 'torch', whichever q belongs to; every other array must belong to it too, on the same device."""
+    if isinstance(q, np.ndarray):
+        kind = "numpy"
+    elif type(q).__module__.partition(".")[0] == "torch" or hasattr(q, "__torch_function__"):
+        kind = "torch"
+    else:
+        raise DTypeError(f"q: expected a NumPy array or a torch tensor, got {type(q).__name__}")
+    for name, x in others.items():
+        if x is None:
+            continue
+        if isinstance(x, np.ndarray) != (kind == "numpy") or not hasattr(x, "shape"):
+            wanted = "a NumPy array" if kind == "numpy" else "a torch tensor"
+            raise DTypeError(f"{name}: expected {wanted} like q, got {type(x).__name__}")
+        if kind == "torch" and x.device != q.device:
+            raise DTypeError(f"{name}: expected a tensor on {q.device} like q, got one on {x.device}")
+    return kind
+
+
+def check_gradients(problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any) -> tuple[Any, Any, Any, Any]:
+    """What attention_backward takes besides the inputs, as views of rank 4 (lse, dlse: rank 3)."""
+    lead = 1 if problem.packed else 4 - problem.rank
+    shape = problem.out_shape()
+    given = [shape[2], shape[1], shape[3]] if problem.packed else list(shape[lead:])
+    checked: list[Any] = []
+    for name, x, dtype in (
+        ("dout", dout, problem.out_dtype),
+        ("out", out, problem.out_dtype),
+        ("lse", lse, problem.accumulator),
+        ("dlse", dlse, problem.accumulator),
+    ):
+        if x is None and name == "dlse":
+            checked.append(None)
+            continue
+        wanted = tuple(given if name in ("dout", "out") else given[:-1])
+        if not hasattr(x, "shape"):
+            raise DTypeError(f"{name}: expected an array of shape {wanted}, got {type(x).__name__}")
+        if tuple(x.shape) != wanted:
+            raise ShapeError(f"{name}: expected shape {wanted}, got {tuple(x.shape)}")
+        if name_of(x.dtype) != dtype:
+            raise DTypeError(f"{name}: expected {dtype}, got {_dtype_name(x)}")
+        if problem.packed:
+            x = x.swapaxes(0, 1)
+        for _ in range(lead):
+            x = x[None]
+        checked.append(x)
+    return checked[0], checked[1], checked[2], checked[3]
+
+
+def check_flag(name: str, value: Any) -> bool:
+    return _flag(name, value)
+
+
+def check_rows(rows: Any, n_q: int) -> Any:
+    """Query rows by index, as probabilities() takes them; negative ones count from the end."""
+    rows = np.asarray(rows)
+    if rows.ndim != 1 or rows.dtype.kind not in "iu":
+        raise DTypeError(f"rows: expected a sequence of integers, got shape {rows.shape} of {rows.dtype}")
+    if rows.size and (rows.min() < -n_q or rows.max() >= n_q):
+        raise ShapeError(f"rows: expected indices within {n_q} queries, got {rows.min()} to {rows.max()}")
+    return np.where(rows < 0, rows + n_q, rows)
+
+
+def _dtype(name: str, x: Any) -> Any:
+    try:
+        return x.dtype
+    except AttributeError:
+        raise DTypeError(f"{name}: expected an array, got {type(x).__name__}") from None
+
+
+def _dtype_name(x: Any) -> str:
+    return name_of(x.dtype)
+
+
+def _check_dtypes(q: Any, k: Any, v: Any) -> str:
+    dtype = name_of(_dtype("q", q))
+    if dtype not in FLOATS:
+        raise DTypeError(f"q: expected one of {', '.join(FLOATS)}, got {dtype}")
+    for name, x in (("k", k), ("v", v)):
+        if name_of(_dtype(name, x)) != dtype:
+            raise DTypeError(f"{name}: expected {dtype} like q, got {_dtype_name(x)}")
+    return dtype
+
+
+def _rank4(name: str, x: Any, rank: int, packed: bool) -> Any:
+    shape = x.shape
+    if packed:
+        if len(shape) != 3:
+            raise ShapeError(f"{name}: expected a packed shape (total, heads, dim), got {tuple(shape)}")
+        return x.swapaxes(0, 1)[None]
+    if len(shape) != rank or not 2 <= rank <= 4:
+        wanted = "2, 3 or 4 axes, (batch, heads, length, dim)" if name == "q" else f"{rank} axes like q"
+        raise ShapeError(f"{name}: expected {wanted}, got shape {tuple(shape)}")
+    for _ in range(4 - rank):
+        x = x[None]
+    return x
+
+
+def _check_shapes(q: Any, k: Any, v: Any) -> None:
+    batch, heads, _, dim = q.shape
+    if k.shape[0] != batch or v.shape[0] != batch:
+        name, x = ("k", k) if k.shape[0] != batch else ("v", v)
+        raise ShapeError(f"{name}: expected batch {batch} like q, got {x.shape[0]}")
+    if k.shape[3] != dim:
+        raise ShapeError(f"k: expected head dim {dim} like q, got {k.shape[3]}")
+    for name, x in (("q", q), ("v", v)):
+        if not 1 <= x.shape[3] <= MAX_DIM:
+            raise ShapeError(f"{name}: expected a head dim from 1 to {MAX_DIM}, got {x.shape[3]}")
+    if k.shape[1] < 1 or heads < 1 or heads % k.shape[1]:
+        raise ShapeError(f"k: expected a number of heads that divides q's {heads}, got {k.shape[1]}")
+    if v.shape[1] != k.shape[1]:
+        raise ShapeError(f"v: expected {k.shape[1]} heads like k, got {v.shape[1]}")
+    if v.shape[2] != k.shape[2]:
+        raise ShapeError(f"v: expected {k.shape[2]} keys like k, got {v.shape[2]}")
+
+
+def _on_host(x: Any) -> bool:
+    """Values are looked at only where that costs no device synchronisation."""
+    return isinstance(x, np.ndarray)
+
+
+def _integers(name: str, x: Any) -> None:
+    kind = name_of(_dtype(name, x))
+    if kind not in ("int32", "int64"):
+        raise DTypeError(f"{name}: expected int32 or int64, got {kind}")
+    if len(x.shape) != 1:
+        raise ShapeError(f"{name}: expected one axis, got shape {tuple(x.shape)}")
+
+
+def _cumulative(name: str, cu: Any, total: int) -> tuple[Any, int]:
+    """A checked array of starts, and the longest sequence (as far as the host can know it)."""
+    if cu is None:
+        raise ShapeError(f"{name}: expected the starts of the packed sequences, got None")
+    _integers(name, cu)
+    if cu.shape[0] < 1:
+        raise ShapeError(f"{name}: expected at least one entry, 0, got none")
+    if not _on_host(cu):
+        return cu, total
+    cu = cu.astype(np.int64, copy=False)
+    lengths = np.diff(cu)
+    if cu[0] != 0 or cu[-1] != total or (lengths < 0).any():
+        raise ShapeError(f"{name}: expected to rise from 0 to {total}, the rows given, got {_short(cu)}")
+    return cu, int(lengths.max(initial=0))
+
+
+def _kv_lengths(lengths: Any, sequences: int, n_k: int, cu_k: Any) -> Any:
+    _integers("kv_lengths", lengths)
+    if lengths.shape[0] != sequences:
+        raise ShapeError(f"kv_lengths: expected {sequences} entries, one a sequence, got {lengths.shape[0]}")
+    if not _on_host(lengths):
+        return lengths
+    lengths = lengths.astype(np.int64, copy=False)
+    room = n_k if cu_k is None else np.diff(cu_k)
+    if ((lengths < 0) | (lengths > room)).any():
+        raise ShapeError(f"kv_lengths: expected values from 0 to the keys given ({_short(room)}), got {_short(lengths)}")
+    return lengths
+
+
+def _short(x: Any) -> str:
+    return str(x) if np.ndim(x) == 0 else np.array2string(np.asarray(x), threshold=8)
+
+
+def _band(causal: Any, window: Any, band: Any) -> tuple[Band, bool]:
+    causal = _flag("causal", causal)
+    if band is not None:
+        if not isinstance(band, Band):
+            raise DTypeError(f"band: expected a flashtile.Band, got {type(band).__name__}")
+        if causal or window is not None:
+            raise ShapeError("band: expected no causal or window beside it, the band says it all")
+        for name in ("left", "right", "offset"):
+            _integer(f"band.{name}", getattr(band, name), -FAR, FAR)
+        return band, False
+    left, right = FAR, FAR
+    if window is not None:
+        if not isinstance(window, Sequence) or isinstance(window, str) or len(window) != 2:
+            raise ShapeError(f"window: expected a pair (left, right), got {window!r}")
+        left, right = (FAR if w is None else _integer("window", w, 0, FAR) for w in window)
+    return Band(left, 0 if causal else right), True
+
+
+def _broadcastable(name: str, x: Any, pairs: tuple[int, ...]) -> Any:
+    """x with rank 4, every axis 1 or that of pairs, (sequences, heads, n_q, n_k)."""
+    if not hasattr(x, "shape"):
+        raise DTypeError(f"{name}: expected an array, got {type(x).__name__}")
+    shape = tuple(x.shape)
+    whole = pairs[4 - len(shape) :] if len(shape) <= 4 else ()
+    if len(shape) > 4 or any(n not in (1, m) for n, m in zip(shape, whole, strict=True)):
+        raise ShapeError(f"{name}: expected a shape that broadcasts to {tuple(pairs)}, got {shape}")
+    for _ in range(4 - len(shape)):
+        x = x[None]
+    return x
+
+
+def _like_q(name: str, x: Any, dtype: str) -> None:
+    kind = name_of(_dtype(name, x))
+    if kind not in (dtype, accumulator(dtype)):
+        wanted = " or ".join(dict.fromkeys((dtype, accumulator(dtype))))
+        raise DTypeError(f"{name}: expected {wanted}, got {kind}")
+
+
+def _out_dtype(out_dtype: Any, dtype: str) -> str:
+    if out_dtype is None:
+        return dtype
+    name = name_of(out_dtype)
+    if name not in (dtype, accumulator(dtype)):
+        wanted = " or ".join(dict.fromkeys((dtype, accumulator(dtype))))
+        raise DTypeError(f"out_dtype: expected {wanted} for {dtype} inputs, got {name}")
+    return name
+
+
+def _flag(name: str, value: Any) -> bool:
+    if value is True or value is False:
+        return value
+    if isinstance(value, np.bool_):
+        return bool(value)
+    raise DTypeError(f"{name}: expected True or False, got {value!r}")
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise DTypeError(f"{name}: expected a number, got {type(value).__name__}")
+    if not math.isfinite(value):
+        raise ShapeError(f"{name}: expected a finite number, got {value}")
+    return float(value)
+
+
+def _at_least_zero(name: str, value: Any) -> float:
+    number = _number(name, value)
+    if number < 0:
+        raise ShapeError(f"{name}: expected a number of at least 0, got {value}")
+    return number
+
+
+def _probability(value: Any) -> float:
+    number = _at_least_zero("dropout", value)
+    if number >= 1:
+        raise ShapeError(f"dropout: expected a probability below 1, got {value}")
+    return number
+
+
+def _integer(name: str, value: Any, low: int, high: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise DTypeError(f"{name}: expected an integer, got {type(value).__name__}")
+    if not low <= value <= high:
+        raise ShapeError(f"{name}: expected an integer from {low} to {high}, got {value}")
+    return value if type(value) is int else int(value)

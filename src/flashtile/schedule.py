@@ -1,0 +1,146 @@
+"""A tile order as a stream of events: Load, Zero, Tile, Store. fa1_forward, fa2_forward, backward.
+
+tiles.py executes these streams, traffic.py adds them up, a viewer replays them: what is counted and what is drawn
+cannot drift from what is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from flashtile.band import Band, Kind, ceil_div, cuts
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Block n of an array moves from HBM to SRAM."""
+
+    name: str
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
+class Zero:
+    """Block n of an array starts in SRAM, with nothing read."""
+
+    name: str
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Query block i meets key block j."""
+
+    i: int
+    j: int
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Block n of an array moves from SRAM to HBM."""
+
+    name: str
+    n: int
+
+
+Event = Load | Zero | Tile | Store
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """n_q x n_k scores cut into tiles of br x bc; the last ones may be ragged."""
+
+    n_q: int
+    n_k: int
+    br: int
+    bc: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of tiles."""
+        return ceil_div(self.n_q, self.br), ceil_div(self.n_k, self.bc)
+
+    def rows(self, i: int) -> slice:
+        return slice(i * self.br, min((i + 1) * self.br, self.n_q))
+
+    def cols(self, j: int) -> slice:
+        return slice(j * self.bc, min((j + 1) * self.bc, self.n_k))
+
+    def block(self, name: str, n: int) -> slice:
+        """The rows of an array, named as in the events, that its block n covers."""
+        return self.cols(n) if name in ("K", "V", "dK", "dV") else self.rows(n)
+
+    def across(self, band: Band, i: int) -> Iterator[tuple[int, Kind]]:
+        """The tiles of row i that have anything to compute."""
+        r = self.rows(i)
+        return iter(cuts(band, r.start, r.stop, self.n_k, self.bc))
+
+    def down(self, band: Band, j: int) -> Iterator[tuple[int, Kind]]:
+        """The tiles of column j that have anything to compute."""
+        c = self.cols(j)
+        return iter(cuts(band.T, c.start, c.stop, self.n_q, self.br))
+
+
+def fa2_forward(band: Band, grid: Grid) -> Iterator[Event]:
+    """FlashAttention-2: a row of tiles at a time. Each block of O is made in SRAM and written once."""
+    for i in range(grid.shape[0]):
+        yield Load("Q", i)
+        yield Zero("O", i)
+        for j, kind in grid.across(band, i):
+            yield Load("K", j)
+            yield Load("V", j)
+            yield Tile(i, j, kind)
+        yield Store("O", i)
+        yield Store("L", i)
+
+
+def fa1_forward(band: Band, grid: Grid) -> Iterator[Event]:
+    """FlashAttention-1: a column of tiles at a time. O, m and l of every block travel to HBM and back each time.
+
+    They begin in HBM as 0, -inf and 0, as in the paper's algorithm 1.
+    """
+    for j in range(grid.shape[1]):
+        tiles = list(grid.down(band, j))
+        if not tiles:
+            continue
+        yield Load("K", j)
+        yield Load("V", j)
+        for i, kind in tiles:
+            yield Load("Q", i)
+            for name in ("m", "l", "O"):
+                yield Load(name, i)
+            yield Tile(i, j, kind)
+            for name in ("O", "m", "l"):
+                yield Store(name, i)
+
+
+def backward(band: Band, grid: Grid, first_of_group: bool = True) -> Iterator[Event]:
+    """Gradients, a column of tiles at a time: dK and dV gather in SRAM, dQ travels.
+
+    `first_of_group`: with grouped heads, the later heads of a group go on with the dK and dV of the first.
+    """
+    seen: set[int] = set()
+    gather = Zero if first_of_group else Load
+    for j in range(grid.shape[1]):
+        yield Load("K", j)
+        yield Load("V", j)
+        yield gather("dK", j)
+        yield gather("dV", j)
+        for i, kind in grid.down(band, j):
+            for name in ("Q", "dO", "L", "D"):
+                yield Load(name, i)
+            yield Load("dQ", i) if i in seen else Zero("dQ", i)
+            seen.add(i)
+            yield Tile(i, j, kind)
+            yield Store("dQ", i)
+        yield Store("dK", j)
+        yield Store("dV", j)
+    for i in range(grid.shape[0]):
+        if i not in seen:  # no key in sight: the gradient is 0, and someone has to write it
+            yield Zero("dQ", i)
+            yield Store("dQ", i)
+
+
+FORWARD: dict[str, Callable[[Band, Grid], Iterator[Event]]] = {"fa1": fa1_forward, "fa2": fa2_forward}

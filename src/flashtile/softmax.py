@@ -1,0 +1,89 @@
+"""OnlineSoftmax: absorb a tile, merge two states, finish; the rule for empty rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flashtile.dtypes import Array
+
+
+def pivot(m: Array) -> Array:
+    """What to subtract before exp: the maximum, or 0 for a row that has seen nothing (its weights are 0 anyway)."""
+    return np.where(np.isneginf(m), 0, m).astype(m.dtype, copy=False)
+
+
+@dataclass(slots=True)
+class OnlineSoftmax:
+    """The state of a block of rows after some of their keys: (m, l, O), eq. 3 of docs/algorithm.md."""
+
+    m: Array  # [br]      running maximum of the scores
+    l: Array  # [br]      running sum of exp(score - m)
+    O: Array  # [br, dv]  running sum of exp(score - m) * value
+
+    @classmethod
+    def empty(cls, rows: int, width: int, dtype: Any, sink: float | None = None) -> OnlineSoftmax:
+        """Nothing seen yet. A sink is a first key whose score is `sink` and whose value is 0."""
+        start = -np.inf if sink is None else sink
+        return cls(
+            np.full(rows, start, dtype),
+            np.full(rows, 0 if np.isneginf(start) else 1, dtype),
+            np.zeros((rows, width), dtype),
+        )
+
+    def rescale(self, m_new: Array) -> Array:
+        """Bring l and O to a new maximum (eq. 5); returns the factor exp(m - m_new)."""
+        factor: Array = np.exp(self.m - pivot(m_new))
+        self.m, self.l, self.O = m_new, self.l * factor, self.O * factor[:, None]
+        return factor
+
+    def absorb(self, S: Array) -> tuple[Array, Array]:
+        """Take in the scores of one tile, [br, bc]: brings m and l up to date and rescales O (eq. 4 and 5).
+
+        Returns the weights P = exp(S - m) and the rescale factor. The caller adds P V to O: what becomes of P on the
+        way (dropout, for one) is not the softmax's business.
+        """
+        factor = self.rescale(np.maximum(self.m, S.max(axis=1, initial=-np.inf)))
+        P = np.exp(S - pivot(self.m)[:, None])
+        self.l = self.l + P.sum(axis=1)
+        return P, factor
+
+    def merge(self, other: OnlineSoftmax) -> None:
+        """Take in the state of the same rows over other keys (eq. 6): exact, in any order."""
+        m_new = np.maximum(self.m, other.m)
+        self.rescale(m_new)
+        other = OnlineSoftmax(other.m, other.l, other.O)
+        other.rescale(m_new)
+        self.l, self.O = self.l + other.l, self.O + other.O
+
+    def finish(self) -> tuple[Array, Array]:
+        """Output and log-sum-exp (eq. 7). A row that saw nothing: output 0, lse -inf."""
+        return self.normalized(), self.lse()
+
+    def normalized(self) -> Array:
+        return self.O / np.where(self.l == 0, 1, self.l)[:, None]
+
+    def lse(self) -> Array:
+        with np.errstate(divide="ignore"):
+            return pivot(self.m) + np.log(self.l)
+
+
+def merge_normalized(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
+    """Two finished results over disjoint keys -> the result over their union (eq. 8); (0, -inf) is the identity."""
+    lse = np.logaddexp(lse_a, lse_b)
+    base = pivot(lse)
+    a, b = np.exp(lse_a - base)[..., None], np.exp(lse_b - base)[..., None]
+    return a * out_a + b * out_b, lse
+
+
+def online_softmax(x: Array, chunk: int) -> Array:
+    """softmax over the last axis, seeing `chunk` columns at a time: one pass for m and l, one to write."""
+    rows = x.reshape(-1, x.shape[-1])
+    state = OnlineSoftmax.empty(len(rows), 0, rows.dtype)
+    with np.errstate(invalid="ignore"):
+        for j in range(0, rows.shape[1], chunk):
+            state.absorb(rows[:, j : j + chunk])
+        total = np.where(state.l == 0, 1, state.l)
+        return (np.exp(rows - pivot(state.m)[:, None]) / total[:, None]).reshape(x.shape)

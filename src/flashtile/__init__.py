@@ -12,6 +12,7 @@ from flashtile.api import (
 from flashtile.band import Band, causal, full, window
 from flashtile.errors import DTypeError, FlashtileError, ShapeError, UnsupportedError
 from flashtile.softmax import online_softmax
+from flashtile.trace import Trace, trace
 
 __version__ = "0.1.0"
 
@@ -21,6 +22,7 @@ __all__ = [
     "FlashtileError",
     "Grads",
     "ShapeError",
+    "Trace",
     "UnsupportedError",
     "__version__",
     "attention",
@@ -32,5 +34,6 @@ __all__ = [
     "online_softmax",
     "probabilities",
     "standard_attention",
+    "trace",
     "window",
 ]

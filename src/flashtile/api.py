@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
-import numpy as np
-
 from flashtile import dispatch
 from flashtile.band import Band
 from flashtile.dtypes import BFLOAT16, name_of, narrow
@@ -171,14 +169,16 @@ def attention_backward(
     arrays = {name: options.get(name) for name in ("mask", "bias", "alibi", "sink", "kv_lengths")}
     kind = library(q, k=k, v=v, dout=dout, out=out, lse=lse, dlse=dlse, cu_q=cu_q, cu_k=cu_k, **arrays)
     if kind == "torch":
-        raise UnsupportedError("q: expected NumPy arrays; torch tensors have gradients through autograd, call backward()")
+        raise UnsupportedError(
+            "q: expected NumPy arrays; torch tensors have gradients through autograd, call backward()"
+        )
     problem = describe(q, k, v, cu_q=cu_q, cu_k=cu_k, **options)
     dout, out, lse, dlse = check_gradients(problem, dout, out, lse, dlse)
     grads = dispatch.choose(problem, backend).backward(problem, dout, out, lse, dlse)
 
     dq, dk, dv = (problem.as_given(_rounded(x, problem.dtype, problem.q.dtype)) for x in grads[:3])
     dbias, dsink = (
-        None if x is None else _rounded(x, name_of(like.dtype), like.dtype).reshape(np.shape(like))
+        None if x is None or like is None else _rounded(x, name_of(like.dtype), like.dtype).reshape(like.shape)
         for x, like in ((grads.dbias, options.get("bias")), (grads.dsink, options.get("sink")))
     )
     return Grads(dq, dk, dv, dbias, dsink)
@@ -200,7 +200,8 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
     if kind == "torch":
         from flashtile import pytorch
 
-        return pytorch.merge(out_a, lse_a, out_b, lse_b)
+        merged: tuple[Any, Any] = pytorch.merge(out_a, lse_a, out_b, lse_b)
+        return merged
     for name, x in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
         if x.dtype.kind != "f":
             raise DTypeError(f"{name}: expected a floating dtype, got {x.dtype}")
@@ -249,4 +250,3 @@ def _rounded(x: Any, name: str, carrier: Any) -> Any:
     """x in the named dtype; bfloat16 in the carrier that the caller's arrays use."""
     x = narrow(x, name)
     return x.view(carrier) if x.dtype == BFLOAT16 else x
-

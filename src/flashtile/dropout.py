@@ -39,4 +39,5 @@ def keep(seed: int, head: int, i: Any, j: Any, dropout: float) -> Array:
     i, j = np.broadcast_arrays(np.asarray(i, dtype=np.int64), np.asarray(j, dtype=np.int64))
     words = np.stack(philox(seed, (j // 4, i, head, 0)), axis=-1)
     chosen = np.take_along_axis(words, (j % 4)[..., None], axis=-1)[..., 0]
-    return chosen >= np.uint64(threshold(dropout))
+    kept: Array = chosen >= np.uint64(threshold(dropout))
+    return kept

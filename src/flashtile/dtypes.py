@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,14 +18,15 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
 
 
+@cache
 def name_of(dtype: Any) -> str:
     """'float32' for np.float32, torch.float32 and their like; 'bfloat16' for any of its carriers."""
     if isinstance(dtype, str):
         return dtype
     if isinstance(dtype, np.dtype):
-        return "bfloat16" if dtype == BFLOAT16 else dtype.name
+        return "bfloat16" if dtype == BFLOAT16 else str(dtype.name)
     if isinstance(dtype, type) and issubclass(dtype, np.generic):
-        return np.dtype(dtype).name
+        return str(np.dtype(dtype).name)
     return str(dtype).removeprefix("torch.")
 
 

@@ -36,11 +36,11 @@ class Head:
 
     @property
     def n_q(self) -> int:
-        return self.q_rows.stop - self.q_rows.start
+        return int(self.q_rows.stop - self.q_rows.start)
 
     @property
     def n_k(self) -> int:
-        return self.k_rows.stop - self.k_rows.start
+        return int(self.k_rows.stop - self.k_rows.start)
 
     @property
     def kv_head(self) -> int:
@@ -115,7 +115,8 @@ class Head:
         if not p.dropout:
             return None
         bits = dropout.keep(p.seed, self.sequence * p.heads + self.head, *self._positions(rows, cols), p.dropout)
-        return bits * np.asarray(1 / (1 - p.dropout), dtype)
+        kept: Array = bits * np.asarray(1 / (1 - p.dropout), dtype)
+        return kept
 
     def _positions(self, rows: Any, cols: slice) -> tuple[Array, Array]:
         i = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
@@ -140,11 +141,16 @@ def guarded_product(A: Array, B: Array, visible: Array | None) -> Array:
 
     A is [r, c] with 0 where masked, B is [c, d]. Ordinary tiles take the ordinary product.
     """
-    if visible is None or np.isfinite(B).all():
-        return A @ B
-    bad = ~np.isfinite(B).all(axis=1)
-    product = A @ np.where(bad[:, None], 0, B)
-    for c in np.flatnonzero(bad):
+    finite: Array = np.isfinite(B)
+    product: Array
+    if visible is None or finite.all():
+        product = A @ B
+        return product
+    bad = np.flatnonzero(~finite.all(axis=1))
+    clean = B.copy()
+    clean[bad] = 0
+    product = A @ clean
+    for c in bad:
         seen = visible[:, c]
         product[seen] += A[seen, c, None] * B[c]
     return product

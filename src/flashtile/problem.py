@@ -238,6 +238,11 @@ def check_flag(name: str, value: Any) -> bool:
     return _flag(name, value)
 
 
+def check_size(name: str, value: Any) -> int:
+    """A block or chunk size: an integer of at least 1."""
+    return _integer(name, value, 1, FAR)
+
+
 def check_rows(rows: Any, n_q: int) -> Any:
     """Query rows by index, as probabilities() takes them; negative ones count from the end."""
     rows = np.asarray(rows)
@@ -339,7 +344,9 @@ def _kv_lengths(lengths: Any, sequences: int, n_k: int, cu_k: Any) -> Any:
     lengths = lengths.astype(np.int64, copy=False)
     room = n_k if cu_k is None else np.diff(cu_k)
     if ((lengths < 0) | (lengths > room)).any():
-        raise ShapeError(f"kv_lengths: expected values from 0 to the keys given ({_short(room)}), got {_short(lengths)}")
+        raise ShapeError(
+            f"kv_lengths: expected values from 0 to the keys given ({_short(room)}), got {_short(lengths)}"
+        )
     return lengths
 
 
@@ -388,7 +395,10 @@ def _like_q(name: str, x: Any, dtype: str) -> None:
 def _out_dtype(out_dtype: Any, dtype: str) -> str:
     if out_dtype is None:
         return dtype
-    name = name_of(out_dtype)
+    try:
+        name = name_of(out_dtype)
+    except TypeError:
+        name = type(out_dtype).__name__
     if name not in (dtype, accumulator(dtype)):
         wanted = " or ".join(dict.fromkeys((dtype, accumulator(dtype))))
         raise DTypeError(f"out_dtype: expected {wanted} for {dtype} inputs, got {name}")
@@ -404,7 +414,7 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
         raise DTypeError(f"{name}: expected a number, got {type(value).__name__}")
     if not math.isfinite(value):
         raise ShapeError(f"{name}: expected a finite number, got {value}")
@@ -426,7 +436,7 @@ def _probability(value: Any) -> float:
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    if type(value) is not int and (isinstance(value, bool) or not hasattr(value, "__index__")):
         raise DTypeError(f"{name}: expected an integer, got {type(value).__name__}")
     if not low <= value <= high:
         raise ShapeError(f"{name}: expected an integer from {low} to {high}, got {value}")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from flashtile.dtypes import Array
+from flashtile.errors import ShapeError
 
 
 def pivot(m: Array) -> Array:
@@ -63,11 +64,13 @@ class OnlineSoftmax:
         return self.normalized(), self.lse()
 
     def normalized(self) -> Array:
-        return self.O / np.where(self.l == 0, 1, self.l)[:, None]
+        out: Array = self.O / np.where(self.l == 0, 1, self.l)[:, None]
+        return out
 
     def lse(self) -> Array:
         with np.errstate(divide="ignore"):
-            return pivot(self.m) + np.log(self.l)
+            lse: Array = pivot(self.m) + np.log(self.l)
+        return lse
 
 
 def merge_normalized(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
@@ -80,10 +83,13 @@ def merge_normalized(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> 
 
 def online_softmax(x: Array, chunk: int) -> Array:
     """softmax over the last axis, seeing `chunk` columns at a time: one pass for m and l, one to write."""
+    if chunk < 1:
+        raise ShapeError(f"chunk: expected at least 1, got {chunk}")
     rows = x.reshape(-1, x.shape[-1])
     state = OnlineSoftmax.empty(len(rows), 0, rows.dtype)
     with np.errstate(invalid="ignore"):
         for j in range(0, rows.shape[1], chunk):
             state.absorb(rows[:, j : j + chunk])
         total = np.where(state.l == 0, 1, state.l)
-        return (np.exp(rows - pivot(state.m)[:, None]) / total[:, None]).reshape(x.shape)
+        P: Array = np.exp(rows - pivot(state.m)[:, None]) / total[:, None]
+    return P.reshape(x.shape)

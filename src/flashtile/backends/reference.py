@@ -50,9 +50,7 @@ def backward(
     dsink = None if problem.sink is None else np.zeros(problem.sink.shape, real)
     for head in heads(problem):
         P, slope, row_lse = _weights(head, real, r)
-        Q, K, V = (
-            widen(x, real) for x in (head.queries(problem.q), head.keys(problem.k), head.keys(problem.v))
-        )
+        Q, K, V = (widen(x, real) for x in (head.queries(problem.q), head.keys(problem.k), head.keys(problem.v)))
         dO = widen(head.queries(dout), real)
         kept = head.kept(slice(0, head.n_q), slice(0, head.n_k), real)
         dropped = P.S if kept is None else r(P.S * kept)
@@ -107,4 +105,3 @@ def _weights(
         lse = np.where(np.isnan(l), np.nan, lse)
         P = r(P / np.where(l == 0, 1, l)[:, None])
     return Scores(P, None, s.visible), s.slope, lse
-

@@ -11,6 +11,7 @@ from flashtile.api import (
 )
 from flashtile.band import Band, causal, full, window
 from flashtile.errors import DTypeError, FlashtileError, ShapeError, UnsupportedError
+from flashtile.plan import Plan, plan
 from flashtile.softmax import online_softmax
 from flashtile.trace import Trace, trace
 
@@ -21,6 +22,7 @@ __all__ = [
     "DTypeError",
     "FlashtileError",
     "Grads",
+    "Plan",
     "ShapeError",
     "Trace",
     "UnsupportedError",
@@ -32,6 +34,7 @@ __all__ = [
     "full",
     "merge",
     "online_softmax",
+    "plan",
     "probabilities",
     "standard_attention",
     "trace",

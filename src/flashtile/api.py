@@ -96,23 +96,23 @@ def attention(
     """
     kind = library(q, k=k, v=v, mask=mask, bias=bias, alibi=alibi, sink=sink, kv_lengths=kv_lengths)
     return_lse = check_flag("return_lse", return_lse)
-    options = Options(
-        causal=causal,
-        window=window,
-        band=band,
-        mask=mask,
-        bias=bias,
-        alibi=alibi,
-        softcap=softcap,
-        sink=sink,
-        scale=scale,
-        dropout=dropout,
-        seed=seed,
-        kv_lengths=kv_lengths,
-        out_dtype=out_dtype,
-        deterministic=deterministic,
-        threads=threads,
-    )
+    options: Options = {  # a literal: torch.compile traces no call of a TypedDict
+        "causal": causal,
+        "window": window,
+        "band": band,
+        "mask": mask,
+        "bias": bias,
+        "alibi": alibi,
+        "softcap": softcap,
+        "sink": sink,
+        "scale": scale,
+        "dropout": dropout,
+        "seed": seed,
+        "kv_lengths": kv_lengths,
+        "out_dtype": out_dtype,
+        "deterministic": deterministic,
+        "threads": threads,
+    }
     if kind == "torch":
         from flashtile import pytorch
 
@@ -195,6 +195,8 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
         ("out_b", out_b, out_a.shape),
         ("lse_b", lse_b, out_a.shape[:-1]),
     ):
+        if x is None:
+            raise DTypeError(f"{name}: expected an array of shape {tuple(shape)}, got None")
         if tuple(x.shape) != tuple(shape):
             raise ShapeError(f"{name}: expected shape {tuple(shape)}, got {tuple(x.shape)}")
     if kind == "torch":

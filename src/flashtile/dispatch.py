@@ -40,8 +40,11 @@ class Backend:
         result: tuple[Any, Any] = self.load().forward(problem)
         return result
 
-    def backward(self, problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any) -> Gradients:
-        result: Gradients = self.load().backward(problem, dout, out, lse, dlse)
+    def backward(
+        self, problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True
+    ) -> Gradients:
+        """Gradients of rank 4; bias_grad=False saves that of the bias, which is N x N where nothing else is."""
+        result: Gradients = self.load().backward(problem, dout, out, lse, dlse, bias_grad=bias_grad)
         return result
 
 

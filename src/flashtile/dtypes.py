@@ -50,7 +50,7 @@ def widen(x: Array, to: Any = np.float32) -> Array:
 
 def narrow(x: Array, name: str) -> Array:
     """x rounded (to nearest, ties to even) to the named type, in its carrier."""
-    if x.dtype == BFLOAT16 and name == "bfloat16":
+    if name_of(x.dtype) == name:
         return x
     if name != "bfloat16":
         with np.errstate(over="ignore"):

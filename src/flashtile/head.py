@@ -107,6 +107,7 @@ class Head:
             visible = np.broadcast_to(given, S.shape) if visible is None else visible & given
         if visible is not None:
             S = np.where(visible, S, dtype.type(-np.inf))
+            slope = None if slope is None else np.where(visible, slope, dtype.type(0))
         return Scores(S, slope, visible)
 
     def kept(self, rows: Any, cols: slice, dtype: Any) -> Array | None:
@@ -141,16 +142,13 @@ def guarded_product(A: Array, B: Array, visible: Array | None) -> Array:
 
     A is [r, c] with 0 where masked, B is [c, d]. Ordinary tiles take the ordinary product.
     """
-    finite: Array = np.isfinite(B)
-    product: Array
-    if visible is None or finite.all():
-        product = A @ B
-        return product
-    bad = np.flatnonzero(~finite.all(axis=1))
-    clean = B.copy()
-    clean[bad] = 0
-    product = A @ clean
+    bad = [] if visible is None else np.flatnonzero(~np.isfinite(B).all(axis=1)).tolist()
+    clean = B
+    if bad:
+        clean = B.copy()
+        clean[bad] = 0
+    product: Array = A @ clean
     for c in bad:
-        seen = visible[:, c]
+        seen = visible[:, c]  # type: ignore[index]
         product[seen] += A[seen, c, None] * B[c]
     return product

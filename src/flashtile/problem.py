@@ -134,14 +134,15 @@ def describe(
         if cu_k.shape[0] != cu_q.shape[0]:
             raise ShapeError(f"cu_k: expected as many entries as cu_q ({cu_q.shape[0]}), got {cu_k.shape[0]}")
     pairs = (sequences, heads, n_q, n_k)
+    known = not packed or _on_host(cu_q)
     given_band, align_end = _band(causal, window, band)
     if mask is not None:
         if name_of(_dtype("mask", mask)) != "bool":
             raise DTypeError(f"mask: expected a boolean array, True where a query may attend, got {_dtype_name(mask)}")
-        mask = _broadcastable("mask", mask, pairs)
+        mask = _broadcastable("mask", mask, pairs, known)
     if bias is not None:
         _like_q("bias", bias, dtype)
-        bias = _broadcastable("bias", bias, pairs)
+        bias = _broadcastable("bias", bias, pairs, known)
     if alibi is not None:
         _like_q("alibi", alibi, dtype)
         if tuple(alibi.shape) not in ((heads,), (sequences, heads)):
@@ -246,6 +247,8 @@ def check_size(name: str, value: Any) -> int:
 def check_rows(rows: Any, n_q: int) -> Any:
     """Query rows by index, as probabilities() takes them; negative ones count from the end."""
     rows = np.asarray(rows)
+    if rows.shape == (0,):  # an empty list has no dtype of its own
+        rows = rows.astype(np.int64)
     if rows.ndim != 1 or rows.dtype.kind not in "iu":
         raise DTypeError(f"rows: expected a sequence of integers, got shape {rows.shape} of {rows.dtype}")
     if rows.size and (rows.min() < -n_q or rows.max() >= n_q):
@@ -372,13 +375,19 @@ def _band(causal: Any, window: Any, band: Any) -> tuple[Band, bool]:
     return Band(left, 0 if causal else right), True
 
 
-def _broadcastable(name: str, x: Any, pairs: tuple[int, ...]) -> Any:
-    """x with rank 4, every axis 1 or that of pairs, (sequences, heads, n_q, n_k)."""
+def _broadcastable(name: str, x: Any, pairs: tuple[int, ...], known: bool) -> Any:
+    """x with rank 4, every axis 1 or that of pairs, (sequences, heads, n_q, n_k).
+
+    Unless the lengths of packed sequences are known, n_q and n_k are only what the longest cannot exceed.
+    """
     if not hasattr(x, "shape"):
         raise DTypeError(f"{name}: expected an array, got {type(x).__name__}")
     shape = tuple(x.shape)
     whole = pairs[4 - len(shape) :] if len(shape) <= 4 else ()
-    if len(shape) > 4 or any(n not in (1, m) for n, m in zip(shape, whole, strict=True)):
+    exact = len(shape) if known else len(shape) - 2
+    if len(shape) > 4 or any(
+        n not in (1, m) and (axis < exact or n > m) for axis, (n, m) in enumerate(zip(shape, whole, strict=True))
+    ):
         raise ShapeError(f"{name}: expected a shape that broadcasts to {tuple(pairs)}, got {shape}")
     for _ in range(4 - len(shape)):
         x = x[None]

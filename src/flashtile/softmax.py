@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +86,7 @@ def online_softmax(x: Array, chunk: int) -> Array:
     """softmax over the last axis, seeing `chunk` columns at a time: one pass for m and l, one to write."""
     if chunk < 1:
         raise ShapeError(f"chunk: expected at least 1, got {chunk}")
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     state = OnlineSoftmax.empty(len(rows), 0, rows.dtype)
     with np.errstate(invalid="ignore"):
         for j in range(0, rows.shape[1], chunk):

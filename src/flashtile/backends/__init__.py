@@ -1,0 +1,1 @@
+"""The ways to run a Problem: each has forward() and backward(), and none knows another."""

@@ -7,6 +7,7 @@ dtype", whose error is the yardstick for every other backend.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from flashtile.results import Gradients
 from flashtile.softmax import pivot
 
 Round = Callable[[Array], Array]
+_QUIET: Any = {"invalid": "ignore", "over": "ignore"}  # Inf and NaN go where the formulas send them
 
 
 def rounding(precision: str) -> tuple[type[np.floating], Round]:
@@ -26,6 +28,7 @@ def rounding(precision: str) -> tuple[type[np.floating], Round]:
     return np.float32, lambda x: widen(narrow(x, precision))
 
 
+@np.errstate(**_QUIET)
 def forward(problem: Problem, precision: str = "float64") -> tuple[Array, Array]:
     """Output and lse, rank 4 and 3, in the working precision (not yet rounded to out_dtype)."""
     real, r = rounding(precision)
@@ -39,14 +42,22 @@ def forward(problem: Problem, precision: str = "float64") -> tuple[Array, Array]
     return out, lse
 
 
+@np.errstate(**_QUIET)
 def backward(
-    problem: Problem, dout: Array, out: Array, lse: Array, dlse: Array | None, precision: str = "float64"
+    problem: Problem,
+    dout: Array,
+    out: Array,
+    lse: Array,
+    dlse: Array | None,
+    precision: str = "float64",
+    *,
+    bias_grad: bool = True,
 ) -> Gradients:
     """The analytic gradients, eq. 9 to 14 of docs/algorithm.md, every matrix whole."""
     del out, lse  # the oracle trusts nobody's statistics but its own
     real, r = rounding(precision)
     dq, dk, dv = (np.zeros(x.shape, real) for x in (problem.q, problem.k, problem.v))
-    dbias = None if problem.bias is None else np.zeros(problem.bias.shape, real)
+    dbias = None if problem.bias is None or not bias_grad else np.zeros(problem.bias.shape, real)
     dsink = None if problem.sink is None else np.zeros(problem.sink.shape, real)
     for head in heads(problem):
         P, slope, row_lse = _weights(head, real, r)
@@ -93,7 +104,7 @@ def _weights(
     p = head.problem
     rows = slice(0, head.n_q) if rows is None else rows
     Q, K = widen(head.queries(p.q)[rows], real), widen(head.keys(p.k), real)
-    with np.errstate(invalid="ignore", over="ignore"):
+    with np.errstate(**_QUIET):
         s = head.scores(Q, K, rows, slice(0, head.n_k), masked=True)
         S = r(s.S)
         m = S.max(axis=1, initial=-np.inf if head.sink is None else head.sink)
@@ -104,4 +115,6 @@ def _weights(
         lse = pivot(m) + np.log(l, where=l > 0, out=np.full_like(l, -np.inf))
         lse = np.where(np.isnan(l), np.nan, lse)
         P = r(P / np.where(l == 0, 1, l)[:, None])
+        if s.visible is not None:  # 0 already, unless a NaN elsewhere in the row got into its m
+            P = np.where(s.visible, P, real(0))
     return Scores(P, None, s.visible), s.slope, lse

@@ -116,8 +116,8 @@ class Backward(Machine):
             dropped, dP = P * kept, dP * kept
         dS = P * (dP - sram["D"][:, None])  # eq. 12
         visible = scores.visible
-        if visible is not None:
-            dS = np.where(visible, dS, self.real(0))
+        if visible is not None:  # 0 already, unless a NaN elsewhere in the row got into its L or D
+            dropped, dS = np.where(visible, dropped, self.real(0)), np.where(visible, dS, self.real(0))
         if self.dbias is not None:
             self.head.add_pairs(self.dbias, dS, rows, cols)
         if scores.slope is not None:
@@ -158,6 +158,7 @@ def forward(
     return out, lse
 
 
+@np.errstate(invalid="ignore", over="ignore")
 def backward(
     problem: Problem,
     dout: Array,
@@ -167,11 +168,13 @@ def backward(
     block_q: int = BLOCK,
     block_k: int = BLOCK,
     observe: Observer | None = None,
+    *,
+    bias_grad: bool = True,
 ) -> Gradients:
     """Gradients from the saved output and lse, rank 4, in accumulator precision."""
     real = np.dtype(problem.accumulator).type
     dq, dk, dv = (np.zeros(x.shape, real) for x in (problem.q, problem.k, problem.v))
-    dbias = None if problem.bias is None else np.zeros(problem.bias.shape, real)
+    dbias = None if problem.bias is None or not bias_grad else np.zeros(problem.bias.shape, real)
     dsink = None if problem.sink is None else np.zeros(problem.sink.shape, real)
     for head in heads(problem):
         grid = Grid(head.n_q, head.n_k, block_q, block_k)

@@ -1,0 +1,50 @@
+# make demo   set up what is needed, then show equivalence, memory and speed on this machine
+# make test   set up what is needed, then lint, type-check and test
+# make bench  the CPU benchmark; the record goes to benchmarks/records/
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+SOURCES := pyproject.toml CMakeLists.txt README.md LICENSE $(shell find src -type f -not -name '*.pyc' -not -name '*.so')
+# The C++ core is built in build/wheel and only what changed is compiled again, so the build tools live in the venv.
+INSTALL := $(PIP) install --no-build-isolation -Cbuild-dir=build/wheel
+PYTEST_ARGS ?= -n 2
+
+.PHONY: demo test lint bench clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.package
+	@$(BIN)/flashtile demo
+
+test: lint
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.tested
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/mypy
+
+bench: $(VENV)/.tested
+	@$(BIN)/flashtile bench cpu
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+
+$(VENV)/.tools:
+	@echo "setting up $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install "scikit-build-core>=0.11" cmake ninja
+	@touch $@
+
+$(VENV)/.package: $(VENV)/.tools $(SOURCES)
+	@echo "building and installing flashtile"
+	@$(INSTALL) ".[cli]"
+	@$(BIN)/flashtile doctor --brief
+	@touch $@
+
+# torch first and alone: what comes after it then keeps to its version.
+$(VENV)/.tested: $(VENV)/.package pyproject.toml
+	@echo "installing what the tests need"
+	@$(PIP) install "torch==2.13.0" "numpy<2.4"
+	@$(INSTALL) ".[dev]"
+	@touch $@

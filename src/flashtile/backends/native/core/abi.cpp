@@ -1,0 +1,47 @@
+// The entry points, all that the library exports.
+#pragma GCC visibility push(default)
+#include "flashtile.h"
+#pragma GCC visibility pop
+#include "kernels.h"
+#include "scores.h"
+
+namespace {
+
+// Few query rows to a key head leave most lanes of a vector empty: then vectors run along the head dim instead.
+template <class R> int choose_forward(const ft_problem& p) {
+  return decode_fits<R>(p) ? decode<R>(p) : forward<R>(p);
+}
+
+}  // namespace
+
+int ft_forward(const ft_problem* p) {
+  if (p->size != sizeof(ft_problem)) return FT_BAD_ABI;
+  return p->dtype == FT_F64 ? choose_forward<double>(*p) : choose_forward<float>(*p);
+}
+
+int ft_backward(const ft_problem* p) {
+  if (p->size != sizeof(ft_problem)) return FT_BAD_ABI;
+  return p->dtype == FT_F64 ? backward<double>(*p) : backward<float>(*p);
+}
+
+void ft_cuts(int64_t left, int64_t right, int64_t offset, int64_t first, int64_t last, int64_t n_cols, int64_t block,
+             int64_t out[4]) {
+  const Cuts c = cuts({left, right, offset}, first, last, n_cols, block);
+  out[0] = c.begin, out[1] = c.full_begin, out[2] = c.full_end, out[3] = c.end;
+}
+
+void ft_keep(uint64_t seed, int64_t head, int64_t i, int64_t j, int64_t n, double dropout, uint8_t* keep) {
+  ft_problem p = {};
+  p.seed = seed, p.dropout = dropout;
+  Lanes<float> lanes;
+  lanes.add(p, Sequence(p, 0), head, i);
+  lanes.close(Sequence(p, 0));
+  for (int64_t from = 0; from < n; from += 1024) {
+    const Block<float> block{p, lanes, j + from, (int)std::min<int64_t>(n - from, 1024)};
+    each_kept(block, [=](int64_t at, Mask<float> kept) { keep[from + at / lanes.padded] = kept[0] != 0; });
+  }
+}
+
+int64_t ft_struct_size(void) { return sizeof(ft_problem); }
+
+const char* ft_isa(void) { return FT_ISA; }

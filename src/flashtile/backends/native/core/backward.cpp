@@ -1,0 +1,615 @@
+// Backward. A task owns a block of keys, so dK and dV are its own, and walks the queries; its share of dQ is added when
+// its turn comes, key block after key block, so that no sum depends on the threads. P is computed again from lse. As in
+// forward, blocks are [key][lane] with queries in the lanes. Five products a tile:
+//   S = K Q^T    dV += P dO    dP = V dO^T    dK += dS Q    dQ^T += K^T dS
+#include <atomic>
+#include <memory>
+#include <new>
+#include <thread>
+#include <vector>
+
+#include "kernels.h"
+#include "scores.h"
+#include "threads.h"
+
+namespace {
+
+constexpr int GROUPS = 2;                             // groups of lanes a query block
+template <class R> constexpr int KEYS = 96;           // keys a tile
+template <class R> constexpr int QUERIES = GROUPS * LANES<R>;  // queries a block
+
+// ---- The products. L = N * W lanes; P and dS are [key][L], q and dout [column][L].
+
+// P = exp(S - lse) of S = K q, or S alone. The difference first: its rounding is that of S, not of something larger.
+template <class R, int N, bool EXP>
+NOINLINE void scores(Rows<R> K, int n, const R* q, int dim, const R* lse, R* P) {
+  constexpr int L = N * W<R>;
+  in_tiles<rows_for(N)>(0, n, [=](auto m, int k) __attribute__((always_inline)) {
+    constexpr int M = m;
+    Vec<R> acc[M][N];
+    zero_tile<R>(acc);
+    tile<R>(acc, K.data + k * K.row, K.row, 1, q, L, dim);
+    if constexpr (EXP) UNROLL for (int i = 0; i < M; i++) {
+      UNROLL for (int j = 0; j < N; j++) acc[i][j] = (acc[i][j] - load(lse + j * W<R>)) * all(LOG2E<R>);
+      exp2_each<R>(acc[i]);
+    }
+    store_tile<R>(acc, P + k * L, L);
+  });
+}
+// P <- exp(P - lse)
+template <class R, int N> NOINLINE void probabilities(int n, const R* lse, R* P) {
+  for (int k = 0; k < n; k++, P += N * W<R>) {
+    Vec<R> x[N];
+    UNROLL for (int j = 0; j < N; j++) x[j] = (load(P + j * W<R>) - load(lse + j * W<R>)) * all(LOG2E<R>);
+    exp2_each<R>(x);
+    UNROLL for (int j = 0; j < N; j++) store(P + j * W<R>, x[j]);
+  }
+}
+// P <- dS = P * (Z * (V dout) - delta); Z, what dropout multiplies by, may be null
+template <class R, int N, bool DROPS>
+NOINLINE void score_gradients(Rows<R> V, int n, const R* dout, int dim, const R* delta, const R* Z, R* P) {
+  constexpr int L = N * W<R>;
+  in_tiles<rows_for(N)>(0, n, [=](auto m, int k) __attribute__((always_inline)) {
+    constexpr int M = m;
+    Vec<R> acc[M][N];
+    zero_tile<R>(acc);
+    tile<R>(acc, V.data + k * V.row, V.row, 1, dout, L, dim);
+    UNROLL for (int i = 0; i < M; i++) UNROLL for (int j = 0; j < N; j++) {
+      const int at = (k + i) * L + j * W<R>;
+      if constexpr (DROPS) acc[i][j] *= load(Z + at);
+      store(P + at, load(P + at) * (acc[i][j] - load(delta + j * W<R>)));
+    }
+  });
+}
+// dq[column][lane] += K^T dS
+template <class R, int N> NOINLINE void add_to_queries(Rows<R> K, int n, const R* dS, R* dq, int dim) {
+  constexpr int L = N * W<R>;
+  in_tiles<rows_for(N)>(0, dim, [=](auto m, int d) __attribute__((always_inline)) {
+    constexpr int M = m;
+    Vec<R> acc[M][N];
+    zero_tile<R>(acc);
+    tile<R>(acc, K.data + d, 1, K.row, dS, L, n);
+    add_tile<R>(acc, dq + d * L, L);
+  });
+}
+template <class R, int N> NOINLINE void add_to_queries_but_hidden(Rows<R> K, int n, const R* dS, R* dq, int dim) {
+  constexpr int L = N * W<R>;
+  for (int k = 0; k < n; k++)
+    for (int d = 0; d < dim; d++) {
+      const Vec<R> x = all(K.data[k * K.row + d]);
+      for (int j = 0; j < L; j += W<R>) {
+        const Vec<R> w = load(dS + k * L + j), before = load(dq + d * L + j);
+        store(dq + d * L + j, is_hidden<R>(w) ? before : before + w * x);
+      }
+    }
+}
+
+// One group's part in a sum over queries: weights [key][L], and the rows they weigh, whole vectors each.
+template <class R> struct Part {
+  const R* weights;
+  int L, rows;
+  Rows<R> x;
+};
+// C[key][column] += sum over the parts of weights * x
+template <class R, int N>
+NOINLINE void add_to_columns(const Part<R>* parts, int count, int n, int column, R* C, int64_t row) {
+  in_tiles<rows_for(N)>(0, n, [=](auto m, int k) __attribute__((always_inline)) {
+    constexpr int M = m;
+    Vec<R> acc[M][N];
+    zero_tile<R>(acc);
+    for (const Part<R>* a = parts; a < parts + count; a++)
+      tile<R>(acc, a->weights + k * a->L, a->L, 1, a->x.data + column, a->x.row, a->rows);
+    add_tile<R>(acc, C + k * row, row);
+  });
+}
+template <class R> void add_to_keys(const Part<R>* parts, int count, int n, R* C, int64_t row) {
+  int d = 0;
+  for (; d + 2 * W<R> <= row; d += 2 * W<R>) add_to_columns<R, 2>(parts, count, n, d, C + d, row);
+  if (d < row) add_to_columns<R, 1>(parts, count, n, d, C + d, row);
+}
+template <class R> NOINLINE void add_to_keys_but_hidden(const Part<R>& a, int n, R* C, int64_t row) {
+  for (int k = 0; k < n; k++)
+    for (int l = 0; l < a.rows; l++) {
+      const Vec<R> w = all(a.weights[k * a.L + l]);
+      if (is_hidden<R>(w)[0]) continue;
+      for (int64_t d = 0; d < row; d += W<R>) {
+        R* to = C + k * row + d;
+        store(to, load(to) + w * load(a.x.data + l * a.x.row + d));
+      }
+    }
+}
+
+// ---- Rows and lanes
+
+// Rows that can be read by whole vectors: where they lie if they are real and as wide as some, else copied.
+template <class R> Rows<R> whole_vectors(const void* x, int64_t dtype, int64_t row, int n, int d, R* room) {
+  return with_type<R>(dtype, [=](auto t) -> Rows<R> {
+    using T = decltype(t);
+    if (std::is_same_v<T, R> && d % W<R> == 0) return {(const R*)x, row};
+    const int64_t wide = round_up(d, W<R>);
+    for (int i = 0; i < n; i++) {
+      const T* from = (const T*)x + i * row;
+      R* to = room + i * wide;
+      int c = 0;
+      for (; c + W<R> <= d; c += W<R>) store(to + c, load_as<R>(from + c));
+      if (c == d) continue;
+      store(to + c, Vec<R>{});
+      for (; c < d; c++) to[c] = as<R>(from[c]);
+    }
+    return {room, wide};
+  });
+}
+// x[lane][c] = base[lane][c] + by * from[c][lane] for the first n lanes; base may be null, or x itself
+template <class R, class T>
+NOINLINE void give_rows(const R* from, int lanes, int n, int d, R by, const R* base, int64_t base_row, T* x, int64_t row) {
+  for (int l0 = 0; l0 < n; l0 += W<R>) {
+    const int here = n - l0 < W<R> ? n - l0 : W<R>;
+    int c = 0;
+    for (; c + W<R> <= d; c += W<R>) {
+      Vec<R> a[W<R>];
+      for (int i = 0; i < W<R>; i++) a[i] = load(from + (int64_t)(c + i) * lanes + l0) * all(by);
+      transpose<R>(a);
+      for (int l = 0; l < here; l++) {
+        if (base) a[l] += load(base + (l0 + l) * base_row + c);
+        store_as<R>(x + (l0 + l) * row + c, a[l]);
+      }
+    }
+    for (; c < d; c++)
+      for (int l = l0; l < l0 + here; l++)
+        put<R>(x + l * row + c, from[(int64_t)c * lanes + l] * by + (base ? base[l * base_row + c] : R(0)));
+  }
+}
+
+// ---- Passes over a block that only backward has
+
+// x[key][lane] is the gradient of the bias; sum it into its place, whatever axes are broadcast.
+template <class R> NOINLINE void add_to_bias(const Block<R>& b, const ft_tensor& t, R* to, const R* x) {
+  const int L = b.lanes.padded, real = b.lanes.real;
+  if (t.column == 0) {  // one place for all keys
+    R sums[LANES<R>] = {}, total = 0;
+    for (int k = 0; k < b.n; k++)
+      for (int l = 0; l < L; l += W<R>) store(sums + l, load(sums + l) + load(x + k * L + l));
+    for (int l = 0; l < real; l++) {
+      if (t.row) to[l * t.row] += sums[l];
+      else total += sums[l];
+    }
+    if (!t.row) *to += total;
+  } else if (t.row == 0) {  // one for all queries
+    for (int k = 0; k < b.n; k++) {
+      Vec<R> sum = {};
+      for (int l = 0; l < L; l += W<R>) {
+        const Vec<R> a = load(x + k * L + l);
+        sum += lane_index<R>() < all_int<R>(real - l) ? a : Vec<R>{};
+      }
+      to[k * t.column] += sum_lanes<R>(sum);
+    }
+  } else {
+    for (int l0 = 0; l0 < real; l0 += W<R>) {
+      const int here = real - l0 < W<R> ? real - l0 : W<R>;
+      int k = 0;
+      if (t.column == 1)
+        for (; k + W<R> <= b.n; k += W<R>) {
+          Vec<R> a[W<R>];
+          for (int i = 0; i < W<R>; i++) a[i] = load(x + (k + i) * L + l0);
+          transpose<R>(a);
+          for (int l = 0; l < here; l++) {
+            R* at = to + (l0 + l) * t.row + k;
+            store(at, load(at) + a[l]);
+          }
+        }
+      for (; k < b.n; k++)
+        for (int l = l0; l < l0 + here; l++) to[l * t.row + k * t.column] += x[k * L + l];
+    }
+  }
+}
+// Z <- what dropout multiplies a weight by, dropped <- P * Z
+template <class R> NOINLINE void drop(const Block<R>& b, const R* P, R* Z, R* dropped) {
+  const Vec<R> up = all((R)(1 / (1 - b.p.dropout)));
+  each_kept<R>(b, [=](int64_t at, Mask<R> kept) {
+    const Vec<R> z = kept ? up : Vec<R>{};
+    store(Z + at, z);
+    store(dropped + at, load(P + at) * z);
+  });
+}
+// x + 0: no place is -0 then
+template <class R> NOINLINE void clear_signs(const Block<R>& b, R* x) {
+  for (int at = 0; at < b.n * b.lanes.padded; at += W<R>) store(x + at, load(x + at) + Vec<R>{});
+}
+// x * slope; hidden places stay so, and no others become so
+template <class R> NOINLINE void multiply(const Block<R>& b, R* x, const R* slope) {
+  for (int at = 0; at < b.n * b.lanes.padded; at += W<R>) {
+    const Vec<R> v = load(x + at);
+    store(x + at, is_hidden<R>(v) ? v : v * load(slope + at) + Vec<R>{});
+  }
+}
+
+// ---- One call
+
+// A share of the work: key blocks [b0, b1) of the key heads [h0, h1) of the sequences [s0, s1).
+struct Share {
+  int64_t s0, s1, h0, h1, b0, b1;
+};
+
+template <class R> class Backward {
+ public:
+  explicit Backward(const ft_problem& p)
+      : p(p), item(item_size(p.dtype)), out_item(item_size(p.out_dtype)), group(p.q_heads / p.kv_heads),
+        dim((int)p.dim), v_dim((int)p.v_dim), wide(round_up(p.dim, W<R>)), v_wide(round_up(p.v_dim, W<R>)),
+        rows(p.cu_q ? p.cu_q[p.sequences] : p.sequences * p.q_len), narrow_type(item < (int64_t)sizeof(R)) {
+    share_out();
+    layout();
+  }
+  int run();
+
+ private:
+  const ft_problem& p;
+  const int64_t item, out_item, group;
+  const int dim, v_dim;
+  const int64_t wide, v_wide;  // of rows made of whole vectors
+  const int64_t rows;          // queries of all sequences
+  const bool narrow_type;      // dq is summed beside, in real
+  int64_t keys_each;           // keys a key block
+  std::vector<Share> shares;   // in the order they are handed out
+  std::unique_ptr<std::atomic<int32_t>[]> turns;  // for each query block: the key blocks that have been added
+  std::unique_ptr<R[]> delta;                     // [head][rows]
+  std::unique_ptr<R[]> sums;                      // [head][rows][dim], where dq is narrow
+
+  // Places in a thread's scratch
+  struct Layout {
+    size_t q, dout, dq, P, dk, dv, lse, delta, q_rows, dout_rows, K, V, slope, Z, dropped, end;
+  } at;
+  struct KeyBlock;
+  struct Tile;
+
+  int64_t room(int64_t s) const { return p.cu_k ? p.cu_k[s + 1] - p.cu_k[s] : p.kv_len; }
+  int64_t first_row(const Sequence& s) const { return p.cu_q ? s.q_row : s.index * p.q_len; }
+  // Query blocks of all sequences side by side; a sequence may leave one unused.
+  int64_t block_index(const Sequence& s, int64_t head, int64_t block) const {
+    return head * blocks_in_head() + first_row(s) / QUERIES<R> + s.index + block;
+  }
+  int64_t blocks_in_head() const { return rows / QUERIES<R> + p.sequences + 1; }
+
+  void share_out();
+  void layout();
+  void prepare(int64_t s, int64_t head, int64_t from, int64_t to);
+  void sum_sink(int64_t head);
+  void key_block(int64_t s, int64_t kv_head, int64_t block, R* scratch);
+  void query_block(KeyBlock& kb, int64_t head, int64_t first, int n, R* scratch);
+  void give_queries(const KeyBlock& kb, int64_t head, int64_t first, int n, const int* lanes, const R* dq);
+};
+
+// Key blocks: dK, dV, K and V of one stay in L2; as many as keep some 32 threads busy. They depend on the shape only.
+// Where several heads, sequences or key blocks add to the same place of dbias, one share holds them all.
+template <class R> void Backward<R>::share_out() {
+  const bool bias = p.dbias.data;
+  const bool all_s = bias && p.dbias.sequence == 0, all_h = bias && p.dbias.head == 0, all_b = bias && p.dbias.column == 0;
+  const int64_t kinds = (all_s ? 1 : p.sequences) * (all_h ? 1 : p.kv_heads), tile = KEYS<R>;
+  const int64_t least = tile, most = std::max(least, (int64_t)(196608 / sizeof(R)) / std::max(p.dim, p.v_dim) / tile * tile);
+  keys_each = std::min(most, std::max(round_up(p.kv_len, tile), tile));
+  while (keys_each > least && kinds * ceil_div(p.kv_len, keys_each) < 32) keys_each -= tile;
+  const int64_t count = std::max<int64_t>(1, ceil_div(p.kv_len, keys_each));
+  keys_each = std::max<int64_t>(24, round_up(ceil_div(p.kv_len, count), 24));  // even blocks, whole register tiles
+
+  // As many heads side by side as there are threads, so that turns are seldom waited for.
+  struct Kind {
+    int64_t s0, s1, h0, h1, blocks;
+  };
+  std::vector<Kind> side;
+  const auto flush = [&] {
+    int64_t longest = 0;
+    for (const Kind& k : side) longest = std::max(longest, k.blocks);
+    for (int64_t b = 0; b < (all_b ? std::min<int64_t>(longest, 1) : longest); b++)
+      for (const Kind& k : side)
+        if (b < k.blocks) shares.push_back({k.s0, k.s1, k.h0, k.h1, b, all_b ? k.blocks : b + 1});
+    side.clear();
+  };
+  for (int64_t s = 0; s < (all_s ? 1 : p.sequences); s++)
+    for (int64_t h = 0; h < (all_h ? 1 : p.kv_heads); h++) {
+      int64_t longest = room(s);
+      if (all_s)
+        for (int64_t other = 0; other < p.sequences; other++) longest = std::max(longest, room(other));
+      side.push_back({s, all_s ? p.sequences : s + 1, h, all_h ? p.kv_heads : h + 1, ceil_div(longest, keys_each)});
+      if ((int64_t)side.size() >= p.threads) flush();
+    }
+  flush();
+}
+
+template <class R> void Backward<R>::layout() {
+  size_t end = 0;
+  const auto take = [&](bool wanted, int64_t n) {
+    const size_t place = end;
+    if (wanted) end += (size_t)round_up(n, 64 / sizeof(R));
+    return place;
+  };
+  constexpr int64_t Q = QUERIES<R>, block = KEYS<R> * Q;
+  at.q = take(true, Q * dim);
+  at.dout = take(true, Q * v_dim);
+  at.dq = take(true, Q * dim);
+  at.P = take(true, block);
+  at.dk = take(true, keys_each * wide);
+  at.dv = take(true, keys_each * v_wide);
+  at.lse = take(true, Q);
+  at.delta = take(true, Q);
+  at.q_rows = take(narrow_type || wide != dim, Q * wide);
+  at.dout_rows = take(out_item < (int64_t)sizeof(R) || v_wide != v_dim, Q * v_wide);
+  at.K = take(narrow_type, keys_each * dim);
+  at.V = take(narrow_type, keys_each * v_dim);
+  at.slope = take(p.softcap > 0, block);
+  at.Z = take(p.dropout > 0, block);
+  at.dropped = take(p.dropout > 0, block);
+  at.end = end;
+}
+
+// What is needed of queries [from, to) before anything else: delta, and 0 for dq where no key is seen.
+template <class R> void Backward<R>::prepare(int64_t index, int64_t head, int64_t from, int64_t to) {
+  const Sequence s(p, index);
+  to = std::min(to, s.q_len);
+  R* d = delta.get() + head * rows + first_row(s);
+  const R *lse = (const R*)query_row(p.lse, sizeof(R), s, head, 0), *dlse = (const R*)query_row(p.dlse, sizeof(R), s, head, 0);
+  with_type<R>(p.out_dtype, [&](auto t) {
+    using T = decltype(t);
+    for (int64_t i = from; i < to; i++) {
+      const T *out = (const T*)query_row(p.out, sizeof(T), s, head, i), *dout = (const T*)query_row(p.dout, sizeof(T), s, head, i);
+      Vec<R> sum = {};
+      R rest = 0;
+      int c = 0;
+      for (; c + W<R> <= v_dim; c += W<R>) sum += load_as<R>(out + c) * load_as<R>(dout + c);
+      for (; c < v_dim; c++) rest += as<R>(out[c]) * as<R>(dout[c]);
+      rest += sum_lanes<R>(sum) - (p.dlse.data ? dlse[i * p.dlse.row] : R(0));
+      d[i] = lse[i * p.lse.row] == -(R)INFINITY ? R(0) : rest;
+    }
+  });
+  for (int64_t i = from; i < to; i += QUERIES<R>) {
+    const int64_t end = std::min<int64_t>(i + QUERIES<R>, to);
+    const Cuts seen = cuts(s.band, i, end, s.kv_len, 1);
+    if (seen.begin == seen.end)
+      for (int64_t r = i; r < end; r++) memset(query_row(p.dq, item, s, head, r), 0, item * dim);
+  }
+}
+
+// dsink = sum over the rows of its weight times -delta, its value being 0
+template <class R> void Backward<R>::sum_sink(int64_t head) {
+  const R sink = ((const R*)p.sink)[head];
+  double sum = 0;
+  for (int64_t index = 0; index < p.sequences; index++) {
+    const Sequence s(p, index);
+    const R *lse = (const R*)query_row(p.lse, sizeof(R), s, head, 0), *d = delta.get() + head * rows + first_row(s);
+    for (int64_t i = 0; i < s.q_len; i++) {
+      const R x = lse[i * p.lse.row];
+      if (x != -(R)INFINITY) sum -= exp((double)sink - (double)x) * (double)d[i];
+    }
+  }
+  ((R*)p.dsink)[head] = (R)sum;
+}
+
+template <class R> struct Backward<R>::KeyBlock {
+  const Sequence s;
+  const int64_t index, first;  // which block, its first key
+  const int n;                 // keys in use
+  Rows<R> K, V;
+  int k_finite = -1;  // not known yet
+};
+
+template <class R> void Backward<R>::key_block(int64_t index, int64_t kv_head, int64_t block, R* scratch) {
+  const Sequence s(p, index);
+  const int64_t first = block * keys_each, last = std::min(first + keys_each, room(index));
+  if (first >= last) return;
+  const int n = (int)clip(s.kv_len - first, 0, last - first);
+  const char *k = key_row(p.k, item, s, kv_head, first), *v = key_row(p.v, item, s, kv_head, first);
+  KeyBlock kb{s, block, first, n, widen<R>(k, p.dtype, p.k.row, n, dim, scratch + at.K),
+              widen<R>(v, p.dtype, p.v.row, n, v_dim, scratch + at.V)};
+  R *dk = scratch + at.dk, *dv = scratch + at.dv;
+  memset(dk, 0, sizeof(R) * n * wide);
+  memset(dv, 0, sizeof(R) * n * v_wide);
+  if (n > 0 && s.q_len > 0) {
+    const Band by_key{s.band.right, s.band.left, -s.band.offset};
+    const Cuts seen = cuts(by_key, first, first + n, s.q_len, QUERIES<R>);
+    for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++)
+      for (int64_t i = seen.begin * QUERIES<R>; i < std::min(seen.end * QUERIES<R>, s.q_len); i += QUERIES<R>)
+        query_block(kb, head, i, (int)std::min<int64_t>(QUERIES<R>, s.q_len - i), scratch);
+  }
+  narrow<R>(dk, wide, n, dim, (R)p.scale, key_row(p.dk, item, s, kv_head, first), p.dtype, p.dk.row);
+  narrow<R>(dv, v_wide, n, v_dim, R(1), key_row(p.dv, item, s, kv_head, first), p.dtype, p.dv.row);
+  for (int64_t j = first + n; j < last; j++) {  // keys not in use
+    memset(key_row(p.dk, item, s, kv_head, j), 0, item * dim);
+    memset(key_row(p.dv, item, s, kv_head, j), 0, item * v_dim);
+  }
+}
+
+// Queries first .. first+n-1 against a key block.
+template <class R> void Backward<R>::query_block(KeyBlock& kb, int64_t head, int64_t first, int n, R* scratch) {
+  constexpr int LN = LANES<R>;
+  const Sequence& s = kb.s;
+  const int groups = (n + LN - 1) / LN;
+  R *lse = scratch + at.lse, *del = scratch + at.delta;
+  const R* lse_from = (const R*)query_row(p.lse, sizeof(R), s, head, first);
+  const R* delta_from = delta.get() + head * rows + first_row(s) + first;
+  const char *q = query_row(p.q, item, s, head, first), *dout = query_row(p.dout, out_item, s, head, first);
+
+  struct Group {
+    Lanes<R> lanes;
+    bool dead;  // some lane has no weight at all
+    R *q, *dout, *dq, *P, *slope, *Z, *dropped;
+    const R *lse, *delta;
+    int from, to;   // keys of the tile it sees any of, counted from the block's first
+    bool hidden;    // not all of them, in every lane
+  };
+  alignas(Group) char memory[GROUPS * sizeof(Group)];
+  Group* g = (Group*)memory;
+  int lanes_of[GROUPS];
+  bool hidden_somewhere = false;
+  for (int x = 0; x < groups; x++) {
+    const int l0 = x * LN, real = std::min(n - l0, LN);
+    new (&g[x]) Group{Lanes<R>(p, s, head, first + l0, real), false, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
+                      nullptr, nullptr, nullptr, 0, 0, false};
+    Group& y = g[x];
+    const int L = lanes_of[x] = y.lanes.padded;
+    y.q = scratch + at.q + l0 * dim;
+    y.dout = scratch + at.dout + l0 * v_dim;
+    y.dq = scratch + at.dq + l0 * dim;
+    y.P = scratch + at.P + KEYS<R> * l0;
+    y.slope = p.softcap > 0 ? scratch + at.slope + KEYS<R> * l0 : nullptr;
+    y.Z = scratch + at.Z + KEYS<R> * l0;
+    y.dropped = p.dropout > 0 ? scratch + at.dropped + KEYS<R> * l0 : y.P;
+    y.lse = lse + l0;
+    y.delta = del + l0;
+    for (int l = 0; l < L; l++) {
+      const int64_t i = l0 + std::min(l, real - 1);
+      const R value = lse_from[i * p.lse.row];
+      y.dead |= value == -(R)INFINITY;
+      lse[l0 + l] = value == -(R)INFINITY ? (R)INFINITY : value;
+      del[l0 + l] = delta_from[i];
+    }
+    pack_lanes<R>(q + item * l0 * p.q.row, p.dtype, p.q.row, real, L, dim, score_scale<R>(p), y.q);
+    pack_lanes<R>(dout + out_item * l0 * p.dout.row, p.out_dtype, p.dout.row, real, L, v_dim, R(1), y.dout);
+    memset(y.dq, 0, sizeof(R) * L * dim);
+    hidden_somewhere |= y.dead || p.mask.data || y.lanes.seen.full_begin > kb.first || y.lanes.seen.full_end < kb.first + kb.n;
+  }
+  const Rows<R> Q = whole_vectors<R>(q, p.dtype, p.q.row, n, dim, scratch + at.q_rows);
+  const Rows<R> dO = whole_vectors<R>(dout, p.out_dtype, p.dout.row, n, v_dim, scratch + at.dout_rows);
+  // Only where pairs are hidden can a value that is not finite reach a sum it has no part in.
+  bool q_finite = true, dout_finite = true;
+  if (hidden_somewhere) {
+    if (kb.k_finite < 0) kb.k_finite = all_finite(kb.K, kb.n, dim);
+    q_finite = all_finite(Q, n, dim);
+    dout_finite = all_finite(dO, n, v_dim);
+  }
+  const bool plain = !(p.softcap > 0) && !p.bias.data && !p.alibi.data;
+
+  const Cuts seen = cuts(s.band, first, first + n, s.kv_len, 1);
+  const int begin = (int)clip(seen.begin - kb.first, 0, kb.n), end = (int)clip(seen.end - kb.first, begin, kb.n);
+  for (int k0 = begin; k0 < end; k0 += KEYS<R>) {
+    const int k1 = std::min(k0 + KEYS<R>, end);
+    Part<R> parts[GROUPS];
+    bool together = true;  // the groups see the same keys
+    const auto block = [&](const Group& y) { return Block<R>{p, y.lanes, kb.first + y.from, y.to - y.from}; };
+    const auto rows_at = [](Rows<R> x, int k) { return Rows<R>{x.data + k * x.row, x.row}; };
+    // C += weights * x over the groups; where x is not finite, hidden pairs are left out one by one
+    const auto sum_over_queries = [&](bool finite, R* C, int64_t row) {
+      if (finite && together) return add_to_keys(parts, groups, g->to - g->from, C + g->from * row, row);
+      for (int x = 0; x < groups; x++) {
+        R* to = C + g[x].from * row;
+        if (finite || !g[x].hidden) add_to_keys(parts + x, 1, g[x].to - g[x].from, to, row);
+        else add_to_keys_but_hidden(parts[x], g[x].to - g[x].from, to, row);
+      }
+    };
+    const auto hide_all = [&](const Block<R>& b, const Group& y) {
+      hide(b, y.P, HIDDEN<R>);
+      if (!y.dead) return;
+      for (int l = 0; l < b.lanes.padded; l++)
+        if (y.lse[l] == (R)INFINITY)
+          for (int k = 0; k < b.n; k++) y.P[k * b.lanes.padded + l] = HIDDEN<R>;
+    };
+
+    for (int x = 0; x < groups; x++) {  // P
+      Group& y = g[x];
+      y.from = (int)clip(y.lanes.seen.begin - kb.first, k0, k1);
+      y.to = (int)clip(y.lanes.seen.end - kb.first, y.from, k1);
+      together &= y.from == g->from && y.to == g->to;
+      const Block<R> b = block(y);
+      y.hidden = b.partial() || y.dead;
+      parts[x] = {y.dropped, y.lanes.padded, y.lanes.real, rows_at(dO, x * LN)};
+      if (b.n == 0) continue;
+      with_vectors(y.lanes.padded / W<R>, [&](auto N) {
+        if (plain) return scores<R, N, true>(rows_at(kb.K, y.from), b.n, y.q, dim, y.lse, y.P);
+        scores<R, N, false>(rows_at(kb.K, y.from), b.n, y.q, dim, y.lse, y.P);
+        adjust(b, y.P, y.slope);
+        probabilities<R, N>(b.n, y.lse, y.P);
+      });
+      if (y.hidden) hide_all(b, y);
+      if (p.dropout > 0) drop(b, y.P, y.Z, y.dropped);
+    }
+    sum_over_queries(dout_finite, scratch + at.dv, v_wide);
+
+    for (int x = 0; x < groups; x++) {  // dS, in the place of P
+      Group& y = g[x];
+      parts[x] = {y.P, y.lanes.padded, y.lanes.real, rows_at(Q, x * LN)};
+      const Block<R> b = block(y);
+      if (b.n == 0) continue;
+      with_vectors(y.lanes.padded / W<R>, [&](auto N) {
+        if (p.dropout > 0) score_gradients<R, N, true>(rows_at(kb.V, y.from), b.n, y.dout, v_dim, y.delta, y.Z, y.P);
+        else score_gradients<R, N, false>(rows_at(kb.V, y.from), b.n, y.dout, v_dim, y.delta, nullptr, y.P);
+      });
+      const bool careful = y.hidden && !(q_finite && kb.k_finite);
+      if (careful) clear_signs(b, y.P);
+      if (y.hidden) hide_all(b, y);
+      if (p.dbias.data) {
+        const ft_tensor& t = p.dbias;
+        R* to = (R*)t.data + s.index * t.sequence + head * t.head + (first + x * LN) * t.row + b.j * t.column;
+        add_to_bias(b, t, to, y.P);
+      }
+      if (y.slope) multiply(b, y.P, y.slope);
+      with_vectors(y.lanes.padded / W<R>, [&](auto N) {
+        if (careful && !kb.k_finite) add_to_queries_but_hidden<R, N>(rows_at(kb.K, y.from), b.n, y.P, y.dq, dim);
+        else add_to_queries<R, N>(rows_at(kb.K, y.from), b.n, y.P, y.dq, dim);
+      });
+    }
+    sum_over_queries(q_finite, scratch + at.dk, wide);
+  }
+  give_queries(kb, head, first, n, lanes_of, scratch + at.dq);
+}
+
+// Adds a key block's share of dq to what the key blocks before it have given.
+template <class R>
+void Backward<R>::give_queries(const KeyBlock& kb, int64_t head, int64_t first, int n, const int* lanes, const R* dq) {
+  const Sequence& s = kb.s;
+  const Cuts blocks = cuts(s.band, first, first + n, s.kv_len, keys_each);  // that have a share in these queries
+  const bool is_first = kb.index == blocks.begin, is_last = kb.index == blocks.end - 1;
+  std::atomic<int32_t>& turn = turns[block_index(s, head, first / QUERIES<R>)];
+  const int32_t mine = (int32_t)(kb.index - blocks.begin);
+  for (int spins = 0; turn.load(std::memory_order_acquire) != mine; spins++) {
+    if (spins < 4096) pause_thread();
+    else std::this_thread::yield();
+  }
+  with_type<R>(p.dtype, [&](auto t) {
+    using T = decltype(t);
+    for (int l0 = 0, x = 0; l0 < n; l0 += LANES<R>, x++) {
+      const int here = std::min(n - l0, LANES<R>);
+      const R* from = dq + l0 * dim;
+      T* to = (T*)query_row(p.dq, sizeof(T), s, head, first + l0);
+      if constexpr (std::is_same_v<T, R>) {
+        give_rows<R, R>(from, lanes[x], here, dim, (R)p.scale, is_first ? nullptr : to, p.dq.row, to, p.dq.row);
+      } else {
+        R* sum = sums.get() + (head * rows + first_row(s) + first + l0) * dim;
+        if (is_last) give_rows<R, T>(from, lanes[x], here, dim, (R)p.scale, is_first ? nullptr : sum, dim, to, p.dq.row);
+        else give_rows<R, R>(from, lanes[x], here, dim, (R)p.scale, is_first ? nullptr : sum, dim, sum, dim);
+      }
+    }
+  });
+  turn.store(mine + 1, std::memory_order_release);
+}
+
+template <class R> int Backward<R>::run() {
+  delta.reset(new R[p.q_heads * rows]);
+  turns.reset(new std::atomic<int32_t>[p.q_heads * blocks_in_head()]());
+  if (narrow_type) sums.reset(new R[p.q_heads * rows * dim]);
+  Scratch scratch(std::min<int64_t>(p.threads, shares.size()), sizeof(R) * at.end);
+  if (!scratch.ok()) return FT_NO_MEMORY;
+
+  const int64_t chunk = 8 * QUERIES<R>, chunks = ceil_div(p.q_len, chunk);
+  parallel_for(p.threads, p.sequences * p.q_heads * chunks, [&](int64_t, int64_t task) {
+    const int64_t c = task % chunks, head = task / chunks % p.q_heads, s = task / chunks / p.q_heads;
+    prepare(s, head, c * chunk, (c + 1) * chunk);
+  });
+  if (p.dsink) parallel_for(p.threads, p.q_heads, [&](int64_t, int64_t head) { sum_sink(head); });
+  parallel_for(p.threads, (int64_t)shares.size(), [&](int64_t thread, int64_t task) {
+    const Share& w = shares[task];
+    for (int64_t b = w.b0; b < w.b1; b++)
+      for (int64_t s = w.s0; s < w.s1; s++)
+        for (int64_t h = w.h0; h < w.h1; h++) key_block(s, h, b, scratch.piece<R>(thread));
+  });
+  return FT_OK;
+}
+
+}  // namespace
+
+template <class R> int backward(const ft_problem& p) {
+  try {
+    return Backward<R>(p).run();
+  } catch (const std::bad_alloc&) {
+    return FT_NO_MEMORY;
+  }
+}
+
+template int backward<float>(const ft_problem&);
+template int backward<double>(const ft_problem&);

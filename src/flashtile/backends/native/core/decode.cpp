@@ -1,0 +1,319 @@
+// Decode: forward for few queries. It is bound by memory, so each row of K and V is read once, in order, for all the
+// queries and heads that share it, and the vectors of both products run along the head dim. Scores are [key][lane]
+// again, one vector of lanes for all the rows, so the passes over them are those of forward. Keys are split, by the
+// shape only, so that there is work for every thread; the thread that ends the last share of a row merges them.
+#include <atomic>
+#include <memory>
+#include <new>
+
+#include "kernels.h"
+#include "scores.h"
+#include "threads.h"
+
+namespace {
+
+constexpr int KEYS = 64;         // keys a block
+constexpr int MIN_SPLIT = 512;   // keys a share at least
+constexpr int ENOUGH = 32;       // shares
+
+// ---- A row of d numbers as vectors. The last d % W numbers sit in the upper lanes of one more vector, over zeros.
+
+template <class R> constexpr int64_t vectors_of(int64_t d) { return (d + W<R> - 1) / W<R>; }
+template <class R, class T> INLINE Vec<R> load_tail(const T* row, int d) {
+  const int n = d % W<R>;
+  if (d > W<R>) {
+    const Vec<R> x = load_as<R>(row + d - W<R>);
+    return lane_index<R>() >= all_int<R>(W<R> - n) ? x : Vec<R>{};
+  }
+  Vec<R> x = {};
+  for (int i = 0; i < n; i++) x[W<R> - n + i] = as<R>(row[i]);
+  return x;
+}
+// Where column c of such a row is.
+template <class R> INLINE int place(int c, int d) { return c < d / W<R> * W<R> ? c : c + (W<R> - d % W<R>); }
+
+// Sums over the lanes of N vectors, N a power of two: lane i of the result has that of a[i % N].
+template <int H, int N, class V, int... I> INLINE V fold(V* a, std::integer_sequence<int, I...> lanes) {
+  constexpr int n = sizeof...(I);
+  if constexpr (H == n) {
+    return a[0];
+  } else if constexpr (N > 1) {
+    for (int i = 0; i < N / 2; i++) {
+      const V x = a[2 * i], y = a[2 * i + 1];
+      a[i] = __builtin_shufflevector(x, y, ((I & H) ? n + I - H : I)...) +
+             __builtin_shufflevector(x, y, ((I & H) ? n + I : I + H)...);
+    }
+    return fold<2 * H, N / 2>(a, lanes);
+  } else {
+    a[0] += __builtin_shufflevector(a[0], a[0], (I ^ H)...);
+    return fold<2 * H, 1>(a, lanes);
+  }
+}
+
+// ---- The two products, for ROWS rows of q: a power of two, up to W
+
+// S[key][row] = K q^T. As many keys as fill a vector of results, one after the other.
+template <class R, class T, int ROWS>
+NOINLINE void scores(const T* K, int64_t stride, int n, const R* q, int dim, R* S) {
+  constexpr int AT_ONCE = W<R> / ROWS;
+  const int whole = dim / W<R>, q_row = (int)vectors_of<R>(dim) * W<R>;
+  for (int k0 = 0; k0 < n; k0 += AT_ONCE) {
+    Vec<R> acc[W<R>];
+    UNROLL for (int k = 0; k < AT_ONCE; k++) {
+      const T* row = K + std::min(k0 + k, n - 1) * stride;
+      Vec<R>* a = acc + k * ROWS;
+      UNROLL for (int r = 0; r < ROWS; r++) a[r] = Vec<R>{};
+      for (int d = 0; d < whole; d++) {
+        const Vec<R> x = load_as<R>(row + d * W<R>);
+        UNROLL for (int r = 0; r < ROWS; r++) a[r] += x * load(q + r * q_row + d * W<R>);
+      }
+      if (dim % W<R>) {
+        const Vec<R> x = load_tail<R>(row, dim);
+        UNROLL for (int r = 0; r < ROWS; r++) a[r] += x * load(q + r * q_row + whole * W<R>);
+      }
+    }
+    const Vec<R> sums = fold<1, W<R>>(acc, std::make_integer_sequence<int, W<R>>{});
+    if constexpr (AT_ONCE == 1) {
+      store(S + k0 * W<R>, sums);
+    } else {
+      R spread[W<R>];
+      store(spread, sums);
+      UNROLL for (int k = 0; k < AT_ONCE; k++)
+        if (k0 + k < n) UNROLL for (int r = 0; r < ROWS; r++) S[(k0 + k) * W<R> + r] = spread[k * ROWS + r];
+    }
+  }
+}
+
+// o[row][vectors first .. first+N-1] = alpha * o + P V; alpha null: 1
+template <class R, class T, int ROWS, int N, bool TAIL>
+NOINLINE void output_columns(const T* V, int64_t stride, int n, const R* P, int v_dim, int first, R* o, const R* alpha) {
+  const int o_row = (int)vectors_of<R>(v_dim) * W<R>;
+  Vec<R> acc[ROWS][N];
+  o += first * W<R>;
+  zero_tile<R>(acc);
+  for (int k = 0; k < n; k++, V += stride, P += W<R>) {
+    Vec<R> x[N];
+    UNROLL for (int j = 0; j < N; j++) {
+      if constexpr (TAIL) x[j] = load_tail<R>(V, v_dim);
+      else x[j] = load_as<R>(V + (first + j) * W<R>);
+    }
+    UNROLL for (int r = 0; r < ROWS; r++) {
+      const Vec<R> weight = all(P[r]);
+      UNROLL for (int j = 0; j < N; j++) acc[r][j] += weight * x[j];
+    }
+  }
+  UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int j = 0; j < N; j++) {
+    R* to = o + r * o_row + j * W<R>;
+    store(to, alpha ? load(to) * all(alpha[r]) + acc[r][j] : load(to) + acc[r][j]);
+  }
+}
+template <class R, class T, int ROWS>
+void output(const T* V, int64_t stride, int n, const R* P, int v_dim, R* o, const R* alpha) {
+  constexpr int ROOM = REGISTERS == 32 ? 24 : 12, MOST = ROOM / ROWS >= 8 ? 8 : ROOM / ROWS >= 4 ? 4 : ROOM / ROWS >= 2 ? 2 : 1;
+  in_tiles<MOST>(0, v_dim / W<R>, [=](auto vectors, int first) {
+    output_columns<R, T, ROWS, vectors, false>(V, stride, n, P, v_dim, first, o, alpha);
+  });
+  if (v_dim % W<R>) output_columns<R, T, ROWS, 1, true>(V, stride, n, P, v_dim, v_dim / W<R>, o, alpha);
+}
+// The same where V holds values that are not finite and P is marked: hidden pairs are left out.
+template <class R, class T>
+void output_but_hidden(const T* V, int64_t stride, int n, const R* P, int rows, int v_dim, R* o, const R* alpha) {
+  for (int r = 0; r < rows; r++, o += vectors_of<R>(v_dim) * W<R>)
+    for (int c = 0; c < v_dim; c++) {
+      R sum = o[place<R>(c, v_dim)] * (alpha ? alpha[r] : R(1));
+      for (int k = 0; k < n; k++) {
+        const R weight = P[k * W<R> + r];
+        if (!is_hidden<R>(all(weight))[0]) sum += weight * as<R>(V[k * stride + c]);
+      }
+      o[place<R>(c, v_dim)] = sum;
+    }
+}
+template <class R, class T> NOINLINE bool rows_finite(const T* x, int64_t stride, int n, int d) {
+  Vec<R> sum = {};
+  for (int k = 0; k < n; k++, x += stride) {
+    for (int c = 0; c + W<R> <= d; c += W<R>) sum += load_as<R>(x + c) * all(R(0));
+    if (d % W<R>) sum += load_tail<R>(x, d) * all(R(0));
+  }
+  return sum_lanes<R>(sum) == 0;
+}
+
+// S <- P = exp2(log2(e) S - m), with m and l brought up to date; alpha[lane] is what o must be scaled by. False: by 1.
+template <class R> NOINLINE bool softmax(R* S, int n, R* m, R* l, R* alpha) {
+  const Vec<R> old = load(m);
+  Vec<R> top = all(-(R)INFINITY), x[1], sum[2] = {};
+  for (int k = 0; k < n; k++) top = max(load(S + k * W<R>), top);
+  top = max(top * all(LOG2E<R>), old);
+  const Vec<R> base = top == all(-(R)INFINITY) ? Vec<R>{} : top;
+  for (int k = 0; k < n; k++, S += W<R>) {
+    x[0] = load(S) * all(LOG2E<R>) - base;
+    exp2_each<R>(x);
+    sum[k & 1] += x[0];
+    store(S, x[0]);
+  }
+  x[0] = old - base;
+  exp2_each<R>(x);
+  store(alpha, x[0]);
+  store(m, top);
+  store(l, load(l) * x[0] + (sum[0] + sum[1]));
+  return any<R>(top != old);
+}
+
+// What a share of the keys gives: o[row][v_dim as vectors] before it is divided by l, the max (base 2) and the sum.
+template <class R> struct State {
+  R *o, *m, *l;
+  State(R* room, int rows, int64_t o_row) : o(room), m(room + rows * o_row), l(m + W<R>) {}
+  static int64_t size(int rows, int64_t o_row) { return rows * o_row + 2 * W<R>; }
+};
+
+template <class R> struct Decode {
+  const ft_problem& p;
+  const int dim, v_dim;
+  const int64_t group, heads_each, sets;  // query heads to a key head; of them, in a set; sets
+  const int rows;                         // of a set, a power of two
+  const int64_t o_row;
+  int64_t shares;  // of the keys
+
+  static int power(int64_t n) {
+    int x = 1;
+    while (x < n) x *= 2;
+    return x;
+  }
+  explicit Decode(const ft_problem& p)
+      : p(p), dim((int)p.dim), v_dim((int)p.v_dim), group(p.q_heads / p.kv_heads),
+        heads_each(clip(W<R> / std::max<int64_t>(p.q_len, 1), 1, group)), sets(ceil_div(group, heads_each)),
+        rows(power(std::max<int64_t>(heads_each * p.q_len, 1))), o_row(vectors_of<R>(p.v_dim) * W<R>) {
+    const int64_t seen = clip(p.left + p.right + p.q_len, 0, p.kv_len), units = std::max<int64_t>(1, p.sequences * p.kv_heads * sets);
+    shares = units >= ENOUGH ? 1 : clip(seen / MIN_SPLIT, 1, ceil_div(ENOUGH, units));
+  }
+
+  // f(element type, rows as a constant)
+  template <class F> INLINE void with_rows(F&& f) const {
+    with_type<R>(p.dtype, [&](auto t) {
+      if (rows == 1) f(t, std::integral_constant<int, 1>{});
+      else if (rows == 2) f(t, std::integral_constant<int, 2>{});
+      else if constexpr (W<R> >= 4) {
+        if (rows == 4) f(t, std::integral_constant<int, 4>{});
+        else if constexpr (W<R> >= 8) {
+          if (rows == 8) f(t, std::integral_constant<int, 8>{});
+          else if constexpr (W<R> >= 16) f(t, std::integral_constant<int, 16>{});
+        }
+      }
+    });
+  }
+
+  // Keys [begin, end) of a sequence and key head.
+  template <class T, int ROWS>
+  void attend(const Sequence& s, const Lanes<R>& lanes, int64_t kv_head, int64_t begin, int64_t end, const R* q, State<R> x) const {
+    alignas(64) R S[KEYS * W<R>] = {}, alpha[W<R>];
+    for (int64_t j = begin; j < end; j += KEYS) {
+      const Block<R> b{p, lanes, j, (int)std::min<int64_t>(KEYS, end - j)};
+      const T *K = (const T*)key_row(p.k, sizeof(T), s, kv_head, j), *V = (const T*)key_row(p.v, sizeof(T), s, kv_head, j);
+      const bool partial = b.partial();
+      scores<R, T, ROWS>(K, p.k.row, b.n, q, dim, S);
+      adjust(b, S);
+      if (partial) hide(b, S, -(R)INFINITY);
+      const R* scale = softmax(S, b.n, x.m, x.l, alpha) ? alpha : nullptr;
+      if (p.dropout > 0) each_kept<R>(b, [&](int64_t at, Mask<R> kept) { store(S + at, kept ? load(S + at) : Vec<R>{}); });
+      if (!partial || rows_finite<R>(V, p.v.row, b.n, v_dim)) {
+        output<R, T, ROWS>(V, p.v.row, b.n, S, v_dim, x.o, scale);
+      } else {
+        hide(b, S, HIDDEN<R>);
+        output_but_hidden<R>(V, p.v.row, b.n, S, ROWS, v_dim, x.o, scale);
+      }
+    }
+  }
+
+  // The heads and queries of a set, one to a lane.
+  Lanes<R> lanes_of(const Sequence& s, int64_t kv_head, int64_t set) const {
+    Lanes<R> lanes;
+    const int64_t first = set * heads_each, last = std::min(first + heads_each, group);
+    for (int64_t h = first; h < last; h++)
+      for (int64_t i = 0; i < s.q_len; i++) lanes.add(p, s, kv_head * group + h, i);
+    lanes.close(s);
+    return lanes;
+  }
+  int64_t head_of(const Sequence& s, int64_t kv_head, int64_t set, int lane) const {
+    return kv_head * group + set * heads_each + lane / s.q_len;
+  }
+
+  void share(const Sequence& s, int64_t kv_head, int64_t set, int64_t index, State<R> x) const {
+    const Lanes<R> lanes = lanes_of(s, kv_head, set);
+    std::fill_n(x.o, rows * o_row, R(0));
+    for (int r = 0; r < W<R>; r++) {
+      const bool sink = p.sink && index == 0 && r < lanes.real;  // one key of weight 1 and value 0
+      x.m[r] = sink ? ((const R*)p.sink)[head_of(s, kv_head, set, r)] * LOG2E<R> : -(R)INFINITY;
+      x.l[r] = x.m[r] == -(R)INFINITY ? R(0) : R(1);
+    }
+    const int64_t each = round_up(ceil_div(lanes.seen.end - lanes.seen.begin, shares), KEYS);
+    const int64_t begin = lanes.seen.begin + index * each, end = std::min(begin + each, lanes.seen.end);
+    if (begin >= end) return;
+    with_rows([&](auto t, auto n) {
+      using T = decltype(t);
+      constexpr int MOST = 512 + W<R>;
+      const int q_row = (int)vectors_of<R>(dim) * W<R>;
+      alignas(64) R q[n * MOST];
+      std::fill_n(q, n * q_row, R(0));
+      for (int r = 0; r < lanes.real; r++) {
+        const T* from = (const T*)query_row(p.q, sizeof(T), s, head_of(s, kv_head, set, r), r % s.q_len);
+        for (int c = 0; c < dim; c++) q[r * q_row + place<R>(c, dim)] = as<R>(from[c]) * score_scale<R>(p);
+      }
+      attend<T, n>(s, lanes, kv_head, begin, end, q, x);
+    });
+  }
+
+  // All shares of a set together, into the first; then out and lse.
+  void finish(const Sequence& s, int64_t kv_head, int64_t set, R* room, int64_t size) const {
+    const State<R> x(room, rows, o_row);
+    const int64_t heads = std::min(heads_each, group - set * heads_each);
+    for (int64_t i = 1; i < shares; i++) {
+      const State<R> y(room + i * size, rows, o_row);
+      const Vec<R> top = max(load(y.m), load(x.m)), base = top == all(-(R)INFINITY) ? Vec<R>{} : top;
+      Vec<R> by[2] = {load(x.m) - base, load(y.m) - base};
+      exp2_each<R>(by);
+      store(x.m, top);
+      store(x.l, load(x.l) * by[0] + load(y.l) * by[1]);
+      for (int r = 0; r < heads * s.q_len; r++)
+        for (int64_t c = r * o_row; c < (r + 1) * o_row; c += W<R>)
+          store(x.o + c, load(x.o + c) * all(by[0][r]) + load(y.o + c) * all(by[1][r]));
+    }
+    with_type<R>(p.out_dtype, [&](auto t) {
+      using T = decltype(t);
+      for (int r = 0; r < heads * s.q_len; r++) {
+        const int64_t head = head_of(s, kv_head, set, r), i = r % s.q_len;
+        const R by = x.l[r] == 0 ? R(0) : 1 / (x.l[r] * (R)(1 - p.dropout)), *from = x.o + r * o_row;
+        T* to = (T*)query_row(p.out, sizeof(T), s, head, i);
+        for (int c = 0; c < v_dim; c++) put<R>(to + c, by == 0 ? R(0) : from[place<R>(c, v_dim)] * by);
+        if (p.lse.data) *(R*)query_row(p.lse, sizeof(R), s, head, i) = x.m[r] * LN2<R> + std::log(x.l[r]);
+      }
+    });
+  }
+
+  int run() const {
+    const int64_t units = p.sequences * p.kv_heads * sets, size = State<R>::size(rows, o_row);
+    if (units == 0) return FT_OK;
+    const Scratch states(units, sizeof(R) * shares * size);
+    const std::unique_ptr<std::atomic<int64_t>[]> done(new (std::nothrow) std::atomic<int64_t>[units]());
+    if (!states.ok() || !done) return FT_NO_MEMORY;
+    parallel_for(p.threads, units * shares, [&](int64_t, int64_t task) {
+      const int64_t unit = task / shares, set = unit % sets, kv_head = unit / sets % p.kv_heads;
+      const Sequence s(p, unit / sets / p.kv_heads);
+      if (s.q_len == 0) return;
+      R* room = states.piece<R>(unit);
+      share(s, kv_head, set, task % shares, State<R>(room + task % shares * size, rows, o_row));
+      if (done[unit].fetch_add(1, std::memory_order_acq_rel) == shares - 1) finish(s, kv_head, set, room, size);
+    });
+    return FT_OK;
+  }
+};
+
+}  // namespace
+
+template <class R> bool decode_fits(const ft_problem& p) {
+  return p.q_len <= W<R> / 4 || p.q_heads / p.kv_heads * p.q_len <= W<R>;
+}
+template <class R> int decode(const ft_problem& p) { return Decode<R>(p).run(); }
+
+template bool decode_fits<float>(const ft_problem&);
+template bool decode_fits<double>(const ft_problem&);
+template int decode<float>(const ft_problem&);
+template int decode<double>(const ft_problem&);

@@ -1,0 +1,227 @@
+// Forward. Queries sit in the lanes, so K and V are read as they lie, one scalar at a time, and nothing is packed but a
+// small block of queries. S, P and O are kept transposed: S[key][lane], O[column][lane].
+#include "kernels.h"
+
+#include "scores.h"
+#include "threads.h"
+
+namespace {
+
+constexpr int BC = 192;         // keys a block: S stays in L1. Blocks begin at multiples of it, whatever the task
+constexpr int MAX_GROUPS = 8;   // groups of lanes a task: they share a block of keys while it is in L2
+constexpr int MIN_SPLIT = 1024, ENOUGH_TASKS = 32;  // keys are split, these at least, where queries make fewer tasks
+
+// O before it is divided by l, the running max and sum: o[v_dim][lanes], m[lanes], l[lanes].
+template <class R> struct State {
+  R *o, *m, *l;
+  State(R* room, int v_dim) : o(room), m(room + v_dim * LANES<R>), l(m + LANES<R>) {}
+  static size_t size(int v_dim) { return (size_t)(v_dim + 2) * LANES<R>; }
+  // Nothing seen yet; a sink counts as one key of weight 1 and value 0.
+  void clear(int v_dim, int lanes, R sink) {
+    std::fill_n(o, v_dim * lanes, R(0));
+    std::fill_n(m, lanes, sink);
+    std::fill_n(l, lanes, sink == -INFINITY ? R(0) : R(1));
+  }
+};
+
+// S = K q
+template <class R, int N> NOINLINE void scores(Rows<R> K, int n, const R* q, int dim, R* S) {
+  constexpr int L = N * W<R>;
+  in_tiles<rows_for(N)>(0, n, [=](auto rows, int k) __attribute__((always_inline)) {
+    Vec<R> acc[rows][N];
+    zero_tile<R>(acc);
+    tile<R>(acc, K.data + k * K.row, K.row, 1, q, L, dim);
+    store_tile<R>(acc, S + k * L, L);
+  });
+}
+// S <- P = exp(S - m), with m and l brought up to date; alpha[lanes] is what O must be scaled by. False: by 1.
+template <class R, int N> NOINLINE bool softmax(R* S, int n, R* m, R* l, R* alpha) {
+  Vec<R> top[N], base[N], sum[N], a[N];
+  UNROLL for (int j = 0; j < N; j++) top[j] = load(m + j * W<R>);
+  for (int k = 0; k < n; k++)
+    UNROLL for (int j = 0; j < N; j++) top[j] = max(load(S + (k * N + j) * W<R>), top[j]);
+  Mask<R> moved = {};
+  UNROLL for (int j = 0; j < N; j++) {
+    const Vec<R> old = load(m + j * W<R>);
+    moved |= top[j] != old;
+    base[j] = top[j] == all(R(-INFINITY)) ? Vec<R>{} : top[j];
+    a[j] = old - base[j];
+    store(m + j * W<R>, top[j]);
+  }
+  exp_each<R>(a);
+  UNROLL for (int j = 0; j < N; j++) {
+    store(alpha + j * W<R>, a[j]);
+    sum[j] = Vec<R>{};
+  }
+  for (int k = 0; k < n; k++, S += N * W<R>) {
+    Vec<R> x[N];
+    UNROLL for (int j = 0; j < N; j++) x[j] = load(S + j * W<R>) - base[j];
+    exp_each<R>(x);
+    UNROLL for (int j = 0; j < N; j++) {
+      sum[j] += x[j];
+      store(S + j * W<R>, x[j]);
+    }
+  }
+  UNROLL for (int j = 0; j < N; j++) store(l + j * W<R>, load(l + j * W<R>) * a[j] + sum[j]);
+  return any<R>(moved);
+}
+// O = alpha O + V^T P; alpha null: 1. A block is summed by itself first: it keeps the error of long sums small.
+template <class R, int N> NOINLINE void output(Rows<R> V, const R* P, int n, R* o, int v_dim, const R* alpha) {
+  constexpr int L = N * W<R>;
+  in_tiles<rows_for(N)>(0, v_dim, [=](auto rows, int d) __attribute__((always_inline)) {
+    Vec<R> acc[rows][N];
+    zero_tile<R>(acc);
+    tile<R>(acc, V.data + d, 1, V.row, P, L, n);
+    add_tile<R>(acc, o + d * L, L, alpha);
+  });
+}
+// The same, to the bit, where V holds values that are not finite: P is marked, and hidden pairs are left out.
+template <class R> NOINLINE void output_guarded(Rows<R> V, const R* P, int n, R* o, int v_dim, int L, const R* alpha) {
+  for (int l = 0; l < L; l += W<R>)
+    for (int d = 0; d < v_dim; d++) {
+      Vec<R> acc[1][1] = {};
+      for (int k = 0; k < n; k++) {
+        const Vec<R> weight = load(P + k * L + l), sum = acc[0][0] + weight * all(V.data[k * V.row + d]);
+        acc[0][0] = is_hidden<R>(weight) ? acc[0][0] : sum;
+      }
+      add_tile<R>(acc, o + d * L + l, L, alpha ? alpha + l : nullptr);
+    }
+}
+template <class R> NOINLINE void drop(const Block<R>& b, R* P) {
+  each_kept(b, [=](int64_t at, Mask<R> kept) { store(P + at, kept ? load(P + at) : Vec<R>{}); });
+}
+
+// One block of keys and values for all the groups of a task; whether V is finite is asked once, and only if it matters.
+template <class R> struct KeyBlock {
+  Rows<R> K, V;
+  int64_t j;
+  int n, v_dim, finite = -1;
+  bool values_finite() { return finite < 0 ? finite = all_finite(V, n, v_dim) : finite; }
+};
+// One group of queries q[dim][lanes] against one block of keys. Every option is a pass of its own over S.
+template <class R> void step(const Block<R>& b, KeyBlock<R>& keys, const R* q, State<R> x, R* S) {
+  const int dim = (int)b.p.dim, v_dim = (int)b.p.v_dim, L = b.lanes.padded;
+  const int64_t skip = b.j - keys.j;
+  const Rows<R> K = {keys.K.data + skip * keys.K.row, keys.K.row}, V = {keys.V.data + skip * keys.V.row, keys.V.row};
+  const bool partial = b.partial();
+  with_vectors(L / W<R>, [&](auto vectors) {
+    constexpr int N = vectors;
+    R alpha[N * W<R>];
+    scores<R, N>(K, b.n, q, dim, S);
+    adjust(b, S);
+    if (partial) hide(b, S, R(-INFINITY));
+    const R* scale = softmax<R, N>(S, b.n, x.m, x.l, alpha) ? alpha : nullptr;
+    if (b.p.dropout > 0) drop(b, S);
+    if (!partial || keys.values_finite()) return output<R, N>(V, S, b.n, x.o, v_dim, scale);
+    hide(b, S, HIDDEN<R>);
+    output_guarded<R>(V, S, b.n, x.o, v_dim, L, scale);
+  });
+}
+// x <- x and y together
+template <class R> void merge(State<R> x, State<R> y, int v_dim, int L) {
+  for (int l = 0; l < L; l += W<R>) {
+    const Vec<R> top = max(load(y.m + l), load(x.m + l)), base = top == all(R(-INFINITY)) ? Vec<R>{} : top;
+    Vec<R> by[2] = {load(x.m + l) - base, load(y.m + l) - base};
+    exp_each<R>(by);
+    store(x.m + l, top);
+    store(x.l + l, load(x.l + l) * by[0] + load(y.l + l) * by[1]);
+    for (int at = l; at < v_dim * L; at += L) store(x.o + at, load(x.o + at) * by[0] + load(y.o + at) * by[1]);
+  }
+}
+template <class R>
+void finish(const ft_problem& p, const Sequence& s, int64_t head, int64_t first, int n, State<R> x, int L) {
+  R by[LANES<R>];
+  for (int l = 0; l < L; l++) by[l] = x.l[l] == 0 ? R(0) : 1 / (x.l[l] * (R)(1 - p.dropout));
+  unpack_lanes<R>(x.o, n, L, (int)p.v_dim, by, query_row(p.out, item_size(p.out_dtype), s, head, first), p.out_dtype,
+                  p.out.row);
+  if (p.lse.data)
+    for (int l = 0; l < n; l++)
+      *(R*)query_row(p.lse, sizeof(R), s, head, first + l) = x.m[l] + std::log(x.l[l]);
+}
+
+// Which queries and keys make a task. Groups and splits depend on the shape only, so the sums never depend on the
+// threads; how many groups a task takes may.
+template <class R> struct Plan {
+  int64_t groups;           // of lanes, in the longest sequence
+  int64_t splits, split;    // shares of the keys, and keys of a share
+  int64_t together, blocks; // groups a task, and tasks that this makes of a head
+  explicit Plan(const ft_problem& p) {
+    groups = ceil_div(p.q_len, LANES<R>);
+    const int64_t heads = p.sequences * p.q_heads, units = heads * groups;
+    splits = units < 1 || units >= ENOUGH_TASKS ? 1 : clip(p.kv_len / MIN_SPLIT, 1, ceil_div(ENOUGH_TASKS, units));
+    split = ceil_div(ceil_div(p.kv_len, splits), BC) * BC;
+    together = splits > 1 ? 1 : clip(98304 / (LANES<R> * sizeof(R) * (p.dim + p.v_dim)), 1, MAX_GROUPS);  // 96 KB of L2
+    while (together > 1 && heads * ceil_div(groups, together) < 4 * p.threads) together--;
+    blocks = ceil_div(groups, together);
+  }
+};
+
+}  // namespace
+
+template <class R> int forward(const ft_problem& p) {
+  const int dim = (int)p.dim, v_dim = (int)p.v_dim;
+  const Plan<R> plan(p);
+  const int64_t item = item_size(p.dtype), group = p.q_heads / p.kv_heads, tasks_a_head = plan.blocks * plan.splits;
+  const int64_t heads = p.sequences * p.q_heads, tasks = heads * tasks_a_head;
+  const size_t state = State<R>::size(v_dim), q_size = (size_t)dim * LANES<R>, S_size = (size_t)BC * LANES<R>;
+  const size_t widened = p.dtype == FT_BF16 || p.dtype == FT_F16 ? (size_t)BC * (dim + v_dim) : 0;
+  const Scratch scratch(std::min(p.threads, tasks), sizeof(R) * (plan.together * (state + q_size) + S_size + widened));
+  const Scratch shares(plan.splits > 1 ? tasks : 0, sizeof(R) * state);
+  if (!scratch.ok() || !shares.ok()) return FT_NO_MEMORY;
+
+  parallel_for(p.threads, tasks, [&](int64_t thread, int64_t task) {
+    // A head at a time, and within it the last queries first: with a causal band they see the most keys.
+    const int64_t split = task % plan.splits, block = plan.blocks - 1 - task / plan.splits % plan.blocks;
+    const int64_t head = task / tasks_a_head % p.q_heads, kv_head = head / group;
+    const Sequence s(p, task / tasks_a_head / p.q_heads);
+    const int64_t first = block * plan.together * LANES<R>;
+    const int64_t last = std::min(first + plan.together * LANES<R>, s.q_len);
+    if (first >= last) return;
+    R *room = scratch.piece<R>(thread), *q = room + plan.together * state, *S = q + plan.together * q_size;
+    const auto state_of = [&](int g) {
+      return State<R>(plan.splits > 1 ? shares.piece<R>(task) : room + g * state, v_dim);
+    };
+    Lanes<R> lanes[MAX_GROUPS];
+    const int groups = (int)ceil_div(last - first, LANES<R>);
+    const R sink = p.sink && split == 0 ? ((const R*)p.sink)[head] : -(R)INFINITY;
+    for (int g = 0; g < groups; g++) {
+      const int64_t from = first + g * LANES<R>;
+      lanes[g] = Lanes<R>(p, s, head, from, (int)std::min<int64_t>(last - from, LANES<R>));
+      pack_lanes<R>(query_row(p.q, item, s, head, from), p.dtype, p.q.row, lanes[g].real, lanes[g].padded, dim,
+                    score_scale<R>(p), q + g * q_size);
+      state_of(g).clear(v_dim, lanes[g].padded, sink);
+    }
+    const Cuts seen = cuts(s.band, first, last, s.kv_len, 1);
+    const int64_t begin = std::max(seen.begin, split * plan.split);
+    const int64_t end = std::min(seen.end, (split + 1) * plan.split);
+    for (int64_t j = begin; j < end; j = (j / BC + 1) * BC) {
+      const int n = (int)(std::min(end, (j / BC + 1) * BC) - j);
+      KeyBlock<R> keys{widen<R>(key_row(p.k, item, s, kv_head, j), p.dtype, p.k.row, n, dim, S + S_size),
+                       widen<R>(key_row(p.v, item, s, kv_head, j), p.dtype, p.v.row, n, v_dim, S + S_size + BC * dim),
+                       j, n, v_dim};
+      for (int g = 0; g < groups; g++) {
+        const int64_t from = std::max(j, lanes[g].seen.begin), to = std::min(j + n, lanes[g].seen.end);
+        if (from < to) step(Block<R>{p, lanes[g], from, (int)(to - from)}, keys, q + g * q_size, state_of(g), S);
+      }
+    }
+    if (plan.splits == 1)
+      for (int g = 0; g < groups; g++)
+        finish(p, s, head, first + g * LANES<R>, lanes[g].real, state_of(g), lanes[g].padded);
+  });
+  if (plan.splits > 1)
+    parallel_for(p.threads, heads * plan.groups, [&](int64_t, int64_t unit) {
+      const int64_t head = unit / plan.groups % p.q_heads, block = plan.blocks - 1 - unit % plan.groups;
+      const Sequence s(p, unit / plan.groups / p.q_heads);
+      const int64_t first = block * LANES<R>;
+      if (first >= s.q_len) return;
+      const int n = (int)std::min<int64_t>(s.q_len - first, LANES<R>), L = (int)ceil_div(n, W<R>) * W<R>;
+      const State<R> total(shares.piece<R>(unit * plan.splits), v_dim);
+      for (int64_t i = 1; i < plan.splits; i++)
+        merge(total, State<R>(shares.piece<R>(unit * plan.splits + i), v_dim), v_dim, L);
+      finish(p, s, head, first, n, total, L);
+    });
+  return FT_OK;
+}
+
+template int forward<float>(const ft_problem&);
+template int forward<double>(const ft_problem&);

@@ -1,0 +1,8 @@
+// The kernels that abi.cpp chooses from, for R = float and double. Each returns FT_OK or FT_NO_MEMORY.
+#pragma once
+#include "flashtile.h"
+
+template <class R> int forward(const ft_problem& p);   // any number of queries: they sit in the lanes
+template <class R> bool decode_fits(const ft_problem& p);
+template <class R> int decode(const ft_problem& p);    // few queries: vectors run along the head dim
+template <class R> int backward(const ft_problem& p);

@@ -1,0 +1,170 @@
+// The passes over a block of scores. S is [key][lane], n keys of L lanes, and stays in L1: whatever an option does to a
+// score (softcap, bias, ALiBi, mask, band, dropout) it does here, to S or to P in its place, and nowhere else.
+#pragma once
+#include "elements.h"
+#include "philox.h"
+#include "sequence.h"
+
+// What q is multiplied by before the product with k: S comes out as the scaled score, or as that over the softcap c.
+template <class R> R score_scale(const ft_problem& p) { return (R)(p.softcap > 0 ? p.scale / p.softcap : p.scale); }
+
+// The queries in the lanes of a group: each lane has a query of its sequence and a head of its own. The lanes past the
+// real ones, up to a whole vector, repeat the last.
+template <class R> class Lanes {
+ public:
+  int real = 0, padded = 0;     // lanes in use; a multiple of W
+  int64_t first = 0, last = 0;  // the queries are among first..last-1
+  Cuts seen;                    // keys: any lane sees begin..end-1, every lane (band alone) full_begin..full_end-1
+  int64_t begin[LANES<R>], end[LANES<R>];  // keys within the band of each lane
+  int64_t position[LANES<R>];              // key that ALiBi measures from
+  R slope[LANES<R>];                       // of ALiBi
+  const char* bias[LANES<R>];              // address of key 0
+  const uint8_t* mask[LANES<R>];
+  MaskInt<R> query[LANES<R>], head[LANES<R>];  // as dropout counts them
+
+  // n consecutive queries of one head
+  Lanes(const ft_problem& p, const Sequence& s, int64_t head, int64_t first_query, int n) {
+    for (int l = 0; l < n; l++) add(p, s, head, first_query + l);
+    close(s);
+  }
+  // Or lane by lane: add() each, then close().
+  Lanes() = default;
+  void add(const ft_problem& p, const Sequence& s, int64_t h, int64_t i) {
+    const int l = real++;
+    first = l ? std::min(first, i) : i;
+    last = l ? std::max(last, i + 1) : i + 1;
+    begin[l] = s.band.begin(i);
+    end[l] = s.band.end(i);
+    position[l] = i + s.band.offset;
+    query[l] = (MaskInt<R>)(uint32_t)i;
+    head[l] = (MaskInt<R>)(uint32_t)(s.index * p.q_heads + h);
+    const ft_tensor &b = p.bias, &m = p.mask, &a = p.alibi;
+    bias[l] = nullptr, mask[l] = nullptr, slope[l] = 0;
+    if (b.data)
+      bias[l] = (const char*)b.data + item_size(p.bias_dtype) * (s.index * b.sequence + h * b.head + i * b.row);
+    if (m.data) mask[l] = (const uint8_t*)m.data + (s.index * m.sequence + h * m.head + i * m.row);
+    if (a.data) slope[l] = ((const R*)a.data)[s.index * a.sequence + h * a.head];
+  }
+  void close(const Sequence& s) {
+    for (padded = real; padded % W<R>; padded++) {
+      const int l = padded;
+      begin[l] = begin[l - 1], end[l] = end[l - 1], position[l] = position[l - 1], slope[l] = slope[l - 1];
+      query[l] = query[l - 1], head[l] = head[l - 1], bias[l] = bias[l - 1], mask[l] = mask[l - 1];
+    }
+    seen = cuts(s.band, first, last, s.kv_len, 1);
+  }
+};
+
+// A block of S: keys j .. j+n-1 against the lanes.
+template <class R> struct Block {
+  const ft_problem& p;
+  const Lanes<R>& lanes;
+  int64_t j;
+  int n;
+
+  bool cut_by_band() const { return j < lanes.seen.full_begin || j + n > lanes.seen.full_end; }
+  bool partial() const { return cut_by_band() || p.mask.data; }  // some pair may be hidden
+};
+
+// S <- c * tanh(S), as score_scale() prepared it; slope[key][lane], where asked for, is 1 - tanh^2.
+template <class R> NOINLINE void softcap(const Block<R>& b, R* S, R* slope = nullptr) {
+  const Vec<R> c = all((R)b.p.softcap);
+  for (int x = 0; x < b.n * b.lanes.padded; x += W<R>) {
+    const Vec<R> t = tanh_of<R>(load(S + x));
+    if (slope) store(slope + x, all(R(1)) - t * t);
+    store(S + x, c * t);
+  }
+}
+template <class R> NOINLINE void add_bias(const Block<R>& b, R* S) {
+  const int L = b.lanes.padded;
+  with_type<R>(b.p.bias_dtype, [&](auto t) {
+    using T = decltype(t);
+    for (int l0 = 0; l0 < L; l0 += W<R>) {
+      const T* rows[W<R>];
+      for (int l = 0; l < W<R>; l++) rows[l] = (const T*)b.lanes.bias[l0 + l] + b.j * b.p.bias.column;
+      each_column<R>(rows, b.p.bias.column, b.n, [=](int k, Vec<R> a) {
+        R* s = S + k * L + l0;
+        store(s, load(s) + a);
+      });
+    }
+  });
+}
+template <class R> NOINLINE void add_alibi(const Block<R>& b, R* S) {
+  const int L = b.lanes.padded;
+  for (int l0 = 0; l0 < L; l0 += W<R>) {
+    Vec<R> position, slope = load(b.lanes.slope + l0);
+    for (int l = 0; l < W<R>; l++) position[l] = (R)(b.lanes.position[l0 + l] - b.j);
+    for (int k = 0; k < b.n; k++) {
+      R* s = S + k * L + l0;
+      const Vec<R> distance = position - all((R)k);
+      store(s, load(s) - slope * max(distance, -distance));
+    }
+  }
+}
+// All that changes a score before it may be hidden.
+template <class R> INLINE void adjust(const Block<R>& b, R* S, R* slope = nullptr) {
+  if (b.p.softcap > 0) softcap(b, S, slope);
+  if (b.p.bias.data) add_bias(b, S);
+  if (b.p.alibi.data) add_alibi(b, S);
+}
+
+// x[key][lane] <- value where the band hides the key from the lane.
+template <class R> NOINLINE void hide_band(const Block<R>& b, R* x, R value) {
+  const int L = b.lanes.padded;
+  const int full_begin = (int)clip(b.lanes.seen.full_begin - b.j, 0, b.n);
+  const int full_end = (int)clip(b.lanes.seen.full_end - b.j, full_begin, b.n);
+  for (int l0 = 0; l0 < L; l0 += W<R>) {
+    Mask<R> begin, end;
+    for (int l = 0; l < W<R>; l++) {
+      begin[l] = (MaskInt<R>)clip(b.lanes.begin[l0 + l] - b.j, 0, b.n);
+      end[l] = (MaskInt<R>)clip(b.lanes.end[l0 + l] - b.j, 0, b.n);
+    }
+    const auto hide = [=](int from, int to) {
+      for (int k = from; k < to; k++) {
+        R* at = x + k * L + l0;
+        const Mask<R> key = all_int<R>(k), hidden = (key < begin) | (key >= end);
+        store(at, hidden ? all(value) : load(at));
+      }
+    };
+    hide(0, full_begin);
+    hide(full_end, b.n);
+  }
+}
+template <class R> NOINLINE void hide_mask(const Block<R>& b, R* x, R value) {
+  const int L = b.lanes.padded;
+  for (int l0 = 0; l0 < L; l0 += W<R>) {
+    const uint8_t* rows[W<R>];
+    for (int l = 0; l < W<R>; l++) rows[l] = b.lanes.mask[l0 + l] + b.j * b.p.mask.column;
+    each_column<R>(rows, b.p.mask.column, b.n, [=](int k, Vec<R> a) {
+      R* at = x + k * L + l0;
+      store(at, (Mask<R>)a == Mask<R>{} ? all(value) : load(at));
+    });
+  }
+}
+// x[key][lane] <- value wherever the lane may not see the key.
+template <class R> INLINE void hide(const Block<R>& b, R* x, R value) {
+  if (b.cut_by_band()) hide_band(b, x, value);
+  if (b.p.mask.data) hide_mask(b, x, value);
+}
+// Where values are not finite, 0 * x is no longer 0, so pairs that are hidden must be left out of a product, not
+// weighted by 0. hide(b, P, HIDDEN) marks them: no visible weight is -0 (one that might be is first added to 0).
+template <class R> constexpr R HIDDEN = R(-0.0);
+template <class R> INLINE Mask<R> is_hidden(Vec<R> x) { return (Mask<R>)x == (Mask<R>)all(HIDDEN<R>); }
+
+// f(place in a [key][lane] array, which of W lanes keep their weight): dropout, the same bits for any tiling.
+template <class R, class F> INLINE void each_kept(const Block<R>& b, F&& f) {
+  const int L = b.lanes.padded;
+  const uint32_t threshold = keep_threshold(b.p.dropout);
+  for (int l0 = 0; l0 < L; l0 += W<R>) {
+    Mask<R> query, head, kept[4];
+    memcpy(&query, b.lanes.query + l0, sizeof query);
+    memcpy(&head, b.lanes.head + l0, sizeof head);
+    for (int64_t quad = b.j / 4; quad * 4 < b.j + b.n; quad++) {
+      keep_four<R>(b.p.seed, threshold, (uint32_t)quad, query, head, kept);
+      for (int r = 0; r < 4; r++) {
+        const int64_t k = quad * 4 + r - b.j;
+        if (k >= 0 && k < b.n) f(k * L + l0, kept[r]);
+      }
+    }
+  }
+}

@@ -1,0 +1,28 @@
+// One sequence of a call: its lengths, its band, and where its rows lie in the tensors.
+#pragma once
+#include "band.h"
+#include "flashtile.h"
+
+struct Sequence {
+  int64_t index;          // as bias, mask, alibi and dropout count
+  int64_t batch;          // as q, k, v, out, lse and their gradients count: 0 where sequences are packed
+  int64_t q_row, k_row;   // of its first query and key, within a head
+  int64_t q_len, kv_len;  // keys in use
+  Band band;
+
+  Sequence(const ft_problem& p, int64_t s) : index(s), batch(p.cu_q ? 0 : s) {
+    q_row = p.cu_q ? p.cu_q[s] : 0;
+    k_row = p.cu_k ? p.cu_k[s] : 0;
+    q_len = p.cu_q ? p.cu_q[s + 1] - q_row : p.q_len;
+    kv_len = p.kv_lengths ? p.kv_lengths[s] : p.cu_k ? p.cu_k[s + 1] - k_row : p.kv_len;
+    band = {p.left, p.right, p.align_end ? kv_len - q_len : p.offset};
+  }
+};
+
+// The address of a row, `item` bytes an element: of a tensor with query rows, with key rows.
+inline char* query_row(const ft_tensor& t, int64_t item, const Sequence& s, int64_t head, int64_t i) {
+  return (char*)t.data + item * (s.batch * t.sequence + head * t.head + (s.q_row + i) * t.row);
+}
+inline char* key_row(const ft_tensor& t, int64_t item, const Sequence& s, int64_t head, int64_t j) {
+  return (char*)t.data + item * (s.batch * t.sequence + head * t.head + (s.k_row + j) * t.row);
+}

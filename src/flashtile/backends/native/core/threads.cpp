@@ -1,0 +1,191 @@
+// Threads. An OpenMP runtime that is already in the process (torch brings one) lends its own: two sets of workers that
+// both spin after each call would fight for the cores. Otherwise a pool, whose workers spin briefly and then sleep.
+#include "threads.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__linux__)
+#include <link.h>
+#endif
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <new>
+#include <system_error>
+#include <thread>
+
+namespace {
+
+struct Job {
+  int64_t tasks;
+  void (*body)(void*, int64_t, int64_t);
+  void* context;
+  std::atomic<int64_t> seat{0}, next{0};
+
+  Job(int64_t tasks, void (*body)(void*, int64_t, int64_t), void* context)
+      : tasks(tasks), body(body), context(context) {}
+  void work() {
+    const int64_t thread = seat.fetch_add(1, std::memory_order_relaxed);
+    for (int64_t t; (t = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) body(context, thread, t);
+  }
+};
+
+class Pool {
+ public:
+  void run(Job& job, int64_t threads) {
+    const int64_t helpers = start(threads - 1);
+    bool wake;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      job_ = &job;
+      busy_.store(helpers, std::memory_order_relaxed);
+      wanted_.store(helpers, std::memory_order_release);
+      generation_.fetch_add(1, std::memory_order_release);
+      wake = sleeping_ > 0;
+    }
+    if (wake) awake_.notify_all();
+    job.work();
+    // Places that nobody took before the work ran out are taken back, so a sleeping worker is never waited for.
+    const int64_t left = wanted_.exchange(0, std::memory_order_acq_rel);
+    if (left > 0) busy_.fetch_sub(left, std::memory_order_acq_rel);
+    while (busy_.load(std::memory_order_acquire) > 0) pause_thread();
+  }
+
+ private:
+  // As many workers as can be had, with all signals blocked: they are for the program's own threads.
+  int64_t start(int64_t wanted) {
+    if (workers_ >= wanted) return wanted;
+    sigset_t every, before;
+    sigfillset(&every);
+    pthread_sigmask(SIG_SETMASK, &every, &before);
+    try {
+      for (; workers_ < wanted; workers_++) std::thread([this] { serve(); }).detach();
+    } catch (const std::system_error&) {  // no more threads to be had: those there are will do
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return std::min(workers_, wanted);
+  }
+  void serve() {
+    constexpr int SPINS = 2000;
+    for (uint32_t seen = 0;;) {
+      for (int i = 0; i < SPINS && generation_.load(std::memory_order_acquire) == seen; i++) pause_thread();
+      if (generation_.load(std::memory_order_acquire) == seen) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        sleeping_++;
+        awake_.wait(lock, [&] { return generation_.load(std::memory_order_acquire) != seen; });
+        sleeping_--;
+      }
+      seen = generation_.load(std::memory_order_acquire);
+      if (take_place()) {
+        job_->work();
+        busy_.fetch_sub(1, std::memory_order_acq_rel);
+      }
+    }
+  }
+  bool take_place() {
+    int64_t n = wanted_.load(std::memory_order_acquire);
+    while (n > 0)
+      if (wanted_.compare_exchange_weak(n, n - 1, std::memory_order_acq_rel)) return true;
+    return false;
+  }
+
+  std::mutex mutex_;
+  std::condition_variable awake_;
+  std::atomic<uint32_t> generation_{0};             // one more for each job; workers wait for it to move
+  std::atomic<int64_t> wanted_{0}, busy_{0};        // helpers the job still wants, and has
+  Job* job_ = nullptr;
+  int64_t workers_ = 0, sleeping_ = 0;
+};
+
+// What OpenMP compilers call to open a parallel region; LLVM's and Intel's runtimes have it too.
+typedef void (*ParallelRegion)(void (*)(void*), void*, unsigned, unsigned);
+
+ParallelRegion in_library(const char* path) {
+  void* library = dlopen(path, RTLD_NOLOAD | RTLD_LAZY);
+  return library ? (ParallelRegion)dlsym(library, "GOMP_parallel") : nullptr;
+}
+#if defined(__linux__)
+// By the names of what is loaded, since wheels add a hash to them; again only after something more was loaded.
+ParallelRegion find_openmp() {
+  static struct {
+    unsigned long long loaded;
+    char path[4096];
+  } seen;
+  const auto look = [](dl_phdr_info* library, size_t, void*) {
+    const char* slash = strrchr(library->dlpi_name, '/');
+    for (const char* runtime : {"/libgomp", "/libiomp5", "/libomp"})
+      if (slash && !strncmp(slash, runtime, strlen(runtime)) && strlen(library->dlpi_name) < sizeof seen.path)
+        return strcpy(seen.path, library->dlpi_name), 1;
+    return 0;
+  };
+  const auto count = [](dl_phdr_info* library, size_t, void* n) {
+    *(unsigned long long*)n = library->dlpi_adds;
+    return 1;
+  };
+  unsigned long long loaded = 0;
+  dl_iterate_phdr(count, &loaded);
+  if (loaded == seen.loaded) return nullptr;
+  seen.loaded = loaded;
+  return dl_iterate_phdr(look, nullptr) ? in_library(seen.path) : nullptr;
+}
+#else
+ParallelRegion find_openmp() {
+  for (const char* name : {"libomp.dylib", "libiomp5.dylib"})
+    if (ParallelRegion f = in_library(name)) return f;
+  return nullptr;
+}
+#endif
+
+std::mutex one_at_a_time;
+Pool* pool = nullptr;
+ParallelRegion openmp = nullptr;
+bool forked = false;
+
+void after_fork() {  // the child has no workers, neither ours nor OpenMP's: it starts a pool of its own
+  new (&one_at_a_time) std::mutex;
+  pool = nullptr;
+  openmp = nullptr;
+  forked = true;
+}
+const int fork_watched = pthread_atfork(nullptr, nullptr, after_fork);
+
+// The block that waits for the next call: its size is kept in its first bytes.
+std::atomic<char*> spare{nullptr};
+constexpr size_t LINE = 64, PAGE = 4096, KEEP_AT_MOST = size_t(64) << 20;
+
+}  // namespace
+
+void run_tasks(int64_t threads, int64_t tasks, void (*body)(void*, int64_t, int64_t), void* context) {
+  threads = std::min(threads, tasks);
+  Job job(tasks, body, context);
+  std::unique_lock<std::mutex> lock(one_at_a_time, std::defer_lock);
+  if (threads <= 1 || !lock.try_lock()) return job.work();  // a second caller works alone rather than wait or crowd
+  if (!openmp && !forked) openmp = find_openmp();
+  if (openmp) return openmp([](void* j) { ((Job*)j)->work(); }, &job, (unsigned)threads, 0);
+  if (!pool) pool = new (std::nothrow) Pool;
+  if (!pool) return job.work();
+  pool->run(job, threads);
+}
+
+// Pieces end a line past a page, so that they do not fall on the same cache sets.
+Scratch::Scratch(int64_t pieces, size_t bytes_each) : each_((bytes_each + PAGE - 1) / PAGE * PAGE + LINE) {
+  size_ = (LINE + each_ * (size_t)pieces + PAGE - 1) / PAGE * PAGE;
+  char* start = spare.exchange(nullptr);
+  if (start && *(size_t*)start < size_) {
+    free(start);
+    start = nullptr;
+  }
+  if (!start && (start = (char*)aligned_alloc(LINE, size_))) *(size_t*)start = size_;
+  block_ = start ? start + LINE : nullptr;
+}
+Scratch::~Scratch() {
+  if (!block_) return;
+  char* start = block_ - LINE;
+  if (*(size_t*)start <= KEEP_AT_MOST) start = spare.exchange(start);
+  free(start);
+}

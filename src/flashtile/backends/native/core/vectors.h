@@ -1,0 +1,211 @@
+// Vectors of float or double, exp2 and tanh on them, and the one register tile every product here is made of.
+// Only the vector extensions of GCC and Clang: the same source compiles for every instruction set.
+#pragma once
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include <utility>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+#define NOINLINE __attribute__((noinline))  // each loop nest on its own: register allocation is at its best
+#define UNROLL _Pragma("GCC unroll 16")
+
+#if defined(__AVX512F__)
+constexpr int VECTOR_BYTES = 64, NV = 3, REGISTERS = 32;
+#elif defined(__AVX2__)
+constexpr int VECTOR_BYTES = 32, NV = 3, REGISTERS = 16;
+#elif defined(__aarch64__)
+constexpr int VECTOR_BYTES = 16, NV = 4, REGISTERS = 32;
+#else
+constexpr int VECTOR_BYTES = 16, NV = 3, REGISTERS = 16;
+#endif
+template <class R> constexpr int W = VECTOR_BYTES / (int)sizeof(R);  // lanes of a vector
+template <class R> constexpr int LANES = NV * W<R>;                  // of a group: queries side by side
+
+// Rows of the register tile that suits n vectors of lanes: room is left for a row of B and a scalar of A.
+constexpr int rows_for(int n) {
+  return REGISTERS == 32 ? (n >= 4 ? 6 : n == 3 ? 8 : 12) : (n >= 3 ? 4 : n == 2 ? 6 : 8);
+}
+
+template <class R> struct VectorOf;
+template <> struct VectorOf<float> {
+  typedef float type __attribute__((vector_size(VECTOR_BYTES)));
+  typedef float loose __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
+  typedef int32_t mask __attribute__((vector_size(VECTOR_BYTES)));
+};
+template <> struct VectorOf<double> {
+  typedef double type __attribute__((vector_size(VECTOR_BYTES)));
+  typedef double loose __attribute__((vector_size(VECTOR_BYTES), aligned(8), may_alias));
+  typedef int64_t mask __attribute__((vector_size(VECTOR_BYTES)));
+};
+template <class R> using Vec = typename VectorOf<R>::type;
+template <class R> using Mask = typename VectorOf<R>::mask;  // what comparing two Vec<R> gives: -1 where true
+template <class R> using MaskInt = std::conditional_t<sizeof(R) == 4, int32_t, int64_t>;
+
+template <class R> INLINE Vec<R> load(const R* p) { return *(const typename VectorOf<R>::loose*)p; }
+template <class R> INLINE void store(R* p, Vec<R> v) { *(typename VectorOf<R>::loose*)p = v; }
+template <class R> INLINE Vec<R> all(R x) { return x - Vec<R>{}; }
+template <class R> INLINE Mask<R> all_int(MaskInt<R> x) { return x - Mask<R>{}; }
+template <class R> INLINE Mask<R> lane_index() {
+  Mask<R> v = {};
+  for (int i = 0; i < W<R>; i++) v[i] = i;
+  return v;
+}
+template <class R> INLINE bool any(Mask<R> m) {
+  MaskInt<R> r = 0;
+  for (int i = 0; i < W<R>; i++) r |= m[i];
+  return r != 0;
+}
+template <class R> INLINE R sum_lanes(Vec<R> v) {
+  for (int h = W<R> / 2; h > 0; h /= 2)
+    for (int i = 0; i < h; i++) v[i] += v[i + h];
+  return v[0];
+}
+
+// b where either is NaN. By name, since GCC does not make one instruction out of a > b ? a : b. (The masks of ones fold
+// away; the unmasked forms warn of an uninitialised value in GCC 12.)
+#if defined(__AVX512F__)
+INLINE Vec<float> max(Vec<float> a, Vec<float> b) {
+  return (Vec<float>)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);
+}
+INLINE Vec<double> max(Vec<double> a, Vec<double> b) {
+  return (Vec<double>)_mm512_maskz_max_pd(0xff, (__m512d)a, (__m512d)b);
+}
+#elif defined(__AVX2__)
+INLINE Vec<float> max(Vec<float> a, Vec<float> b) { return (Vec<float>)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE Vec<double> max(Vec<double> a, Vec<double> b) { return (Vec<double>)_mm256_max_pd((__m256d)a, (__m256d)b); }
+#else
+INLINE Vec<float> max(Vec<float> a, Vec<float> b) { return a > b ? a : b; }
+INLINE Vec<double> max(Vec<double> a, Vec<double> b) { return a > b ? a : b; }
+#endif
+
+template <class R> constexpr R LOG2E = (R)1.4426950408889634074;
+template <class R> constexpr R LN2 = (R)0.69314718055994530942;
+
+// 2^x = 2^n 2^f with n whole, |f| <= 1/2 and 2^f = 1 + f q(f); q by its coefficients, highest first: EXP2 for a small
+// error of 2^f, EXPM1 for a small error of f q(f) relative to itself.
+template <class R> struct Power;
+template <> struct Power<float> {  // relative error of exp2 1.5e-7
+  static constexpr float ROUND = 12582912.f;  // 1.5 * 2^23: adding it leaves n in the low bits
+  static constexpr float LOWEST = -127.f;     // 2^n is exactly 0 there
+  static constexpr int SHIFT = 23;
+  static constexpr float EXP2[] = {1.3264727198e-3f, 9.6715126396e-3f, 5.5507337432e-2f, 2.4022242085e-1f,
+                                   6.9314697760e-1f};
+  static constexpr float EXPM1[] = {1.54531629451e-4f, 1.33908633647e-3f, 9.61808255728e-3f,
+                                    5.55035711422e-2f, 2.40226507606e-1f, 6.93147188026e-1f};
+};
+template <> struct Power<double> {  // the polynomial's own error is 8e-18
+  static constexpr double ROUND = 6755399441055744.;  // 1.5 * 2^52
+  static constexpr double LOWEST = -1023.;
+  static constexpr int SHIFT = 52;
+  static constexpr double EXPM1[] = {4.45496059818651839e-10, 7.0725859492692237e-9,  1.01780624458457735e-7,
+                                     1.32154425879216897e-6,  1.52527338298361184e-5, 1.54035304417360502e-4,
+                                     1.33335581464169353e-3,  9.61812910760688853e-3, 5.55041086648215943e-2,
+                                     2.40226506959100982e-1,  6.93147180559945309e-1};
+  static constexpr const double (&EXP2)[11] = EXPM1;
+};
+
+// x becomes f, z holds n in its low bits, q = q(f); N vectors in step: a quarter faster than one after another.
+template <class R, int N, int C>
+INLINE void split_power(Vec<R> (&x)[N], Vec<R> (&z)[N], Vec<R> (&q)[N], const R (&coefficients)[C]) {
+  UNROLL for (int j = 0; j < N; j++) z[j] = x[j] + all(Power<R>::ROUND);
+  UNROLL for (int j = 0; j < N; j++) x[j] = x[j] - (z[j] - all(Power<R>::ROUND));
+  UNROLL for (int j = 0; j < N; j++) q[j] = all(coefficients[0]);
+  UNROLL for (int c = 1; c < C; c++)
+    UNROLL for (int j = 0; j < N; j++) q[j] = q[j] * x[j] + all(coefficients[c]);
+}
+// y * 2^n, by adding to its exponent
+template <class R> INLINE Vec<R> times_power(Vec<R> y, Vec<R> z) {
+  return (Vec<R>)((Mask<R>)y + ((Mask<R>)z << Power<R>::SHIFT));
+}
+// x <- 2^x for x <= 127. Exactly 0 at or below LOWEST (so -inf gives 0) and 1 at 0; NaN stays NaN.
+template <class R, int N> INLINE void exp2_each(Vec<R> (&x)[N]) {
+  Vec<R> z[N], q[N];
+  UNROLL for (int j = 0; j < N; j++) x[j] = max(all(Power<R>::LOWEST), x[j]);
+  split_power<R>(x, z, q, Power<R>::EXP2);
+  UNROLL for (int j = 0; j < N; j++) x[j] = times_power<R>(q[j] * x[j] + all(R(1)), z[j]);
+}
+// x <- e^x likewise. Take differences of scores before, not after, the step to base 2: they may be huge, and cancel.
+template <class R, int N> INLINE void exp_each(Vec<R> (&x)[N]) {
+  UNROLL for (int j = 0; j < N; j++) x[j] *= all(LOG2E<R>);
+  exp2_each<R>(x);
+}
+// tanh x = e / (e + 2) with e = exp(2x) - 1, which keeps its relative accuracy near 0.
+template <class R> INLINE Vec<R> tanh_of(Vec<R> x) {
+  Vec<R> t[1], z[1], q[1];
+  t[0] = max(all(R(-64)), x * all(2 * LOG2E<R>));  // beyond +-64 the result is +-1
+  t[0] = -max(all(R(-64)), -t[0]);
+  split_power<R>(t, z, q, Power<R>::EXPM1);
+  const Vec<R> power = times_power<R>(all(R(1)), z[0]), e = power * (q[0] * t[0]) + (power - all(R(1)));
+  return e / (e + all(R(2)));
+}
+
+// W x W transpose in registers, log2(W) stages.
+template <int H, class V, int... I> INLINE void transpose_stage(V* a, std::integer_sequence<int, I...>) {
+  constexpr int n = sizeof...(I);
+  for (int i = 0; i < n; i++)
+    if (!(i & H)) {
+      V x = a[i], y = a[i + H];
+      a[i] = __builtin_shufflevector(x, y, ((I & H) ? n + I - H : I)...);
+      a[i + H] = __builtin_shufflevector(x, y, ((I & H) ? n + I : I + H)...);
+    }
+}
+template <class R> INLINE void transpose(Vec<R>* a) {
+  constexpr auto lanes = std::make_integer_sequence<int, W<R>>{};
+  transpose_stage<1>(a, lanes);
+  if constexpr (W<R> > 2) transpose_stage<2>(a, lanes);
+  if constexpr (W<R> > 4) transpose_stage<4>(a, lanes);
+  if constexpr (W<R> > 8) transpose_stage<8>(a, lanes);
+}
+
+// acc[i][j] += sum over k of A[i*ai + k*ak] * B[k*bk + j*W ...]: scalars of A, read as it lies, against vectors of B.
+template <class R, int M, int N>
+INLINE void tile(Vec<R> (&acc)[M][N], const R* A, ptrdiff_t ai, ptrdiff_t ak, const R* B, ptrdiff_t bk, int K) {
+  for (int k = 0; k < K; k++, A += ak, B += bk) {
+    Vec<R> b[N];
+    UNROLL for (int j = 0; j < N; j++) b[j] = load(B + j * W<R>);
+    UNROLL for (int i = 0; i < M; i++) {
+      const Vec<R> a = all(A[i * ai]);
+      UNROLL for (int j = 0; j < N; j++) acc[i][j] += a * b[j];
+    }
+  }
+}
+template <class R, int M, int N> INLINE void zero_tile(Vec<R> (&acc)[M][N]) {
+  UNROLL for (int i = 0; i < M; i++)
+    UNROLL for (int j = 0; j < N; j++) acc[i][j] = Vec<R>{};
+}
+template <class R, int M, int N> INLINE void load_tile(Vec<R> (&acc)[M][N], const R* C, ptrdiff_t row) {
+  UNROLL for (int i = 0; i < M; i++)
+    UNROLL for (int j = 0; j < N; j++) acc[i][j] = load(C + i * row + j * W<R>);
+}
+template <class R, int M, int N> INLINE void store_tile(const Vec<R> (&acc)[M][N], R* C, ptrdiff_t row) {
+  UNROLL for (int i = 0; i < M; i++)
+    UNROLL for (int j = 0; j < N; j++) store(C + i * row + j * W<R>, acc[i][j]);
+}
+// C = alpha C + acc, alpha[lanes] a factor for each lane; null: C += acc
+template <class R, int M, int N>
+INLINE void add_tile(const Vec<R> (&acc)[M][N], R* C, ptrdiff_t row, const R* alpha = nullptr) {
+  UNROLL for (int j = 0; j < N; j++) {
+    const Vec<R> a = alpha ? load(alpha + j * W<R>) : all(R(1));
+    UNROLL for (int i = 0; i < M; i++) {
+      R* c = C + i * row + j * W<R>;
+      store(c, load(c) * a + acc[i][j]);
+    }
+  }
+}
+// Rows [at, n) in tiles of M rows, what is left in halves of it: f(rows as a constant, first row of the tile).
+template <int M, class F> INLINE void in_tiles(int at, int n, F&& f) {
+  for (; at + M <= n; at += M) f(std::integral_constant<int, M>{}, at);
+  if constexpr (M > 1) in_tiles<M / 2>(at, n, f);
+}
+// f(n as a constant) for n from 1 to NV: the vectors of lanes that a group has.
+template <int N = NV, class F> INLINE void with_vectors(int n, F&& f) {
+  if constexpr (N > 1)
+    if (n < N) return with_vectors<N - 1>(n, f);
+  f(std::integral_constant<int, N>{});
+}

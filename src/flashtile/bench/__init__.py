@@ -1,0 +1,1 @@
+"""Benchmarks: cases, timing, peers, and the records they leave."""

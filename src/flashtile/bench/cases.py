@@ -1,0 +1,120 @@
+"""What is measured on a CPU, and the bar each group of cases has to clear."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+FORWARD, TRAINING = "forward", "forward + backward"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One shape, one dtype, one set of options."""
+
+    n_q: int
+    n_k: int
+    dim: int
+    heads: int = 8
+    kv_heads: int = 8
+    batch: int = 1
+    dtype: str = "float32"
+    direction: str = FORWARD
+    options: dict[str, Any] = field(default_factory=dict)  # of attention(); bias=True means one is made
+    entry: str = "torch"  # which arrays we are called with, where torch is installed
+    beside_torch: bool = False  # torch has just run something on all threads
+    naive: bool = False  # also time standard attention in torch and NumPy: only where N x N fits easily
+
+    @property
+    def name(self) -> str:
+        heads = f"H{self.heads}" if self.heads == self.kv_heads else f"H{self.heads}/{self.kv_heads}"
+        length = f"N{self.n_q}" if self.n_q == self.n_k else f"N{self.n_q}x{self.n_k}"
+        return f"B{self.batch} {heads} {length} D{self.dim} {self.dtype}"
+
+    def to_dict(self) -> dict[str, Any]:
+        shape = {key: getattr(self, key) for key in ("batch", "heads", "kv_heads", "n_q", "n_k", "dim")}
+        return {
+            "case": self.name,
+            "shape": shape,
+            **{key: x for key, x in asdict(self).items() if key not in shape and key != "naive"},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Cases that share a bar: on the geometric mean of time / SDPA time, and on the worst case."""
+
+    name: str
+    title: str
+    cases: tuple[Case, ...]
+    bar: float
+    reach: float | None = None
+    worst_bar: float | None = None
+
+
+def square(n: int, dim: int, **more: Any) -> Case:
+    return Case(n, n, dim, **more)
+
+
+LENGTHS, DIMS = (512, 1024, 2048, 4096, 8192), (64, 128)
+HALVES = ("bfloat16", "float16")
+SMALL = square(128, 64)
+
+
+def _grid(lengths: Iterable[int] = LENGTHS, dims: Iterable[int] = DIMS, **more: Any) -> tuple[Case, ...]:
+    lengths = tuple(lengths)
+    return tuple(square(n, dim, **more) for dim in dims for n in lengths)
+
+
+def _halves(direction: str) -> tuple[Case, ...]:
+    lengths = (512, 2048, 4096) if direction == FORWARD else (512, 2048)
+    return tuple(case for dtype in HALVES for case in _grid(lengths, dtype=dtype, direction=direction))
+
+
+CAUSAL = {"causal": True}
+CPU = (
+    Group(
+        "full",
+        "forward",
+        tuple(replace(case, naive=case.n_q <= 2048) for case in _grid()),
+        bar=0.85,
+        reach=0.78,
+        worst_bar=0.97,
+    ),
+    Group("causal", "forward, causal", _grid(options=CAUSAL), bar=0.66, reach=0.58, worst_bar=0.85),
+    Group("training", "forward + backward", _grid(direction=TRAINING), bar=0.82, reach=0.75),
+    Group(
+        "training-causal",
+        "forward + backward, causal",
+        _grid(direction=TRAINING, options=CAUSAL),
+        bar=0.64,
+        reach=0.55,
+    ),
+    Group("decode", "decode, 32 heads x 8192 keys", (Case(1, 8192, 128, 32, 32),), bar=0.75, reach=0.65),
+    Group("decode-gqa", "decode, 32 heads on 8 key heads", (Case(1, 8192, 128, 32, 8),), bar=0.30, reach=0.20),
+    Group("half", "forward, bfloat16 and float16", _halves(FORWARD), bar=0.85, reach=0.75),
+    Group("half-training", "forward + backward, bfloat16 and float16", _halves(TRAINING), bar=0.95, reach=0.85),
+    Group("bias", "with a bias", _grid((1024, 2048), options={"bias": True}), bar=0.95),
+    Group(
+        "window",
+        "with a window of 256 keys",
+        _grid((2048, 4096), options={"causal": True, "window": (255, None)}),
+        bar=0.30,
+    ),
+    Group("dropout", "with dropout 0.1", _grid((1024, 2048), options={"dropout": 0.1, "seed": 1}), bar=0.40),
+    Group("small", "a small call, from torch", (SMALL,), bar=0.75, reach=0.6),
+    Group("small-numpy", "a small call, from NumPy", (replace(SMALL, entry="numpy"),), bar=0.75, reach=0.6),
+    Group("small-beside", "a small call, beside other torch work", (replace(SMALL, beside_torch=True),), bar=0.85),
+)
+
+MEMORY = square(16384, 64, heads=2, kv_heads=2)
+SCALING = tuple(square(n << 10, 64, heads=2, kv_heads=2) for n in (1, 2, 4, 8, 16, 32))
+SCALING_BAR = 0.15  # how far the slowest may lie below the fastest, in GFLOP/s
+GROUPS = (*(group.name for group in CPU), "memory", "scaling")
+
+
+def quick(group: Group) -> Group:
+    """The same group with its short cases only."""
+    short = tuple(case for case in group.cases if case.n_q <= 1024 or case.n_q == group.cases[0].n_q)
+    return replace(group, cases=short)

@@ -1,0 +1,60 @@
+"""One JSON file a run of a suite: every measurement, what it was measured on, and how it stands to its bar."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from flashtile import machine
+
+SCHEMA = 1
+FOLDER = Path("benchmarks/records")
+
+Record = dict[str, Any]
+
+
+def new(suite: str, threads: int, quick: bool) -> Record:
+    """A record with nothing measured yet."""
+    return {
+        "schema": SCHEMA,
+        "suite": suite,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "quick": quick,
+        "machine": machine.describe(),
+        "threads": threads,
+        "absent": {},  # peers that could not be timed, and why
+        "measurements": [],
+        "summary": [],
+    }
+
+
+def write(record: Record, path: Path) -> None:
+    """Whole or not at all: readers never see half a record."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(record, file, indent=1)
+            file.write("\n")
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def read(path: Path) -> Record:
+    record: Record = json.loads(path.read_text())
+    if record.get("schema") != SCHEMA:
+        raise ValueError(f"{path}: expected a record of schema {SCHEMA}, got {record.get('schema')}")
+    return record
+
+
+def default_path(record: Record) -> Path:
+    """Named by suite and time."""
+    stamp = record["created"].partition("+")[0].replace(":", "").replace("-", "")
+    return FOLDER / f"{record['suite']}-{stamp}.json"

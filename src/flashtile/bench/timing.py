@@ -1,0 +1,92 @@
+"""Fair timing: contenders take turns (A, B, A, B) in one process; medians and quartiles, never one lucky run."""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one contender, one sample a round."""
+
+    samples: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        return quartiles(self.samples)
+
+    def to_dict(self) -> dict[str, Any]:
+        q1, q3 = self.quartiles
+        return {"median_s": self.median, "q1_s": q1, "q3_s": q3, "rounds": len(self.samples)}
+
+
+def alternate(
+    contenders: Mapping[str, Call],
+    *,
+    seconds: float,
+    min_rounds: int = 3,
+    max_rounds: int = 1000,
+    warm_up: int = 1,
+    before: Call | None = None,
+) -> dict[str, Timing]:
+    """Time contenders in turn for about `seconds` in all. `before` runs ahead of every sample and is not timed."""
+    for _ in range(warm_up):
+        for call in contenders.values():
+            call()
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        end = time.perf_counter() + seconds
+        for done in range(max_rounds):
+            if done >= min_rounds and time.perf_counter() > end:
+                break
+            for name, call in contenders.items():
+                if before is not None:
+                    before()
+                start = time.perf_counter()
+                call()
+                samples[name].append(time.perf_counter() - start)
+    finally:
+        if collecting:
+            gc.enable()
+    return {name: Timing(tuple(times)) for name, times in samples.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Our time over theirs: of the medians, with the quartiles of the rounds (each round saw the same machine)."""
+
+    value: float
+    q1: float
+    q3: float
+
+    @classmethod
+    def of(cls, ours: Timing, theirs: Timing) -> Ratio:
+        each = [a / b for a, b in zip(ours.samples, theirs.samples, strict=True)]
+        return cls(ours.median / theirs.median, *quartiles(each))
+
+
+def quartiles(values: Iterable[float]) -> tuple[float, float]:
+    ordered = list(values)
+    if len(ordered) < 2:
+        return ordered[0], ordered[0]
+    q1, _, q3 = statistics.quantiles(ordered, n=4, method="inclusive")
+    return q1, q3
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    logs = [math.log(v) for v in values]
+    return math.exp(sum(logs) / len(logs))

@@ -1,0 +1,67 @@
+"""flashtile doctor: what is installed, what this machine has, and which backends can run here, or why not."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+import typer
+
+from flashtile import dispatch, machine
+from flashtile.cli import output
+
+THREAD_VARIABLES = ("FLASHTILE_THREADS", "OMP_NUM_THREADS")
+
+
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print plain JSON.")] = False,
+    brief: Annotated[bool, typer.Option("--brief", help="One line a backend, nothing else.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 unless every backend can run here.")] = False,
+) -> None:
+    """Say what works on this machine, and why the rest does not."""
+    found = backends() if brief else examine()
+    if json:
+        output.print_json(found)
+    elif brief:
+        for row in found["backends"]:
+            output.out().print(f"{row['backend']}: {row['why_not'] or 'ready'}", soft_wrap=True)
+    else:
+        _show(found)
+    if strict and any(row["why_not"] for row in found["backends"]):
+        raise typer.Exit(output.DOES_NOT_HOLD)
+
+
+def backends() -> dict[str, Any]:
+    """The dispatch table: first row first."""
+    return {
+        "backends": [
+            {"backend": row.name, "device": row.device, "about": row.about, "why_not": row.missing()}
+            for row in dispatch.TABLE
+        ]
+    }
+
+
+def examine() -> dict[str, Any]:
+    return {
+        "versions": machine.versions(),
+        "commit": machine.commit(),
+        "devices": machine.devices(),
+        "threads": {"cores": machine.cores(), **{name: os.environ.get(name) for name in THREAD_VARIABLES}},
+        **backends(),
+    }
+
+
+def _show(found: dict[str, Any]) -> None:
+    out = output.out()
+    versions = [(name, version or "not installed") for name, version in found["versions"].items()]
+    out.print(output.facts("Versions", versions))
+    for device in found["devices"]:
+        about = ", ".join(f"{key} {value}" for key, value in device.items() if key != "device" and value is not None)
+        out.print(f"{device['device']}: {about}", soft_wrap=True)
+    threads = found["threads"]
+    settings = ", ".join(f"{name}={threads[name] or '(not set)'}" for name in THREAD_VARIABLES)
+    out.print(f"threads: {threads['cores']} cores to run on; {settings}", soft_wrap=True)
+    out.print("Backends, the first that can is taken:", style="bold")
+    for row in found["backends"]:
+        out.print(f"  {row['backend']} ({row['device']}): {row['about']}", soft_wrap=True)
+        out.print(f"    {'ready' if row['why_not'] is None else 'no: ' + row['why_not']}", soft_wrap=True)

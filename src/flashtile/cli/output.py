@@ -1,0 +1,88 @@
+"""Where output goes: results to stdout, progress and remarks to stderr; and what the exit codes mean.
+
+0 all is well; 1 something measured does not hold; 2 wrong usage; 3 an optional package is missing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from flashtile.bench.suite import Progress as Report
+
+DOES_NOT_HOLD = 1
+
+
+def out() -> Console:
+    """For results; rich honours NO_COLOR and drops all styling where stdout is not a terminal."""
+    return Console(highlight=False)
+
+
+def err() -> Console:
+    return Console(stderr=True, highlight=False)
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """The first column is words, the others are numbers."""
+    shown = Table(title=title, title_justify="left", title_style="bold")
+    for n, name in enumerate(head):
+        shown.add_column(name, justify="left" if n == 0 else "right")
+    for row in rows:
+        shown.add_row(*row)
+    return shown
+
+
+def facts(title: str, rows: Sequence[tuple[str, str]]) -> Table:
+    """What something is, and its value, a line each."""
+    shown = Table(title=title, title_justify="left", title_style="bold", show_header=False)
+    for row in rows:
+        shown.add_row(*row)
+    return shown
+
+
+@contextmanager
+def progress_bar() -> Iterator[Report]:
+    """A bar on stderr; the caller says what comes next, how many are done, and of how many."""
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=err(), transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def report(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        yield report
+
+
+def size(n: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(n) < 1024 or unit == "TiB":
+            break
+        n /= 1024
+    return f"{n:.0f} {unit}" if unit == "B" else f"{n:.4g} {unit}"
+
+
+def quantity(n: float, unit: str) -> str:
+    """1.2 GFLOP, 3 kFLOP/s."""
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        if abs(n) < 1000 or prefix == "P":
+            break
+        n /= 1000
+    return f"{n:.4g} {prefix}{unit}"
+
+
+def seconds(t: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if t * scale >= 1 or unit == "us":
+            break
+    return f"{t * scale:.3g} {unit}"

@@ -1,0 +1,98 @@
+"""What this machine and this installation are: versions, processor, threads, devices, commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("flashtile", "numpy", "torch", "triton", "typer", "rich")
+
+
+def versions() -> dict[str, str | None]:
+    """Of Python and the packages that matter here; None where one is not installed. Nothing is imported."""
+    return {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
+
+
+def _version(name: str) -> str | None:
+    if name == "flashtile":
+        from flashtile import __version__
+
+        return __version__
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def has(package: str) -> bool:
+    return find_spec(package) is not None
+
+
+def processor() -> str:
+    """The model name of the CPU."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def isa() -> str | None:
+    """The instruction set level that the C++ core was loaded for; None where there is no core."""
+    from flashtile.backends.native import library
+
+    return None if library.why_not() else str(library.isa())
+
+
+def cores() -> int:
+    """How many this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def devices() -> list[dict[str, Any]]:
+    """The CPU, and the GPUs that torch sees (torch is imported where it is installed)."""
+    found: list[dict[str, Any]] = [{"device": "cpu", "name": processor(), "isa": isa(), "cores": cores()}]
+    if has("torch"):
+        import torch
+
+        for n in range(torch.cuda.device_count()):
+            about = torch.cuda.get_device_properties(n)
+            found.append({"device": f"cuda:{n}", "name": about.name, "memory": about.total_memory})
+    return found
+
+
+def commit() -> str | None:
+    """The commit of the checkout that flashtile lives in, with "+" where files were changed; None outside one."""
+    here = Path(__file__).parent
+    top = _git(here, "rev-parse", "--show-toplevel")
+    if top is None or not (Path(top) / "src" / "flashtile" / "machine.py").exists():  # someone else's repository
+        return None
+    head = _git(here, "rev-parse", "HEAD")
+    return head and head + ("+" if _git(Path(top), "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def describe() -> dict[str, Any]:
+    """What a measurement has to be read with."""
+    return {
+        "versions": versions(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": processor(),
+        "isa": isa(),
+        "cores": cores(),
+        "commit": commit(),
+    }

@@ -1,0 +1,194 @@
+"""plan(): what a call would do, from its shapes alone: backend, tiles, FLOPs, bytes, and the least time it can take."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flashtile import dispatch, traffic
+from flashtile.band import Kind, cuts
+from flashtile.dtypes import ITEMSIZE, Array, carrier, name_of
+from flashtile.problem import Problem, describe
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from flashtile.api import Options
+
+TILE = (128, 128)  # rows and columns, for backends that do not say what theirs are
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a machine can do at best, per second: for the floor under a call's time."""
+
+    flops: float
+    bytes: float
+
+    @property
+    def ridge(self) -> float:
+        """FLOPs a byte at which a call stops being bound by memory."""
+        return self.flops / self.bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """No schedule on a machine of these rates can be faster than `seconds`."""
+
+    seconds: float
+    bound: str  # what sets it: "compute" or "memory"
+    rates: Rates
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One forward call, all sequences and heads together. Bytes and FLOPs are counts, not measurements."""
+
+    backend: str | None  # None: no row of the dispatch table can run it
+    reasons: dict[str, str]  # for every other row, why not that one
+    device: str
+    dtype: str
+    q_shape: tuple[int, ...]
+    k_shape: tuple[int, ...]
+    v_shape: tuple[int, ...]
+    tile: tuple[int, int]
+    tiles: dict[str, int]  # skipped, partial, full
+    pairs: int  # of query and key that see each other
+    flops: int
+    backward_flops: int
+    tile_bytes: int  # moved between memory and tiles in FlashAttention-2 order, if no cache helped
+    least_bytes: int  # q, the keys and values that anyone sees, out and lse, each moved once
+    standard_bytes: int  # moved by standard attention: scores and weights written and read
+    score_bytes: int  # the score matrix that is never built
+    lse_bytes: int
+    kv_bytes: int  # keys and values: this call's share of a KV cache
+    floor: Floor | None
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs a byte, if every byte is moved once."""
+        return self.flops / self.least_bytes if self.least_bytes else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {**asdict(self), "intensity": self.intensity}
+
+
+def plan(
+    q_shape: Sequence[int],
+    k_shape: Sequence[int],
+    dtype: Any = "float32",
+    device: str = "cpu",
+    *,
+    v_shape: Sequence[int] | None = None,
+    cu_q: Any = None,
+    cu_k: Any = None,
+    backend: str = "auto",
+    rates: Rates | None = None,
+    **options: Unpack[Options],
+) -> Plan:
+    """What attention() would do with arrays of these shapes, without the arrays.
+
+    Takes every option of attention(); mask, bias, alibi and sink may be given as shapes. With `rates` it also says
+    what the least time is on a machine that fast.
+    """
+    name = name_of(dtype)
+    shapes = [tuple(int(n) for n in shape) for shape in (q_shape, k_shape, k_shape if v_shape is None else v_shape)]
+    stand_ins: dict[str, Any] = dict(options)
+    for key, kind in (("mask", "bool"), ("bias", name), ("alibi", name), ("sink", name)):
+        if isinstance(stand_ins.get(key), (tuple, list)):
+            stand_ins[key] = stand_in(stand_ins[key], kind)
+    problem = describe(*(stand_in(shape, name) for shape in shapes), cu_q=cu_q, cu_k=cu_k, **stand_ins)
+    chosen, reasons = _choose(problem, backend, device)
+    tile = _tile(problem, chosen)
+    counts = _Counts.of(problem, tile)
+    return Plan(
+        backend=None if chosen is None else chosen.name,
+        reasons=reasons,
+        device=device,
+        dtype=name,
+        q_shape=shapes[0],
+        k_shape=shapes[1],
+        v_shape=shapes[2],
+        tile=tile,
+        tiles={kind.name.lower(): n for kind, n in counts.tiles.items()},
+        pairs=counts.pairs,
+        flops=counts.pairs * traffic.forward_flops_a_pair(problem.dim, problem.dim_v),
+        backward_flops=counts.pairs * traffic.backward_flops_a_pair(problem.dim, problem.dim_v),
+        tile_bytes=counts.tile_bytes,
+        least_bytes=counts.least_bytes,
+        standard_bytes=counts.standard_bytes,
+        score_bytes=counts.scores * ITEMSIZE[name],
+        lse_bytes=counts.rows * ITEMSIZE[problem.accumulator],
+        kv_bytes=counts.kv_bytes,
+        floor=None if rates is None else _floor(problem, counts, rates),
+    )
+
+
+def stand_in(shape: Sequence[int], dtype: str) -> Array:
+    """An array of any size that takes a few bytes: every element is the same zero."""
+    zero: Array = np.zeros((), np.bool_ if dtype == "bool" else carrier(dtype))
+    return np.broadcast_to(zero, tuple(shape))
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Sums over the sequences and heads of a problem."""
+
+    tiles: Counter[Kind]
+    pairs: int = 0
+    scores: int = 0
+    rows: int = 0
+    tile_bytes: int = 0
+    least_bytes: int = 0
+    standard_bytes: int = 0
+    kv_bytes: int = 0
+
+    @classmethod
+    def of(cls, p: Problem, tile: tuple[int, int]) -> _Counts:
+        counts = cls(Counter(dict.fromkeys(Kind, 0)))
+        size, wide, width = ITEMSIZE[p.dtype], ITEMSIZE[p.accumulator], p.dim + p.dim_v
+        # Sequences of one length cost the same: each length is counted once.
+        for (n_q, n_k), times in Counter(zip(p.q_lengths, p.k_lengths, strict=True)).items():
+            band, heads, kv_heads = p.band_for(n_q, n_k), times * p.heads, times * p.kv_heads
+            for kind, n in traffic.tile_counts(band, n_q, n_k, *tile).items():
+                counts.tiles[kind] += heads * n
+            counts.pairs += heads * traffic.visible_pairs(band, n_q, n_k)
+            counts.scores += heads * n_q * n_k
+            counts.rows += heads * n_q
+            rows = heads * n_q * (width * size + wide)  # Q, O and L
+            seen = cuts(band, 0, n_q, n_k, 1) if n_q else None
+            kv_seen = 0 if seen is None else (seen.end - seen.begin) * width * size
+            counts.tile_bytes += rows + heads * width * size * traffic.keys_visited(band, n_q, n_k, *tile)
+            counts.least_bytes += rows + kv_heads * kv_seen
+            counts.standard_bytes += heads * (4 * n_q * n_k + n_q * width) * size + kv_heads * n_k * width * size
+            counts.kv_bytes += kv_heads * n_k * width * size
+        return counts
+
+
+def _choose(problem: Problem, backend: str, device: str) -> tuple[dispatch.Backend | None, dict[str, str]]:
+    """The row that would run, and for every other row the reason why it would not."""
+    said = {row.name: row.why_not(problem, device) for row in dispatch.TABLE}
+    chosen = next((row for row in dispatch.TABLE if said[row.name] is None), None)
+    if backend != "auto":
+        chosen = dispatch.choose(problem, backend, device)
+    able = "it could, but another was asked for" if backend != "auto" else "it could, but comes later in the table"
+    return chosen, {name: reason or able for name, reason in said.items() if chosen is None or name != chosen.name}
+
+
+def _tile(problem: Problem, chosen: dispatch.Backend | None) -> tuple[int, int]:
+    if chosen is None:
+        return TILE
+    of_backend = getattr(chosen.load(), "tile", None)
+    br, bc = TILE if of_backend is None else of_backend(problem)
+    return int(br), int(bc)
+
+
+def _floor(problem: Problem, counts: _Counts, rates: Rates) -> Floor:
+    compute = counts.pairs * traffic.forward_flops_a_pair(problem.dim, problem.dim_v) / rates.flops
+    memory = counts.least_bytes / rates.bytes
+    return Floor(max(compute, memory), "compute" if compute >= memory else "memory", rates)

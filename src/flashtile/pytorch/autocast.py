@@ -1,0 +1,26 @@
+"""Under torch.autocast q, k and v are cast to its dtype, as for torch's own attention; sums stay in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_HALVES = (torch.float16, torch.bfloat16)
+_CAST = {
+    **dict.fromkeys(("q", "k", "v"), (*_HALVES, torch.float32)),
+    **dict.fromkeys(("bias", "alibi", "sink"), _HALVES),  # float32 is as welcome beside 16-bit inputs
+}
+
+
+def enabled(device: str) -> bool:
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
+def cast(device: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call as they are under autocast."""
+    dtype = torch.get_autocast_dtype(device)
+    return {
+        name: x.to(dtype) if x is not None and name in _CAST and x.dtype in _CAST[name] else x
+        for name, x in arguments.items()
+    }

@@ -1,0 +1,119 @@
+"""Call: the arguments of the operator flashtile::attention, and their way from and back to options."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from flashtile.band import Band
+
+SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor? cu_q, Tensor? cu_k, "
+    "Tensor? mask, Tensor? bias, Tensor? alibi, Tensor? sink, Tensor? kv_lengths, "
+    "bool causal, SymInt? left, SymInt? right, SymInt? offset, float softcap, float? scale, float dropout, "
+    "SymInt seed, str? out_dtype, str backend, bool deterministic, int? threads"
+)
+TENSORS = ("cu_q", "cu_k", "mask", "bias", "alibi", "sink", "kv_lengths")  # among the options
+N_TENSORS = 3 + len(TENSORS)  # they come first in a Call
+
+
+class Call(NamedTuple):
+    """One call, in the order of SCHEMA; or something about each argument of it, such as whether it needs a gradient.
+
+    left and right are a window, and with an offset a flashtile.Band. seed is 64 bits with a sign, for a schema has no
+    unsigned integers.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    cu_q: Any
+    cu_k: Any
+    mask: Any
+    bias: Any
+    alibi: Any
+    sink: Any
+    kv_lengths: Any
+    causal: Any
+    left: Any
+    right: Any
+    offset: Any
+    softcap: Any
+    scale: Any
+    dropout: Any
+    seed: Any
+    out_dtype: Any
+    backend: Any
+    deterministic: Any
+    threads: Any
+
+    def options(self) -> dict[str, Any]:
+        """What describe() takes besides q, k and v."""
+        banded = self.offset is not None
+        return {
+            **{name: getattr(self, name) for name in TENSORS},
+            "causal": self.causal,
+            "window": None if banded else (self.left, self.right),
+            "band": Band(self.left, self.right, self.offset) if banded else None,
+            "softcap": self.softcap,
+            "scale": self.scale,
+            "dropout": self.dropout,
+            "seed": self.seed % 2**64,
+            "out_dtype": self.out_dtype,
+            "deterministic": self.deterministic,
+            "threads": self.threads,
+        }
+
+
+def of(
+    q: Any,
+    k: Any,
+    v: Any,
+    backend: str,
+    *,
+    cu_q: Any = None,
+    cu_k: Any = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    band: Band | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    alibi: Any = None,
+    softcap: float = 0.0,
+    sink: Any = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+    kv_lengths: Any = None,
+    out_dtype: Any = None,
+    deterministic: bool = False,
+    threads: int | None = None,
+) -> Call:
+    """The call that options stand for. They are as the user gave them; describe() judges them."""
+    left, right = (None, None) if window is None else window
+    offset = None
+    if band is not None:
+        left, right, offset = band.left, band.right, band.offset
+    return Call(
+        q,
+        k,
+        v,
+        cu_q,
+        cu_k,
+        mask,
+        bias,
+        alibi,
+        sink,
+        kv_lengths,
+        causal,
+        left,
+        right,
+        offset,
+        softcap,
+        scale,
+        dropout,
+        seed - 2**64 if seed >= 2**63 else seed,
+        None if out_dtype is None else str(out_dtype).removeprefix("torch."),
+        str(backend),
+        deterministic,
+        threads,
+    )

@@ -1,0 +1,34 @@
+"""attention() on tensors: autocast, then autograd or the operator, then the answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.problem import describe
+from flashtile.pytorch import autocast, call, kernel, ops
+from flashtile.pytorch.autograd import Attention, reject_forward_mode
+from flashtile.pytorch.watch import unwatched
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, backend: str, **options: Any) -> Any:
+    """The torch side of flashtile.attention() and flashtile.attention_packed()."""
+    device = q.device.type
+    if autocast.enabled(device):
+        options = autocast.cast(device, {"q": q, "k": k, "v": v, **options})
+        q, k, v = options.pop("q"), options.pop("k"), options.pop("v")
+    if torch.compiler.is_compiling():  # the operator's fake checks the call
+        out, lse = ops.ATTENTION(*call.of(q, k, v, backend, **options))
+        return (out, lse) if return_lse else out
+    tensors = [q, k, v, *(x for name in call.TENSORS if (x := options.get(name)) is not None)]
+    reject_forward_mode(tensors)
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if not recorded and unwatched(tensors):
+        out, lse = kernel.forward(q, k, v, backend, options)
+    else:
+        describe(q, k, v, **options)  # so that a wrong call meets our words before torch's
+        run: Any = Attention.apply if recorded else ops.ATTENTION
+        out, lse = run(*call.of(q, k, v, backend, **options))
+    return (out, lse) if return_lse else out

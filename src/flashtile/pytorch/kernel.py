@@ -1,0 +1,58 @@
+"""What the operators run: describe the call, let the dispatch table choose a backend, give tensors back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from flashtile import dispatch
+from flashtile.dtypes import Array, name_of, narrow
+from flashtile.problem import Problem, check_gradients, describe
+from flashtile.pytorch.bridge import to_numpy, to_torch
+from flashtile.pytorch.call import TENSORS
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Output and lse, contiguous, in the layout of q."""
+    problem, row = _chosen(q, k, v, backend, options)
+    out, lse = row.forward(problem)
+    return (
+        to_torch(problem.as_given(narrow(out, problem.out_dtype))),
+        to_torch(problem.as_given(narrow(lse, problem.accumulator))),
+    )
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    bias_grad: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    backend: str,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dbias, dsink, each contiguous and like its input; empty where there is none to give."""
+    problem, row = _chosen(q, k, v, backend, options)
+    given = (None if x is None else to_numpy(x) for x in (dout, out, lse, dlse))
+    grads = row.backward(problem, *check_gradients(problem, *given), bias_grad=bias_grad)
+    dq, dk, dv = (to_torch(problem.as_given(narrow(x, problem.dtype))) for x in grads[:3])
+    return dq, dk, dv, _like(options["bias"], grads.dbias, q), _like(options["sink"], grads.dsink, q)
+
+
+def _chosen(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Problem, dispatch.Backend]:
+    device = q.device.type
+    if device == "cpu":
+        q, k, v = to_numpy(q), to_numpy(k), to_numpy(v)
+        options = options | {name: to_numpy(x) for name in TENSORS if (x := options.get(name)) is not None}
+    problem = describe(q, k, v, **options)
+    return problem, dispatch.choose(problem, backend, device)
+
+
+def _like(given: Tensor | None, grad: Array | None, q: Tensor) -> Tensor:
+    if given is None or grad is None:
+        return q.new_empty(0)
+    return to_torch(narrow(grad, name_of(given.dtype))).reshape(given.shape)

@@ -1,0 +1,109 @@
+"""torch.func.vmap: the mapped axis joins the batch; where it cannot, one call after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.pytorch import ops
+from flashtile.pytorch.call import Call
+
+Dims = tuple[int | None, ...]
+Mapped = tuple[tuple[Tensor, ...], tuple[int, ...]]
+
+
+class Fold:
+    """n examples with a batch each -> one batch: what is not mapped is shared by all of them."""
+
+    def __init__(self, n: int, q: Tensor, mapped: bool) -> None:
+        shape = q.shape[1:] if mapped else q.shape
+        self.n, self.batch = n, shape[0] if len(shape) == 4 else 1
+
+    def fold(self, x: Tensor | None, mapped: bool, rank: int = 4) -> Tensor | None:
+        """An example becomes `rank` axes, the first of them its batch; then n and the batch become one."""
+        if x is None:
+            return None
+        x = x if mapped else x.expand(self.n, *x.shape)
+        while x.dim() <= rank:
+            x = x.unsqueeze(1)
+        return x.expand(self.n, self.batch, *x.shape[2:]).flatten(0, 1)
+
+    def call(self, call: Call, mapped: Call) -> Call:
+        ranks = {"q": 4, "k": 4, "v": 4, "mask": 4, "bias": 4, "alibi": 2, "kv_lengths": 1}
+        return call._replace(
+            **{name: self.fold(getattr(call, name), getattr(mapped, name), rank) for name, rank in ranks.items()}
+        )
+
+    def unfold(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        """The n results of this shape. An input that its batch shared gets the sum of their gradients."""
+        x = x.reshape(self.n, self.batch, *x.shape[1:])
+        if self.batch > 1 and (len(shape) < 4 or shape[0] == 1):
+            x = x.sum(1)
+        return x.reshape(self.n, *shape)
+
+
+def _attention(info: Any, dims: Dims, *args: Any) -> Mapped:
+    n = info.batch_size
+    args, mapped = _mapped_first(args, dims)
+    call, of = Call(*args), Call(*mapped)
+    if _stands_alone(call) or of.sink:
+        return _in_turn(ops.ATTENTION, n, args, mapped)
+    rows = call.q.shape[of.q : -1]
+    out, lse = ops.ATTENTION(*Fold(n, call.q, of.q).call(call, of))
+    return (out.reshape(n, *rows, out.shape[-1]), lse.reshape(n, *rows)), (0, 0)
+
+
+def _attention_backward(info: Any, dims: Dims, *args: Any) -> Mapped:
+    n = info.batch_size
+    args, mapped = _mapped_first(args, dims)
+    dout, dlse, out, lse, bias_grad = args[:5]
+    call, of = Call(*args[5:]), Call(*mapped[5:])
+    if _stands_alone(call) or call.sink is not None:  # the gradient of a sink sums over the batch
+        return _in_turn(ops.ATTENTION_BACKWARD, n, args, mapped)
+    fold = Fold(n, call.q, of.q)
+    grads = ops.ATTENTION_BACKWARD(
+        fold.fold(dout, mapped[0]),
+        fold.fold(dlse, mapped[1], 3),
+        fold.fold(out, mapped[2]),
+        fold.fold(lse, mapped[3], 3),
+        bias_grad,
+        *fold.call(call, of),
+    )
+    inputs = (
+        (call.q, of.q),
+        (call.k, of.k),
+        (call.v, of.v),
+        (call.bias if bias_grad else None, of.bias),
+        (None, False),
+    )
+    return (
+        tuple(
+            grad.expand(n, 0) if x is None else fold.unfold(grad, x.shape[m:])
+            for grad, (x, m) in zip(grads, inputs, strict=True)
+        ),
+        (0,) * 5,
+    )
+
+
+def _mapped_first(args: tuple[Any, ...], dims: Dims) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
+    """The arguments with their mapped axes in front, and which of them have one."""
+    moved = (x if d is None else x.movedim(d, 0) for x, d in zip(args, dims, strict=True))
+    return tuple(moved), tuple(d is not None for d in dims)
+
+
+def _stands_alone(call: Call) -> bool:
+    """Packed sequences have no batch to join, and dropout's bits depend on the place in it."""
+    return call.cu_q is not None or call.dropout != 0
+
+
+def _in_turn(op: Callable[..., tuple[Tensor, ...]], n: int, args: Sequence[Any], mapped: Sequence[bool]) -> Mapped:
+    results = [op(*(x[i] if m else x for x, m in zip(args, mapped, strict=True))) for i in range(n)]
+    stacked = tuple(torch.stack(each) for each in zip(*results, strict=True))
+    return stacked, (0,) * len(stacked)
+
+
+torch.library.register_vmap("flashtile::attention", _attention, lib=ops.LIBRARY)
+torch.library.register_vmap("flashtile::attention_backward", _attention_backward, lib=ops.LIBRARY)

@@ -1,0 +1,40 @@
+"""The functions that the C++ core exports for tests, with Python's types."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashtile.band import Band
+from tests.runners import missing
+
+WHY_NOT = missing("native")
+needs_native = pytest.mark.skipif(WHY_NOT is not None, reason=f"native: {WHY_NOT}")
+
+
+def library() -> Any:
+    from flashtile.backends.native import library as native
+
+    return native.load()
+
+
+def c_cuts(band: Band, first: int, last: int, n_cols: int, block: int) -> tuple[int, int, int, int]:
+    found = (ctypes.c_int64 * 4)()
+    numbers = (band.left, band.right, band.offset, first, last, n_cols, block)
+    library().ft_cuts(*map(ctypes.c_int64, numbers), found)
+    return tuple(found)
+
+
+def c_keep(seed: int, head: int, i: int, j: int, n: int, dropout: float) -> Any:
+    found = np.full(n, 7, np.uint8)
+    library().ft_keep(
+        ctypes.c_uint64(seed),
+        *map(ctypes.c_int64, (head, i, j, n)),
+        ctypes.c_double(dropout),
+        found.ctypes.data_as(ctypes.c_void_p),
+    )
+    assert set(found.tolist()) <= {0, 1}
+    return found.astype(bool)

@@ -1,0 +1,43 @@
+"""A part of the grid, to be run under sanitizers: each option, dtype and kind of size, and numbers that are not finite.
+
+python -m tests.backends.native.sanitized THREADS
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import numpy as np
+
+from tests import test_nonfinite as nonfinite
+from tests.grid import COMBINATIONS, LAYOUTS, OPTIONS, Case, Size
+from tests.runners import public
+from tests.test_agreement import DECODE, DTYPES, PACKED, SIZES, agree
+
+RAGGED = Size(2, 4, 2, 37, 70, 33, 17)
+
+
+def cases() -> list[Case]:
+    found = [Case(RAGGED, dtype, (option,)) for option in OPTIONS for dtype in DTYPES]
+    found += [Case(RAGGED, dtype, ("causal",), layout) for layout in LAYOUTS for dtype in DTYPES]
+    found += [Case(RAGGED, DTYPES[n % 4], names) for n, names in enumerate(COMBINATIONS)]
+    for n, size in enumerate((*SIZES, *DECODE)):
+        found += [Case(size, DTYPES[(n + m) % 4], (o,)) for m, o in enumerate(("plain", "causal", "everything"))]
+    found += [Case(size, dtype, (o,)) for size in PACKED for dtype in DTYPES for o in ("causal", "everything")]
+    return found
+
+
+def main(threads: int) -> None:
+    runner = public("native", threads=threads)
+    for case in cases():
+        agree(case, runner)
+    for size, hider in itertools.product(nonfinite.SIZES, nonfinite.HIDERS):
+        call, _ = nonfinite.case(size, hider, "float32")
+        for name in ("k", "v", "q", "dout"):
+            nonfinite.everything(runner, nonfinite.changed(call, name, np.s_[:, :, ::2, 1], np.nan))
+    print(len(cases()), "cases")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,83 @@
+"""records.py and table.py: written whole or not at all, read back, and shown as markdown."""
+
+import json
+
+import pytest
+
+from flashtile.bench import records, table
+
+
+def example() -> records.Record:
+    record = records.new("cpu", 2, quick=False)
+    record["measurements"] = [
+        {
+            "group": "full",
+            "case": "B1 H8 N512 D64 float32",
+            "direction": "forward",
+            "times": {"flashtile": {"median_s": 0.001}, "torch SDPA": {"median_s": 0.002}},
+            "ratio": 0.5,
+            "gflops": 123.4,
+        },
+        {"group": "memory", "case": "B1", "direction": "forward", "grown": {"flashtile": 1 << 20, "torch SDPA": None}},
+    ]
+    shared = {"title": "forward", "measure": "time / SDPA time", "bar": 0.85, "reach": 0.78, "worst_bar": 0.97}
+    record["summary"] = [{"group": "full", **shared, "value": 0.5, "worst": 0.5, "holds": True}]
+    return record
+
+
+def test_a_record_says_what_it_was_measured_on():
+    record = records.new("cpu", 2, quick=True)
+    assert record["schema"] == records.SCHEMA and record["threads"] == 2 and record["quick"] is True
+    assert {"versions", "processor", "isa", "commit", "cores", "system"} <= set(record["machine"])
+    assert record["machine"]["versions"]["numpy"]
+
+
+def test_round_trip(tmp_path):
+    path = tmp_path / "deep" / "record.json"
+    records.write(example(), path)
+    assert records.read(path)["summary"] == example()["summary"]
+    assert [p.name for p in path.parent.iterdir()] == ["record.json"]
+
+
+def test_a_failed_write_leaves_the_old_record(tmp_path):
+    path = tmp_path / "record.json"
+    records.write(example(), path)
+    before = path.read_text()
+    with pytest.raises(TypeError):
+        records.write({"unwritable": object()}, path)
+    assert path.read_text() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["record.json"]
+
+
+def test_another_schema_is_refused(tmp_path):
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps({"schema": 999}))
+    with pytest.raises(ValueError, match="schema"):
+        records.read(path)
+
+
+def test_tables():
+    record = example()
+    assert "| forward | time / SDPA time | 0.50 | 0.50 | 0.85, none over 0.97 | yes |" in table.summary(record)
+    assert "| full | B1 H8 N512 D64 float32 | forward | 1 | 2 | 0.50 | 123 |" in table.details(record)
+    assert "| B1 | forward | 1.0 |  |" in table.memory(record)
+    assert "2 threads" in table.caption(record)
+
+
+def test_a_document_carries_its_table(tmp_path):
+    records.write(example(), tmp_path / "records" / "r.json")
+    document = tmp_path / "README.md"
+    document.write_text("before\n<!-- bench:  -->\n<!-- end of bench -->\nafter\n")
+    table.put_into(document, tmp_path / "records" / "r.json")
+    text = document.read_text()
+    assert table.marked(text) == ("records/r.json", table.render(example()))
+    assert text.startswith("before\n") and text.endswith("\nafter\n")
+    table.put_into(document, tmp_path / "records" / "r.json")
+    assert document.read_text() == text
+
+
+def test_a_document_without_a_place_for_it_is_refused(tmp_path):
+    records.write(example(), tmp_path / "r.json")
+    (tmp_path / "README.md").write_text("nothing here")
+    with pytest.raises(ValueError, match="expected a line"):
+        table.put_into(tmp_path / "README.md", tmp_path / "r.json")

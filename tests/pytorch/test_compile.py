@@ -1,0 +1,152 @@
+"""torch.compile and torch.export take flashtile in one graph, sizes known or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch._dynamo.utils import counters
+
+import flashtile as ft
+from tests.pytorch.samples import every_backend, randn
+
+CU_Q, CU_K = torch.tensor([0, 3, 9]), torch.tensor([0, 5, 11])
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def same(function: Callable[..., Any], *calls: tuple[Any, ...], inner: str = "aot_eager", **how: Any) -> int:
+    """Compiled and plain give the same results, layouts and gradients. How many graphs that took."""
+    counters.clear()
+    compiled = torch.compile(function, fullgraph=True, backend=inner, **how)
+    for arguments in calls:
+        results, grads = [], []
+        for run in (function, compiled):
+            own = [x.detach().clone().requires_grad_(x.requires_grad) if torch.is_tensor(x) else x for x in arguments]
+            result = run(*own)
+            results.append(result if isinstance(result, tuple) else (result,))
+            if any(x.requires_grad for x in results[-1]):
+                sum(x.square().sum() for x in results[-1]).backward()
+                grads.append([x.grad for x in own if torch.is_tensor(x) and x.requires_grad])
+        torch.testing.assert_close(*results)
+        assert [x.stride() for x in results[0]] == [x.stride() for x in results[1]]
+        if grads:
+            torch.testing.assert_close(*grads)
+    return int(counters["stats"]["unique_graphs"])
+
+
+def qkv(n_q: int, n_k: int, grad: bool = True, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    shapes = ((2, 4, n_q, 8), (2, 2, n_k, 8), (2, 2, n_k, 6))
+    return tuple(randn(*shape, dtype=dtype, requires_grad=grad) for shape in shapes)
+
+
+def causal(q: Any, k: Any, v: Any) -> Any:
+    return ft.attention(2 * q, k, v, causal=True, return_lse=True)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["plain", "recorded"])
+def test_one_graph(grad: bool) -> None:
+    assert same(causal, qkv(9, 11, grad)) == 1
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["plain", "recorded"])
+def test_sizes_unknown(grad: bool) -> None:
+    assert same(causal, qkv(9, 11, grad), qkv(5, 14, grad), qkv(12, 7, grad), dynamic=True) == 1
+
+
+@every_backend
+def test_inductor(backend: str) -> None:
+    def block(q: Any, k: Any, v: Any, bias: Any, sink: Any) -> Any:
+        return ft.attention(q.sin(), k, v, bias=bias, sink=sink, causal=True, backend=backend).cos()
+
+    rest = (randn(9, 11, dtype=torch.float32, requires_grad=True), randn(4, dtype=torch.float32, requires_grad=True))
+    assert same(block, (*qkv(9, 11), *rest), inner="inductor") == 1
+
+
+def test_packed() -> None:
+    def packed(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        return ft.attention_packed(q, k, v, CU_Q, CU_K, bias=bias, causal=True, return_lse=True)
+
+    shapes = ((9, 4, 8), (11, 2, 8), (11, 2, 6), (6, 6))
+    assert same(packed, tuple(randn(*shape, requires_grad=True) for shape in shapes), dynamic=True) == 1
+
+
+def test_numbers_unknown() -> None:
+    def function(q: Any, left: int, seed: int) -> Any:
+        return ft.attention(q, q, q, band=ft.Band(left, 2, 1), dropout=0.5, seed=seed)
+
+    q = randn(2, 9, 8, requires_grad=True)
+    # The first numbers are compiled in; once they change they stay open.
+    assert same(function, *((q, left, seed) for left, seed in ((1, 5), (2, 6), (3, 7), (0, 2**62)))) <= 3
+    assert same(function, (q, 1, 2**64 - 1)) == 1
+
+
+def test_everything_else() -> None:
+    def function(q: Any, k: Any, v: Any, mask: Any, alibi: Any, lengths: Any) -> Any:
+        return ft.attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            alibi=alibi,
+            kv_lengths=lengths,
+            window=(5, None),
+            softcap=3.0,
+            scale=0.3,
+            out_dtype=torch.float32,
+            threads=1,
+            deterministic=True,
+        )
+
+    rest = (torch.ones(9, 11, dtype=torch.bool).tril(2), torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([4, 11]))
+    assert same(function, (*qkv(9, 11, dtype=torch.bfloat16), *(x for x in rest[:1]), rest[1], rest[2])) == 1
+
+
+def test_merge() -> None:
+    def halves(q: Any, k: Any, v: Any) -> Any:
+        parts = (ft.attention(q, k[:, :, half], v[:, :, half], return_lse=True) for half in (slice(5), slice(5, None)))
+        (out_a, lse_a), (out_b, lse_b) = parts
+        return ft.merge(out_a, lse_a, out_b, lse_b)
+
+    assert same(halves, qkv(9, 11)) == 1
+
+
+def test_autocast() -> None:
+    def function(q: Any, k: Any, v: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return ft.attention(q, k, v)
+
+    assert same(function, qkv(9, 11)) == 1
+
+
+def test_a_wrong_call_is_told_at_compile_time() -> None:
+    q, k, v = qkv(9, 11, False)
+    with pytest.raises(Exception, match="k: expected head dim 7 like q, got 8"):
+        torch.compile(causal, fullgraph=True, backend="aot_eager")(q[..., :7], k, v)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["lenient", "strict"])
+def test_export(strict: bool) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, q: Any, k: Any, v: Any) -> Any:
+            return causal(q, k, v)
+
+    n_q, n_k = (torch.export.Dim(name, min=2, max=4096) for name in ("n_q", "n_k"))
+    exported = torch.export.export(
+        Module(), qkv(9, 11, False), dynamic_shapes=({2: n_q}, {2: n_k}, {2: n_k}), strict=strict
+    )
+    assert "flashtile.attention" in exported.graph_module.code
+    for lengths in ((9, 11), (4, 30)):
+        torch.testing.assert_close(exported.module()(*qkv(*lengths, False)), causal(*qkv(*lengths, False)))

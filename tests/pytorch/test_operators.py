@@ -1,0 +1,211 @@
+"""The operators keep the promises of torch.library: schema, fakes, autograd; and fakes reject what kernels reject."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flashtile as ft
+from flashtile.dtypes import FLOATS
+from flashtile.pytorch import call, ops
+from tests.pytorch.samples import every_backend, randn
+
+CU_Q, CU_K = torch.tensor([0, 3, 9]), torch.tensor([0, 5, 11], dtype=torch.int32)
+
+
+def some(dtype: torch.dtype = torch.float64, grad: bool = True, **options: Any) -> call.Call:
+    q, k, v = (randn(*shape, dtype=dtype, requires_grad=grad) for shape in ((2, 4, 9, 8), (2, 2, 11, 8), (2, 2, 11, 6)))
+    return call.of(q, k, v, options.pop("backend", "auto"), **options)
+
+
+CALLS = {
+    "plain": lambda: some(),
+    "causal": lambda: some(causal=True),
+    "band": lambda: some(band=ft.Band(3, 2, 1)),
+    "bias and sink": lambda: some(bias=randn(4, 9, 1, requires_grad=True), sink=randn(4, requires_grad=True)),
+    "the rest": lambda: some(
+        mask=torch.ones(9, 11, dtype=torch.bool).tril(),
+        alibi=randn(2, 4).abs(),
+        kv_lengths=torch.tensor([3, 11]),
+        softcap=2.0,
+        scale=0.3,
+        dropout=0.2,
+        seed=2**64 - 1,
+        threads=1,
+        deterministic=True,
+    ),
+    "no gradients": lambda: some(grad=False),
+    "packed": lambda: call.of(
+        *(randn(*shape, requires_grad=True) for shape in ((9, 4, 8), (11, 2, 8), (11, 2, 6))),
+        "auto",
+        cu_q=CU_Q,
+        cu_k=CU_K,
+        bias=randn(2, 1, 6, 6, requires_grad=True),
+    ),
+    **{
+        dtype: lambda dtype=dtype: some(getattr(torch, dtype), out_dtype="float64" if dtype == "float64" else "float32")
+        for dtype in FLOATS
+    },
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_opcheck(name: str) -> None:
+    torch.library.opcheck(ops.ATTENTION, CALLS[name]())
+
+
+@every_backend
+def test_opcheck_of_the_way_back(backend: str) -> None:
+    given = some(grad=False, bias=randn(9, 11), sink=randn(4), backend=backend)
+    out, lse = ops.ATTENTION(*given)
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    for bias_grad, dlse in ((True, None), (False, torch.ones_like(lse))):
+        arguments = (torch.ones_like(out), dlse, out, lse, bias_grad, *given)
+        torch.library.opcheck(ops.ATTENTION_BACKWARD, arguments, test_utils=checks)
+
+
+def test_schema_and_call_name_the_same_arguments() -> None:
+    assert tuple(argument.name for argument in ops.ATTENTION._schema.arguments) == call.Call._fields
+    tensors = re.findall(r"Tensor\??\s(\w+)", call.SCHEMA)
+    assert tuple(tensors) == call.Call._fields[: call.N_TENSORS] == ("q", "k", "v", *call.TENSORS)
+
+
+def test_a_call_is_its_options_again() -> None:
+    for options in (
+        {"causal": True, "window": (3, None), "seed": 2**64 - 1, "softcap": 2.0, "dropout": 0.5, "threads": 2},
+        {"band": ft.Band(1, 2, -3), "seed": 2**63, "out_dtype": torch.float32, "scale": 0.1, "deterministic": True},
+    ):
+        q = randn(3, 4)
+        again = call.of(q, q, q, "tiles", **options).options()
+        assert {name: again[name] for name in options} == options | (
+            {"out_dtype": "float32"} if "out_dtype" in options else {}
+        )
+
+
+@pytest.mark.parametrize("where", ["meta", "fake", "fake cuda"])
+def test_shapes_without_numbers(where: str) -> None:
+    device = {"meta": "meta", "fake": "cpu", "fake cuda": "cuda"}[where]
+
+    def check() -> None:
+        q, k, v = (
+            torch.empty(s, device=device, dtype=torch.bfloat16, requires_grad=device != "cuda")
+            for s in ((2, 4, 9, 8), (2, 2, 11, 8), (2, 2, 11, 6))
+        )
+        out, lse = ft.attention(q, k, v, causal=True, return_lse=True)
+        assert out.shape == (2, 4, 9, 6) and out.dtype == torch.bfloat16 and out.device.type == device
+        assert lse.shape == (2, 4, 9) and lse.dtype == torch.float32
+        with pytest.raises(ft.ShapeError, match=r"^k: "):
+            ft.attention(q, v, v)
+        if out.requires_grad:  # torch's autograd wants a driver even of a GPU that is not there
+            out.sum().backward()
+            assert k.grad.shape == k.shape
+
+    if where == "meta":
+        check()
+    else:
+        with FakeTensorMode():
+            check()
+
+
+class Watch(TorchDispatchMode):
+    """Writes down the operators that pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_see_the_operators() -> None:
+    q = randn(3, 4, requires_grad=True)
+    with Watch() as watch:
+        ft.attention(q, q, q).sum().backward()
+        ft.attention(q.detach(), q.detach(), q.detach())
+    assert [name for name in watch.seen if "flashtile" in name] == [
+        "flashtile::attention",
+        "flashtile::attention_backward",
+        "flashtile::attention",
+    ]
+
+
+def test_subclasses_see_the_function() -> None:
+    class Named(torch.Tensor):
+        pass
+
+    q = randn(3, 4)
+    assert type(ft.attention(q.as_subclass(Named), q, q)) is Named
+    assert type(ft.attention(torch.nn.Parameter(q), q, q)) is torch.Tensor
+
+
+def test_a_device_that_no_backend_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashtile import dispatch
+
+    q = randn(3, 4, requires_grad=True)
+    choose = dispatch.choose
+    monkeypatch.setattr(dispatch, "choose", lambda problem, backend, device: choose(problem, backend, "toaster"))
+    for x in (q, q.detach()):
+        with pytest.raises(ft.UnsupportedError, match="toaster"):
+            ft.attention(x, x, x)
+    with pytest.raises(ft.UnsupportedError, match=r"tiles .*toaster"):
+        ft.attention(q, q, q, backend="tiles")
+
+
+WRONG = {
+    "shape": (ft.ShapeError, "k", {"k": randn(2, 2, 11, 7)}),
+    "dtype": (ft.DTypeError, "v", {"v": randn(2, 2, 11, 8, dtype=torch.float32)}),
+    "integers": (ft.DTypeError, "q", {"q": torch.ones(2, 4, 9, 8, dtype=torch.int64)}),
+    "mask": (ft.DTypeError, "mask", {"mask": randn(9, 11)}),
+    "bias": (ft.ShapeError, "bias", {"bias": randn(8, 11)}),
+    "bias dtype": (ft.DTypeError, "bias", {"bias": randn(9, 11, dtype=torch.float16)}),
+    "sink": (ft.ShapeError, "sink", {"sink": randn(2)}),
+    "alibi": (ft.ShapeError, "alibi", {"alibi": randn(3)}),
+    "kv_lengths": (ft.ShapeError, "kv_lengths", {"kv_lengths": torch.tensor([1, 12])}),
+    "softcap": (ft.DTypeError, "softcap", {"softcap": "much"}),
+    "scale": (ft.DTypeError, "scale", {"scale": torch.tensor(2.0, requires_grad=True)}),
+    "scale of nothing": (ft.ShapeError, "scale", {"scale": float("nan")}),
+    "dropout": (ft.ShapeError, "dropout", {"dropout": 1.0}),
+    "seed": (ft.ShapeError, "seed", {"seed": -1}),
+    "large seed": (ft.ShapeError, "seed", {"seed": 2**64}),
+    "causal": (ft.DTypeError, "causal", {"causal": 1}),
+    "window": (ft.ShapeError, "window", {"window": (1, 2, 3)}),
+    "window below 0": (ft.ShapeError, "window", {"window": (-1, 2)}),
+    "band": (ft.DTypeError, "band", {"band": (1, 2, 3)}),
+    "band beside causal": (ft.ShapeError, "band", {"band": ft.Band(), "causal": True}),
+    "out_dtype": (ft.DTypeError, "out_dtype", {"out_dtype": torch.int8}),
+    "threads": (ft.DTypeError, "threads", {"threads": 1.5}),
+    "deterministic": (ft.DTypeError, "deterministic", {"deterministic": "yes"}),
+    "backend": (ft.UnsupportedError, "backend", {"backend": "abacus"}),
+    "backend of no name": (ft.UnsupportedError, "backend", {"backend": 3}),
+    "NumPy among tensors": (ft.DTypeError, "bias", {"bias": randn(9, 11).numpy()}),
+    "two devices": (ft.DTypeError, "k", {"k": torch.empty(2, 2, 11, 8, device="meta")}),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["plain", "recorded"])
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_calls(name: str, grad: bool) -> None:
+    error, argument, wrong = WRONG[name]
+    right = {"q": randn(2, 4, 9, 8, requires_grad=grad), "k": randn(2, 2, 11, 8), "v": randn(2, 2, 11, 6)}
+    with pytest.raises(error, match=f"^{argument}: "):
+        ft.attention(**(right | wrong))
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["plain", "recorded"])
+@pytest.mark.parametrize("cu", [[0, 3, 8], [0, 5, 3, 9], [1, 9]])
+def test_wrong_starts(cu: list[int], grad: bool) -> None:
+    q = randn(9, 2, 4, requires_grad=grad)
+    with pytest.raises(ft.ShapeError, match=r"^cu_q: "):
+        ft.attention_packed(q, q, q, torch.tensor(cu), torch.tensor(cu))
+    with pytest.raises(ft.ShapeError, match=r"^bias: "):
+        ft.attention_packed(q, q, q, CU_Q, CU_Q, bias=randn(5, 6))

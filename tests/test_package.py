@@ -1,0 +1,97 @@
+"""The package as a whole: what importing it costs and pulls in, what the README says, what the examples do."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flashtile
+from flashtile.bench import records, table
+from tests import readme_tree
+
+README = (readme_tree.ROOT / "README.md").read_text()
+
+
+def python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+WATCHED = "import sys; print([m for m in ('torch', 'triton', 'rich', 'typer') if m in sys.modules])"
+
+
+def test_import_pulls_in_numpy_and_nothing_else():
+    assert python(f"import flashtile, flashtile.cli; {WATCHED}").strip() == "[]"
+
+
+def test_a_call_pulls_in_nothing_either():
+    call = "import numpy as np; import flashtile; x = np.ones((4, 4)); flashtile.attention(x, x, x)"
+    assert python(f"{call}; {WATCHED}").strip() == "[]"
+
+
+def test_the_watch_above_can_fail():
+    assert "rich" in python(f"import rich; import flashtile; {WATCHED}")
+
+
+def test_cold_import_takes_less_than_100_ms_beyond_numpy():
+    timed = "import numpy, time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
+    assert min(float(python(timed.format("flashtile"))) for _ in range(5)) < 0.1
+
+
+def test_the_import_clock_can_fail():
+    slow = "import time; start = time.perf_counter(); time.sleep(0.11); print(time.perf_counter() - start)"
+    assert float(python(slow)) > 0.1
+
+
+def test_every_public_name_exists_and_is_told_about():
+    for name in flashtile.__all__:
+        assert name == "__version__" or getattr(flashtile, name).__doc__, name
+
+
+def test_the_version_has_one_source():
+    assert re.fullmatch(r"\d+\.\d+\.\d+", flashtile.__version__)
+    assert "version =" not in (readme_tree.ROOT / "pyproject.toml").read_text().partition("[tool.")[0]
+
+
+def test_it_is_typed():
+    assert (Path(flashtile.__file__).parent / "py.typed").exists()
+
+
+def test_the_readme_shows_the_tree_as_it_is():
+    assert readme_tree.MARKED.search(README)[1] == readme_tree.tree(), "run: python -m tests.readme_tree"
+
+
+def test_every_file_says_what_it_is():
+    untold = [name for name, about in readme_tree.lines(readme_tree.SOURCE, 1) if not about and not name.endswith("/")]
+    assert untold == []
+
+
+def test_the_readme_shows_its_record_as_it_is():
+    path, shown = table.marked(README)
+    if path:
+        assert shown == table.render(records.read(readme_tree.ROOT / path))
+    else:
+        assert not re.search(r"\d", shown)
+
+
+EXAMPLES = list(enumerate(re.findall(r"```python\n(.*?)```", README, re.DOTALL)))
+
+
+@pytest.mark.parametrize("n, example", EXAMPLES)
+def test_the_examples_run(n, example):
+    if "import torch" in example:
+        pytest.importorskip("torch")
+    exec(compile(example, f"README example {n}", "exec"), {})
+
+
+def test_documents_name_equations_that_exist():
+    numbered = set(re.findall(r"\((\d+)\)$", (readme_tree.ROOT / "docs" / "algorithm.md").read_text(), re.MULTILINE))
+    cited = set()
+    for path in readme_tree.SOURCE.rglob("*.*"):
+        if path.suffix in (".py", ".h", ".cpp"):
+            for first, last in re.findall(r"eq\. (\d+)(?: (?:to|and) (\d+))?", path.read_text()):
+                cited |= {first, last or first}
+    assert cited and cited <= numbered

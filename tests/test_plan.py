@@ -1,0 +1,112 @@
+"""plan.py: counts from shapes alone, the sizes of real models, and the reasons of the dispatch table."""
+
+import json
+
+import numpy as np
+import pytest
+
+import flashtile
+from flashtile import ShapeError, UnsupportedError, dispatch, traffic
+from flashtile.band import Band
+from flashtile.plan import Rates, stand_in
+from flashtile.schedule import Grid, fa2_forward
+
+GIB = 1 << 30
+
+
+def of_backend(name="tiles", *args, **kwargs):
+    return flashtile.plan(*args, backend=name, **kwargs)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_counts_are_those_of_the_schedule(causal):
+    p = of_backend("tiles", (2, 6, 300, 64), (2, 3, 300, 64), "bfloat16", v_shape=(2, 3, 300, 32), causal=causal)
+    grid = Grid(300, 300, *p.tile)
+    band = Band(right=0) if causal else Band()
+    total = traffic.count(fa2_forward(band, grid), grid, traffic.Layout(64, 32, "bfloat16"))
+    assert p.tile_bytes == 12 * total.bytes
+    assert p.pairs == 12 * (300 * 301 // 2 if causal else 300 * 300)
+    assert p.flops == p.pairs * 2 * (64 + 32)
+    assert p.tiles["partial"] + p.tiles["full"] == 12 * sum(total.tiles.values())
+    assert p.kv_bytes == 2 * 3 * 300 * (64 + 32) * 2
+    assert p.lse_bytes == 12 * 300 * 4
+    assert p.score_bytes == 12 * 300 * 300 * 2
+
+
+def test_least_bytes_is_the_closed_form():
+    p = flashtile.plan((1024, 64), (1024, 64))
+    assert p.least_bytes == 4 * traffic.least_elements(1024, 64)
+    assert p.standard_bytes == 4 * traffic.standard_elements(1024, 64)
+
+
+def test_a_window_needs_only_the_keys_in_sight():
+    p = flashtile.plan((1, 8, 1, 64), (1, 8, 8192, 64), window=(255, 0))
+    assert p.pairs == 8 * 256
+    assert p.least_bytes == 8 * (2 * 64 + 1 + 2 * 64 * 256) * 4
+
+
+@pytest.mark.parametrize(
+    ("context", "scores_gib", "kv_mib"), [(8 << 10, 4, 32), (32 << 10, 64, 128), (128 << 10, 1024, 512)]
+)
+def test_sizes_of_a_layer_of_llama_3_8b(context, scores_gib, kv_mib):
+    p = flashtile.plan((1, 32, context, 128), (1, 8, context, 128), "bfloat16", causal=True)
+    assert p.score_bytes == scores_gib * GIB
+    assert p.kv_bytes == kv_mib << 20
+    if context == 128 << 10:
+        assert p.lse_bytes == 16 << 20
+    assert p.flops == pytest.approx(32 * traffic.causal_flops(context, 128), rel=2 / context)
+
+
+def test_the_floor_is_the_larger_of_compute_and_memory():
+    rates = Rates(flops=1e12, bytes=1e11)
+    prefill = flashtile.plan((1, 8, 4096, 128), (1, 8, 4096, 128), rates=rates).floor
+    decode = flashtile.plan((1, 8, 1, 128), (1, 8, 4096, 128), rates=rates)
+    assert prefill.bound == "compute" and prefill.seconds == 4 * 8 * 4096**2 * 128 / 1e12
+    assert decode.floor.bound == "memory" and decode.floor.seconds == decode.least_bytes / 1e11
+    assert rates.ridge == 10
+    assert flashtile.plan((4, 4), (4, 4)).floor is None
+
+
+def test_every_other_row_says_why():
+    p = of_backend("tiles", (16, 8), (16, 8))
+    assert p.backend == "tiles"
+    assert set(p.reasons) == {row.name for row in dispatch.TABLE} - {"tiles"}
+    assert all(p.reasons.values())
+
+
+def test_a_device_nobody_serves_still_has_numbers():
+    p = flashtile.plan((16, 8), (16, 8), device="toaster")
+    assert p.backend is None and p.flops == 4 * 16 * 16 * 8
+    assert all("toaster" in reason for reason in p.reasons.values())
+
+
+def test_an_explicit_backend_that_cannot_is_an_error():
+    with pytest.raises(UnsupportedError, match="backend"):
+        flashtile.plan((16, 8), (16, 8), device="toaster", backend="tiles")
+
+
+def test_it_checks_like_attention_does():
+    with pytest.raises(ShapeError, match="k: expected head dim"):
+        flashtile.plan((16, 8), (16, 9))
+    with pytest.raises(ShapeError, match="bias"):
+        flashtile.plan((16, 8), (16, 8), bias=(3, 5))
+    assert flashtile.plan((16, 8), (16, 8), bias=(16, 16), mask=(1, 16)).backend
+
+
+def test_packed_sequences_and_lengths_in_use():
+    cu = np.array([0, 4, 10])
+    packed = flashtile.plan((10, 2, 8), (10, 2, 8), cu_q=cu, cu_k=cu, causal=True)
+    assert packed.pairs == 2 * (4 * 5 // 2 + 6 * 7 // 2)
+    padded = flashtile.plan((2, 2, 1, 8), (2, 2, 10, 8), kv_lengths=np.array([4, 10]))
+    assert padded.pairs == 2 * 14
+    assert padded.kv_bytes == 2 * 14 * 16 * 4
+
+
+def test_a_stand_in_takes_no_memory():
+    x = stand_in((1, 128, 1 << 20, 128), "bfloat16")
+    assert x.shape == (1, 128, 1 << 20, 128) and x.strides == (0, 0, 0, 0)
+
+
+def test_to_dict_is_json():
+    p = flashtile.plan((16, 8), (16, 8), rates=Rates(1e12, 1e11))
+    assert json.loads(json.dumps(p.to_dict()))["floor"]["bound"] in ("compute", "memory")

@@ -6,8 +6,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 SOURCES := pyproject.toml CMakeLists.txt README.md LICENSE $(shell find src -type f -not -name '*.pyc' -not -name '*.so')
-# The C++ core is built in build/wheel and only what changed is compiled again, so the build tools live in the venv.
-INSTALL := $(PIP) install --no-build-isolation -Cbuild-dir=build/wheel
+# The C++ core is built in build/wheel, for this machine only, and only what changed is compiled again; so the build
+# tools live in the venv.
+ISA = $(shell $(PYTHON) -c "import runpy; print(runpy.run_path('src/flashtile/backends/native/library.py')['candidates']()[0])")
+INSTALL = $(PIP) install --no-build-isolation -Cbuild-dir=build/wheel -Ccmake.define.FLASHTILE_ISA=$(ISA)
 PYTEST_ARGS ?= -n 2
 
 .PHONY: demo test lint bench clean

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -63,9 +63,9 @@ def _empty_rows(rng: np.random.Generator, size: Size, dtype: str) -> dict[str, A
 
 def _kv_lengths(rng: np.random.Generator, size: Size, dtype: str) -> dict[str, Any]:
     room = np.array([k for _, k in size.lengths] or [size.n_k] * size.batch)
-    lengths = rng.integers(0, room + 1)
-    lengths[::3] = 0
+    lengths = rng.integers((room + 1) // 2, room + 1)
     lengths[1::3] = room[1::3]
+    lengths[2::3] = 0
     return {"kv_lengths": lengths}
 
 
@@ -238,29 +238,36 @@ class Truth:
 
 
 def same_dtype_error(call: Call) -> Truth:
-    """The yardstick: the oracle's results in float64, and the errors of the same formula rounded at every step."""
-    problem = call.problem()
-    dtype = problem.dtype
+    """The yardstick: the oracle's results in float64, and the errors of the same formula rounded at every step.
 
-    def run(precision: str) -> dict[str, Any]:
-        out, lse = reference.forward(problem, precision)
-        unused = np.zeros(0)
-        # The oracle looks at neither out nor lse, so any of the right shape will do to bring dout to rank 4.
-        like_out = problem.as_given(np.zeros(problem.out_shape(), carrier(problem.out_dtype)))
-        like_lse = problem.as_given(np.zeros(problem.out_shape()[:-1], problem.accumulator))
-        dout, _, _, dlse = check_gradients(problem, call.dout, like_out, like_lse, call.dlse)
-        grads = reference.backward(problem, dout, unused, unused, dlse, precision)
-        found = {"out": problem.as_given(out), "lse": problem.as_given(lse)}
-        found |= {name: problem.as_given(x) for name, x in zip(GRADIENTS[:3], grads[:3], strict=True)}
-        return found | {"dbias": grads.dbias, "dsink": grads.dsink}
-
-    exact = run("float64")
-    standard = run(dtype)
-    rounded = {
-        name: x if x is None or name == "lse" else widen(narrow(x, dtype), np.float64) for name, x in standard.items()
-    }
-    error = {name: max_error(rounded[name], exact[name]) for name in exact if exact[name] is not None}
+    q.k is the same sum in whatever order its columns are taken. In float32 that order is all the rounding there is to
+    it, so standard attention is given four, and its error is the largest: the luck of one order is no yardstick.
+    """
+    dtype = call.problem().dtype
+    exact = _standard(call, "float64")
+    error = dict.fromkeys((name for name, x in exact.items() if x is not None), 0.0)
+    rng = np.random.default_rng(0)
+    for n in range(4 if dtype == "float32" else 1 if dtype != "float64" else 0):
+        order = rng.permutation(call.q.shape[-1]) if n else np.arange(call.q.shape[-1])
+        found = _standard(replace(call, q=call.q[..., order], k=call.k[..., order]), dtype)
+        for name in error:
+            x = found[name] if name == "lse" else widen(narrow(found[name], dtype), np.float64)
+            same_order = exact[name][..., order] if name in ("dq", "dk") else exact[name]
+            error[name] = max(error[name], max_error(x, same_order))
     return Truth(exact["out"], exact["lse"], {name: exact[name] for name in GRADIENTS}, error)
+
+
+def _standard(call: Call, precision: str) -> dict[str, Any]:
+    problem = call.problem()
+    out, lse = reference.forward(problem, precision)
+    # The oracle looks at neither out nor lse, so any of the right shape will do to bring dout to rank 4.
+    like_out = problem.as_given(np.zeros(problem.out_shape(), carrier(problem.out_dtype)))
+    like_lse = problem.as_given(np.zeros(problem.out_shape()[:-1], problem.accumulator))
+    dout, like_out, like_lse, dlse = check_gradients(problem, call.dout, like_out, like_lse, call.dlse)
+    grads = reference.backward(problem, dout, like_out, like_lse, dlse, precision)
+    found = {"out": problem.as_given(out), "lse": problem.as_given(lse)}
+    found |= {name: problem.as_given(x) for name, x in zip(GRADIENTS[:3], grads[:3], strict=True)}
+    return found | {"dbias": grads.dbias, "dsink": grads.dsink}
 
 
 @lru_cache(maxsize=8)
@@ -296,6 +303,7 @@ def allowed(name: str, against: Truth, problem: Problem, result_dtype: str) -> f
     gradient = name in GRADIENTS
     floor = EPS[result_dtype]
     if np.isfinite(against.lse).sum() <= 64:
+        largest = max(largest, 1.0) if gradient else largest  # dP - D cancels: its terms are of the size of the inputs
         floor += EPS[problem.accumulator] * (3 + (_largest(against.lse) if gradient else 0))
     if gradient and exact.size <= 64:
         floor += EPS[problem.dtype] * 3

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from flashtile.threads import cores
 
 PACKAGES = ("flashtile", "numpy", "torch", "triton", "typer", "rich")
 
@@ -49,11 +50,6 @@ def isa() -> str | None:
     from flashtile.backends.native import library
 
     return None if library.why_not() else str(library.isa())
-
-
-def cores() -> int:
-    """How many this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def devices() -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from flashtile.backends import tiles
 from flashtile.band import Band, Kind
-from flashtile.dtypes import Array
+from flashtile.dtypes import Array, narrow
 from flashtile.errors import DTypeError, ShapeError
 from flashtile.problem import Problem, check_gradients, check_size, describe
 from flashtile.schedule import FORWARD, Event, Grid, Tile
@@ -99,7 +99,7 @@ def _run(problem: Problem, order: str, blocks: tuple[int, int], dout: Any, obser
         out, lse = tiles.forward(problem, order, *blocks, observe)
         return {"out": out[0, 0], "lse": lse[0, 0]}
     out, lse = tiles.forward(problem, "fa2", *blocks)
-    dout, *_ = check_gradients(problem, dout, out[0, 0].astype(problem.out_dtype), lse[0, 0], None)
+    dout, *_ = check_gradients(problem, dout, narrow(out[0, 0], problem.out_dtype), lse[0, 0], None)
     grads = tiles.backward(problem, dout, out, lse, None, *blocks, observe)
     return {"dq": grads.dq[0, 0], "dk": grads.dk[0, 0], "dv": grads.dv[0, 0]}
 

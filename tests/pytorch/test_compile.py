@@ -111,7 +111,7 @@ def test_everything_else() -> None:
         )
 
     rest = (torch.ones(9, 11, dtype=torch.bool).tril(2), torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([4, 11]))
-    assert same(function, (*qkv(9, 11, dtype=torch.bfloat16), *(x for x in rest[:1]), rest[1], rest[2])) == 1
+    assert same(function, (*qkv(9, 11, dtype=torch.bfloat16), *rest)) == 1
 
 
 def test_merge() -> None:

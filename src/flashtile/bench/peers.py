@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import flashtile
-from flashtile import machine
+from flashtile import machine, threads
 from flashtile.bench.cases import TRAINING, Case
 from flashtile.bench.timing import Call
 from flashtile.dtypes import Array, narrow
@@ -177,4 +177,4 @@ def default_threads() -> int:
         import torch
 
         return torch.get_num_threads()
-    return machine.cores()
+    return threads.cores()

@@ -7,10 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from flashtile import dispatch, machine
+from flashtile import dispatch, machine, threads
 from flashtile.cli import output
-
-THREAD_VARIABLES = ("FLASHTILE_THREADS", "OMP_NUM_THREADS")
 
 
 def doctor(
@@ -46,7 +44,7 @@ def examine() -> dict[str, Any]:
         "versions": machine.versions(),
         "commit": machine.commit(),
         "devices": machine.devices(),
-        "threads": {"cores": machine.cores(), **{name: os.environ.get(name) for name in THREAD_VARIABLES}},
+        "threads": {"cores": threads.cores(), **{name: os.environ.get(name) for name in threads.VARIABLES}},
         **backends(),
     }
 
@@ -58,9 +56,8 @@ def _show(found: dict[str, Any]) -> None:
     for device in found["devices"]:
         about = ", ".join(f"{key} {value}" for key, value in device.items() if key != "device" and value is not None)
         out.print(f"{device['device']}: {about}", soft_wrap=True)
-    threads = found["threads"]
-    settings = ", ".join(f"{name}={threads[name] or '(not set)'}" for name in THREAD_VARIABLES)
-    out.print(f"threads: {threads['cores']} cores to run on; {settings}", soft_wrap=True)
+    settings = ", ".join(f"{name}={found['threads'][name] or '(not set)'}" for name in threads.VARIABLES)
+    out.print(f"threads: {found['threads']['cores']} cores to run on; {settings}", soft_wrap=True)
     out.print("Backends, the first that can is taken:", style="bold")
     for row in found["backends"]:
         out.print(f"  {row['backend']} ({row['device']}): {row['about']}", soft_wrap=True)

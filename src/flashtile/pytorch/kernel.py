@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from flashtile import dispatch
+from flashtile import dispatch, threads
 from flashtile.dtypes import Array, name_of, narrow
 from flashtile.problem import Problem, check_gradients, describe
 from flashtile.pytorch.bridge import to_numpy, to_torch
@@ -48,6 +49,7 @@ def _chosen(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, An
     if device == "cpu":
         q, k, v = to_numpy(q), to_numpy(k), to_numpy(v)
         options = options | {name: to_numpy(x) for name in TENSORS if (x := options.get(name)) is not None}
+        options["threads"] = options.get("threads") or threads.asked_for() or torch.get_num_threads()
     problem = describe(q, k, v, **options)
     return problem, dispatch.choose(problem, backend, device)
 

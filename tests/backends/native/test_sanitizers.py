@@ -13,7 +13,10 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 CORE = ROOT / "src/flashtile/backends/native/core"
-FLAGS = "-std=c++17 -O1 -g -fPIC -shared -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
+FLAGS = (
+    "-std=c++17 -O1 -g -fPIC -shared -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all "
+    "-ffp-contract=fast -fno-math-errno -fno-trapping-math"
+)
 
 pytestmark = pytest.mark.sanitize
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import struct
-from functools import cache
 from typing import Any
 
 import numpy as np
 
+from flashtile import threads
 from flashtile.backends.native import library
 from flashtile.backends.native.address import address
 from flashtile.backends.native.library import why_not as missing
@@ -59,7 +58,7 @@ def _given(p: Problem, alive: list[Array]) -> list[Any]:
     bias_dtype = p.accumulator if p.bias is None or p.bias.itemsize > 2 else p.dtype
     fields: list[Any] = [
         _STRUCT.size,
-        p.threads or _default_threads(),
+        p.threads or threads.default(),
         _DTYPES[p.dtype],
         _DTYPES[p.out_dtype],
         _DTYPES[bias_dtype],
@@ -128,16 +127,6 @@ def _empty(p: Problem, shape: tuple[int, ...], dtype: str) -> Array:
         return np.empty(shape, carrier(dtype))
     packed: Array = np.empty((1, shape[2], shape[1], *shape[3:]), carrier(dtype)).swapaxes(1, 2)
     return packed
-
-
-@cache
-def _default_threads() -> int:
-    """What the environment says, else as many as this process has cores."""
-    for name in ("FLASHTILE_THREADS", "OMP_NUM_THREADS"):
-        value = os.environ.get(name, "")
-        if value.isdecimal() and int(value) > 0:
-            return int(value)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check(status: int) -> None:

@@ -30,8 +30,8 @@ NOINLINE void scores(Rows<R> K, int n, const R* q, int dim, const R* lse, R* P) 
     zero_tile<R>(acc);
     tile<R>(acc, K.data + k * K.row, K.row, 1, q, L, dim);
     if constexpr (EXP) UNROLL for (int i = 0; i < M; i++) {
-      UNROLL for (int j = 0; j < N; j++) acc[i][j] = (acc[i][j] - load(lse + j * W<R>)) * all(LOG2E<R>);
-      exp2_each<R>(acc[i]);
+      UNROLL for (int j = 0; j < N; j++) acc[i][j] -= load(lse + j * W<R>);
+      exp_each<R>(acc[i]);
     }
     store_tile<R>(acc, P + k * L, L);
   });
@@ -40,8 +40,8 @@ NOINLINE void scores(Rows<R> K, int n, const R* q, int dim, const R* lse, R* P) 
 template <class R, int N> NOINLINE void probabilities(int n, const R* lse, R* P) {
   for (int k = 0; k < n; k++, P += N * W<R>) {
     Vec<R> x[N];
-    UNROLL for (int j = 0; j < N; j++) x[j] = (load(P + j * W<R>) - load(lse + j * W<R>)) * all(LOG2E<R>);
-    exp2_each<R>(x);
+    UNROLL for (int j = 0; j < N; j++) x[j] = load(P + j * W<R>) - load(lse + j * W<R>);
+    exp_each<R>(x);
     UNROLL for (int j = 0; j < N; j++) store(P + j * W<R>, x[j]);
   }
 }
@@ -72,15 +72,16 @@ template <class R, int N> NOINLINE void add_to_queries(Rows<R> K, int n, const R
     add_tile<R>(acc, dq + d * L, L);
   });
 }
-template <class R, int N> NOINLINE void add_to_queries_but_hidden(Rows<R> K, int n, const R* dS, R* dq, int dim) {
-  constexpr int L = N * W<R>;
-  for (int k = 0; k < n; k++)
-    for (int d = 0; d < dim; d++) {
-      const Vec<R> x = all(K.data[k * K.row + d]);
-      for (int j = 0; j < L; j += W<R>) {
-        const Vec<R> w = load(dS + k * L + j), before = load(dq + d * L + j);
-        store(dq + d * L + j, is_hidden<R>(w) ? before : before + w * x);
+// The same, sum for sum, where K holds values that are not finite and dS is marked: hidden pairs are left out.
+template <class R> NOINLINE void add_to_queries_but_hidden(Rows<R> K, int n, const R* dS, R* dq, int dim, int L) {
+  for (int d = 0; d < dim; d++)
+    for (int l = 0; l < L; l += W<R>) {
+      Vec<R> acc = {};
+      for (int k = 0; k < n; k++) {
+        const Vec<R> w = load(dS + k * L + l);
+        acc = is_hidden<R>(w) ? acc : acc + w * all(K.data[k * K.row + d]);
       }
+      store(dq + d * L + l, load(dq + d * L + l) + acc);
     }
 }
 
@@ -107,15 +108,16 @@ template <class R> void add_to_keys(const Part<R>* parts, int count, int n, R* C
   for (; d + 2 * W<R> <= row; d += 2 * W<R>) add_to_columns<R, 2>(parts, count, n, d, C + d, row);
   if (d < row) add_to_columns<R, 1>(parts, count, n, d, C + d, row);
 }
-template <class R> NOINLINE void add_to_keys_but_hidden(const Part<R>& a, int n, R* C, int64_t row) {
+template <class R> NOINLINE void add_to_keys_but_hidden(const Part<R>* parts, int count, int n, R* C, int64_t row) {
   for (int k = 0; k < n; k++)
-    for (int l = 0; l < a.rows; l++) {
-      const Vec<R> w = all(a.weights[k * a.L + l]);
-      if (is_hidden<R>(w)[0]) continue;
-      for (int64_t d = 0; d < row; d += W<R>) {
-        R* to = C + k * row + d;
-        store(to, load(to) + w * load(a.x.data + l * a.x.row + d));
-      }
+    for (int64_t d = 0; d < row; d += W<R>) {
+      Vec<R> acc = {};
+      for (const Part<R>* a = parts; a < parts + count; a++)
+        for (int l = 0; l < a->rows; l++) {
+          const Vec<R> w = all(a->weights[k * a->L + l]);
+          if (!is_hidden<R>(w)[0]) acc += w * load(a->x.data + l * a->x.row + d);
+        }
+      store(C + k * row + d, load(C + k * row + d) + acc);
     }
 }
 
@@ -141,7 +143,8 @@ template <class R> Rows<R> whole_vectors(const void* x, int64_t dtype, int64_t r
 }
 // x[lane][c] = base[lane][c] + by * from[c][lane] for the first n lanes; base may be null, or x itself
 template <class R, class T>
-NOINLINE void give_rows(const R* from, int lanes, int n, int d, R by, const R* base, int64_t base_row, T* x, int64_t row) {
+NOINLINE void give_rows(const R* from, int lanes, int n, int d, R by, const R* base, int64_t base_row, T* x,
+                        int64_t row) {
   for (int l0 = 0; l0 < n; l0 += W<R>) {
     const int here = n - l0 < W<R> ? n - l0 : W<R>;
     int c = 0;
@@ -259,7 +262,6 @@ template <class R> class Backward {
     size_t q, dout, dq, P, dk, dv, lse, delta, q_rows, dout_rows, K, V, slope, Z, dropped, end;
   } at;
   struct KeyBlock;
-  struct Tile;
 
   int64_t room(int64_t s) const { return p.cu_k ? p.cu_k[s + 1] - p.cu_k[s] : p.kv_len; }
   int64_t first_row(const Sequence& s) const { return p.cu_q ? s.q_row : s.index * p.q_len; }
@@ -281,12 +283,13 @@ template <class R> class Backward {
 // Key blocks: dK, dV, K and V of one stay in L2; as many as keep some 32 threads busy. They depend on the shape only.
 // Where several heads, sequences or key blocks add to the same place of dbias, one share holds them all.
 template <class R> void Backward<R>::share_out() {
-  const bool bias = p.dbias.data;
-  const bool all_s = bias && p.dbias.sequence == 0, all_h = bias && p.dbias.head == 0, all_b = bias && p.dbias.column == 0;
+  const ft_tensor& bias = p.dbias;
+  const bool all_s = bias.data && bias.sequence == 0, all_h = bias.data && bias.head == 0;
+  const bool all_b = bias.data && bias.column == 0;
   const int64_t kinds = (all_s ? 1 : p.sequences) * (all_h ? 1 : p.kv_heads), tile = KEYS<R>;
-  const int64_t least = tile, most = std::max(least, (int64_t)(196608 / sizeof(R)) / std::max(p.dim, p.v_dim) / tile * tile);
-  keys_each = std::min(most, std::max(round_up(p.kv_len, tile), tile));
-  while (keys_each > least && kinds * ceil_div(p.kv_len, keys_each) < 32) keys_each -= tile;
+  const int64_t in_cache = 196608 / (int64_t)sizeof(R) / std::max(p.dim, p.v_dim) / tile * tile;
+  keys_each = std::max(tile, std::min(in_cache, round_up(p.kv_len, tile)));
+  while (keys_each > tile && kinds * ceil_div(p.kv_len, keys_each) < 32) keys_each -= tile;
   const int64_t count = std::max<int64_t>(1, ceil_div(p.kv_len, keys_each));
   keys_each = std::max<int64_t>(24, round_up(ceil_div(p.kv_len, count), 24));  // even blocks, whole register tiles
 
@@ -345,17 +348,19 @@ template <class R> void Backward<R>::prepare(int64_t index, int64_t head, int64_
   const Sequence s(p, index);
   to = std::min(to, s.q_len);
   R* d = delta.get() + head * rows + first_row(s);
-  const R *lse = (const R*)query_row(p.lse, sizeof(R), s, head, 0), *dlse = (const R*)query_row(p.dlse, sizeof(R), s, head, 0);
+  const R* lse = (const R*)query_row(p.lse, sizeof(R), s, head, 0);
+  const R* dlse = p.dlse.data ? (const R*)query_row(p.dlse, sizeof(R), s, head, 0) : nullptr;
   with_type<R>(p.out_dtype, [&](auto t) {
     using T = decltype(t);
     for (int64_t i = from; i < to; i++) {
-      const T *out = (const T*)query_row(p.out, sizeof(T), s, head, i), *dout = (const T*)query_row(p.dout, sizeof(T), s, head, i);
+      const T* out = (const T*)query_row(p.out, sizeof(T), s, head, i);
+      const T* dout = (const T*)query_row(p.dout, sizeof(T), s, head, i);
       Vec<R> sum = {};
       R rest = 0;
       int c = 0;
       for (; c + W<R> <= v_dim; c += W<R>) sum += load_as<R>(out + c) * load_as<R>(dout + c);
       for (; c < v_dim; c++) rest += as<R>(out[c]) * as<R>(dout[c]);
-      rest += sum_lanes<R>(sum) - (p.dlse.data ? dlse[i * p.dlse.row] : R(0));
+      rest += sum_lanes<R>(sum) - (dlse ? dlse[i * p.dlse.row] : R(0));
       d[i] = lse[i * p.lse.row] == -(R)INFINITY ? R(0) : rest;
     }
   });
@@ -428,21 +433,18 @@ template <class R> void Backward<R>::query_block(KeyBlock& kb, int64_t head, int
 
   struct Group {
     Lanes<R> lanes;
-    bool dead;  // some lane has no weight at all
+    bool dead = false;  // some lane has no weight at all
     R *q, *dout, *dq, *P, *slope, *Z, *dropped;
     const R *lse, *delta;
     int from, to;   // keys of the tile it sees any of, counted from the block's first
     bool hidden;    // not all of them, in every lane
-  };
-  alignas(Group) char memory[GROUPS * sizeof(Group)];
-  Group* g = (Group*)memory;
+  } g[GROUPS];
   int lanes_of[GROUPS];
   bool hidden_somewhere = false;
   for (int x = 0; x < groups; x++) {
     const int l0 = x * LN, real = std::min(n - l0, LN);
-    new (&g[x]) Group{Lanes<R>(p, s, head, first + l0, real), false, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
-                      nullptr, nullptr, nullptr, 0, 0, false};
     Group& y = g[x];
+    y.lanes = Lanes<R>(p, s, head, first + l0, real);
     const int L = lanes_of[x] = y.lanes.padded;
     y.q = scratch + at.q + l0 * dim;
     y.dout = scratch + at.dout + l0 * v_dim;
@@ -463,7 +465,7 @@ template <class R> void Backward<R>::query_block(KeyBlock& kb, int64_t head, int
     pack_lanes<R>(q + item * l0 * p.q.row, p.dtype, p.q.row, real, L, dim, score_scale<R>(p), y.q);
     pack_lanes<R>(dout + out_item * l0 * p.dout.row, p.out_dtype, p.dout.row, real, L, v_dim, R(1), y.dout);
     memset(y.dq, 0, sizeof(R) * L * dim);
-    hidden_somewhere |= y.dead || p.mask.data || y.lanes.seen.full_begin > kb.first || y.lanes.seen.full_end < kb.first + kb.n;
+    hidden_somewhere |= y.dead || Block<R>{p, y.lanes, kb.first, kb.n}.partial();
   }
   const Rows<R> Q = whole_vectors<R>(q, p.dtype, p.q.row, n, dim, scratch + at.q_rows);
   const Rows<R> dO = whole_vectors<R>(dout, p.out_dtype, p.dout.row, n, v_dim, scratch + at.dout_rows);
@@ -486,12 +488,9 @@ template <class R> void Backward<R>::query_block(KeyBlock& kb, int64_t head, int
     const auto rows_at = [](Rows<R> x, int k) { return Rows<R>{x.data + k * x.row, x.row}; };
     // C += weights * x over the groups; where x is not finite, hidden pairs are left out one by one
     const auto sum_over_queries = [&](bool finite, R* C, int64_t row) {
-      if (finite && together) return add_to_keys(parts, groups, g->to - g->from, C + g->from * row, row);
-      for (int x = 0; x < groups; x++) {
-        R* to = C + g[x].from * row;
-        if (finite || !g[x].hidden) add_to_keys(parts + x, 1, g[x].to - g[x].from, to, row);
-        else add_to_keys_but_hidden(parts[x], g[x].to - g[x].from, to, row);
-      }
+      const auto add = finite ? add_to_keys<R> : add_to_keys_but_hidden<R>;
+      if (together) return add(parts, groups, g->to - g->from, C + g->from * row, row);
+      for (int x = 0; x < groups; x++) add(parts + x, 1, g[x].to - g[x].from, C + g[x].from * row, row);
     };
     const auto hide_all = [&](const Block<R>& b, const Group& y) {
       hide(b, y.P, HIDDEN<R>);
@@ -530,8 +529,8 @@ template <class R> void Backward<R>::query_block(KeyBlock& kb, int64_t head, int
         if (p.dropout > 0) score_gradients<R, N, true>(rows_at(kb.V, y.from), b.n, y.dout, v_dim, y.delta, y.Z, y.P);
         else score_gradients<R, N, false>(rows_at(kb.V, y.from), b.n, y.dout, v_dim, y.delta, nullptr, y.P);
       });
-      const bool careful = y.hidden && !(q_finite && kb.k_finite);
-      if (careful) clear_signs(b, y.P);
+      const bool k_spoils = y.hidden && !kb.k_finite;
+      if (k_spoils || !q_finite) clear_signs(b, y.P);
       if (y.hidden) hide_all(b, y);
       if (p.dbias.data) {
         const ft_tensor& t = p.dbias;
@@ -540,7 +539,7 @@ template <class R> void Backward<R>::query_block(KeyBlock& kb, int64_t head, int
       }
       if (y.slope) multiply(b, y.P, y.slope);
       with_vectors(y.lanes.padded / W<R>, [&](auto N) {
-        if (careful && !kb.k_finite) add_to_queries_but_hidden<R, N>(rows_at(kb.K, y.from), b.n, y.P, y.dq, dim);
+        if (k_spoils) add_to_queries_but_hidden(rows_at(kb.K, y.from), b.n, y.P, y.dq, dim, y.lanes.padded);
         else add_to_queries<R, N>(rows_at(kb.K, y.from), b.n, y.P, y.dq, dim);
       });
     }
@@ -571,8 +570,9 @@ void Backward<R>::give_queries(const KeyBlock& kb, int64_t head, int64_t first, 
         give_rows<R, R>(from, lanes[x], here, dim, (R)p.scale, is_first ? nullptr : to, p.dq.row, to, p.dq.row);
       } else {
         R* sum = sums.get() + (head * rows + first_row(s) + first + l0) * dim;
-        if (is_last) give_rows<R, T>(from, lanes[x], here, dim, (R)p.scale, is_first ? nullptr : sum, dim, to, p.dq.row);
-        else give_rows<R, R>(from, lanes[x], here, dim, (R)p.scale, is_first ? nullptr : sum, dim, sum, dim);
+        const R* base = is_first ? nullptr : sum;
+        if (is_last) give_rows<R, T>(from, lanes[x], here, dim, (R)p.scale, base, dim, to, p.dq.row);
+        else give_rows<R, R>(from, lanes[x], here, dim, (R)p.scale, base, dim, sum, dim);
       }
     }
   });

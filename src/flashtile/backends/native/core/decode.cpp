@@ -86,7 +86,8 @@ NOINLINE void scores(const T* K, int64_t stride, int n, const R* q, int dim, R* 
 
 // o[row][vectors first .. first+N-1] = alpha * o + P V; alpha null: 1
 template <class R, class T, int ROWS, int N, bool TAIL>
-NOINLINE void output_columns(const T* V, int64_t stride, int n, const R* P, int v_dim, int first, R* o, const R* alpha) {
+NOINLINE void output_columns(const T* V, int64_t stride, int n, const R* P, int v_dim, int first, R* o,
+                             const R* alpha) {
   const int o_row = (int)vectors_of<R>(v_dim) * W<R>;
   Vec<R> acc[ROWS][N];
   o += first * W<R>;
@@ -109,23 +110,23 @@ NOINLINE void output_columns(const T* V, int64_t stride, int n, const R* P, int 
 }
 template <class R, class T, int ROWS>
 void output(const T* V, int64_t stride, int n, const R* P, int v_dim, R* o, const R* alpha) {
-  constexpr int ROOM = REGISTERS == 32 ? 24 : 12, MOST = ROOM / ROWS >= 8 ? 8 : ROOM / ROWS >= 4 ? 4 : ROOM / ROWS >= 2 ? 2 : 1;
+  constexpr int ROOM = (REGISTERS == 32 ? 24 : 12) / ROWS, MOST = ROOM >= 8 ? 8 : ROOM >= 4 ? 4 : ROOM >= 2 ? 2 : 1;
   in_tiles<MOST>(0, v_dim / W<R>, [=](auto vectors, int first) {
     output_columns<R, T, ROWS, vectors, false>(V, stride, n, P, v_dim, first, o, alpha);
   });
   if (v_dim % W<R>) output_columns<R, T, ROWS, 1, true>(V, stride, n, P, v_dim, v_dim / W<R>, o, alpha);
 }
-// The same where V holds values that are not finite and P is marked: hidden pairs are left out.
+// The same, sum for sum, where V holds values that are not finite and P is marked: hidden pairs are left out.
 template <class R, class T>
 void output_but_hidden(const T* V, int64_t stride, int n, const R* P, int rows, int v_dim, R* o, const R* alpha) {
   for (int r = 0; r < rows; r++, o += vectors_of<R>(v_dim) * W<R>)
     for (int c = 0; c < v_dim; c++) {
-      R sum = o[place<R>(c, v_dim)] * (alpha ? alpha[r] : R(1));
+      R sum = 0, *to = o + place<R>(c, v_dim);
       for (int k = 0; k < n; k++) {
         const R weight = P[k * W<R> + r];
         if (!is_hidden<R>(all(weight))[0]) sum += weight * as<R>(V[k * stride + c]);
       }
-      o[place<R>(c, v_dim)] = sum;
+      *to = alpha ? *to * alpha[r] + sum : *to + sum;
     }
 }
 template <class R, class T> NOINLINE bool rows_finite(const T* x, int64_t stride, int n, int d) {
@@ -137,28 +138,27 @@ template <class R, class T> NOINLINE bool rows_finite(const T* x, int64_t stride
   return sum_lanes<R>(sum) == 0;
 }
 
-// S <- P = exp2(log2(e) S - m), with m and l brought up to date; alpha[lane] is what o must be scaled by. False: by 1.
+// S <- P = exp(S - m), with m and l brought up to date; alpha[lane] is what o must be scaled by. False: by 1.
 template <class R> NOINLINE bool softmax(R* S, int n, R* m, R* l, R* alpha) {
   const Vec<R> old = load(m);
-  Vec<R> top = all(-(R)INFINITY), x[1], sum[2] = {};
+  Vec<R> top = old, x[1], sum[2] = {};
   for (int k = 0; k < n; k++) top = max(load(S + k * W<R>), top);
-  top = max(top * all(LOG2E<R>), old);
   const Vec<R> base = top == all(-(R)INFINITY) ? Vec<R>{} : top;
   for (int k = 0; k < n; k++, S += W<R>) {
-    x[0] = load(S) * all(LOG2E<R>) - base;
-    exp2_each<R>(x);
+    x[0] = load(S) - base;
+    exp_each<R>(x);
     sum[k & 1] += x[0];
     store(S, x[0]);
   }
   x[0] = old - base;
-  exp2_each<R>(x);
+  exp_each<R>(x);
   store(alpha, x[0]);
   store(m, top);
   store(l, load(l) * x[0] + (sum[0] + sum[1]));
   return any<R>(top != old);
 }
 
-// What a share of the keys gives: o[row][v_dim as vectors] before it is divided by l, the max (base 2) and the sum.
+// What a share of the keys gives: o[row][v_dim as vectors] before it is divided by l, the max and the sum.
 template <class R> struct State {
   R *o, *m, *l;
   State(R* room, int rows, int64_t o_row) : o(room), m(room + rows * o_row), l(m + W<R>) {}
@@ -182,7 +182,8 @@ template <class R> struct Decode {
       : p(p), dim((int)p.dim), v_dim((int)p.v_dim), group(p.q_heads / p.kv_heads),
         heads_each(clip(W<R> / std::max<int64_t>(p.q_len, 1), 1, group)), sets(ceil_div(group, heads_each)),
         rows(power(std::max<int64_t>(heads_each * p.q_len, 1))), o_row(vectors_of<R>(p.v_dim) * W<R>) {
-    const int64_t seen = clip(p.left + p.right + p.q_len, 0, p.kv_len), units = std::max<int64_t>(1, p.sequences * p.kv_heads * sets);
+    const int64_t units = std::max<int64_t>(1, p.sequences * p.kv_heads * sets);
+    const int64_t seen = clip(p.left + p.right + p.q_len, 0, p.kv_len);
     shares = units >= ENOUGH ? 1 : clip(seen / MIN_SPLIT, 1, ceil_div(ENOUGH, units));
   }
 
@@ -203,17 +204,20 @@ template <class R> struct Decode {
 
   // Keys [begin, end) of a sequence and key head.
   template <class T, int ROWS>
-  void attend(const Sequence& s, const Lanes<R>& lanes, int64_t kv_head, int64_t begin, int64_t end, const R* q, State<R> x) const {
+  void attend(const Sequence& s, const Lanes<R>& lanes, int64_t kv_head, int64_t begin, int64_t end, const R* q,
+              State<R> x) const {
     alignas(64) R S[KEYS * W<R>] = {}, alpha[W<R>];
     for (int64_t j = begin; j < end; j += KEYS) {
       const Block<R> b{p, lanes, j, (int)std::min<int64_t>(KEYS, end - j)};
-      const T *K = (const T*)key_row(p.k, sizeof(T), s, kv_head, j), *V = (const T*)key_row(p.v, sizeof(T), s, kv_head, j);
+      const T* K = (const T*)key_row(p.k, sizeof(T), s, kv_head, j);
+      const T* V = (const T*)key_row(p.v, sizeof(T), s, kv_head, j);
       const bool partial = b.partial();
       scores<R, T, ROWS>(K, p.k.row, b.n, q, dim, S);
       adjust(b, S);
       if (partial) hide(b, S, -(R)INFINITY);
       const R* scale = softmax(S, b.n, x.m, x.l, alpha) ? alpha : nullptr;
-      if (p.dropout > 0) each_kept<R>(b, [&](int64_t at, Mask<R> kept) { store(S + at, kept ? load(S + at) : Vec<R>{}); });
+      const auto drop = [&](int64_t at, Mask<R> kept) { store(S + at, kept ? load(S + at) : Vec<R>{}); };
+      if (p.dropout > 0) each_kept<R>(b, drop);
       if (!partial || rows_finite<R>(V, p.v.row, b.n, v_dim)) {
         output<R, T, ROWS>(V, p.v.row, b.n, S, v_dim, x.o, scale);
       } else {
@@ -241,7 +245,7 @@ template <class R> struct Decode {
     std::fill_n(x.o, rows * o_row, R(0));
     for (int r = 0; r < W<R>; r++) {
       const bool sink = p.sink && index == 0 && r < lanes.real;  // one key of weight 1 and value 0
-      x.m[r] = sink ? ((const R*)p.sink)[head_of(s, kv_head, set, r)] * LOG2E<R> : -(R)INFINITY;
+      x.m[r] = sink ? ((const R*)p.sink)[head_of(s, kv_head, set, r)] : -(R)INFINITY;
       x.l[r] = x.m[r] == -(R)INFINITY ? R(0) : R(1);
     }
     const int64_t each = round_up(ceil_div(lanes.seen.end - lanes.seen.begin, shares), KEYS);
@@ -269,7 +273,7 @@ template <class R> struct Decode {
       const State<R> y(room + i * size, rows, o_row);
       const Vec<R> top = max(load(y.m), load(x.m)), base = top == all(-(R)INFINITY) ? Vec<R>{} : top;
       Vec<R> by[2] = {load(x.m) - base, load(y.m) - base};
-      exp2_each<R>(by);
+      exp_each<R>(by);
       store(x.m, top);
       store(x.l, load(x.l) * by[0] + load(y.l) * by[1]);
       for (int r = 0; r < heads * s.q_len; r++)
@@ -283,7 +287,7 @@ template <class R> struct Decode {
         const R by = x.l[r] == 0 ? R(0) : 1 / (x.l[r] * (R)(1 - p.dropout)), *from = x.o + r * o_row;
         T* to = (T*)query_row(p.out, sizeof(T), s, head, i);
         for (int c = 0; c < v_dim; c++) put<R>(to + c, by == 0 ? R(0) : from[place<R>(c, v_dim)] * by);
-        if (p.lse.data) *(R*)query_row(p.lse, sizeof(R), s, head, i) = x.m[r] * LN2<R> + std::log(x.l[r]);
+        if (p.lse.data) *(R*)query_row(p.lse, sizeof(R), s, head, i) = x.m[r] + std::log(x.l[r]);
       }
     });
   }

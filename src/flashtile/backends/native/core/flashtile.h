@@ -35,7 +35,7 @@ typedef struct {
   const int64_t* kv_lengths; // keys in use of each sequence, from its first on
   ft_tensor q, k, v, out;
   ft_tensor lse;             // real [sequence, head, row], natural logarithm; column unused
-  ft_tensor bias;            // [sequence, head, row of the sequence, key of the sequence], any strides, 0 where broadcast
+  ft_tensor bias;            // [sequence, head, query, key], counted within a sequence; any strides, 0 where broadcast
   ft_tensor mask;            // bytes, likewise: nonzero where a query may attend
   ft_tensor alibi;           // real [sequence, head]: adds -slope * |i + offset - j|
   const void* sink;          // real [q_heads]: a logit that takes probability and gives no value
@@ -51,7 +51,8 @@ int ft_backward(const ft_problem*);
 // The twins of band.py's cuts() and of dropout.py's keep(), here so that tests can pin them.
 void ft_cuts(int64_t left, int64_t right, int64_t offset, int64_t first, int64_t last, int64_t n_cols, int64_t block,
              int64_t cuts[4]);
-void ft_keep(uint64_t seed, int64_t head, int64_t i, int64_t j, int64_t n, double dropout, uint8_t* keep);  // keys j .. j+n-1
+void ft_keep(uint64_t seed, int64_t head, int64_t i, int64_t j, int64_t n, double dropout,
+             uint8_t* keep);  // of keys j .. j+n-1
 int64_t ft_struct_size(void);
 const char* ft_isa(void);  // "x86-64-v4", "x86-64-v3", "aarch64", "generic"
 #ifdef __cplusplus

@@ -9,6 +9,7 @@ namespace {
 
 constexpr int BC = 192;         // keys a block: S stays in L1. Blocks begin at multiples of it, whatever the task
 constexpr int MAX_GROUPS = 8;   // groups of lanes a task: they share a block of keys while it is in L2
+constexpr int L2_SHARE = 96 << 10;  // bytes of it for their q and O
 constexpr int MIN_SPLIT = 1024, ENOUGH_TASKS = 32;  // keys are split, these at least, where queries make fewer tasks
 
 // O before it is divided by l, the running max and sum: o[v_dim][lanes], m[lanes], l[lanes].
@@ -142,86 +143,119 @@ void finish(const ft_problem& p, const Sequence& s, int64_t head, int64_t first,
 // Which queries and keys make a task. Groups and splits depend on the shape only, so the sums never depend on the
 // threads; how many groups a task takes may.
 template <class R> struct Plan {
-  int64_t groups;           // of lanes, in the longest sequence
-  int64_t splits, split;    // shares of the keys, and keys of a share
-  int64_t together, blocks; // groups a task, and tasks that this makes of a head
+  int64_t heads;             // of all sequences
+  int64_t groups;            // of lanes, in the longest sequence
+  int64_t splits, split;     // shares of the keys, and keys of a share
+  int64_t together, blocks;  // groups a task, and what that makes of the queries of a head
+  int64_t tasks;
+
   explicit Plan(const ft_problem& p) {
+    heads = p.sequences * p.q_heads;
     groups = ceil_div(p.q_len, LANES<R>);
-    const int64_t heads = p.sequences * p.q_heads, units = heads * groups;
+    const int64_t units = heads * groups;
     splits = units < 1 || units >= ENOUGH_TASKS ? 1 : clip(p.kv_len / MIN_SPLIT, 1, ceil_div(ENOUGH_TASKS, units));
     split = ceil_div(ceil_div(p.kv_len, splits), BC) * BC;
-    together = splits > 1 ? 1 : clip(98304 / (LANES<R> * sizeof(R) * (p.dim + p.v_dim)), 1, MAX_GROUPS);  // 96 KB of L2
+    const int64_t bytes = sizeof(R) * LANES<R> * (p.dim + p.v_dim);  // of q and O of a group
+    together = splits > 1 ? 1 : clip(L2_SHARE / bytes, 1, MAX_GROUPS);
     while (together > 1 && heads * ceil_div(groups, together) < 4 * p.threads) together--;
     blocks = ceil_div(groups, together);
+    tasks = heads * blocks * splits;
   }
 };
 
-}  // namespace
+template <class R> class Forward {
+ public:
+  explicit Forward(const ft_problem& p)
+      : p(p), plan(p), dim((int)p.dim), v_dim((int)p.v_dim), item(item_size(p.dtype)),
+        scratch(std::min(p.threads, plan.tasks), sizeof(R) * (plan.together * (state_size() + q_size()) + room_size())),
+        shares(plan.splits > 1 ? plan.tasks : 0, sizeof(R) * state_size()) {}
 
-template <class R> int forward(const ft_problem& p) {
-  const int dim = (int)p.dim, v_dim = (int)p.v_dim;
-  const Plan<R> plan(p);
-  const int64_t item = item_size(p.dtype), group = p.q_heads / p.kv_heads, tasks_a_head = plan.blocks * plan.splits;
-  const int64_t heads = p.sequences * p.q_heads, tasks = heads * tasks_a_head;
-  const size_t state = State<R>::size(v_dim), q_size = (size_t)dim * LANES<R>, S_size = (size_t)BC * LANES<R>;
-  const size_t widened = p.dtype == FT_BF16 || p.dtype == FT_F16 ? (size_t)BC * (dim + v_dim) : 0;
-  const Scratch scratch(std::min(p.threads, tasks), sizeof(R) * (plan.together * (state + q_size) + S_size + widened));
-  const Scratch shares(plan.splits > 1 ? tasks : 0, sizeof(R) * state);
-  if (!scratch.ok() || !shares.ok()) return FT_NO_MEMORY;
+  int run() {
+    if (!scratch.ok() || !shares.ok()) return FT_NO_MEMORY;
+    parallel_for(p.threads, plan.tasks, [&](int64_t thread, int64_t task) { attend(thread, task); });
+    if (plan.splits > 1) parallel_for(p.threads, plan.tasks / plan.splits, [&](int64_t, int64_t i) { join_shares(i); });
+    return FT_OK;
+  }
 
-  parallel_for(p.threads, tasks, [&](int64_t thread, int64_t task) {
-    // A head at a time, and within it the last queries first: with a causal band they see the most keys.
-    const int64_t split = task % plan.splits, block = plan.blocks - 1 - task / plan.splits % plan.blocks;
-    const int64_t head = task / tasks_a_head % p.q_heads, kv_head = head / group;
-    const Sequence s(p, task / tasks_a_head / p.q_heads);
-    const int64_t first = block * plan.together * LANES<R>;
-    const int64_t last = std::min(first + plan.together * LANES<R>, s.q_len);
-    if (first >= last) return;
-    R *room = scratch.piece<R>(thread), *q = room + plan.together * state, *S = q + plan.together * q_size;
-    const auto state_of = [&](int g) {
-      return State<R>(plan.splits > 1 ? shares.piece<R>(task) : room + g * state, v_dim);
-    };
-    Lanes<R> lanes[MAX_GROUPS];
-    const int groups = (int)ceil_div(last - first, LANES<R>);
-    const R sink = p.sink && split == 0 ? ((const R*)p.sink)[head] : -(R)INFINITY;
-    for (int g = 0; g < groups; g++) {
-      const int64_t from = first + g * LANES<R>;
-      lanes[g] = Lanes<R>(p, s, head, from, (int)std::min<int64_t>(last - from, LANES<R>));
-      pack_lanes<R>(query_row(p.q, item, s, head, from), p.dtype, p.q.row, lanes[g].real, lanes[g].padded, dim,
-                    score_scale<R>(p), q + g * q_size);
-      state_of(g).clear(v_dim, lanes[g].padded, sink);
+ private:
+  // A block of the queries of a head, and a share of the keys. Tasks take a head at a time, and in it the last queries
+  // first: with a causal band they see the most keys.
+  struct Task {
+    int64_t split, head, first, last;  // queries first..last-1
+    Sequence s;
+    Task(const ft_problem& p, const Plan<R>& plan, int64_t n)
+        : split(n % plan.splits), head(n / plan.splits / plan.blocks % p.q_heads),
+          first((plan.blocks - 1 - n / plan.splits % plan.blocks) * plan.together * LANES<R>),
+          s(p, n / plan.splits / plan.blocks / p.q_heads) {
+      last = std::min(first + plan.together * LANES<R>, s.q_len);
     }
-    const Cuts seen = cuts(s.band, first, last, s.kv_len, 1);
-    const int64_t begin = std::max(seen.begin, split * plan.split);
-    const int64_t end = std::min(seen.end, (split + 1) * plan.split);
+  };
+
+  void attend(int64_t thread, int64_t number) {
+    const Task t(p, plan, number);
+    if (t.first >= t.last) return;
+    R *states = plan.splits > 1 ? shares.piece<R>(number) : scratch.piece<R>(thread) + room_size();
+    R *S = scratch.piece<R>(thread), *wide_k = S + BC * LANES<R>, *wide_v = wide_k + BC * dim;
+    R* q = scratch.piece<R>(thread) + room_size() + plan.together * state_size();
+    const auto state = [=](int g) { return State<R>(states + g * state_size(), v_dim); };
+
+    Lanes<R> lanes[MAX_GROUPS];
+    const int groups = (int)ceil_div(t.last - t.first, LANES<R>);
+    const R sink = p.sink && t.split == 0 ? ((const R*)p.sink)[t.head] : -(R)INFINITY;
+    for (int g = 0; g < groups; g++) {
+      const int64_t from = t.first + g * LANES<R>;
+      lanes[g] = Lanes<R>(p, t.s, t.head, from, (int)std::min<int64_t>(t.last - from, LANES<R>));
+      pack_lanes<R>(query_row(p.q, item, t.s, t.head, from), p.dtype, p.q.row, lanes[g].real, lanes[g].padded, dim,
+                    score_scale<R>(p), q + g * q_size());
+      state(g).clear(v_dim, lanes[g].padded, sink);
+    }
+
+    const int64_t kv_head = t.head / (p.q_heads / p.kv_heads);
+    const Cuts seen = cuts(t.s.band, t.first, t.last, t.s.kv_len, 1);
+    const int64_t begin = std::max(seen.begin, t.split * plan.split);
+    const int64_t end = std::min(seen.end, (t.split + 1) * plan.split);
     for (int64_t j = begin; j < end; j = (j / BC + 1) * BC) {
       const int n = (int)(std::min(end, (j / BC + 1) * BC) - j);
-      KeyBlock<R> keys{widen<R>(key_row(p.k, item, s, kv_head, j), p.dtype, p.k.row, n, dim, S + S_size),
-                       widen<R>(key_row(p.v, item, s, kv_head, j), p.dtype, p.v.row, n, v_dim, S + S_size + BC * dim),
-                       j, n, v_dim};
+      KeyBlock<R> keys{widen<R>(key_row(p.k, item, t.s, kv_head, j), p.dtype, p.k.row, n, dim, wide_k),
+                       widen<R>(key_row(p.v, item, t.s, kv_head, j), p.dtype, p.v.row, n, v_dim, wide_v), j, n, v_dim};
       for (int g = 0; g < groups; g++) {
         const int64_t from = std::max(j, lanes[g].seen.begin), to = std::min(j + n, lanes[g].seen.end);
-        if (from < to) step(Block<R>{p, lanes[g], from, (int)(to - from)}, keys, q + g * q_size, state_of(g), S);
+        if (from < to) step(Block<R>{p, lanes[g], from, (int)(to - from)}, keys, q + g * q_size(), state(g), S);
       }
     }
     if (plan.splits == 1)
       for (int g = 0; g < groups; g++)
-        finish(p, s, head, first + g * LANES<R>, lanes[g].real, state_of(g), lanes[g].padded);
-  });
-  if (plan.splits > 1)
-    parallel_for(p.threads, heads * plan.groups, [&](int64_t, int64_t unit) {
-      const int64_t head = unit / plan.groups % p.q_heads, block = plan.blocks - 1 - unit % plan.groups;
-      const Sequence s(p, unit / plan.groups / p.q_heads);
-      const int64_t first = block * LANES<R>;
-      if (first >= s.q_len) return;
-      const int n = (int)std::min<int64_t>(s.q_len - first, LANES<R>), L = (int)ceil_div(n, W<R>) * W<R>;
-      const State<R> total(shares.piece<R>(unit * plan.splits), v_dim);
-      for (int64_t i = 1; i < plan.splits; i++)
-        merge(total, State<R>(shares.piece<R>(unit * plan.splits + i), v_dim), v_dim, L);
-      finish(p, s, head, first, n, total, L);
-    });
-  return FT_OK;
-}
+        finish(p, t.s, t.head, t.first + g * LANES<R>, lanes[g].real, state(g), lanes[g].padded);
+  }
+
+  // Where keys are split a task has one group of lanes; its shares follow each other.
+  void join_shares(int64_t i) {
+    const Task t(p, plan, i * plan.splits);
+    if (t.first >= t.last) return;
+    const int n = (int)(t.last - t.first), L = (int)ceil_div(n, W<R>) * W<R>;
+    const auto share = [&](int64_t split) { return State<R>(shares.piece<R>(i * plan.splits + split), v_dim); };
+    for (int64_t split = 1; split < plan.splits; split++) merge(share(0), share(split), v_dim, L);
+    finish(p, t.s, t.head, t.first, n, share(0), L);
+  }
+
+  // In numbers: the state and the queries of a group; S, and a block of keys and values where they must be widened.
+  size_t state_size() const { return State<R>::size(v_dim); }
+  size_t q_size() const { return (size_t)dim * LANES<R>; }
+  size_t room_size() const {
+    const bool widened = p.dtype == FT_BF16 || p.dtype == FT_F16;
+    return (size_t)BC * (LANES<R> + (widened ? dim + v_dim : 0));
+  }
+
+  const ft_problem& p;
+  const Plan<R> plan;
+  const int dim, v_dim;
+  const int64_t item;
+  const Scratch scratch, shares;
+};
+
+}  // namespace
+
+template <class R> int forward(const ft_problem& p) { return Forward<R>(p).run(); }
 
 template int forward<float>(const ft_problem&);
 template int forward<double>(const ft_problem&);

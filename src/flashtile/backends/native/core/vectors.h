@@ -85,7 +85,6 @@ INLINE Vec<double> max(Vec<double> a, Vec<double> b) { return a > b ? a : b; }
 #endif
 
 template <class R> constexpr R LOG2E = (R)1.4426950408889634074;
-template <class R> constexpr R LN2 = (R)0.69314718055994530942;
 
 // 2^x = 2^n 2^f with n whole, |f| <= 1/2 and 2^f = 1 + f q(f); q by its coefficients, highest first: EXP2 for a small
 // error of 2^f, EXPM1 for a small error of f q(f) relative to itself.
@@ -178,10 +177,6 @@ INLINE void tile(Vec<R> (&acc)[M][N], const R* A, ptrdiff_t ai, ptrdiff_t ak, co
 template <class R, int M, int N> INLINE void zero_tile(Vec<R> (&acc)[M][N]) {
   UNROLL for (int i = 0; i < M; i++)
     UNROLL for (int j = 0; j < N; j++) acc[i][j] = Vec<R>{};
-}
-template <class R, int M, int N> INLINE void load_tile(Vec<R> (&acc)[M][N], const R* C, ptrdiff_t row) {
-  UNROLL for (int i = 0; i < M; i++)
-    UNROLL for (int j = 0; j < N; j++) acc[i][j] = load(C + i * row + j * W<R>);
 }
 template <class R, int M, int N> INLINE void store_tile(const Vec<R> (&acc)[M][N], R* C, ptrdiff_t row) {
   UNROLL for (int i = 0; i < M; i++)

@@ -1,0 +1,29 @@
+"""How many CPU threads a call may use, when it does not say.
+
+threads= goes first, then FLASHTILE_THREADS; then, for tensors, torch.get_num_threads(); then OMP_NUM_THREADS; then as
+many as this process has cores.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+VARIABLES = ("FLASHTILE_THREADS", "OMP_NUM_THREADS")
+
+
+def cores() -> int:
+    """How many this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@cache
+def asked_for(variable: str = VARIABLES[0]) -> int | None:
+    """What the environment asks for; None where it says nothing, or nothing sensible."""
+    value = os.environ.get(variable, "")
+    return int(value) if value.isdecimal() and int(value) > 0 else None
+
+
+@cache
+def default() -> int:
+    return next((n for variable in VARIABLES if (n := asked_for(variable))), cores())

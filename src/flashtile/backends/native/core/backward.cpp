@@ -27,8 +27,7 @@ NOINLINE void scores(Rows<R> K, int n, const R* q, int dim, const R* lse, R* P) 
   in_tiles<rows_for(N)>(0, n, [=](auto m, int k) __attribute__((always_inline)) {
     constexpr int M = m;
     Vec<R> acc[M][N];
-    zero_tile<R>(acc);
-    tile<R>(acc, K.data + k * K.row, K.row, 1, q, L, dim);
+    dot_tile<R>(acc, K.data + k * K.row, K.row, q, L, dim);
     if constexpr (EXP) UNROLL for (int i = 0; i < M; i++) {
       UNROLL for (int j = 0; j < N; j++) acc[i][j] -= load(lse + j * W<R>);
       exp_each<R>(acc[i]);
@@ -52,8 +51,7 @@ NOINLINE void score_gradients(Rows<R> V, int n, const R* dout, int dim, const R*
   in_tiles<rows_for(N)>(0, n, [=](auto m, int k) __attribute__((always_inline)) {
     constexpr int M = m;
     Vec<R> acc[M][N];
-    zero_tile<R>(acc);
-    tile<R>(acc, V.data + k * V.row, V.row, 1, dout, L, dim);
+    dot_tile<R>(acc, V.data + k * V.row, V.row, dout, L, dim);
     UNROLL for (int i = 0; i < M; i++) UNROLL for (int j = 0; j < N; j++) {
       const int at = (k + i) * L + j * W<R>;
       if constexpr (DROPS) acc[i][j] *= load(Z + at);

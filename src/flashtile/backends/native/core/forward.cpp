@@ -30,8 +30,7 @@ template <class R, int N> NOINLINE void scores(Rows<R> K, int n, const R* q, int
   constexpr int L = N * W<R>;
   in_tiles<rows_for(N)>(0, n, [=](auto rows, int k) __attribute__((always_inline)) {
     Vec<R> acc[rows][N];
-    zero_tile<R>(acc);
-    tile<R>(acc, K.data + k * K.row, K.row, 1, q, L, dim);
+    dot_tile<R>(acc, K.data + k * K.row, K.row, q, L, dim);
     store_tile<R>(acc, S + k * L, L);
   });
 }

@@ -178,6 +178,21 @@ template <class R, int M, int N> INLINE void zero_tile(Vec<R> (&acc)[M][N]) {
   UNROLL for (int i = 0; i < M; i++)
     UNROLL for (int j = 0; j < N; j++) acc[i][j] = Vec<R>{};
 }
+// The same from zero, for a sum over a head dim, along which A is contiguous. One longer than PART is made of parts, each
+// summed by itself: one long chain of additions would lose twice the digits.
+constexpr int PART = 128;
+template <class R, int M, int N>
+INLINE void dot_tile(Vec<R> (&acc)[M][N], const R* A, ptrdiff_t ai, const R* B, ptrdiff_t bk, int K) {
+  zero_tile<R>(acc);
+  tile<R>(acc, A, ai, 1, B, bk, K < PART ? K : PART);
+  for (int k = PART; k < K; k += PART) {
+    Vec<R> part[M][N];
+    zero_tile<R>(part);
+    tile<R>(part, A + k, ai, 1, B + k * bk, bk, K - k < PART ? K - k : PART);
+    UNROLL for (int i = 0; i < M; i++)
+      UNROLL for (int j = 0; j < N; j++) acc[i][j] += part[i][j];
+  }
+}
 template <class R, int M, int N> INLINE void store_tile(const Vec<R> (&acc)[M][N], R* C, ptrdiff_t row) {
   UNROLL for (int i = 0; i < M; i++)
     UNROLL for (int j = 0; j < N; j++) store(C + i * row + j * W<R>, acc[i][j]);

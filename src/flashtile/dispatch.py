@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 from typing import Any
 
 from flashtile.errors import UnsupportedError
 from flashtile.problem import Problem
 from flashtile.results import Gradients
+
+
+_module = cache(importlib.import_module)  # a small call would notice the look-up
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +26,7 @@ class Backend:
     about: str
 
     def load(self) -> ModuleType:
-        return importlib.import_module(self.module)
+        return _module(self.module)
 
     def missing(self) -> str | None:
         """Why this backend cannot run on this machine at all; None where it can."""

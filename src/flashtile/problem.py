@@ -122,7 +122,8 @@ def describe(
     dtype = _check_dtypes(q, k, v)
     rank = len(q.shape)
     packed = cu_q is not None or cu_k is not None
-    q, k, v = (_rank4(name, x, rank, packed) for name, x in (("q", q), ("k", k), ("v", v)))
+    if packed or not rank == len(k.shape) == len(v.shape) == 4:
+        q, k, v = (_rank4(name, x, rank, packed) for name, x in (("q", q), ("k", k), ("v", v)))
     batch, heads, n_q, dim = q.shape
     _, kv_heads, n_k, dim_v = v.shape
     _check_shapes(q, k, v)

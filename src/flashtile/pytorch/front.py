@@ -26,9 +26,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, backend: str
     reject_forward_mode(tensors)
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if not recorded and unwatched(tensors):
-        out, lse = kernel.forward(q, k, v, backend, options)
-    else:
-        describe(q, k, v, **options)  # so that a wrong call meets our words before torch's
-        run: Any = Attention.apply if recorded else ops.ATTENTION
-        out, lse = run(*call.of(q, k, v, backend, **options))
+        return (kernel.forward if return_lse else kernel.output)(q, k, v, backend, options)
+    describe(q, k, v, **options)  # so that a wrong call meets our words before torch's
+    run: Any = Attention.apply if recorded else ops.ATTENTION
+    out, lse = run(*call.of(q, k, v, backend, **options))
     return (out, lse) if return_lse else out

@@ -16,12 +16,19 @@ from flashtile.pytorch.call import TENSORS
 
 def forward(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Output and lse, contiguous, in the layout of q."""
+    problem, out, lse = _run(q, k, v, backend, options)
+    return _given(problem, out, problem.out_dtype), _given(problem, lse, problem.accumulator)
+
+
+def output(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> Tensor:
+    """The output alone: a small call notices what the tensor of an lse nobody wants costs."""
+    problem, out, _ = _run(q, k, v, backend, options)
+    return _given(problem, out, problem.out_dtype)
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Problem, Any, Any]:
     problem, row = _chosen(q, k, v, backend, options)
-    out, lse = row.forward(problem)
-    return (
-        to_torch(problem.as_given(narrow(out, problem.out_dtype))),
-        to_torch(problem.as_given(narrow(lse, problem.accumulator))),
-    )
+    return problem, *row.forward(problem)
 
 
 def backward(
@@ -40,7 +47,7 @@ def backward(
     problem, row = _chosen(q, k, v, backend, options)
     given = (None if x is None else to_numpy(x) for x in (dout, out, lse, dlse))
     grads = row.backward(problem, *check_gradients(problem, *given), bias_grad=bias_grad)
-    dq, dk, dv = (to_torch(problem.as_given(narrow(x, problem.dtype))) for x in grads[:3])
+    dq, dk, dv = (_given(problem, x, problem.dtype) for x in grads[:3])
     return dq, dk, dv, _like(options["bias"], grads.dbias, q), _like(options["sink"], grads.dsink, q)
 
 
@@ -48,10 +55,18 @@ def _chosen(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, An
     device = q.device.type
     if device == "cpu":
         q, k, v = to_numpy(q), to_numpy(k), to_numpy(v)
-        options = options | {name: to_numpy(x) for name in TENSORS if (x := options.get(name)) is not None}
+        options = options.copy()
+        for name in TENSORS:
+            if (x := options.get(name)) is not None:
+                options[name] = to_numpy(x)
         options["threads"] = options.get("threads") or threads.asked_for() or torch.get_num_threads()
     problem = describe(q, k, v, **options)
     return problem, dispatch.choose(problem, backend, device)
+
+
+def _given(problem: Problem, x: Array, dtype: str) -> Tensor:
+    """A backend's result as a contiguous tensor in the caller's layout."""
+    return to_torch(problem.as_given(narrow(x, dtype)))
 
 
 def _like(given: Tensor | None, grad: Array | None, q: Tensor) -> Tensor:

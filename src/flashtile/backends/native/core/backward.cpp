@@ -77,7 +77,7 @@ template <class R> NOINLINE void add_to_queries_but_hidden(Rows<R> K, int n, con
       Vec<R> acc = {};
       for (int k = 0; k < n; k++) {
         const Vec<R> w = load(dS + k * L + l);
-        acc = is_hidden<R>(w) ? acc : acc + w * all(K.data[k * K.row + d]);
+        acc += w * unless_hidden<R>(w, all(K.data[k * K.row + d]));
       }
       store(dq + d * L + l, load(dq + d * L + l) + acc);
     }
@@ -113,7 +113,7 @@ template <class R> NOINLINE void add_to_keys_but_hidden(const Part<R>* parts, in
       for (const Part<R>* a = parts; a < parts + count; a++)
         for (int l = 0; l < a->rows; l++) {
           const Vec<R> w = all(a->weights[k * a->L + l]);
-          if (!is_hidden<R>(w)[0]) acc += w * load(a->x.data + l * a->x.row + d);
+          acc += w * unless_hidden<R>(w, load(a->x.data + l * a->x.row + d));
         }
       store(C + k * row + d, load(C + k * row + d) + acc);
     }

@@ -124,7 +124,7 @@ void output_but_hidden(const T* V, int64_t stride, int n, const R* P, int rows, 
       R sum = 0, *to = o + place<R>(c, v_dim);
       for (int k = 0; k < n; k++) {
         const R weight = P[k * W<R> + r];
-        if (!is_hidden<R>(all(weight))[0]) sum += weight * as<R>(V[k * stride + c]);
+        sum += weight * unless_hidden<R>(all(weight), all(as<R>(V[k * stride + c])))[0];
       }
       *to = alpha ? *to * alpha[r] + sum : *to + sum;
     }

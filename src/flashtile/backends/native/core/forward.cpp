@@ -81,8 +81,8 @@ template <class R> NOINLINE void output_guarded(Rows<R> V, const R* P, int n, R*
     for (int d = 0; d < v_dim; d++) {
       Vec<R> acc[1][1] = {};
       for (int k = 0; k < n; k++) {
-        const Vec<R> weight = load(P + k * L + l), sum = acc[0][0] + weight * all(V.data[k * V.row + d]);
-        acc[0][0] = is_hidden<R>(weight) ? acc[0][0] : sum;
+        const Vec<R> weight = load(P + k * L + l);
+        acc[0][0] += weight * unless_hidden<R>(weight, all(V.data[k * V.row + d]));
       }
       add_tile<R>(acc, o + d * L + l, L, alpha ? alpha + l : nullptr);
     }

@@ -150,6 +150,9 @@ template <class R> INLINE void hide(const Block<R>& b, R* x, R value) {
 // weighted by 0. hide(b, P, HIDDEN) marks them: no visible weight is -0 (one that might be is first added to 0).
 template <class R> constexpr R HIDDEN = R(-0.0);
 template <class R> INLINE Mask<R> is_hidden(Vec<R> x) { return (Mask<R>)x == (Mask<R>)all(HIDDEN<R>); }
+// What such a weight is multiplied by: x, or 0 where hidden. The sum then has the same steps, and the same bits, as one
+// over finite values.
+template <class R> INLINE Vec<R> unless_hidden(Vec<R> weight, Vec<R> x) { return is_hidden<R>(weight) ? Vec<R>{} : x; }
 
 // f(place in a [key][lane] array, which of W lanes keep their weight): dropout, the same bits for any tiling.
 template <class R, class F> INLINE void each_kept(const Block<R>& b, F&& f) {

@@ -12,7 +12,6 @@ from flashtile.errors import UnsupportedError
 from flashtile.problem import Problem
 from flashtile.results import Gradients
 
-
 _module = cache(importlib.import_module)  # a small call would notice the look-up
 
 

@@ -12,6 +12,11 @@ from flashtile.errors import UnsupportedError
 from flashtile.problem import Problem
 from flashtile.results import Gradients
 
+
+def _no_reason(problem: Problem) -> None:
+    """For a backend that takes every problem."""
+
+
 _module = cache(importlib.import_module)  # a small call would notice the look-up
 
 
@@ -36,7 +41,8 @@ class Backend:
         """Why this backend cannot run this problem; None where it can."""
         if device != self.device:
             return f"it runs on {self.device}, the tensors are on {device}"
-        return self.missing()
+        reason: str | None = self.missing() or getattr(self.load(), "why_not", _no_reason)(problem)
+        return reason
 
     def forward(self, problem: Problem) -> tuple[Any, Any]:
         """Output (rank 4) and lse (rank 3)."""
@@ -55,6 +61,7 @@ TABLE = (
     Backend("native", "flashtile.backends.native", "cpu", "C++ core, queries in the SIMD lanes"),
     Backend("tiles", "flashtile.backends.tiles", "cpu", "NumPy, tile by tile: the one to read"),
     Backend("reference", "flashtile.backends.reference", "cpu", "NumPy, N x N, float64: the oracle"),
+    Backend("triton", "flashtile.backends.triton", "cuda", "Triton kernels for any GPU it knows"),
 )
 NAMES = ("auto", *(row.name for row in TABLE))
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashtile import dispatch, threads
-from flashtile.dtypes import Array, name_of, narrow
+from flashtile.dtypes import name_of, narrow
 from flashtile.problem import Problem, check_gradients, describe
 from flashtile.pytorch.bridge import to_numpy, to_torch
 from flashtile.pytorch.call import TENSORS
@@ -45,7 +45,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dbias, dsink, each contiguous and like its input; empty where there is none to give."""
     problem, row = _chosen(q, k, v, backend, options)
-    given = (None if x is None else to_numpy(x) for x in (dout, out, lse, dlse))
+    view = to_numpy if q.device.type == "cpu" else Tensor.detach
+    given = (None if x is None else view(x) for x in (dout, out, lse, dlse))
     grads = row.backward(problem, *check_gradients(problem, *given), bias_grad=bias_grad)
     dq, dk, dv = (_given(problem, x, problem.dtype) for x in grads[:3])
     return dq, dk, dv, _like(options["bias"], grads.dbias, q), _like(options["sink"], grads.dsink, q)
@@ -64,12 +65,18 @@ def _chosen(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, An
     return problem, dispatch.choose(problem, backend, device)
 
 
-def _given(problem: Problem, x: Array, dtype: str) -> Tensor:
+def _given(problem: Problem, x: Any, dtype: str) -> Tensor:
     """A backend's result as a contiguous tensor in the caller's layout."""
-    return to_torch(problem.as_given(narrow(x, dtype)))
+    return _tensor(problem.as_given(x if isinstance(x, Tensor) else narrow(x, dtype)))
 
 
-def _like(given: Tensor | None, grad: Array | None, q: Tensor) -> Tensor:
+def _like(given: Tensor | None, grad: Any, q: Tensor) -> Tensor:
     if given is None or grad is None:
         return q.new_empty(0)
-    return to_torch(narrow(grad, name_of(given.dtype))).reshape(given.shape)
+    if isinstance(grad, Tensor):
+        return grad.to(given.dtype).reshape(given.shape)
+    return _tensor(narrow(grad, name_of(given.dtype))).reshape(given.shape)
+
+
+def _tensor(x: Any) -> Tensor:
+    return x.contiguous() if isinstance(x, Tensor) else to_torch(x)

@@ -1,0 +1,32 @@
+"""The jitted twin of band.py's cuts(), and the stretches it makes of a loop."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def clip(x, low, high):
+    return tl.minimum(tl.maximum(x, low), high)
+
+
+@triton.jit
+def cuts(left, right, offset, first, last, n_cols, BLOCK: tl.constexpr):
+    """begin, full_begin, full_end, end of the tiles that the rows first..last-1 see; as band.py says."""
+    n = tl.cdiv(n_cols, BLOCK)
+    begin = tl.minimum(tl.maximum(first + offset - left, 0) // BLOCK, n)
+    end = clip(tl.cdiv(clip(last + offset + right, 0, n_cols), BLOCK), begin, n)
+    end = tl.where(left + right < 0, begin, end)
+    full_begin = clip(tl.cdiv(tl.maximum(last - 1 + offset - left, 0), BLOCK), begin, end)
+    full_end = clip(clip(first + offset + right + 1, 0, n_cols) // BLOCK, full_begin, end)
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def stretch_of(cut, again, n: tl.constexpr):
+    """Tiles of stretch n: 0 partial, 1 full, 2 partial; 3 is all of them once more, where `again` asks for it."""
+    if n == 3:
+        return cut[0], tl.where(again, cut[3], cut[0])
+    else:
+        return cut[n], cut[n + 1]

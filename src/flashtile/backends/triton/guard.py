@@ -1,0 +1,79 @@
+"""Products that a masked NaN cannot spoil.
+
+0 * NaN is NaN, so one NaN in a value would reach every row of its tile, also those that may not see it. Ordinary data
+pays nothing for that: a program whose sums come out finite is done. One whose sums do not walks its tiles again, with
+the finite part of the second factor, and then poison() gives the NaN and Inf to exactly the rows that see them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.triton.blocks import wide
+from flashtile.backends.triton.scores import dot
+
+CHUNK = tl.constexpr(32)  # columns that poison() mends at a time
+
+
+@triton.jit
+def spoiled(x):
+    """Whether a block holds any NaN or Inf."""
+    return tl.max(tl.max(((x - x) != 0).to(tl.int32), 1), 0) > 0
+
+
+@triton.jit
+def anew(again, x):
+    """x, or 0 where the walk begins again."""
+    return tl.where(again, 0.0, x).to(x.dtype)
+
+
+@triton.jit
+def finite_part(x, GUARD: tl.constexpr):
+    """x with 0 for NaN and Inf; x itself on the ordinary walk."""
+    if GUARD:
+        x = tl.where((x - x) != 0, 0.0, x).to(x.dtype)
+    return x
+
+
+@triton.jit
+def poison(
+    p_target,
+    target_rows,
+    in_target,
+    p_source,
+    source_row,
+    first,
+    in_source,
+    visible,
+    DIM: tl.constexpr,
+    INF_IS_NAN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Give each target row the NaN and Inf of the source rows it sees: [t, DIM] by [t, s] visible, [s, DIM].
+
+    INF_IS_NAN: the source is a query or a key; an Inf there makes a score of -Inf at best, and 0 * Inf a NaN.
+    One product counts what a row sees in each column: NaN by ones, Inf by 2^8, -Inf by 2^16, exact in bfloat16.
+    """
+    ROWS: tl.constexpr = visible.shape[0]
+    SOURCES: tl.constexpr = visible.shape[1]
+    for c in range(0, DIM, CHUNK):
+        o_d = c + tl.arange(0, CHUNK)
+        o_s = tl.arange(0, SOURCES)
+        p_block = p_source + wide(first) * source_row + o_s[:, None] * source_row + o_d[None, :]
+        B = tl.load(p_block, mask=in_source[:, None] & (o_d < DIM)[None, :], other=0.0).to(tl.float32)
+        if INF_IS_NAN:
+            code = tl.where((B - B) != 0, 1.0, 0.0)
+        else:
+            code = tl.where(B != B, 1.0, tl.where(float("inf") == B, 256.0, tl.where(float("-inf") == B, 65536.0, 0.0)))
+        count = tl.zeros([ROWS, CHUNK], tl.float32)
+        EXACT: tl.constexpr = tl.float32 if PRECISION == "wide" else tl.bfloat16
+        count = dot(visible.to(EXACT), code.to(EXACT), count, PRECISION).to(tl.int32)
+        p = p_target + target_rows[:, None] + o_d[None, :]
+        there = in_target[:, None] & (o_d < DIM)[None, :]
+        x = tl.load(p, mask=there, other=0.0)
+        x = tl.where(((count >> 8) & 255) > 0, x + float("inf"), x)
+        x = tl.where((count >> 16) > 0, x - float("inf"), x)
+        x = tl.where((count & 255) > 0, float("nan"), x)
+        tl.store(p, x.to(p_target.dtype.element_ty), mask=there)
+    tl.debug_barrier()

@@ -86,8 +86,8 @@ class Problem:
         """The rank-4 shape of the output; the lse has it without the last axis."""
         return (*self.q.shape[:3], self.dim_v)
 
-    def as_given(self, x: Any, *, rows: bool = False) -> Any:
-        """A rank-4 result (or, with rows=True, a rank-3 lse) in the layout the caller used."""
+    def as_given(self, x: Any) -> Any:
+        """A rank-4 result, or a rank-3 lse, in the layout the caller used."""
         if self.packed:
             return x[0].swapaxes(0, 1)
         for _ in range(4 - self.rank):
@@ -182,7 +182,7 @@ def describe(
         _at_least_zero("softcap", softcap),
         _probability(dropout),
         _integer("seed", seed, 0, 2**64 - 1),
-        _flag("deterministic", deterministic),
+        check_flag("deterministic", deterministic),
         None if threads is None else _integer("threads", threads, 1, 1 << 16),
     )
 
@@ -234,10 +234,6 @@ def check_gradients(problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any) 
             x = x[None]
         checked.append(x)
     return checked[0], checked[1], checked[2], checked[3]
-
-
-def check_flag(name: str, value: Any) -> bool:
-    return _flag(name, value)
 
 
 def check_size(name: str, value: Any) -> int:
@@ -359,7 +355,7 @@ def _short(x: Any) -> str:
 
 
 def _band(causal: Any, window: Any, band: Any) -> tuple[Band, bool]:
-    causal = _flag("causal", causal)
+    causal = check_flag("causal", causal)
     if band is not None:
         if not isinstance(band, Band):
             raise DTypeError(f"band: expected a flashtile.Band, got {type(band).__name__}")
@@ -415,7 +411,7 @@ def _out_dtype(out_dtype: Any, dtype: str) -> str:
     return name
 
 
-def _flag(name: str, value: Any) -> bool:
+def check_flag(name: str, value: Any) -> bool:
     if value is True or value is False:
         return value
     if isinstance(value, np.bool_):

@@ -73,7 +73,6 @@ def load() -> ctypes.CDLL:
     library.ft_cuts.argtypes = [i64] * 7 + [pointer]
     library.ft_keep.argtypes = [u64, i64, i64, i64, i64, ctypes.c_double, pointer]
     library.ft_cuts.restype = library.ft_keep.restype = None
-    library.ft_struct_size.restype = i64
     library.ft_isa.restype = ctypes.c_char_p
     return library
 

@@ -42,6 +42,4 @@ void ft_keep(uint64_t seed, int64_t head, int64_t i, int64_t j, int64_t n, doubl
   }
 }
 
-int64_t ft_struct_size(void) { return sizeof(ft_problem); }
-
 const char* ft_isa(void) { return FT_ISA; }

@@ -22,7 +22,7 @@ _module = cache(importlib.import_module)  # a small call would notice the look-u
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A row of the table. Its module has forward(), backward() and why_not()."""
+    """A row of the table. Its module has why_not(), and forward() and backward(), or, on a GPU, prepare()."""
 
     name: str
     module: str
@@ -37,12 +37,16 @@ class Backend:
         reason: str | None = getattr(self.load(), "missing", lambda: None)()
         return reason
 
-    def why_not(self, problem: Problem, device: str) -> str | None:
-        """Why this backend cannot run this problem; None where it can."""
+    def objection(self, problem: Problem, device: str) -> str | None:
+        """Why this backend could not run this problem on any machine; None where it could."""
         if device != self.device:
             return f"it runs on {self.device}, the tensors are on {device}"
-        reason: str | None = self.missing() or getattr(self.load(), "why_not", _no_reason)(problem)
+        reason: str | None = getattr(self.load(), "why_not", _no_reason)(problem)
         return reason
+
+    def why_not(self, problem: Problem, device: str) -> str | None:
+        """Why this backend cannot run this problem here; None where it can."""
+        return (self.missing() if device == self.device else None) or self.objection(problem, device)
 
     def forward(self, problem: Problem) -> tuple[Any, Any]:
         """Output (rank 4) and lse (rank 3)."""
@@ -55,6 +59,10 @@ class Backend:
         """Gradients of rank 4; bias_grad=False saves that of the bias, which is N x N where nothing else is."""
         result: Gradients = self.load().backward(problem, dout, out, lse, dlse, bias_grad=bias_grad)
         return result
+
+    def prepare(self, problem: Problem) -> Any:
+        """What runs this problem, and again all that differ from it in numbers alone: it has forward and backward."""
+        return self.load().prepare(problem)
 
 
 TABLE = (

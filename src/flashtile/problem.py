@@ -195,14 +195,15 @@ def library(q: Any, **others: Any) -> str:
         kind = "torch"
     else:
         raise DTypeError(f"q: expected a NumPy array or a torch tensor, got {type(q).__name__}")
+    numpy, device = kind == "numpy", None if kind == "numpy" else q.device
     for name, x in others.items():
         if x is None:
             continue
-        if isinstance(x, np.ndarray) != (kind == "numpy") or not hasattr(x, "shape"):
-            wanted = "a NumPy array" if kind == "numpy" else "a torch tensor"
+        if isinstance(x, np.ndarray) != numpy or not hasattr(x, "shape"):
+            wanted = "a NumPy array" if numpy else "a torch tensor"
             raise DTypeError(f"{name}: expected {wanted} like q, got {type(x).__name__}")
-        if kind == "torch" and x.device != q.device:
-            raise DTypeError(f"{name}: expected a tensor on {q.device} like q, got one on {x.device}")
+        if device is not None and x.device != device:
+            raise DTypeError(f"{name}: expected a tensor on {device} like q, got one on {x.device}")
     return kind
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashtile.problem import describe
-from flashtile.pytorch import autocast, call, kernel, ops
+from flashtile.pytorch import autocast, call, kernel, ops, prepared
 from flashtile.pytorch.autograd import Attention, reject_forward_mode
 from flashtile.pytorch.watch import unwatched
 
@@ -27,7 +27,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, backend: str
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if not recorded and unwatched(tensors):
         return (kernel.forward if return_lse else kernel.output)(q, k, v, backend, options)
-    describe(q, k, v, **options)  # so that a wrong call meets our words before torch's
+    # A wrong call should meet our words before torch's.
+    if device != "cpu" and unwatched(tensors):
+        prepared.find(q, k, v, backend, options)
+    else:
+        describe(q, k, v, **options)
     run: Any = Attention.apply if recorded else ops.ATTENTION
     out, lse = run(*call.of(q, k, v, backend, **options))
     return (out, lse) if return_lse else out

@@ -10,18 +10,23 @@ from torch import Tensor
 from flashtile import dispatch, threads
 from flashtile.dtypes import name_of, narrow
 from flashtile.problem import Problem, check_gradients, describe
+from flashtile.pytorch import prepared
 from flashtile.pytorch.bridge import to_numpy, to_torch
 from flashtile.pytorch.call import TENSORS
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Output and lse, contiguous, in the layout of q."""
+    if q.device.type != "cpu":
+        return prepared.forward(q, k, v, backend, options)
     problem, out, lse = _run(q, k, v, backend, options)
     return _given(problem, out, problem.out_dtype), _given(problem, lse, problem.accumulator)
 
 
 def output(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> Tensor:
     """The output alone: a small call notices what the tensor of an lse nobody wants costs."""
+    if q.device.type != "cpu":
+        return prepared.forward(q, k, v, backend, options)[0]
     problem, out, _ = _run(q, k, v, backend, options)
     return _given(problem, out, problem.out_dtype)
 
@@ -44,30 +49,33 @@ def backward(
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dbias, dsink, each contiguous and like its input; empty where there is none to give."""
-    problem, row = _chosen(q, k, v, backend, options)
-    view = to_numpy if q.device.type == "cpu" else Tensor.detach
-    given = (None if x is None else view(x) for x in (dout, out, lse, dlse))
-    grads = row.backward(problem, *check_gradients(problem, *given), bias_grad=bias_grad)
-    dq, dk, dv = (_given(problem, x, problem.dtype) for x in grads[:3])
+    if q.device.type != "cpu":
+        run, inputs = prepared.find(q, k, v, backend, options)
+        grads = run.backward(inputs, dout, out, lse, dlse, bias_grad=bias_grad)
+        dq, dk, dv = grads[:3]
+    else:
+        problem, row = _chosen(q, k, v, backend, options)
+        given = (None if x is None else to_numpy(x) for x in (dout, out, lse, dlse))
+        grads = row.backward(problem, *check_gradients(problem, *given), bias_grad=bias_grad)
+        dq, dk, dv = (_given(problem, x, problem.dtype) for x in grads[:3])
     return dq, dk, dv, _like(options["bias"], grads.dbias, q), _like(options["sink"], grads.dsink, q)
 
 
 def _chosen(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Problem, dispatch.Backend]:
-    device = q.device.type
-    if device == "cpu":
-        q, k, v = to_numpy(q), to_numpy(k), to_numpy(v)
-        options = options.copy()
-        for name in TENSORS:
-            if (x := options.get(name)) is not None:
-                options[name] = to_numpy(x)
-        options["threads"] = options.get("threads") or threads.asked_for() or torch.get_num_threads()
-    problem = describe(q, k, v, **options)
-    return problem, dispatch.choose(problem, backend, device)
+    """Of a call on the CPU, whose tensors are seen as NumPy arrays."""
+    options = options.copy()
+    for name in TENSORS:
+        if (x := options.get(name)) is not None:
+            options[name] = to_numpy(x)
+    if options.get("threads") is None:
+        options["threads"] = threads.asked_for() or torch.get_num_threads()
+    problem = describe(to_numpy(q), to_numpy(k), to_numpy(v), **options)
+    return problem, dispatch.choose(problem, backend)
 
 
 def _given(problem: Problem, x: Any, dtype: str) -> Tensor:
     """A backend's result as a contiguous tensor in the caller's layout."""
-    return _tensor(problem.as_given(x if isinstance(x, Tensor) else narrow(x, dtype)))
+    return to_torch(problem.as_given(narrow(x, dtype)))
 
 
 def _like(given: Tensor | None, grad: Any, q: Tensor) -> Tensor:
@@ -75,8 +83,4 @@ def _like(given: Tensor | None, grad: Any, q: Tensor) -> Tensor:
         return q.new_empty(0)
     if isinstance(grad, Tensor):
         return grad.to(given.dtype).reshape(given.shape)
-    return _tensor(narrow(grad, name_of(given.dtype))).reshape(given.shape)
-
-
-def _tensor(x: Any) -> Tensor:
-    return x.contiguous() if isinstance(x, Tensor) else to_torch(x)
+    return to_torch(narrow(grad, name_of(given.dtype))).reshape(given.shape)

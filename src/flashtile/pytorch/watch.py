@@ -7,8 +7,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-_PLAIN = 0  # the dispatch keys that come with any CPU tensor
-for _key in ("CPU", "AutogradCPU", "AutocastCPU", "ADInplaceOrView", "BackendSelect"):
+_PLAIN = 0  # the dispatch keys that come with any tensor on a CPU or GPU
+for _key in (
+    *("CPU", "AutogradCPU", "AutocastCPU", "CUDA", "AutogradCUDA", "AutocastCUDA"),
+    *("ADInplaceOrView", "BackendSelect"),
+):
     _PLAIN |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _key)).raw_repr()
 
 
@@ -17,7 +20,7 @@ def unwatched(tensors: Iterable[Tensor]) -> bool:
 
     Autograd and autocast are the caller's business.
     """
-    keys = torch._C._dispatch_tls_local_include_set().raw_repr()
+    keys = torch._C._dispatch_tls_local_include_set()
     for x in tensors:
-        keys |= torch._C._dispatch_keys(x).raw_repr()
-    return not keys & ~_PLAIN and not torch.overrides.has_torch_function(tensors)
+        keys = keys | torch._C._dispatch_keys(x)
+    return not keys.raw_repr() & ~_PLAIN and not torch.overrides.has_torch_function(tensors)

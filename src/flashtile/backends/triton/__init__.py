@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flashtile.problem import Problem
-from flashtile.results import Gradients
+
+if TYPE_CHECKING:
+    from flashtile.backends.triton.launch import Prepared
 
 LONGEST = 1 << 28
 
@@ -24,23 +26,25 @@ def missing() -> str | None:
 
 
 def why_not(problem: Problem) -> str | None:
-    """What these kernels do not do yet."""
+    """What these kernels do not do."""
     if max(problem.n_q, problem.n_k) > LONGEST:
         return f"sequences of more than {LONGEST} do not fit its 32-bit positions"
-    if problem.dropout and problem.dtype in ("float16", "bfloat16") and max(problem.dim, problem.dim_v) > 128:
-        return "dropout in 16 bits with head dims over 128 is not there yet"
     return None
 
 
-def forward(problem: Problem) -> tuple[Any, Any]:
-    """Output and lse, rank 4 and 3, on the device of q."""
+def tile(problem: Problem, capability: tuple[int, int] | None = None) -> tuple[int, int, int]:
+    """Query rows and keys of a tile, and how many query heads share it."""
+    from flashtile.backends.triton import tuning
+
+    config, heads = tuning.forward(problem, capability)
+    return max(1, config.block_q // heads), config.block_k, min(heads, config.block_q)
+
+
+def prepare(problem: Problem) -> Prepared:
+    """Its launches, for this problem and all that differ from it in numbers alone.
+
+    No atomics: gradients have the same bits on every run, whatever `deterministic` says.
+    """
     from flashtile.backends.triton import launch
 
-    return launch.forward(problem)
-
-
-def backward(problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Gradients:
-    """Gradients on the device of q. No atomics: the same bits on every run, whatever `deterministic` says."""
-    from flashtile.backends.triton import launch
-
-    return launch.backward(problem, dout, out, lse, dlse, bias_grad=bias_grad)
+    return launch.Prepared(problem)

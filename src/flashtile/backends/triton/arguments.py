@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from flashtile import dropout
+from flashtile.backends.triton.cuts import NEAR
+from flashtile.backends.triton.tuning import Config
+from flashtile.problem import Problem
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+SEED_MARK = 1 << 40  # see steady()
 
 
 class Rows(NamedTuple):
@@ -39,15 +51,15 @@ class Rule(NamedTuple):
     """What happens to q.k before the softmax, and to the weights after it. None compiles a feature out.
 
     Flat, because Triton 3.6 loses constants in nested tuples. scale, softcap and keep_scale are the bits of doubles: a
-    float argument would be rounded to 32 bits. left, right and offset are band.py's; no offset means that each
-    sequence's last query stands at its last key.
+    float argument would be rounded to 32 bits. left, right and offset are band.py's; no left or right means no limit,
+    no offset that each sequence's last query stands at its last key.
     """
 
     scale: int
     scale_first: int | None  # not None where scale <= 0: a maximum does not survive such a factor
     softcap: int | None
-    left: int
-    right: int
+    left: int | None
+    right: int | None
     offset: int | None
     mask: Any
     mask_sequence: int
@@ -62,7 +74,86 @@ class Rule(NamedTuple):
     alibi: Any
     alibi_sequence: int
     alibi_head: int
-    seed: int | None  # of dropout
+    seed_low: int | None  # of dropout, in two steady() halves
+    seed_high: int
     threshold: int
     keep_scale: int  # of 1 / (1 - dropout)
     heads: int
+
+
+class Constants(NamedTuple):
+    """What a kernel is compiled for; every field is a tl.constexpr, but for the interpreter, which has none."""
+
+    GROUP: Any
+    DIM: Any
+    DIM_V: Any
+    BLOCK_D: Any  # DIM padded to a power of two that the matrix units take
+    BLOCK_DV: Any
+    BLOCK_Q: Any
+    BLOCK_K: Any
+    PRECISION: Any
+    REAL: Any
+
+
+def rows(x: Any, p: Problem) -> Rows:
+    """x of rank 4, or an lse of rank 3."""
+    return Rows(x, 0 if p.packed else x.stride(0), x.stride(1), x.stride(2))
+
+
+def pairs(x: Any) -> Pairs:
+    if x is None:
+        return Pairs(None, 0, 0, 0, 0)
+    return Pairs(x, *(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)))
+
+
+def lengths(p: Problem) -> Lengths:
+    return Lengths(p.n_q, p.n_k, p.sequences, p.cu_q, p.cu_k, p.kv_lengths)
+
+
+def rule(p: Problem) -> Rule:
+    alibi: tuple[Any, int, int] = (None, 0, 0)
+    if p.alibi is not None:
+        alibi = (p.alibi, 0 if p.alibi.shape[0] == 1 else p.alibi.stride(0), p.alibi.stride(1))
+    drop: tuple[Any, int, int, int, int] = (None, 0, 0, 0, 0)
+    if p.dropout:
+        drop = (*steady(p.seed), dropout.threshold(p.dropout), bits(1 / (1 - p.dropout)), p.heads)
+    return Rule(
+        bits(p.scale),
+        None if p.scale > 0 else 0,
+        bits(p.softcap) if p.softcap else None,
+        limit(p.band.left),
+        limit(p.band.right),
+        None if p.align_end else max(-NEAR.value, min(p.band.offset, NEAR.value)),
+        *pairs(p.mask),
+        *pairs(p.bias),
+        *alibi,
+        *drop,
+    )
+
+
+def constants(p: Problem, config: Config, precision: str) -> Constants:
+    real = tl.float64 if p.accumulator == "float64" else tl.float32
+    sizes = (p.group, p.dim, p.dim_v, block(p.dim), block(p.dim_v), config.block_q, config.block_k)
+    values = (*sizes, precision, real)
+    return Constants(*values) if INTERPRETED else Constants(*map(tl.constexpr, values))
+
+
+def block(dim: int) -> int:
+    """A head dim in a tile."""
+    return max(16, int(triton.next_power_of_2(dim)))
+
+
+def steady(seed: int) -> tuple[int, int]:
+    """A seed as two odd numbers of 41 bits: Triton compiles anew when an integer's width or alignment changes."""
+    low, high = seed & 0xFFFFFFFF, seed >> 32
+    return SEED_MARK | low << 1 | 1, SEED_MARK | high << 1 | 1
+
+
+def bits(x: float) -> int:
+    found: int = struct.unpack("<q", struct.pack("<d", x))[0]
+    return found
+
+
+def limit(x: int) -> int | None:
+    """A limit of the band, or None where no sequence is so long."""
+    return None if x >= NEAR.value else max(x, -NEAR.value)

@@ -2,8 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Place(NamedTuple):
+    """One sequence: where its rows begin, how many there are, how many keys are in use, and the band's offset."""
+
+    sequence: Any
+    q_start: Any
+    q_len: Any
+    k_start: Any
+    k_room: Any
+    k_len: Any
+    offset: Any
+
+
+class Head(NamedTuple):
+    """One head of one sequence: a pointer to its first row and the way to the next; where a descriptor finds it."""
+
+    ptr: Any
+    row: Any
+    length: Any
+    sequence: Any
+    head: Any
+    start: Any
 
 
 @triton.jit
@@ -18,36 +43,26 @@ def wide(x):
 
 
 @triton.jit
-def base(x, sequence, head, start):
-    """Pointer to a sequence's first row of a head. `head` may be a block."""
-    return x.ptr + wide(sequence) * x.sequence + wide(head) * x.head + wide(start) * x.row
+def head_of(x, sequence, head, start, length):
+    """Rows start .. start + length of a head of x."""
+    ptr = x.ptr + wide(sequence) * x.sequence + wide(head) * x.head + wide(start) * x.row
+    return Head(ptr, x.row, length, sequence * (x.sequence != 0), head, start)
 
 
 @triton.jit
-def load_block(
-    x,
-    desc,
-    sequence,
-    head,
-    first,
-    inside,
-    ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    RAGGED: tl.constexpr,
-):
-    """[ROWS, BLOCK] from row `first` of a head on: 0 beyond DIM and, where RAGGED, outside.
+def load_rows(x, desc, first, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, RAGGED: tl.constexpr):
+    """[ROWS, BLOCK] from row `first` of a head on: 0 beyond DIM and, where RAGGED, beyond its last row.
 
     With a descriptor the copy engine fetches it; it may then hold a neighbour's rows where a packed sequence ends.
     """
     if desc is not None:
-        return tl.reshape(desc.load([sequence * (x.sequence != 0), head, first, 0]), [ROWS, BLOCK])
+        return tl.reshape(desc.load([x.sequence, x.head, x.start + first, 0]), [ROWS, BLOCK])
     else:
         o_r = tl.arange(0, ROWS)
         o_d = tl.arange(0, BLOCK)
-        p = base(x, sequence, head, first) + o_r[:, None] * x.row + o_d[None, :]
+        p = x.ptr + wide(first) * x.row + o_r[:, None] * x.row + o_d[None, :]
         if RAGGED:
-            return tl.load(p, mask=inside[:, None] & (o_d < DIM)[None, :], other=0.0)
+            return tl.load(p, mask=(first + o_r < x.length)[:, None] & (o_d < DIM)[None, :], other=0.0)
         elif DIM != BLOCK:
             return tl.load(p, mask=(o_d < DIM)[None, :], other=0.0)
         else:
@@ -55,9 +70,31 @@ def load_block(
 
 
 @triton.jit
-def store_block(p, row, first, o_r, o_d, inside, DIM: tl.constexpr, x):
-    p_block = p + wide(first) * row + o_r[:, None] * row + o_d[None, :]
-    tl.store(p_block, x.to(p.dtype.element_ty), mask=inside[:, None] & (o_d < DIM)[None, :])
+def store_rows(x, first, block, DIM: tl.constexpr):
+    """The columns up to DIM of a block, as far as the head has rows."""
+    o_r = tl.arange(0, block.shape[0])
+    o_d = tl.arange(0, block.shape[1])
+    p = x.ptr + wide(first) * x.row + o_r[:, None] * x.row + o_d[None, :]
+    there = (first + o_r < x.length)[:, None] & (o_d < DIM)[None, :]
+    tl.store(p, block.to(x.ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def load_column(x, first, ROWS: tl.constexpr, other, RAGGED: tl.constexpr):
+    """[ROWS] of one number a row, such as the lse; `other` where RAGGED and beyond the last row."""
+    o_r = tl.arange(0, ROWS)
+    p = x.ptr + wide(first) * x.row + o_r * x.row
+    if RAGGED:
+        return tl.load(p, mask=first + o_r < x.length, other=other)
+    else:
+        return tl.load(p)
+
+
+@triton.jit
+def store_column(x, first, column):
+    """One number a row, as far as the head has rows."""
+    o_r = tl.arange(0, column.shape[0])
+    tl.store(x.ptr + wide(first) * x.row + o_r * x.row, column, mask=first + o_r < x.length)
 
 
 @triton.jit
@@ -94,13 +131,13 @@ def extent(p_cu, sequence, n):
 
 @triton.jit
 def measure(lengths, offset, sequence):
-    """q_start, q_len, k_start, room for keys, keys in use, and the band's offset in a sequence."""
+    """The Place of a sequence. With no offset its last query stands at its last key."""
     q_start, q_len = extent(lengths.cu_q, sequence, lengths.n_q)
     k_start, k_room = extent(lengths.cu_k, sequence, lengths.n_k)
     k_len = k_room
     if lengths.kv is not None:
         k_len = tl.load(lengths.kv + sequence).to(tl.int32)
     if offset is None:
-        return q_start, q_len, k_start, k_room, k_len, k_len - q_len
+        return Place(sequence, q_start, q_len, k_start, k_room, k_len, k_len - q_len)
     else:
-        return q_start, q_len, k_start, k_room, k_len, offset
+        return Place(sequence, q_start, q_len, k_start, k_room, k_len, offset)

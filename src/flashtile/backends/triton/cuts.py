@@ -5,6 +5,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+NEAR = tl.constexpr(1 << 29)  # "no limit" in 32 bits: sums of two still fit
+
+
+@triton.jit
+def reach(limit):
+    """A limit of the band as a number; None is none."""
+    if limit is None:
+        return NEAR
+    else:
+        return limit
+
 
 @triton.jit
 def clip(x, low, high):

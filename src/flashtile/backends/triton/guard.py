@@ -18,8 +18,9 @@ CHUNK = tl.constexpr(32)  # columns that poison() mends at a time
 
 @triton.jit
 def spoiled(x):
-    """Whether a block holds any NaN or Inf."""
-    return tl.max(tl.max(((x - x) != 0).to(tl.int32), 1), 0) > 0
+    """Whether a block holds any NaN or Inf. Of rank 2 to the end: Triton 3.6 fails on sm_100 without."""
+    rows = tl.max(((x - x) != 0).to(tl.int32), 1, keep_dims=True)
+    return tl.reshape(tl.max(rows, 0, keep_dims=True), []) > 0
 
 
 @triton.jit
@@ -38,29 +39,20 @@ def finite_part(x, GUARD: tl.constexpr):
 
 @triton.jit
 def poison(
-    p_target,
-    target_rows,
-    in_target,
-    p_source,
-    source_row,
-    first,
-    in_source,
-    visible,
-    DIM: tl.constexpr,
-    INF_IS_NAN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    p_rows, in_target, source, first, visible, DIM: tl.constexpr, INF_IS_NAN: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """Give each target row the NaN and Inf of the source rows it sees: [t, DIM] by [t, s] visible, [s, DIM].
+    """Give each target row the NaN and Inf of the source rows it sees: [t] pointers to rows by [t, s] visible.
 
     INF_IS_NAN: the source is a query or a key; an Inf there makes a score of -Inf at best, and 0 * Inf a NaN.
     One product counts what a row sees in each column: NaN by ones, Inf by 2^8, -Inf by 2^16, exact in bfloat16.
     """
     ROWS: tl.constexpr = visible.shape[0]
     SOURCES: tl.constexpr = visible.shape[1]
+    o_s = tl.arange(0, SOURCES)
+    in_source = first + o_s < source.length
     for c in range(0, DIM, CHUNK):
         o_d = c + tl.arange(0, CHUNK)
-        o_s = tl.arange(0, SOURCES)
-        p_block = p_source + wide(first) * source_row + o_s[:, None] * source_row + o_d[None, :]
+        p_block = source.ptr + wide(first) * source.row + o_s[:, None] * source.row + o_d[None, :]
         B = tl.load(p_block, mask=in_source[:, None] & (o_d < DIM)[None, :], other=0.0).to(tl.float32)
         if INF_IS_NAN:
             code = tl.where((B - B) != 0, 1.0, 0.0)
@@ -69,11 +61,11 @@ def poison(
         count = tl.zeros([ROWS, CHUNK], tl.float32)
         EXACT: tl.constexpr = tl.float32 if PRECISION == "wide" else tl.bfloat16
         count = dot(visible.to(EXACT), code.to(EXACT), count, PRECISION).to(tl.int32)
-        p = p_target + target_rows[:, None] + o_d[None, :]
+        p = p_rows[:, None] + o_d[None, :]
         there = in_target[:, None] & (o_d < DIM)[None, :]
         x = tl.load(p, mask=there, other=0.0)
         x = tl.where(((count >> 8) & 255) > 0, x + float("inf"), x)
         x = tl.where((count >> 16) > 0, x - float("inf"), x)
         x = tl.where((count & 255) > 0, float("nan"), x)
-        tl.store(p, x.to(p_target.dtype.element_ty), mask=there)
+        tl.store(p, x.to(p_rows.dtype.element_ty), mask=there)
     tl.debug_barrier()

@@ -2,154 +2,253 @@
 
 from __future__ import annotations
 
-import struct
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 import triton
-import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flashtile import dropout
 from flashtile.backends.triton import tuning
-from flashtile.backends.triton.arguments import Lengths, Pairs, Rows, Rule
-from flashtile.backends.triton.backward import dbias_kernel, delta_kernel, dkdv_kernel, dq_kernel
-from flashtile.backends.triton.forward import forward_kernel
-from flashtile.backends.triton.merge import merge_kernel
+from flashtile.backends.triton.arguments import (
+    INTERPRETED,
+    Lengths,
+    Rows,
+    Rule,
+    block,
+    constants,
+    lengths,
+    pairs,
+    rule,
+    steady,
+)
+from flashtile.backends.triton.backward_kernels import dbias_kernel, dkdv_kernel, dq_kernel, statistics_kernel
+from flashtile.backends.triton.forward_kernel import forward_kernel
+from flashtile.backends.triton.merge_kernel import merge_kernel
+from flashtile.backends.triton.start import Start
+from flashtile.backends.triton.tensors import Result, aligned, blocks, outline, strides
 from flashtile.backends.triton.tuning import Config
-from flashtile.band import FAR
-from flashtile.problem import Problem
+from flashtile.inputs import TENSORS, Inputs
+from flashtile.problem import Problem, check_gradients
 from flashtile.results import Gradients
 
-NEAR = 1 << 29  # "no limit" in 32 bits: sums of two still fit
-INTERPRETED = bool(triton.knobs.runtime.interpret)
-NO_PAIRS = Pairs(None, 0, 0, 0, 0)
 MOST_SPLITS = 64
 
 
-def forward(problem: Problem) -> tuple[Any, Any]:
-    """Output and lse."""
-    p = problem
-    q, k, v = (_contiguous(x) for x in (p.q, p.k, p.v))
-    real = getattr(torch, p.accumulator)
-    out = _empty(p, p.out_shape(), getattr(torch, p.out_dtype))
-    lse = _empty(p, p.out_shape()[:-1], real)
-    if out.numel() == 0:
-        return out, lse
-    config = _config("forward", p)
-    packed_heads = p.group if _few_rows(p, config) else 1
-    if packed_heads * p.n_q <= tuning.DECODE.block_q and not p.packed:
-        config = tuning.DECODE._replace(block_k=min(tuning.DECODE.block_k, config.block_k))
-    tiles = _tiles(p, p.n_q * packed_heads, q.shape[2], config.block_q)
-    programs = tiles * (p.heads // packed_heads) * (1 if p.packed else p.sequences)
-    splits = _splits(p, programs, config, q.device)
-    parts, part_lse = (out, lse), None
-    if splits > 1:
-        part = q.new_empty((splits, *out.shape), dtype=real)
-        part_lse = q.new_empty((splits, *lse.shape), dtype=real)
-        parts = (part[0], part_lse[0])
-    forward_kernel[(tiles, p.heads // packed_heads, (1 if p.packed else p.sequences) * splits)](
-        *(_rows(x, p) for x in (q, k, v)),
-        _descriptor(k, config, config.block_k, p.dim),
-        _descriptor(v, config, config.block_k, p.dim_v),
-        *(_rows(x, p) for x in parts),
-        None if p.sink is None else p.sink.contiguous(),
-        _rule(p),
-        _lengths(p),
-        0 if splits == 1 else part.stride(0),
-        0 if part_lse is None else part_lse.stride(0),
-        PACKED_HEADS=packed_heads,
-        SPLITS=splits,
-        FIRST_STRETCH=0 if p.band.left < FAR else 1,
-        **_constants(p, config),
-    )
-    if splits > 1 and part_lse is not None:
-        merge_kernel[(lse.numel(),)](
-            Rows(part, *part.stride()[1:4]),
-            Rows(part_lse, *part_lse.stride()[1:4]),
-            Rows(out, *out.stride()[:3]),
-            Rows(lse, *lse.stride()),
-            part.stride(0),
-            part_lse.stride(0),
-            out.shape[2],
-            p.heads,
-            SPLITS=splits,
-            BLOCK_S=triton.next_power_of_2(splits),
-            DIM_V=p.dim_v,
-            BLOCK_DV=_block(p.dim_v),
-        )
-    return out, lse
+class Prepared:
+    """A call without its numbers: what is launched for tensors of these shapes, strides, dtypes and alignments."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._device = problem.q.device
+        self._aligned = {name: aligned(getattr(problem, name)) for name in "qkv"}
+        self._problem = replace(problem, **{name: outline(getattr(problem, name)) for name in TENSORS})
+        self._forward = Forward(self._problem, self._device, self._aligned)
+        self._backward: dict[Any, Backward] = {}
+
+    def forward(self, x: Inputs) -> tuple[Any, Any]:
+        """Output and lse, contiguous, in the caller's layout."""
+        with _on(self._device):
+            return self._forward(x)
+
+    def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Gradients:
+        """Gradients from the saved output and lse, in the caller's layout, those of bias (of rank 4) and sink wide."""
+        dout, out = (y if y.stride(-1) == 1 else y.contiguous() for y in (dout, out))
+        given = (dout, out, lse, dlse)
+        key = (bias_grad, *(None if y is None else (y.shape, y.stride(), y.dtype, aligned(y)) for y in given))
+        run = self._backward.get(key)
+        if run is None:
+            outlines = check_gradients(self._problem, *map(outline, given))
+            run = Backward(self._problem, self._device, self._aligned | {"dout": aligned(dout)}, outlines, bias_grad)
+            self._backward[key] = run
+        with _on(self._device):
+            return run(x, *given)
 
 
-def backward(problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Gradients:
-    """Gradients from the saved output and lse."""
-    p = problem
-    q, k, v, dout, out = (_contiguous(x) for x in (p.q, p.k, p.v, dout, out))
-    real = getattr(torch, p.accumulator)
-    delta = q.new_empty(lse.shape, dtype=real)
-    dq, dk, dv = (_empty(p, x.shape, x.dtype) for x in (q, k, v))
-    dbias = None if p.bias is None or not bias_grad else q.new_zeros(p.bias.shape, dtype=real)
-    if q.numel():
-        delta_kernel[(triton.cdiv(q.shape[2], tuning.DELTA_ROWS), p.heads, q.shape[0])](
-            *(None if x is None else Rows(x, *x.stride()[:3]) for x in (dout, out, lse, dlse, delta)),
-            q.shape[2],
+class Forward:
+    """The launches of a forward pass."""
+
+    def __init__(self, p: Problem, device: Any, is_aligned: dict[str, bool]) -> None:
+        n_rows, batch = p.q.shape[2], p.q.shape[0]
+        self._out = Result(p, p.heads, n_rows, p.dim_v, p.out_dtype, device)
+        self._lse = Result(p, p.heads, n_rows, None, p.accumulator, device)
+        self._real = getattr(torch, p.accumulator)
+        config, packed_heads = tuning.forward(p, _capability(device))
+        tiles, heads = _tiles(p, p.n_q * packed_heads, n_rows, config.block_q), p.heads // packed_heads
+        self._splits = _splits(p, tiles * heads * batch, config, device)
+        self._strides = tuple(strides(x, p) for x in (p.q, p.k, p.v))
+        self._k_blocks = blocks(p.k, is_aligned["k"], config, config.block_k)
+        self._v_blocks = blocks(p.v, is_aligned["v"], config, config.block_k)
+        self._rule, self._lengths = rule(p), lengths(p)
+        self._counts = (tiles, heads)
+        self._merge_counts = (n_rows, p.heads)
+        self._start = Start(
+            forward_kernel,
+            tiles * heads * self._splits * batch,
+            _options(config),
+            PACKED_HEADS=packed_heads,
+            SPLITS=self._splits,
+            C=constants(p, config, _precision(p, device)),
+        )
+        self._merge = Start(
+            merge_kernel,
+            batch * p.heads * n_rows,
+            SPLITS=self._splits,
+            BLOCK_S=triton.next_power_of_2(self._splits),
             DIM_V=p.dim_v,
-            BLOCK_DV=_block(p.dim_v),
-            BLOCK=tuning.DELTA_ROWS,
+            BLOCK_DV=block(p.dim_v),
         )
-    inputs = tuple(_rows(x, p) for x in (q, k, v, dout))
-    statistics, rest = (_rows(lse, p), _rows(delta, p)), (_rule(p), _lengths(p))
-    batch = 1 if p.packed else p.sequences
-    config = _config("dkdv", p)
-    if k.numel():
-        dkdv_kernel[(_tiles(p, p.n_k, k.shape[2], config.block_k), p.kv_heads, batch)](
-            *inputs,
-            _descriptor(q, config, config.block_q, p.dim),
-            _descriptor(dout, config, config.block_q, p.dim_v),
-            *statistics,
-            _rows(dk, p),
-            _rows(dv, p),
-            *rest,
-            **_constants(p, config),
+
+    def __call__(self, x: Inputs) -> tuple[Any, Any]:
+        out, lse = self._out.make(), self._lse.make()
+        if self._out.numel == 0:
+            return out.ptr, lse.ptr
+        part, part_lse, between = out, lse, (0, 0)
+        if self._splits > 1:
+            part, part_lse = self._out.parts(self._splits, self._real), self._lse.parts(self._splits, self._real)
+            between = (part.ptr.stride(0), part_lse.ptr.stride(0))
+        q, k, v = self._strides
+        self._start(
+            Rows(x.q, *q),
+            Rows(x.k, *k),
+            Rows(x.v, *v),
+            self._k_blocks(x.k),
+            self._v_blocks(x.v),
+            part,
+            part_lse,
+            x.sink,
+            _rule_of(self._rule, x),
+            _lengths_of(self._lengths, x),
+            *self._counts,
+            *between,
         )
-    config = _config("dq", p)
-    if q.numel():
-        dq_kernel[(_tiles(p, p.n_q, q.shape[2], config.block_q), p.heads, batch)](
-            *inputs,
-            _descriptor(k, config, config.block_k, p.dim),
-            _descriptor(v, config, config.block_k, p.dim_v),
-            *statistics,
-            _rows(dq, p),
-            *rest,
-            FIRST_STRETCH=0 if p.band.left < FAR else 1,
-            **_constants(p, config),
+        if self._splits > 1:
+            self._merge(part, part_lse, out, lse, *between, *self._merge_counts)
+        return out.ptr, lse.ptr
+
+
+class Backward:
+    """The launches of a backward pass. `given`: outlines of dout, out, lse and dlse."""
+
+    def __init__(
+        self, p: Problem, device: Any, is_aligned: dict[str, bool], given: tuple[Any, ...], bias_grad: bool
+    ) -> None:
+        dout, n_rows, batch = given[0], p.q.shape[2], p.q.shape[0]
+        self._strides = tuple(strides(x, p) for x in (p.q, p.k, p.v))
+        self._given_strides = tuple(None if x is None else strides(x, p) for x in given)
+        self._rule, self._lengths = rule(p), lengths(p)
+        self._real = getattr(torch, p.accumulator)
+        self._delta = Result(p, p.heads, n_rows, None, p.accumulator, device)
+        self._dq = Result(p, p.heads, n_rows, p.dim, p.dtype, device)
+        self._dk = Result(p, p.kv_heads, p.k.shape[2], p.dim, p.dtype, device)
+        self._dv = Result(p, p.kv_heads, p.k.shape[2], p.dim_v, p.dtype, device)
+        self._row_counts = (n_rows, p.heads)
+        heads_at = 1 if p.packed else p.rank - 3  # among the axes of an lse; a call of rank 2 has one head and no axis
+        self._rows_at = tuple(axis for axis in range(len(self._delta.shape)) if axis != heads_at)
+        self._statistics_start = Start(
+            statistics_kernel,
+            int(triton.cdiv(n_rows, tuning.STATISTICS_ROWS)) * p.heads * batch,
+            DIM_V=p.dim_v,
+            BLOCK_DV=block(p.dim_v),
+            BLOCK=tuning.STATISTICS_ROWS,
         )
-    if dbias is not None and dbias.numel():
-        config = tuning.DBIAS if max(p.dim, p.dim_v) <= 128 else tuning.DBIAS._replace(block_q=16, block_k=16)
-        names = ("SHARE_SEQUENCES", "SHARE_HEADS", "SHARE_ROWS", "SHARE_KEYS")
-        shared = dict(zip(names, (n == 1 for n in dbias.shape), strict=True))
-        dbias_kernel[
-            (
-                triton.cdiv(dbias.shape[2], config.block_q),
-                triton.cdiv(dbias.shape[3], config.block_k),
-                dbias.shape[0] * dbias.shape[1],
+        config = _config("dkdv", p, device)
+        self._q_blocks = blocks(p.q, is_aligned["q"], config, config.block_q)
+        self._dout_blocks = blocks(dout, is_aligned["dout"], config, config.block_q)
+        self._k_counts = (_tiles(p, p.n_k, p.k.shape[2], config.block_k), p.kv_heads)
+        self._dkdv_start = Start(
+            dkdv_kernel,
+            self._k_counts[0] * p.kv_heads * batch,
+            _options(config),
+            C=constants(p, config, _precision(p, device)),
+        )
+        config = _config("dq", p, device)
+        self._k_blocks = blocks(p.k, is_aligned["k"], config, config.block_k)
+        self._v_blocks = blocks(p.v, is_aligned["v"], config, config.block_k)
+        self._q_counts = (_tiles(p, p.n_q, n_rows, config.block_q), p.heads)
+        self._dq_start = Start(
+            dq_kernel,
+            self._q_counts[0] * p.heads * batch,
+            _options(config),
+            C=constants(p, config, _precision(p, device)),
+        )
+        self._bias_shape = p.bias.shape if bias_grad and p.bias is not None else None
+        if self._bias_shape is not None:
+            config = _config("dbias", p, device)
+            sequences, heads, down, across = self._bias_shape
+            self._dbias_start = Start(
+                dbias_kernel,
+                int(triton.cdiv(down, config.block_q) * triton.cdiv(across, config.block_k)) * sequences * heads,
+                _options(config),
+                SHARE_SEQUENCES=sequences == 1,
+                SHARE_HEADS=heads == 1,
+                SHARE_ROWS=down == 1,
+                SHARE_KEYS=across == 1,
+                C=constants(p, config, _precision(p, device)),
             )
-        ](*inputs, *statistics, _pairs(dbias), *rest, p.heads, *dbias.shape[2:], **shared, **_constants(p, config))
-    return Gradients(dq, dk, dv, dbias, _dsink(p, lse, delta, real))
+
+    def __call__(self, x: Inputs, *given: Any) -> Gradients:
+        q, k, v = (Rows(y, *s) for y, s in zip((x.q, x.k, x.v), self._strides, strict=True))
+        dout, out, lse, dlse = (
+            None if y is None or s is None else Rows(y, *s) for y, s in zip(given, self._given_strides, strict=True)
+        )
+        log2, delta = self._delta.make(), self._delta.make()
+        dq, dk, dv = self._dq.make(), self._dk.make(), self._dv.make()
+        a_rule, a_lengths = _rule_of(self._rule, x), _lengths_of(self._lengths, x)
+        if self._delta.numel:
+            self._statistics_start(dout, out, lse, dlse, log2, delta, *self._row_counts)
+        if self._dk.numel:
+            fetched = self._q_blocks(x.q), self._dout_blocks(given[0])
+            self._dkdv_start(q, k, v, dout, *fetched, log2, delta, dk, dv, a_rule, a_lengths, *self._k_counts)
+        if self._dq.numel:
+            fetched = self._k_blocks(x.k), self._v_blocks(x.v)
+            self._dq_start(q, k, v, dout, *fetched, log2, delta, dq, a_rule, a_lengths, *self._q_counts)
+        dbias = None
+        if self._bias_shape is not None:
+            dbias = x.q.new_zeros(self._bias_shape, dtype=self._real)
+            if dbias.numel():
+                heads, shape = self._row_counts[1], self._bias_shape
+                self._dbias_start(q, k, v, dout, log2, delta, pairs(dbias), a_rule, a_lengths, heads, *shape[2:])
+        dsink = None if x.sink is None else self._dsink(x.sink, given[2], delta.ptr)
+        return Gradients(dq.ptr, dk.ptr, dv.ptr, dbias, dsink)
+
+    def _dsink(self, sink: Any, lse: Any, delta: Any) -> Any:
+        """-sum over rows of exp(sink - lse) * delta; an empty row has no part in it."""
+        heads = sink.to(self._real).reshape([-1 if axis not in self._rows_at else 1 for axis in range(lse.ndim)])
+        weight = torch.exp(heads - lse)
+        parts = torch.where(torch.isneginf(lse), torch.zeros_like(delta), weight * delta)
+        return -parts.sum(self._rows_at).reshape(sink.shape)
 
 
-def _dsink(p: Problem, lse: Any, delta: Any, real: Any) -> Any:
-    """-sum over rows of exp(sink - lse) * delta; an empty row has no part in it."""
-    if p.sink is None:
-        return None
-    weight = torch.exp(p.sink.to(real)[:, None] - lse)
-    return -torch.where(torch.isneginf(lse), torch.zeros_like(delta), weight * delta).sum((0, 2))
+def _on(device: Any) -> Any:
+    """Triton launches on the current device; to make it so costs more than to see that it is."""
+    here = device.type != "cuda" or device.index == torch._C._cuda_getDevice()
+    return nullcontext() if here else torch.cuda.device(device)
 
 
-def _config(kernel: str, p: Problem) -> Config:
-    pairs = p.mask is not None or p.bias is not None
-    return tuning.choose(kernel, p.dim, p.dim_v, p.q.element_size(), _capability(p.q.device), pairs)
+def _rule_of(a_rule: Rule, x: Inputs) -> Rule:
+    """The rule with the tensors and the seed of this call."""
+    if x.mask is None and x.bias is None and x.alibi is None and a_rule.seed_low is None:
+        return a_rule
+    low, high = (None, 0) if a_rule.seed_low is None else steady(x.seed)
+    return a_rule._replace(mask=x.mask, bias=x.bias, alibi=x.alibi, seed_low=low, seed_high=high)
+
+
+def _lengths_of(some: Lengths, x: Inputs) -> Lengths:
+    if x.cu_q is None and x.kv_lengths is None:
+        return some
+    return some._replace(cu_q=x.cu_q, cu_k=x.cu_k, kv=x.kv_lengths)
+
+
+def _config(kernel: str, p: Problem, device: Any) -> Config:
+    if kernel == "dbias":
+        return tuning.DBIAS if max(p.dim, p.dim_v) <= 128 else tuning.DBIAS._replace(block_q=16)
+    with_pairs = p.mask is not None or p.bias is not None
+    return tuning.choose(kernel, p.dim, p.dim_v, p.q.element_size(), _capability(device), with_pairs)
+
+
+def _options(config: Config) -> dict[str, int]:
+    return {"num_warps": config.warps, "num_stages": config.stages}
 
 
 @cache
@@ -158,107 +257,38 @@ def _capability(device: Any) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if nvidia else None
 
 
-def _few_rows(p: Problem, config: Config) -> bool:
-    """Whether the query heads of a group should share the rows of a tile, which they would leave half empty."""
-    return p.group > 1 and not p.packed and p.n_q * 2 <= config.block_q
+@cache
+def _processors(device: Any) -> int:
+    if device.type != "cuda":
+        return 8  # so that the interpreter meets splits too
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _precision(p: Problem, device: Any) -> str:
+    """How float32 is multiplied: in three parts of 11 bits, as exact as float32, or in one where torch is told so."""
+    if INTERPRETED:
+        return "wide"
+    if p.dtype != "float32" or (_capability(device) or (0, 0)) < (8, 0):
+        return "ieee"
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def _splits(p: Problem, programs: int, config: Config, device: Any) -> int:
     """Shares of the keys, where queries alone leave processors idle. By shape and device only: bits stay the same."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
-    wanted = processors // max(programs, 1)
+    wanted = _processors(device) // max(programs, 1)
     return max(1, min(wanted, MOST_SPLITS, p.n_k // (4 * config.block_k)))
 
 
-def _tiles(p: Problem, rows: int, total: int, block: int) -> int:
+def _tiles(p: Problem, rows: int, total: int, block_rows: int) -> int:
     """Tiles along the rows. Packed sequences may begin within a tile, so each of them may need one more."""
-    return total // block + p.sequences if p.packed else int(triton.cdiv(rows, block))
+    return total // block_rows + p.sequences if p.packed else int(triton.cdiv(rows, block_rows))
 
 
-def _empty(p: Problem, shape: tuple[int, ...], dtype: Any) -> Any:
-    """A tensor of this shape; packed ones lie as (rows, heads, ...) in memory."""
-    if not p.packed:
-        return p.q.new_empty(shape, dtype=dtype)
-    return p.q.new_empty((1, shape[2], shape[1], *shape[3:]), dtype=dtype).swapaxes(1, 2)
+def forward(problem: Problem) -> tuple[Any, Any]:
+    """Output and lse of one problem."""
+    return Prepared(problem).forward(Inputs.of(problem))
 
 
-def _contiguous(x: Any) -> Any:
-    """x with contiguous columns."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def _rows(x: Any, p: Problem) -> Rows:
-    return Rows(x, 0 if p.packed else x.stride(0), x.stride(1), x.stride(2))
-
-
-def _pairs(x: Any) -> Pairs:
-    if x is None:
-        return NO_PAIRS
-    return Pairs(x, *(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)))
-
-
-def _descriptor(x: Any, config: Config, rows: int, dim: int) -> Any:
-    """For the copy engine, where the table asks for it and the tensor allows it: all strides multiples of 16 bytes."""
-    item = x.element_size()
-    if not config.descriptors or x.data_ptr() % 16 or any(s * item % 16 or s == 0 for s in x.stride()[:3]):
-        return None
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, _block(dim)])
-
-
-def _rule(p: Problem) -> Rule:
-    alibi: tuple[Any, int, int] = (None, 0, 0)
-    if p.alibi is not None:
-        alibi = (p.alibi, 0 if p.alibi.shape[0] == 1 else p.alibi.stride(0), p.alibi.stride(1))
-    drop: tuple[Any, int, int, int] = (None, 0, 0, 0)
-    if p.dropout:
-        drop = (_signed(p.seed), dropout.threshold(p.dropout), _bits(1 / (1 - p.dropout)), p.heads)
-    return Rule(
-        _bits(p.scale),
-        None if p.scale > 0 else 0,
-        _bits(p.softcap) if p.softcap else None,
-        _limit(p.band.left),
-        _limit(p.band.right),
-        None if p.align_end else _limit(p.band.offset),
-        *_pairs(p.mask),
-        *_pairs(p.bias),
-        *alibi,
-        *drop,
-    )
-
-
-def _lengths(p: Problem) -> Lengths:
-    return Lengths(p.n_q, p.n_k, p.sequences, p.cu_q, p.cu_k, p.kv_lengths)
-
-
-def _constants(p: Problem, config: Config) -> dict[str, Any]:
-    return {
-        "GROUP": p.group,
-        "DIM": p.dim,
-        "DIM_V": p.dim_v,
-        "BLOCK_D": _block(p.dim),
-        "BLOCK_DV": _block(p.dim_v),
-        "BLOCK_Q": config.block_q,
-        "BLOCK_K": config.block_k,
-        "PRECISION": "wide" if INTERPRETED else "ieee",
-        "REAL": tl.float64 if p.accumulator == "float64" else tl.float32,
-        "num_warps": config.warps,
-        "num_stages": config.stages,
-    }
-
-
-def _block(dim: int) -> int:
-    """A head dim in a tile: a power of two that the matrix units take."""
-    return max(16, int(triton.next_power_of_2(dim)))
-
-
-def _bits(x: float) -> int:
-    bits: int = struct.unpack("<q", struct.pack("<d", x))[0]
-    return bits
-
-
-def _signed(seed: int) -> int:
-    return seed - (1 << 64) if seed >> 63 else seed
-
-
-def _limit(x: int) -> int:
-    return max(-NEAR, min(x, NEAR))
+def backward(problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Gradients:
+    """Gradients of one problem."""
+    return Prepared(problem).backward(Inputs.of(problem), dout, out, lse, dlse, bias_grad=bias_grad)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -9,6 +11,24 @@ from flashtile.backends.triton.blocks import number, wide
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+
+
+class Tile(NamedTuple):
+    """Where a tile of scores stands. Positions broadcast, [r, 1] and [1, c] or the other way round; so does o_h."""
+
+    o_i: Any
+    o_j: Any
+    o_h: Any
+    real_i: Any  # whether there is such a query
+    k_len: Any
+    sequence: Any
+    offset: Any
+
+
+@triton.jit
+def inside(tile):
+    """Pairs of real queries and keys in use."""
+    return tile.real_i & (tile.o_j < tile.k_len)
 
 
 @triton.jit
@@ -29,17 +49,16 @@ def tanh(x):
 
 @triton.jit
 def pair_pointers(p, sequence_stride, head_stride, row_stride, column_stride, sequence, o_h, o_i, o_j):
-    """Pointers into a mask or bias. o_i and o_j broadcast, either way round; o_h is a scalar or goes with o_i."""
+    """Pointers into a mask, a bias or its gradient."""
     p += wide(sequence) * sequence_stride + wide(o_h) * head_stride
     return p + wide(o_i) * row_stride + wide(o_j) * column_stride
 
 
 @triton.jit
-def shape_scores(S, rule, o_i, o_j, o_h, inside, sequence, offset, MASKED: tl.constexpr):
-    """softcap, + bias, + alibi, mask, of q.k (S). Returns S, its unit, softcap's slope, and what is visible.
+def shape_scores(S, rule, tile):
+    """softcap, + bias, + alibi, of q.k (S). Returns S, its unit, and softcap's slope.
 
     S * unit is the score in base 2: where nothing bends or shifts the scores, scaling waits until exp2, as an FMA.
-    o_i, o_j: query and key positions, [r, 1] and [1, c] or the other way round. `inside`: real queries and keys.
     """
     scale = number(rule.scale, S.dtype)
     slope = S
@@ -55,28 +74,58 @@ def shape_scores(S, rule, o_i, o_j, o_h, inside, sequence, offset, MASKED: tl.co
         unit = unit * 0 + LOG2E
     if rule.bias is not None:
         p_bias = pair_pointers(
-            rule.bias, rule.bias_sequence, rule.bias_head, rule.bias_row, rule.bias_column, sequence, o_h, o_i, o_j
+            rule.bias,
+            rule.bias_sequence,
+            rule.bias_head,
+            rule.bias_row,
+            rule.bias_column,
+            tile.sequence,
+            tile.o_h,
+            tile.o_i,
+            tile.o_j,
         )
-        S += tl.load(p_bias, mask=inside, other=0.0).to(S.dtype)
+        S += tl.load(p_bias, mask=inside(tile), other=0.0).to(S.dtype)
     if rule.alibi is not None:
-        weight = tl.load(rule.alibi + sequence * rule.alibi_sequence + o_h * rule.alibi_head).to(S.dtype)
-        S -= weight * tl.abs(o_i + offset - o_j).to(S.dtype)
-    return S, unit, slope, visible_pairs(rule, o_i, o_j, o_h, inside, sequence, offset, MASKED)
+        weight = tl.load(rule.alibi + tile.sequence * rule.alibi_sequence + tile.o_h * rule.alibi_head).to(S.dtype)
+        S -= weight * tl.abs(tile.o_i + tile.offset - tile.o_j).to(S.dtype)
+    return S, unit, slope
 
 
 @triton.jit
-def visible_pairs(rule, o_i, o_j, o_h, inside, sequence, offset, MASKED: tl.constexpr):
-    """Which queries may see which keys. MASKED: the band may cut this tile."""
-    visible = inside
+def visible_pairs(rule, tile, MASKED: tl.constexpr):
+    """Which queries may see which keys. MASKED: the band or an end may cut this tile.
+
+    A query sees the keys up to one and, with a limit on the left, from one on: two comparisons, whatever the rule.
+    """
+    visible = inside(tile)
     if MASKED:
-        distance = o_j - o_i - offset
-        visible = visible & (distance >= -rule.left) & (distance <= rule.right)
+        at = tile.o_i + tile.offset
+        if rule.right is not None:
+            visible = tile.o_j <= tl.where(tile.real_i, tl.minimum(at + rule.right, tile.k_len - 1), -1)
+        else:
+            visible = tile.o_j < tl.where(tile.real_i, tile.k_len, 0)
+        if rule.left is not None:
+            visible = visible & (tile.o_j >= at - rule.left)
     if rule.mask is not None:
         p_mask = pair_pointers(
-            rule.mask, rule.mask_sequence, rule.mask_head, rule.mask_row, rule.mask_column, sequence, o_h, o_i, o_j
+            rule.mask,
+            rule.mask_sequence,
+            rule.mask_head,
+            rule.mask_row,
+            rule.mask_column,
+            tile.sequence,
+            tile.o_h,
+            tile.o_i,
+            tile.o_j,
         )
-        visible = visible & (tl.load(p_mask, mask=inside, other=0) != 0)
+        visible = visible & (tl.load(p_mask, mask=inside(tile), other=0) != 0)
     return visible
+
+
+@triton.jit
+def half_of_seed(steady):
+    """One half of a seed, out of the form that arguments.py gives it."""
+    return (tl.cast(steady, tl.uint64) >> 1) & 0xFFFFFFFF
 
 
 @triton.jit
@@ -86,7 +135,8 @@ def kept(rule, sequence, o_h, o_i, j0, BLOCK_I: tl.constexpr, BLOCK_J: tl.conste
     c0 = tl.broadcast_to(quads, (BLOCK_I, BLOCK_J // 4))
     c1 = tl.broadcast_to(o_i, (BLOCK_I, BLOCK_J // 4))
     c2 = tl.broadcast_to(sequence * rule.heads + o_h, (BLOCK_I, BLOCK_J // 4))
-    r0, r1, r2, r3 = tl.philox(rule.seed, c0, c1, c2, c0 * 0)
+    seed = half_of_seed(rule.seed_high) << 32 | half_of_seed(rule.seed_low)
+    r0, r1, r2, r3 = tl.philox(seed, c0, c1, c2, c0 * 0)
     bits = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), (BLOCK_I, BLOCK_J))
     return bits >= tl.cast(rule.threshold, tl.uint32)
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
+
+from flashtile.dtypes import ITEMSIZE
+from flashtile.problem import Problem
+
+KERNELS = ("forward", "dkdv", "dq", "decode")
 
 
 class Config(NamedTuple):
@@ -15,39 +22,80 @@ class Config(NamedTuple):
     descriptors: bool = False
 
 
-# 16-bit types on sm_90, by padded head dim, as measured on one H200 at N = 4096.
-HOPPER = {
-    "forward": {64: Config(64, 64, 4, 3, True), 128: Config(128, 128, 8, 3, True), 256: Config(128, 64, 8, 2, True)},
-    "dkdv": {64: Config(64, 64, 4, 3, True), 128: Config(64, 64, 4, 2, True), 256: Config(64, 64, 8, 2, True)},
-    "dq": {64: Config(64, 64, 4, 3, True), 128: Config(128, 64, 8, 3, True), 256: Config(128, 32, 8, 2, True)},
-}
-# Anything else: small enough for the shared memory of every GPU that Triton knows.
-ELSEWHERE = {
-    "forward": {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
-    "dkdv": {64: (32, 64, 4, 2), 128: (32, 32, 4, 1), 256: (16, 32, 4, 1), 512: (16, 16, 8, 1)},
-    "dq": {64: (64, 32, 4, 2), 128: (32, 32, 4, 1), 256: (32, 16, 4, 1), 512: (16, 16, 8, 1)},
-}
 DECODE = Config(16, 64, 4, 3)
+# As measured at N = 4096, by major compute capability and bytes an element, then by kernel and padded head dim.
+# `flashtile bench tune` makes these rows.
+MEASURED: dict[tuple[int, int], dict[str, dict[int, Config]]] = {
+    (9, 2): {
+        "forward": {
+            64: Config(64, 64, 4, 3, True),
+            128: Config(128, 128, 8, 3, True),
+            256: Config(128, 64, 8, 2, True),
+        },
+        "dkdv": {64: Config(64, 64, 4, 3, True), 128: Config(64, 64, 4, 2, True), 256: Config(64, 64, 8, 2, True)},
+        "dq": {64: Config(64, 64, 4, 3, True), 128: Config(128, 64, 8, 3, True), 256: Config(128, 32, 8, 2, True)},
+        "decode": {64: DECODE, 128: DECODE, 256: DECODE},
+    },
+}
+# Anything else, by padded head dim of a 16-bit type: small enough for the shared memory of every GPU that Triton knows.
+# A tile has at least 8 keys a warp (dkdv: queries): where warps share columns of a product, Triton 3.6 gave wrong
+# numbers with a mask and dropout. The last row is for float32 alone.
+ELSEWHERE = {
+    "forward": {
+        64: (64, 64, 4, 2),
+        128: (64, 32, 4, 2),
+        256: (32, 32, 4, 1),
+        512: (16, 32, 4, 1),
+        1024: (16, 16, 2, 1),
+    },
+    "dkdv": {64: (32, 64, 4, 2), 128: (32, 32, 4, 1), 256: (32, 32, 4, 1), 512: (32, 16, 4, 1), 1024: (16, 16, 2, 1)},
+    "dq": {64: (64, 32, 4, 2), 128: (32, 32, 4, 1), 256: (32, 32, 4, 1), 512: (16, 32, 4, 1), 1024: (16, 16, 2, 1)},
+    "decode": {64: (16, 64, 4, 3), 128: (16, 32, 4, 3), 256: (16, 32, 4, 3), 512: (16, 32, 4, 1), 1024: (16, 16, 2, 1)},
+}
 DBIAS = Config(32, 32, 4, 1)
-DELTA_ROWS = 64
+STATISTICS_ROWS = 64
+
+_overrides: dict[str, Config] = {}
 
 
 def choose(kernel: str, dim: int, dim_v: int, itemsize: int, capability: tuple[int, int] | None, pairs: bool) -> Config:
-    """The tile for a kernel: "forward", "dkdv" or "dq". capability is None where the GPU is not NVIDIA's.
+    """The tile for one of KERNELS. capability is None where the GPU is not NVIDIA's.
 
     `pairs`: there is a mask or a bias, whose tiles want shared memory too.
     """
+    if kernel in _overrides:
+        return _overrides[kernel]
     width = max(dim, dim_v)
-    if itemsize == 2 and capability is not None and capability[0] == 9 and width <= (128 if pairs else 256):
-        config = HOPPER[kernel][_step(width)]
-        return (
-            config._replace(block_q=min(64, config.block_q), block_k=min(64, config.block_k), stages=2)
-            if pairs
-            else config
-        )
+    measured = MEASURED.get((capability[0], itemsize), {}).get(kernel, {}) if capability is not None else {}
+    if _step(width) in measured and not (pairs and width > 128):
+        config = measured[_step(width)]
+        if pairs:
+            return config._replace(block_q=min(64, config.block_q), block_k=min(64, config.block_k), stages=2)
+        return config
     wide = width * max(1, itemsize // 2)  # a float32 tile takes the room of a 16-bit one of twice the width
     return Config(*ELSEWHERE[kernel][_step(wide)])
 
 
+@contextmanager
+def override(kernel: str, config: Config) -> Iterator[None]:
+    """Within it, choose() answers `config` for this kernel, whatever the problem: for whoever measures candidates."""
+    before = _overrides.copy()
+    _overrides[kernel] = config
+    try:
+        yield
+    finally:
+        _overrides.clear()
+        _overrides.update(before)
+
+
+def forward(problem: Problem, capability: tuple[int, int] | None) -> tuple[Config, int]:
+    """The tile of a forward pass, and how many query heads of a group share its rows, which they would leave empty."""
+    p = problem
+    room = (p.dim, p.dim_v, ITEMSIZE[p.dtype], capability, p.mask is not None or p.bias is not None)
+    config, decode = choose("forward", *room), choose("decode", *room)
+    heads = p.group if p.group > 1 and not p.packed and p.n_q * 2 <= config.block_q else 1
+    return decode if heads * p.n_q <= decode.block_q and not p.packed else config, heads
+
+
 def _step(width: int) -> int:
-    return next((step for step in (64, 128, 256) if width <= step), 512)
+    return next((step for step in (64, 128, 256, 512) if width <= step), 1024)

@@ -1,0 +1,343 @@
+"""The backward kernels: statistics of rows, then dK and dV by key tiles, dQ by query tiles, dbias. No atomics."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.triton.blocks import (
+    head_of,
+    load_column,
+    load_rows,
+    locate,
+    measure,
+    number,
+    store_column,
+    store_rows,
+    wide,
+)
+from flashtile.backends.triton.cuts import cuts, reach, stretch_of
+from flashtile.backends.triton.guard import anew, finite_part, poison, spoiled
+from flashtile.backends.triton.scores import LOG2E, Tile, dot, kept, pair_pointers, shape_scores, visible_pairs
+
+
+@triton.jit
+def statistics_kernel(
+    dout, out, lse, dlse, log2, delta, n_rows, heads, DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK: tl.constexpr
+):
+    """What the other kernels want to know of each row: its lse in base 2, and delta = rowsum(dO * O) - dL.
+
+    An empty row has lse +inf and delta 0: its weights come out as 0. The grid counts blocks of rows, then heads.
+    """
+    blocks = tl.cdiv(n_rows, BLOCK)
+    first = tl.program_id(0) % blocks * BLOCK
+    head = tl.program_id(0) // blocks % heads
+    sequence = tl.program_id(0) // blocks // heads
+    b_out = load_rows(head_of(out, sequence, head, 0, n_rows), None, first, BLOCK, DIM_V, BLOCK_DV, True)
+    b_do = load_rows(head_of(dout, sequence, head, 0, n_rows), None, first, BLOCK, DIM_V, BLOCK_DV, True)
+    L = load_column(head_of(lse, sequence, head, 0, n_rows), first, BLOCK, 0.0, True)
+    D = tl.sum(b_out.to(L.dtype) * b_do.to(L.dtype), 1)
+    if dlse is not None:
+        D -= load_column(head_of(dlse, sequence, head, 0, n_rows), first, BLOCK, 0.0, True)
+    empty = float("-inf") == L
+    store_column(head_of(log2, sequence, head, 0, n_rows), first, tl.where(empty, float("inf"), L * LOG2E))
+    store_column(head_of(delta, sequence, head, 0, n_rows), first, tl.where(empty, 0.0, D))
+
+
+@triton.jit
+def load_statistics(log2, delta, first, ROWS: tl.constexpr, RAGGED: tl.constexpr):
+    """lse in base 2 and delta; beyond the last row as of an empty one."""
+    return load_column(log2, first, ROWS, float("inf"), RAGGED), load_column(delta, first, ROWS, 0.0, RAGGED)
+
+
+@triton.jit
+def weights(S, L, rule, tile, MASKED: tl.constexpr):
+    """P again from the scores and lse (eq. 9), softcap's slope, and what is visible. S is q.k, either way round."""
+    S, unit, slope = shape_scores(S, rule, tile)
+    visible = visible_pairs(rule, tile, MASKED)
+    P = tl.exp2(S * unit - L)
+    if MASKED or rule.mask is not None:
+        P = tl.where(visible, P, 0.0)
+    return P, slope, visible
+
+
+@triton.jit
+def dscores(P, dP, D, slope, visible, rule, MASKED: tl.constexpr):
+    """dS = P * (dP - D), eq. 12, and dS * slope; 0 where a pair may not see each other, whatever dP and slope are."""
+    dS = P * (dP - D)
+    if MASKED or rule.mask is not None:
+        dS = tl.where(visible, dS, 0.0)
+    dS_bent = dS
+    if rule.softcap is not None:
+        dS_bent = dS * slope
+        if MASKED or rule.mask is not None:
+            dS_bent = tl.where(visible, dS_bent, 0.0)
+    return dS, dS_bent
+
+
+@triton.jit
+def tile_across(o_j, h, i0, at, BLOCK_Q: tl.constexpr):
+    """Keys o_j down, BLOCK_Q queries from i0 on across."""
+    o_i = (i0 + tl.arange(0, BLOCK_Q))[None, :]
+    return Tile(o_i, o_j[:, None], h, o_i < at.q_len, at.k_len, at.sequence, at.offset)
+
+
+@triton.jit
+def dkdv_tile(
+    b_dk,
+    b_dv,
+    b_k,
+    b_v,
+    queries,
+    douts,
+    q_desc,
+    do_desc,
+    log2,
+    delta,
+    h,
+    i0,
+    j0,
+    rule,
+    at,
+    C: tl.constexpr,
+    MASKED: tl.constexpr,
+    GUARD: tl.constexpr,
+):
+    """A tile of queries gives its share to dK and dV; everything is transposed, [bc, br]."""
+    b_q = load_rows(queries, q_desc, i0, C.BLOCK_Q, C.DIM, C.BLOCK_D, MASKED)
+    b_do = load_rows(douts, do_desc, i0, C.BLOCK_Q, C.DIM_V, C.BLOCK_DV, MASKED)
+    L, D = load_statistics(log2, delta, i0, C.BLOCK_Q, MASKED)
+    tile = tile_across(j0 + tl.arange(0, C.BLOCK_K), h, i0, at, C.BLOCK_Q)
+    zero = tl.zeros([C.BLOCK_K, C.BLOCK_Q], C.REAL)
+    P, slope, visible = weights(dot(b_k, tl.trans(b_q), zero, C.PRECISION), L[None, :], rule, tile, MASKED)
+    dP = dot(b_v, tl.trans(b_do), zero, C.PRECISION)  # eq. 11
+    dropped = P
+    if rule.seed_low is not None:
+        o_i = i0 + tl.arange(0, C.BLOCK_Q)
+        keep = tl.trans(kept(rule, at.sequence, h, o_i[:, None], j0, C.BLOCK_Q, C.BLOCK_K))
+        keep_scale = number(rule.keep_scale, C.REAL)
+        dropped = tl.where(keep, P * keep_scale, 0.0)
+        dP = tl.where(keep, dP * keep_scale, 0.0)
+    b_dv = dot(dropped.to(b_do.dtype), finite_part(b_do, GUARD), b_dv, C.PRECISION)  # eq. 10
+    _straight, dS = dscores(P, dP, D[None, :], slope, visible, rule, MASKED)
+    return dot(dS.to(b_q.dtype), finite_part(b_q, GUARD), b_dk, C.PRECISION), b_dv  # eq. 14
+
+
+@triton.jit
+def dkdv_kernel(q, k, v, dout, q_desc, do_desc, log2, delta, dk, dv, rule, lengths, tiles, kv_heads, C: tl.constexpr):
+    """A program owns BLOCK_K keys of one key head and walks the queries of the group that see them."""
+    program = tl.program_id(0)
+    head = program // tiles % kv_heads
+    sequence, tile = locate(lengths.cu_k, program % tiles, program // tiles // kv_heads, lengths.sequences, C.BLOCK_K)
+    at = measure(lengths, rule.offset, sequence)
+    j0 = tile * C.BLOCK_K
+    if j0 < at.k_room:
+        o_j = j0 + tl.arange(0, C.BLOCK_K)
+        in_k = o_j < at.k_len
+        keys = head_of(k, sequence, head, at.k_start, at.k_len)
+        values = head_of(v, sequence, head, at.k_start, at.k_len)
+        b_k = load_rows(keys, None, j0, C.BLOCK_K, C.DIM, C.BLOCK_D, True)
+        b_v = load_rows(values, None, j0, C.BLOCK_K, C.DIM_V, C.BLOCK_DV, True)
+        b_dk = tl.zeros([C.BLOCK_K, C.BLOCK_D], C.REAL)
+        b_dv = tl.zeros([C.BLOCK_K, C.BLOCK_DV], C.REAL)
+        # The band with the roles swapped says which query tiles see these keys.
+        last = tl.maximum(tl.minimum(j0 + C.BLOCK_K, at.k_len), j0 + 1)
+        cut = cuts(reach(rule.right), reach(rule.left), -at.offset, j0, last, at.q_len * (j0 < at.k_len), C.BLOCK_Q)
+        again = tl.zeros([], tl.int1)
+        for walk in tl.static_range(2):
+            if walk == 1:
+                again = spoiled(b_dk) | spoiled(b_dv)
+                b_dk = anew(again, b_dk)
+                b_dv = anew(again, b_dv)
+            for h in range(head * C.GROUP, head * C.GROUP + C.GROUP):
+                queries = head_of(q, sequence, h, at.q_start, at.q_len)
+                douts = head_of(dout, sequence, h, at.q_start, at.q_len)
+                p_log2 = head_of(log2, sequence, h, at.q_start, at.q_len)
+                p_delta = head_of(delta, sequence, h, at.q_start, at.q_len)
+                for n in tl.static_range(3 * walk, 3 + walk):
+                    begin, end = stretch_of(cut, again, n)
+                    for i in range(begin, end):
+                        b_dk, b_dv = dkdv_tile(
+                            *(b_dk, b_dv, b_k, b_v),
+                            *(queries, douts, q_desc, do_desc, p_log2, p_delta),
+                            *(h, i * C.BLOCK_Q, j0, rule, at, C),
+                            MASKED=n != 1,
+                            GUARD=walk == 1,
+                        )
+        dkeys = head_of(dk, sequence, head, at.k_start, at.k_room)
+        dvalues = head_of(dv, sequence, head, at.k_start, at.k_room)
+        b_dk *= number(rule.scale, C.REAL)
+        # Keys that are not in use have no gradient.
+        store_rows(dkeys, j0, tl.where(in_k[:, None], b_dk, 0.0), C.DIM)
+        store_rows(dvalues, j0, tl.where(in_k[:, None], b_dv, 0.0), C.DIM_V)
+        if again:
+            tl.debug_barrier()
+            for h in range(head * C.GROUP, head * C.GROUP + C.GROUP):
+                queries = head_of(q, sequence, h, at.q_start, at.q_len)
+                douts = head_of(dout, sequence, h, at.q_start, at.q_len)
+                for i in range(cut[0], cut[3]):
+                    i0 = i * C.BLOCK_Q
+                    visible = visible_pairs(rule, tile_across(o_j, h, i0, at, C.BLOCK_Q), True)
+                    p_dk = dkeys.ptr + wide(o_j) * dkeys.row
+                    p_dv = dvalues.ptr + wide(o_j) * dvalues.row
+                    poison(p_dk, in_k, queries, i0, visible, C.DIM, True, C.PRECISION)
+                    poison(p_dv, in_k, douts, i0, visible, C.DIM_V, False, C.PRECISION)
+
+
+@triton.jit
+def tile_down(i0, h, j0, at, C: tl.constexpr):
+    """BLOCK_Q queries from i0 on down, BLOCK_K keys from j0 on across."""
+    o_i = (i0 + tl.arange(0, C.BLOCK_Q))[:, None]
+    o_j = (j0 + tl.arange(0, C.BLOCK_K))[None, :]
+    return Tile(o_i, o_j, h, o_i < at.q_len, at.k_len, at.sequence, at.offset)
+
+
+@triton.jit
+def dscores_tile(
+    b_q, b_do, L, D, keys, values, k_desc, v_desc, i0, j0, h, rule, at, C: tl.constexpr, MASKED: tl.constexpr
+):
+    """dS of one tile, [br, bc], before and after softcap's slope, and the keys."""
+    b_k = load_rows(keys, k_desc, j0, C.BLOCK_K, C.DIM, C.BLOCK_D, MASKED)
+    b_v = load_rows(values, v_desc, j0, C.BLOCK_K, C.DIM_V, C.BLOCK_DV, MASKED)
+    tile = tile_down(i0, h, j0, at, C)
+    zero = tl.zeros([C.BLOCK_Q, C.BLOCK_K], C.REAL)
+    P, slope, visible = weights(dot(b_q, tl.trans(b_k), zero, C.PRECISION), L[:, None], rule, tile, MASKED)
+    dP = dot(b_do, tl.trans(b_v), zero, C.PRECISION)  # eq. 11
+    if rule.seed_low is not None:
+        keep = kept(rule, at.sequence, h, tile.o_i, j0, C.BLOCK_Q, C.BLOCK_K)
+        dP = tl.where(keep, dP * number(rule.keep_scale, C.REAL), 0.0)
+    dS, dS_bent = dscores(P, dP, D[:, None], slope, visible, rule, MASKED)
+    return dS, dS_bent, b_k
+
+
+@triton.jit
+def dq_kernel(
+    q,
+    k,
+    v,
+    dout,
+    k_desc,
+    v_desc,
+    log2,
+    delta,
+    dq,
+    rule,
+    lengths,
+    tiles,
+    heads,
+    C: tl.constexpr,
+):
+    """A program owns BLOCK_Q queries of one head and walks the keys they see."""
+    program = tl.program_id(0)
+    h = program // tiles % heads
+    sequence, tile = locate(
+        lengths.cu_q, tiles - 1 - program % tiles, program // tiles // heads, lengths.sequences, C.BLOCK_Q
+    )
+    at = measure(lengths, rule.offset, sequence)
+    i0 = tile * C.BLOCK_Q
+    if i0 < at.q_len:
+        o_i = i0 + tl.arange(0, C.BLOCK_Q)
+        queries = head_of(q, sequence, h, at.q_start, at.q_len)
+        douts = head_of(dout, sequence, h, at.q_start, at.q_len)
+        b_q = load_rows(queries, None, i0, C.BLOCK_Q, C.DIM, C.BLOCK_D, True)
+        b_do = load_rows(douts, None, i0, C.BLOCK_Q, C.DIM_V, C.BLOCK_DV, True)
+        p_log2 = head_of(log2, sequence, h, at.q_start, at.q_len)
+        p_delta = head_of(delta, sequence, h, at.q_start, at.q_len)
+        L, D = load_statistics(p_log2, p_delta, i0, C.BLOCK_Q, True)
+        keys = head_of(k, sequence, h // C.GROUP, at.k_start, at.k_len)
+        values = head_of(v, sequence, h // C.GROUP, at.k_start, at.k_len)
+        b_dq = tl.zeros([C.BLOCK_Q, C.BLOCK_D], C.REAL)
+        last = tl.minimum(i0 + C.BLOCK_Q, at.q_len)
+        cut = cuts(reach(rule.left), reach(rule.right), at.offset, i0, last, at.k_len, C.BLOCK_K)
+        again = tl.zeros([], tl.int1)
+        for n in tl.static_range(1 if rule.left is None else 0, 4):
+            if n == 3:
+                again = spoiled(b_dq)
+                b_dq = anew(again, b_dq)
+            begin, end = stretch_of(cut, again, n)
+            for j in range(begin, end):
+                _straight, dS, b_k = dscores_tile(
+                    b_q, b_do, L, D, keys, values, k_desc, v_desc, i0, j * C.BLOCK_K, h, rule, at, C, MASKED=n != 1
+                )
+                b_dq = dot(dS.to(b_k.dtype), finite_part(b_k, n == 3), b_dq, C.PRECISION)
+        b_dq *= number(rule.scale, C.REAL)  # eq. 13
+        dqueries = head_of(dq, sequence, h, at.q_start, at.q_len)
+        store_rows(dqueries, i0, b_dq, C.DIM)
+        if again:
+            tl.debug_barrier()
+            p_dq = dqueries.ptr + wide(o_i) * dqueries.row
+            for j in range(cut[0], cut[3]):
+                j0 = j * C.BLOCK_K
+                visible = visible_pairs(rule, tile_down(i0, h, j0, at, C), True)
+                poison(p_dq, o_i < at.q_len, keys, j0, visible, C.DIM, True, C.PRECISION)
+
+
+@triton.jit
+def dbias_kernel(
+    q,
+    k,
+    v,
+    dout,
+    log2,
+    delta,
+    dbias,
+    rule,
+    lengths,
+    heads,
+    n_rows,
+    n_keys,
+    SHARE_SEQUENCES: tl.constexpr,
+    SHARE_HEADS: tl.constexpr,
+    SHARE_ROWS: tl.constexpr,
+    SHARE_KEYS: tl.constexpr,
+    C: tl.constexpr,
+):
+    """A program owns a tile of dbias and adds up dS over all that share it, always in the same order.
+
+    The grid counts tiles of keys, then of queries, then heads, then sequences, each as far as they are not shared.
+    """
+    across = tl.cdiv(n_keys, C.BLOCK_K)
+    down = tl.cdiv(n_rows, C.BLOCK_Q)
+    column = tl.program_id(0) % across
+    row = tl.program_id(0) // across % down
+    rest = tl.program_id(0) // across // down
+    first_sequence = 0 if SHARE_SEQUENCES else rest // (1 if SHARE_HEADS else heads)
+    last_sequence = lengths.sequences if SHARE_SEQUENCES else first_sequence + 1
+    first_head = 0 if SHARE_HEADS else rest % heads
+    last_head = heads if SHARE_HEADS else first_head + 1
+    first_i = 0 if SHARE_ROWS else row
+    last_i = tl.cdiv(lengths.n_q, C.BLOCK_Q) if SHARE_ROWS else first_i + 1
+    first_j = 0 if SHARE_KEYS else column
+    last_j = tl.cdiv(lengths.n_k, C.BLOCK_K) if SHARE_KEYS else first_j + 1
+    total = tl.zeros([C.BLOCK_Q, C.BLOCK_K], C.REAL)
+    for sequence in range(first_sequence, last_sequence):
+        at = measure(lengths, rule.offset, sequence)
+        for h in range(first_head, last_head):
+            queries = head_of(q, sequence, h, at.q_start, at.q_len)
+            douts = head_of(dout, sequence, h, at.q_start, at.q_len)
+            p_log2 = head_of(log2, sequence, h, at.q_start, at.q_len)
+            p_delta = head_of(delta, sequence, h, at.q_start, at.q_len)
+            keys = head_of(k, sequence, h // C.GROUP, at.k_start, at.k_len)
+            values = head_of(v, sequence, h // C.GROUP, at.k_start, at.k_len)
+            for i in range(first_i, tl.minimum(last_i, tl.cdiv(at.q_len, C.BLOCK_Q))):
+                i0 = i * C.BLOCK_Q
+                b_q = load_rows(queries, None, i0, C.BLOCK_Q, C.DIM, C.BLOCK_D, True)
+                b_do = load_rows(douts, None, i0, C.BLOCK_Q, C.DIM_V, C.BLOCK_DV, True)
+                L, D = load_statistics(p_log2, p_delta, i0, C.BLOCK_Q, True)
+                last = tl.minimum(i0 + C.BLOCK_Q, at.q_len)
+                cut = cuts(reach(rule.left), reach(rule.right), at.offset, i0, last, at.k_len, C.BLOCK_K)
+                for j in range(tl.maximum(first_j, cut[0]), tl.minimum(last_j, cut[3])):
+                    dS, _bent, _keys = dscores_tile(
+                        b_q, b_do, L, D, keys, values, None, None, i0, j * C.BLOCK_K, h, rule, at, C, MASKED=True
+                    )
+                    total += dS
+    if SHARE_ROWS:
+        total = tl.broadcast_to(tl.sum(total, 0)[None, :], [C.BLOCK_Q, C.BLOCK_K])
+    if SHARE_KEYS:
+        total = tl.broadcast_to(tl.sum(total, 1)[:, None], [C.BLOCK_Q, C.BLOCK_K])
+    o_i = (row * C.BLOCK_Q + tl.arange(0, C.BLOCK_Q))[:, None]
+    o_j = (column * C.BLOCK_K + tl.arange(0, C.BLOCK_K))[None, :]
+    p_dbias = pair_pointers(
+        dbias.ptr, dbias.sequence, dbias.head, dbias.row, dbias.column, first_sequence, first_head, o_i, o_j
+    )
+    tl.store(p_dbias, total, mask=(o_i < n_rows) & (o_j < n_keys))

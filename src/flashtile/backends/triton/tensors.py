@@ -1,0 +1,74 @@
+"""Tensors as a launch sees them: outlines that hold no memory, results to be made, blocks for the copy engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from flashtile.backends.triton.arguments import Rows, block
+from flashtile.backends.triton.tuning import Config
+from flashtile.problem import Problem
+
+SHORT = 512  # rows
+
+
+def outline(x: Any) -> Any:
+    """The shape, strides and dtype of a tensor, without its memory."""
+    return None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+def aligned(x: Any) -> bool:
+    """Triton compiles one kernel for pointers that are multiples of 16 bytes, and another for those that are not."""
+    return bool(x.data_ptr() % 16 == 0)
+
+
+def strides(x: Any, p: Problem) -> tuple[int, int, int]:
+    """Of x of rank 4, or an lse of rank 3, as kernels count them: packed sequences begin where their rows do."""
+    return 0 if p.packed else x.stride(0), x.stride(1), x.stride(2)
+
+
+class Result:
+    """A tensor that a pass makes, contiguous in the caller's layout."""
+
+    __slots__ = ("device", "dtype", "shape", "strides")
+
+    def __init__(self, p: Problem, heads: int, n: int, dim: int | None, dtype: str, device: Any) -> None:
+        last = () if dim is None else (dim,)
+        width = 1 if dim is None else dim
+        self.shape = (n, heads, *last) if p.packed else (p.q.shape[0], heads, n, *last)[4 - p.rank :]
+        self.strides = (0, width, heads * width) if p.packed else (heads * n * width, n * width, width)
+        self.dtype, self.device = getattr(torch, dtype), device
+
+    def make(self) -> Rows:
+        return Rows(torch.empty(self.shape, dtype=self.dtype, device=self.device), *self.strides)
+
+    def parts(self, splits: int, dtype: Any) -> Rows:
+        """The same once for each share of the keys; the first one's address."""
+        return Rows(torch.empty((splits, *self.shape), dtype=dtype, device=self.device), *self.strides)
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+def blocks(x: Any, is_aligned: bool, config: Config, rows: int) -> Callable[[Any], Any]:
+    """What makes a descriptor of tensors that lie like x, of rank 4, for blocks of so many rows.
+
+    It makes None unless the table asks for descriptors, x is long enough to be worth their making, and the copy engine
+    can take it: all strides but the columns' multiples of 16 bytes.
+    """
+    item = x.element_size()
+    fits = is_aligned and x.stride(3) == 1 and all(s and s * item % 16 == 0 for s in x.stride()[:3])
+    if not (config.descriptors and fits and x.shape[2] > SHORT and x.numel()):
+        return lambda tensor: None
+    like = vars(TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, block(x.shape[3])]))
+
+    def describe(tensor: Any) -> Any:
+        made = TensorDescriptor.__new__(TensorDescriptor)  # whose checks have been made
+        made.__dict__.update(like, base=tensor)
+        return made
+
+    return describe

@@ -1,0 +1,71 @@
+"""Calls on a GPU: what a call launches is worked out once and found again by the shapes and options of the next."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile import dispatch
+from flashtile.inputs import TENSORS, Inputs
+from flashtile.problem import Problem, describe
+
+MOST = 2048  # calls remembered; a cache that grows by a token a step would otherwise fill the memory
+_prepared: dict[Any, Any] = {}
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Output and lse, contiguous, in the layout of q."""
+    run, inputs = find(q, k, v, backend, options)
+    results: tuple[Tensor, Tensor] = run.forward(inputs)
+    return results
+
+
+def find(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Any, Inputs]:
+    """What runs this call, and the tensors to run it on. A wrong call is told so here."""
+    key = _key(q, k, v, backend, options)
+    seed = options.get("seed", 0)
+    try:
+        found = _prepared.get(key) if seed.__class__ is int and 0 <= seed < 1 << 64 else None
+    except TypeError:  # an option that cannot be hashed
+        key = found = None
+    if found is not None:
+        return found, Inputs._make([q, k, v, *map(options.get, TENSORS[3:]), seed])
+    given = describe(q, k, v, **options)
+    row = dispatch.choose(given, backend, q.device.type)
+    problem = _laid_out(given)
+    found = row.prepare(problem)
+    if problem is given and key is not None:
+        if len(_prepared) >= MOST:
+            _prepared.clear()
+        _prepared[key] = found
+    return found, Inputs.of(problem)
+
+
+def _key(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Any, ...] | None:
+    """All that decides what is launched: everything but the numbers in the tensors, where they lie, and the seed."""
+    key: list[Any] = [backend, q.device]  # on which the others are too, or the call was refused before
+    for x in (q, k, v):
+        key += (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
+    if q.dtype is torch.float32:
+        key.append(torch.get_float32_matmul_precision())
+    for name, x in options.items():
+        if x is None or name == "seed":
+            continue
+        if isinstance(x, Tensor):
+            key += (name, x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
+        else:
+            key += (name, x, x.__class__)  # 1 is not True
+    return tuple(key)
+
+
+def _laid_out(p: Problem) -> Problem:
+    """The problem with contiguous columns, and vectors, as kernels want them; p itself where it has them."""
+    vectors = ("sink", "kv_lengths", "cu_q", "cu_k")
+    copies = {name: x.contiguous() for name in ("q", "k", "v") if (x := getattr(p, name)).stride(-1) != 1}
+    copies |= {
+        name: x.contiguous() for name in vectors if (x := getattr(p, name)) is not None and not x.is_contiguous()
+    }
+    return replace(p, **copies) if copies else p

@@ -1,4 +1,4 @@
-# make demo   set up what is needed, then show equivalence, memory and speed on this machine
+# make demo   set up what is needed, then run the seven studies, the lessons and a speed test, and write the page
 # make test   set up what is needed, then lint, type-check and test
 # make bench  the CPU benchmark; the record goes to benchmarks/records/
 PYTHON ?= python3
@@ -30,7 +30,7 @@ bench: $(VENV)/.tested
 	@$(BIN)/flashtile bench cpu
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist flashtile-demo .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/.tools:
 	@echo "setting up $(VENV)"
@@ -40,7 +40,7 @@ $(VENV)/.tools:
 
 $(VENV)/.package: $(VENV)/.tools $(SOURCES)
 	@echo "building and installing flashtile"
-	@$(INSTALL) ".[cli]"
+	@$(INSTALL) ".[cli,report]"
 	@$(BIN)/flashtile doctor --brief
 	@touch $@
 
@@ -49,4 +49,5 @@ $(VENV)/.tested: $(VENV)/.package pyproject.toml
 	@echo "installing what the tests need"
 	@$(PIP) install "torch==2.13.0" "numpy<2.4"
 	@$(INSTALL) ".[dev]"
+	@sh tests/browser.sh $(BIN)/python
 	@touch $@

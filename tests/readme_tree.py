@@ -32,7 +32,7 @@ def lines(folder: Path, depth: int) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     for path in sorted(folder.iterdir(), key=lambda p: (p.is_dir(), p.name)):
         indent = "  " * depth
-        if path.suffix in (".py", ".h", ".cpp") and (path.name != "__init__.py" or depth == 1):
+        if path.suffix in (".py", ".h", ".cpp", ".cu") and (path.name != "__init__.py" or depth == 1):
             found.append((f"{indent}{path.name}", meaning(path)))
         elif path.is_dir() and path.name != "__pycache__":
             about = meaning(path / "__init__.py") if (path / "__init__.py").exists() else ""

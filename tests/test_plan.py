@@ -7,8 +7,12 @@ import pytest
 
 import flashtile
 from flashtile import ShapeError, UnsupportedError, dispatch, traffic
+from flashtile.backends import native, tiles
+from flashtile.backends.triton import tuning
 from flashtile.band import Band
-from flashtile.plan import Rates, stand_in
+from flashtile.hardware import Hardware, Rates
+from flashtile.plan import stand_in
+from flashtile.problem import describe
 from flashtile.schedule import Grid, fa2_forward
 
 GIB = 1 << 30
@@ -59,8 +63,8 @@ def test_sizes_of_a_layer_of_llama_3_8b(context, scores_gib, kv_mib):
 
 def test_the_floor_is_the_larger_of_compute_and_memory():
     rates = Rates(flops=1e12, bytes=1e11)
-    prefill = flashtile.plan((1, 8, 4096, 128), (1, 8, 4096, 128), rates=rates).floor
-    decode = flashtile.plan((1, 8, 1, 128), (1, 8, 4096, 128), rates=rates)
+    prefill = flashtile.plan((1, 8, 4096, 128), (1, 8, 4096, 128), hardware=Hardware("a machine", rates)).floor
+    decode = flashtile.plan((1, 8, 1, 128), (1, 8, 4096, 128), hardware=Hardware("a machine", rates))
     assert prefill.bound == "compute" and prefill.seconds == 4 * 8 * 4096**2 * 128 / 1e12
     assert decode.floor.bound == "memory" and decode.floor.seconds == decode.least_bytes / 1e11
     assert rates.ridge == 10
@@ -108,5 +112,48 @@ def test_a_stand_in_takes_no_memory():
 
 
 def test_to_dict_is_json():
-    p = flashtile.plan((16, 8), (16, 8), rates=Rates(1e12, 1e11))
+    p = flashtile.plan((16, 8), (16, 8), hardware=Hardware("a machine", Rates(1e12, 1e11)))
     assert json.loads(json.dumps(p.to_dict()))["floor"]["bound"] in ("compute", "memory")
+
+
+def test_the_tile_is_the_backends_own():
+    assert of_backend("tiles", (1, 2, 300, 64), (1, 2, 300, 64)).tile == (tiles.BLOCK, tiles.BLOCK)
+    assert of_backend("reference", (1, 2, 300, 64), (1, 2, 200, 64)).tile == (300, 200)
+    p = flashtile.plan((1, 8, 300, 64), (1, 8, 300, 64))
+    if p.backend == "native":
+        wanted = native.tile(describe(*[stand_in((1, 8, 300, 64), "float32")] * 3))
+        assert p.tile == wanted[:2] != (128, 128) and p.rows_at_once == wanted.at_once < p.tile[0]
+        assert p.blocks["S"] == p.rows_at_once * p.tile[1] * 4
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0), None])
+def test_a_gpu_that_is_not_here_has_a_tile_all_the_same(capability):
+    gpu = Hardware("one", Rates(1e15, 1e12), capability=capability)
+    p = flashtile.plan((1, 8, 4096, 128), (1, 8, 4096, 128), "bfloat16", "cuda", hardware=gpu)
+    assert p.tile_of == "triton" and p.tile_heads == 1
+    assert p.tile == tuning.choose("forward", 128, 128, 2, capability, False)[:2]
+
+
+def test_heads_that_share_a_tile_share_its_keys():
+    """One query of 8 heads on 2 key heads: the cache is loaded once, not four times."""
+    gpu = Hardware("one", Rates(1e15, 1e12), capability=(9, 0))
+    p = flashtile.plan((1, 8, 1, 128), (1, 2, 4096, 128), "bfloat16", "cuda", hardware=gpu)
+    rows, keys, _, _, _ = tuning.choose("decode", 128, 128, 2, (9, 0), False)
+    assert p.tile == (rows // 4, keys) and p.tile_heads == 4
+    assert p.tiles["full"] == 2 * 4096 // keys
+    assert p.tile_bytes == p.least_bytes
+    wide = flashtile.plan((1, 71, 1, 64), (1, 1, 4096, 64), "bfloat16", "cuda", hardware=gpu)  # more heads than rows
+    rows, keys, *_ = tuning.choose("forward", 64, 64, 2, (9, 0), False)
+    assert wide.tile == (1, keys) and wide.tile_heads == min(rows, 71)
+    assert wide.tiles["full"] == -(-71 // wide.tile_heads) * 4096 // keys
+
+
+def test_the_blocks_of_a_tile_do_not_know_the_length():
+    """64 x 64 tiles of 16-bit elements, 128 wide: 16 KiB a block."""
+    gpu = Hardware("one", Rates(1e15, 1e12))
+    with tuning.override("forward", tuning.Config(64, 64, 4, 2)):
+        short, long = (
+            flashtile.plan((1, 4, n, 128), (1, 4, n, 128), "float16", "cuda", hardware=gpu) for n in (512, 131072)
+        )
+    assert short.blocks == long.blocks
+    assert [short.blocks[x] >> 10 for x in "QKVSO"] == [16, 16, 16, 16, 32]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import flashtile as ft
-from flashtile.schedule import FORWARD, Store, Tile, backward
+from flashtile.schedule import FORWARD, STANDARD, Launch, Store, Tile, backward, standard_forward
 from tests.grid import Case, Size, build
 
 rng = np.random.default_rng(0)
@@ -33,6 +33,18 @@ def test_forward(order: str, options: dict[str, Any]) -> None:
     np.testing.assert_allclose(t.results["lse"], lse, atol=1e-13)
     n_k = int(options.get("kv_lengths", [17])[0])
     assert (t.grid.n_q, t.grid.n_k, t.grid.br, t.grid.bc) == (13, n_k, 4, 5) and t.order == order
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "+".join(o))
+def test_standard(options: dict[str, Any]) -> None:
+    t = ft.trace(q, k, v, order="standard", block_q=4, **options)
+    assert [s.event for s in t] == list(standard_forward(t.grid))
+    assert [s.event for s in t if isinstance(s.event, Launch)] == list(STANDARD)
+    out, lse = ft.standard_attention(q, k, v, return_lse=True, **options)
+    np.testing.assert_allclose(t.results["out"], out, atol=1e-13)
+    np.testing.assert_allclose(t.results["lse"], lse, atol=1e-13)
+    P = np.concatenate([s.numbers["P"] for s in t if isinstance(s.event, Store) and s.event.name == "P"])
+    np.testing.assert_allclose(P, ft.probabilities(q, k, rows=range(13), **options)[:, : t.grid.n_k], atol=1e-13)
 
 
 def test_the_numbers_of_a_tile() -> None:
@@ -61,7 +73,7 @@ def test_backward(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("order", ["fa1", "fa2", "backward"])
+@pytest.mark.parametrize("order", ["standard", "fa1", "fa2", "backward"])
 def test_dtypes(order: str, dtype: str) -> None:
     call = build(Case(Size(1, 1, 1, 9, 8, 4, 4), dtype, ("causal",)))
     given = [x[0, 0] for x in (call.q, call.k, call.v)]

@@ -9,7 +9,7 @@ from flashtile import traffic
 from flashtile.backends import tiles
 from flashtile.band import FAR, Band, Kind
 from flashtile.problem import describe
-from flashtile.schedule import FORWARD, Grid, backward, fa1_forward, fa2_forward
+from flashtile.schedule import FLASH, FORWARD, STANDARD, Grid, backward, fa1_forward, fa2_forward, standard_forward
 from flashtile.traffic import Layout, Traffic, count
 
 SRAM = 51_200
@@ -24,13 +24,13 @@ SRAM = 51_200
 )
 def test_published_values(n, d, bc, tc, standard, fa1, fa2, fa2_causal, least):
     assert traffic.standard_elements(n, d) == standard
-    assert traffic.launched_elements(traffic.STANDARD, n, d) == standard
+    assert traffic.launched_elements(STANDARD, n, d) == standard
     assert traffic.fa1_block(SRAM, d) == bc and -(-n // bc) == tc
     assert traffic.fa1_elements(n, d, bc) == fa1
     assert traffic.fa2_elements(n, n, d, d, 128, 128, Band()) == fa2
     assert traffic.fa2_elements(n, n, d, d, 128, 128, Band(right=0)) == fa2_causal
     assert traffic.least_elements(n, d) == least
-    assert traffic.launched_elements(traffic.FLASH, n, d) == least
+    assert traffic.launched_elements(FLASH, n, d) == least
 
     layout = Layout(d, d)
     grid = Grid(n, n, 128, bc)
@@ -64,6 +64,25 @@ def test_fa2_fold_equals_its_closed_form(band, n_q, n_k):
 
 
 @pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize("n_q, n_k", [(0, 5), (5, 0), (17, 17), (9, 30), (30, 9)])
+def test_fa1_and_backward_folds_equal_their_closed_forms(band, n_q, n_k):
+    for br, bc in itertools.product((1, 4, 16), (1, 3, 16)):
+        shape = n_q, n_k, 6, 10, br, bc, band
+        grid = Grid(n_q, n_k, br, bc)
+        assert count(fa1_forward(band, grid), grid, Layout(6, 10)).elements == traffic.fa1_band_elements(*shape)
+        assert count(backward(band, grid), grid, Layout(6, 10)).elements == traffic.backward_elements(*shape)
+
+
+@pytest.mark.parametrize("n_q, n_k, br", [(0, 5, 4), (5, 0, 4), (17, 17, 4), (9, 30, 5)])
+def test_the_fold_of_standard_attention_equals_its_closed_form(n_q, n_k, br):
+    grid = Grid(n_q, n_k, br, max(n_k, 1))
+    total = count(standard_forward(grid), grid, Layout(6, 10))
+    assert total.elements == traffic.standard_elements(n_q, 6, n_k, 10)
+    assert total.flops == n_q * n_k * traffic.forward_flops_a_pair(6, 10)
+    assert total.launches == len(STANDARD) and total.stored == n_q * (2 * n_k + 10)
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
 def test_visible_pairs_by_brute_force(band):
     for n_q, n_k in itertools.product((0, 1, 2, 7, 12), repeat=2):
         seen = band.keep(np.arange(n_q)[:, None], np.arange(n_k)[None, :])
@@ -81,8 +100,8 @@ def test_flops_of_whole_grids():
 
 
 def test_standard_is_three_launches_and_six_trips_flash_one_and_two():
-    assert (len(traffic.STANDARD), traffic.trips(traffic.STANDARD)) == (3, 6)
-    assert (len(traffic.FLASH), traffic.trips(traffic.FLASH)) == (1, 2)
+    assert (len(STANDARD), traffic.trips(STANDARD)) == (3, 6)
+    assert (len(FLASH), traffic.trips(FLASH)) == (1, 2)
 
 
 def test_sixteen_tokens_in_tiles_of_four_skip_six_of_sixteen():
@@ -106,14 +125,14 @@ def test_bytes_follow_the_dtype_and_statistics_stay_wide():
     assert half.bytes == 2 * (half.elements - 64) + 4 * 64
 
 
-@pytest.mark.parametrize("order", [*FORWARD, "backward"])
+@pytest.mark.parametrize("order", [*FORWARD, "standard", "backward"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_sram_is_what_the_executor_holds_after_every_event(order, causal):
     """The count cannot drift from the computation: they are compared block by block."""
     rng = np.random.default_rng(42)
     q, k, v = (rng.standard_normal((21, w)).astype(np.float32) for w in (6, 6, 10))
     problem = describe(q, k, v, causal=causal)
-    total = Traffic(Grid(21, 21, 8, 5), Layout(6, 10))
+    total = Traffic(Grid(21, 21, 8, 21 if order == "standard" else 5), Layout(6, 10))
 
     def observe(event, machine):
         total.see(event)
@@ -122,6 +141,8 @@ def test_sram_is_what_the_executor_holds_after_every_event(order, causal):
     if order == "backward":
         out, lse = tiles.forward(problem)
         tiles.backward(problem, out, out, lse, None, 8, 5, observe)
+    elif order == "standard":
+        tiles.standard(problem, 8, observe)
     else:
         tiles.forward(problem, order, 8, 5, observe)
     assert total.elements > 0

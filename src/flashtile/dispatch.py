@@ -60,9 +60,10 @@ class Backend:
         result: Gradients = self.load().backward(problem, dout, out, lse, dlse, bias_grad=bias_grad)
         return result
 
-    def prepare(self, problem: Problem) -> Any:
-        """What runs this problem, and again all that differ from it in numbers alone: it has forward and backward."""
-        return self.load().prepare(problem)
+    def prepare(self, problem: Problem) -> tuple[Any, Problem]:
+        """What runs this problem, and again all that differ from it in numbers alone; the problem as that wants it."""
+        prepared: tuple[Any, Problem] = self.load().prepare(problem)
+        return prepared
 
 
 TABLE = (

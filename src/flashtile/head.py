@@ -101,14 +101,20 @@ class Head:
             row = p.alibi[self.sequence if len(p.alibi) > 1 else 0]
             weight = widen(row[self.head : self.head + 1], dtype)[0]
             S = S - weight * np.abs(i + self.band.offset - j).astype(dtype)
-        visible = self.band.keep(i, j) if masked else None
-        if p.mask is not None:
-            given = self.pairs(p.mask, rows, cols)
-            visible = np.broadcast_to(given, S.shape) if visible is None else visible & given
+        visible = self.visible(rows, cols, masked)
         if visible is not None:
             S = np.where(visible, S, dtype.type(-np.inf))
             slope = None if slope is None else np.where(visible, slope, dtype.type(0))
         return Scores(S, slope, visible)
+
+    def visible(self, rows: Any, cols: slice, masked: bool) -> Array | None:
+        """Which pairs of a tile may see each other; None: all may."""
+        i, j = self._positions(rows, cols)
+        visible = self.band.keep(i, j) if masked else None
+        if self.problem.mask is not None:
+            given = self.pairs(self.problem.mask, rows, cols)
+            visible = np.broadcast_to(given, (i.size, j.size)) if visible is None else visible & given
+        return visible
 
     def kept(self, rows: Any, cols: slice, dtype: Any) -> Array | None:
         """What dropout multiplies the weights of a tile by: 0 or 1 / (1 - dropout); None without dropout."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from importlib import metadata
@@ -52,6 +53,14 @@ def isa() -> str | None:
     return None if library.why_not() else str(library.isa())
 
 
+def memory() -> int | None:
+    """Bytes of main memory; None where the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
 def devices() -> list[dict[str, Any]]:
     """The CPU, and the GPUs that torch sees (torch is imported where it is installed)."""
     found: list[dict[str, Any]] = [{"device": "cpu", "name": processor(), "isa": isa(), "cores": cores()}]
@@ -62,6 +71,16 @@ def devices() -> list[dict[str, Any]]:
             about = torch.cuda.get_device_properties(n)
             found.append({"device": f"cuda:{n}", "name": about.name, "memory": about.total_memory})
     return found
+
+
+def gpu() -> str | None:
+    """What its driver calls the first GPU that torch sees. Where there is no driver, torch is not imported."""
+    drivers = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+    if not has("torch") or not any(path.exists() for path in drivers):
+        return None
+    import torch
+
+    return str(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else None
 
 
 def commit() -> str | None:

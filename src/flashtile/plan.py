@@ -10,29 +10,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashtile import dispatch, traffic
-from flashtile.band import Kind, cuts
+from flashtile.backends import tiles
+from flashtile.band import FAR, Band, Kind, ceil_div, cuts
 from flashtile.dtypes import ITEMSIZE, Array, carrier, name_of
+from flashtile.hardware import Hardware, Rates
 from flashtile.problem import Problem, describe
+from flashtile.tiling import Tiling
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from flashtile.api import Options
-
-TILE = (128, 128)  # rows and columns, for backends that do not say what theirs are
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """What a machine can do at best, per second: for the floor under a call's time."""
-
-    flops: float
-    bytes: float
-
-    @property
-    def ridge(self) -> float:
-        """FLOPs a byte at which a call stops being bound by memory."""
-        return self.flops / self.bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +30,11 @@ class Floor:
     seconds: float
     bound: str  # what sets it: "compute" or "memory"
     rates: Rates
+
+    @classmethod
+    def under(cls, flops: int, least_bytes: int, rates: Rates) -> Floor:
+        compute, memory = flops / rates.flops, least_bytes / rates.bytes
+        return cls(max(compute, memory), "compute" if compute >= memory else "memory", rates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +48,13 @@ class Plan:
     q_shape: tuple[int, ...]
     k_shape: tuple[int, ...]
     v_shape: tuple[int, ...]
-    tile: tuple[int, int]
+    tile: tuple[int, int]  # query rows and keys
+    tile_heads: int  # query heads that share a tile, each with its own rows
+    rows_at_once: int  # of scores, that exist at a time
+    tile_of: str | None  # whose tile: the backend, or the one that only this machine keeps from running; None: no one
+    blocks: dict[str, int]  # bytes of what meets in a tile: Q, K and V as they travel, S and O as they are summed
     tiles: dict[str, int]  # skipped, partial, full
+    band: Band  # of the longest sequence
     pairs: int  # of query and key that see each other
     flops: int
     backward_flops: int
@@ -74,8 +72,9 @@ class Plan:
         return self.flops / self.least_bytes if self.least_bytes else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {**asdict(self), "intensity": self.intensity}
+        """Plain values for JSON; a band without a limit has none."""
+        band = {key: None if n == FAR else n for key, n in asdict(self.band).items()}
+        return {**asdict(self), "band": band, "intensity": self.intensity}
 
 
 def plan(
@@ -88,13 +87,13 @@ def plan(
     cu_q: Any = None,
     cu_k: Any = None,
     backend: str = "auto",
-    rates: Rates | None = None,
+    hardware: Hardware | None = None,
     **options: Unpack[Options],
 ) -> Plan:
     """What attention() would do with arrays of these shapes, without the arrays.
 
-    Takes every option of attention(); mask, bias, alibi and sink may be given as shapes. With `rates` it also says
-    what the least time is on a machine that fast.
+    Takes every option of attention(); mask, bias, alibi and sink may be given as shapes. With `hardware` it also says
+    what the least time is there, and which tile that GPU would get.
     """
     name = name_of(dtype)
     shapes = [tuple(int(n) for n in shape) for shape in (q_shape, k_shape, k_shape if v_shape is None else v_shape)]
@@ -104,8 +103,10 @@ def plan(
             stand_ins[key] = stand_in(stand_ins[key], kind)
     problem = describe(*(stand_in(shape, name) for shape in shapes), cu_q=cu_q, cu_k=cu_k, **stand_ins)
     chosen, reasons = _choose(problem, backend, device)
-    tile = _tile(problem, chosen)
+    owner = chosen or _but_for_this_machine(problem, device)
+    tile = _tile(problem, owner, hardware)
     counts = _Counts.of(problem, tile)
+    flops = counts.pairs * traffic.forward_flops_a_pair(problem.dim, problem.dim_v)
     return Plan(
         backend=None if chosen is None else chosen.name,
         reasons=reasons,
@@ -114,10 +115,15 @@ def plan(
         q_shape=shapes[0],
         k_shape=shapes[1],
         v_shape=shapes[2],
-        tile=tile,
+        tile=(tile.rows, tile.keys),
+        tile_heads=tile.heads,
+        rows_at_once=tile.rows_at_once,
+        tile_of=None if owner is None else owner.name,
+        blocks=_blocks(problem, tile),
         tiles={kind.name.lower(): n for kind, n in counts.tiles.items()},
+        band=problem.band_for(problem.n_q, problem.n_k),
         pairs=counts.pairs,
-        flops=counts.pairs * traffic.forward_flops_a_pair(problem.dim, problem.dim_v),
+        flops=flops,
         backward_flops=counts.pairs * traffic.backward_flops_a_pair(problem.dim, problem.dim_v),
         tile_bytes=counts.tile_bytes,
         least_bytes=counts.least_bytes,
@@ -125,7 +131,7 @@ def plan(
         score_bytes=counts.scores * ITEMSIZE[name],
         lse_bytes=counts.rows * ITEMSIZE[problem.accumulator],
         kv_bytes=counts.kv_bytes,
-        floor=None if rates is None else _floor(problem, counts, rates),
+        floor=None if hardware is None else Floor.under(flops, counts.least_bytes, hardware.rates),
     )
 
 
@@ -149,21 +155,23 @@ class _Counts:
     kv_bytes: int = 0
 
     @classmethod
-    def of(cls, p: Problem, tile: tuple[int, int]) -> _Counts:
+    def of(cls, p: Problem, tile: Tiling) -> _Counts:
         counts = cls(Counter(dict.fromkeys(Kind, 0)))
         size, wide, width = ITEMSIZE[p.dtype], ITEMSIZE[p.accumulator], p.dim + p.dim_v
         # Sequences of one length cost the same: each length is counted once.
         for (n_q, n_k), times in Counter(zip(p.q_lengths, p.k_lengths, strict=True)).items():
             band, heads, kv_heads = p.band_for(n_q, n_k), times * p.heads, times * p.kv_heads
-            for kind, n in traffic.tile_counts(band, n_q, n_k, *tile).items():
-                counts.tiles[kind] += heads * n
+            grids = kv_heads * ceil_div(p.group, tile.heads)
+            for kind, n in traffic.tile_counts(band, n_q, n_k, tile.rows, tile.keys).items():
+                counts.tiles[kind] += grids * n
             counts.pairs += heads * traffic.visible_pairs(band, n_q, n_k)
             counts.scores += heads * n_q * n_k
             counts.rows += heads * n_q
             rows = heads * n_q * (width * size + wide)  # Q, O and L
             seen = cuts(band, 0, n_q, n_k, 1) if n_q else None
             kv_seen = 0 if seen is None else (seen.end - seen.begin) * width * size
-            counts.tile_bytes += rows + heads * width * size * traffic.keys_visited(band, n_q, n_k, *tile)
+            loaded = grids * traffic.keys_visited(band, n_q, n_k, tile.rows, tile.keys)
+            counts.tile_bytes += rows + loaded * width * size
             counts.least_bytes += rows + kv_heads * kv_seen
             counts.standard_bytes += heads * (4 * n_q * n_k + n_q * width) * size + kv_heads * n_k * width * size
             counts.kv_bytes += kv_heads * n_k * width * size
@@ -180,15 +188,21 @@ def _choose(problem: Problem, backend: str, device: str) -> tuple[dispatch.Backe
     return chosen, {name: reason or able for name, reason in said.items() if chosen is None or name != chosen.name}
 
 
-def _tile(problem: Problem, chosen: dispatch.Backend | None) -> tuple[int, int]:
-    if chosen is None:
-        return TILE
-    of_backend = getattr(chosen.load(), "tile", None)
-    br, bc = TILE if of_backend is None else of_backend(problem)
-    return int(br), int(bc)
+def _but_for_this_machine(problem: Problem, device: str) -> dispatch.Backend | None:
+    """The row that would run on such a device, if all it needs were here."""
+    return next((row for row in dispatch.TABLE if row.objection(problem, device) is None), None)
 
 
-def _floor(problem: Problem, counts: _Counts, rates: Rates) -> Floor:
-    compute = counts.pairs * traffic.forward_flops_a_pair(problem.dim, problem.dim_v) / rates.flops
-    memory = counts.least_bytes / rates.bytes
-    return Floor(max(compute, memory), "compute" if compute >= memory else "memory", rates)
+def _tile(problem: Problem, owner: dispatch.Backend | None, hardware: Hardware | None) -> Tiling:
+    """The backend's own; that of the NumPy tiles where it has none to tell of."""
+    of_backend = None if owner is None else getattr(owner.load(), "tile", None)
+    if of_backend is None:
+        return Tiling(tiles.BLOCK, tiles.BLOCK)
+    tile: Tiling = of_backend(problem, None if hardware is None else hardware.capability)
+    return tile
+
+
+def _blocks(p: Problem, tile: Tiling) -> dict[str, int]:
+    rows, size, wide = tile.rows * tile.heads, ITEMSIZE[p.dtype], ITEMSIZE[p.accumulator]
+    moved = {"Q": rows * p.dim * size, "K": tile.keys * p.dim * size, "V": tile.keys * p.dim_v * size}
+    return moved | {"S": tile.rows_at_once * tile.keys * wide, "O": rows * p.dim_v * wide}

@@ -1,4 +1,4 @@
-"""A tile order as a stream of events: Load, Zero, Tile, Store. fa1_forward, fa2_forward, backward.
+"""A tile order as a stream of events: Load, Zero, Tile, Store. FA1, FA2, backward, and standard attention.
 
 tiles.py executes these streams, traffic.py adds them up, a viewer replays them: what is counted and what is drawn
 cannot drift from what is computed.
@@ -45,7 +45,32 @@ class Store:
     n: int
 
 
-Event = Load | Zero | Tile | Store
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel begins, with nothing in SRAM: what it reads and what it writes. A stream without one is one kernel."""
+
+    name: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Make:
+    """Block n of an array is computed whole, from what lies in SRAM."""
+
+    name: str
+    n: int
+
+
+Event = Load | Zero | Tile | Store | Launch | Make
+
+STANDARD = (
+    Launch("scores", ("Q", "K"), ("S",)),
+    Launch("softmax", ("S",), ("P",)),
+    Launch("values", ("P", "V"), ("O",)),
+)
+FLASH = (Launch("attention", ("Q", "K", "V"), ("O", "L")),)
+OF_KEYS = ("K", "V", "dK", "dV")  # these are cut into blocks of keys, the others into blocks of queries
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +95,7 @@ class Grid:
 
     def block(self, name: str, n: int) -> slice:
         """The rows of an array, named as in the events, that its block n covers."""
-        return self.cols(n) if name in ("K", "V", "dK", "dV") else self.rows(n)
+        return self.cols(n) if name in OF_KEYS else self.rows(n)
 
     def across(self, band: Band, i: int) -> Iterator[tuple[int, Kind]]:
         """The tiles of row i that have anything to compute."""
@@ -141,6 +166,25 @@ def backward(band: Band, grid: Grid, first_of_group: bool = True) -> Iterator[Ev
         if i not in seen:  # no key in sight: the gradient is 0, and someone has to write it
             yield Zero("dQ", i)
             yield Store("dQ", i)
+
+
+def standard_forward(grid: Grid) -> Iterator[Event]:
+    """Standard attention: three kernels, and S and P whole in HBM between them. `grid` has one column of tiles.
+
+    Every kernel moves each of its arrays once, the least it can do.
+    """
+    for launch in STANDARD:
+        yield launch
+        for name in launch.reads:
+            if name in OF_KEYS:
+                yield Load(name, 0)
+        for i in range(grid.shape[0]):
+            for name in launch.reads:
+                if name not in OF_KEYS:
+                    yield Load(name, i)
+            for name in launch.writes:
+                yield Make(name, i)
+                yield Store(name, i)
 
 
 FORWARD: dict[str, Callable[[Band, Grid], Iterator[Event]]] = {"fa1": fa1_forward, "fa2": fa2_forward}

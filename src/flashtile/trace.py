@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from flashtile.api import Options
 
-ORDERS = (*FORWARD, "backward")
+ORDERS = ("standard", *FORWARD, "backward")
 TILE_NUMBERS = ("S", "P", "factor", "m", "l", "O", "dP", "dS", "dQ", "dK", "dV")
 
 
@@ -71,7 +71,8 @@ def trace(
 ) -> Trace:
     """Run one head, (n, d) NumPy arrays, tile by tile, and keep every event with its numbers.
 
-    order is "fa1", "fa2", or "backward" (which takes the gradient of the output as `dout`).
+    order is "standard" (whole rows: block_k is not asked), "fa1", "fa2", or "backward" (which takes the gradient of the
+    output as `dout`).
     """
     if order not in ORDERS:
         raise ShapeError(f"order: expected one of {', '.join(ORDERS)}, got {order!r}")
@@ -81,7 +82,10 @@ def trace(
         if x.ndim != 2:
             raise ShapeError(f"{name}: expected one head, (n, d), got shape {x.shape}")
     problem = describe(q, k, v, **options)
+    n_k = problem.k_lengths[0]
     blocks = check_size("block_q", block_q), check_size("block_k", block_k)
+    if order == "standard":
+        blocks = blocks[0], max(n_k, 1)
     steps: list[Step] = []
 
     def observe(event: Event, machine: tiles.Machine) -> None:
@@ -89,13 +93,15 @@ def trace(
         steps.append(Step(event, {n: machine.sram[n].copy() for n in names if n in machine.sram}))
 
     results = _run(problem, order, blocks, dout, observe)
-    n_k = problem.k_lengths[0]
     grid, band = Grid(problem.n_q, n_k, *blocks), problem.band_for(problem.n_q, n_k)
     return Trace(order, grid, band, tuple(steps), results)
 
 
 def _run(problem: Problem, order: str, blocks: tuple[int, int], dout: Any, observe: tiles.Observer) -> dict[str, Array]:
-    if order != "backward":
+    if order == "standard":
+        out, lse = tiles.standard(problem, blocks[0], observe)
+        return {"out": out[0, 0], "lse": lse[0, 0]}
+    if order in FORWARD:
         out, lse = tiles.forward(problem, order, *blocks, observe)
         return {"out": out[0, 0], "lse": lse[0, 0]}
     out, lse = tiles.forward(problem, "fa2", *blocks)

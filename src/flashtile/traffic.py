@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from flashtile.band import Band, Kind, ceil_div, cuts
 from flashtile.dtypes import ITEMSIZE, accumulator
-from flashtile.schedule import Event, Grid, Load, Store, Tile, Zero
+from flashtile.schedule import Event, Grid, Launch, Load, Make, Store, Tile, Zero
 
 COLUMN_VECTORS = ("m", "l", "L", "D")  # one number a row
 OF_WIDTH_V = ("V", "O", "dV", "dO")  # the others are as wide as q
@@ -42,6 +42,7 @@ class Traffic:
     loaded_bytes: int = 0
     stored_bytes: int = 0
     flops: int = 0  # of the tiles as computed: a partial tile costs as much as a full one
+    begun: int = 0  # kernels that the stream names
     tiles: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys((Kind.PARTIAL, Kind.FULL), 0))
     sram: dict[str, int] = field(default_factory=dict)
     peak_sram: int = 0
@@ -54,6 +55,11 @@ class Traffic:
     @property
     def bytes(self) -> int:
         return self.loaded_bytes + self.stored_bytes
+
+    @property
+    def launches(self) -> int:
+        """Kernels: a stream that names none is one."""
+        return max(self.begun, 1)
 
     @property
     def largest_block(self) -> int:
@@ -78,6 +84,13 @@ class Traffic:
             case Tile(i, j, kind):
                 self.tiles[kind] += 1
                 self._compute(_length(self.grid.rows(i)), _length(self.grid.cols(j)))
+            case Launch():
+                self.begun += 1
+                self.sram.clear()
+            case Make(name, n):
+                self.sram[name] = self._size(name, n)
+                pairs = _length(self.grid.rows(n)) * self.grid.n_k
+                self.flops += pairs * {"S": 2 * self.layout.dim, "P": 0, "O": 2 * self.layout.dim_v}[name]
         self.peak_sram = max(self.peak_sram, sum(self.sram.values()))
 
     def _compute(self, br: int, bc: int) -> None:
@@ -90,7 +103,8 @@ class Traffic:
             self.sram |= {"S": br * bc, "P": br * bc, "factor": br}
 
     def _size(self, name: str, n: int) -> int:
-        return _length(self.grid.block(name, n)) * self.layout.width(name)
+        width = self.grid.n_k if name in ("S", "P") else self.layout.width(name)
+        return _length(self.grid.block(name, n)) * width
 
 
 def count(events: Iterable[Event], grid: Grid, layout: Layout) -> Traffic:
@@ -133,9 +147,10 @@ def causal_flops(n: int, d: int) -> int:
 # Closed forms: elements moved per head, forward, d = dv.
 
 
-def standard_elements(n: int, d: int) -> int:
-    """S written and read, P written and read; Q, K, V and O once."""
-    return 4 * n * n + 4 * n * d
+def standard_elements(n: int, d: int, n_k: int | None = None, dv: int | None = None) -> int:
+    """S written and read, P written and read; Q, K, V and O once. As many keys as queries unless n_k is given."""
+    n_k, dv = n if n_k is None else n_k, d if dv is None else dv
+    return 4 * n * n_k + (n + n_k) * (d + dv)
 
 
 def fa1_block(sram: int, d: int) -> int:
@@ -148,9 +163,26 @@ def fa1_elements(n: int, d: int, bc: int) -> int:
     return 2 * n * d + ceil_div(n, bc) * (3 * n * d + 4 * n)
 
 
+def fa1_band_elements(n_q: int, n_k: int, d: int, dv: int, br: int, bc: int, band: Band) -> int:
+    """The same for any band: a column of tiles in which anyone sees anything, and the rows of its tiles."""
+    columns = columns_visited(band, n_q, n_k, br, bc)
+    return sum((d + dv) * keys + (d + 2 * dv + 4) * len(rows) for keys, rows in columns if rows)
+
+
 def fa2_elements(n_q: int, n_k: int, d: int, dv: int, br: int, bc: int, band: Band) -> int:
     """Q, O and L once; for each row of tiles the keys and values in sight."""
     return n_q * (d + dv + 1) + (d + dv) * keys_visited(band, n_q, n_k, br, bc)
+
+
+def backward_elements(n_q: int, n_k: int, d: int, dv: int, br: int, bc: int, band: Band) -> int:
+    """K, V, dK and dV once; a column of tiles moves Q, dO, L, D and dQ of its rows, dQ both ways.
+
+    But dQ is not read the first time, and a row that sees no key still has its 0 written.
+    """
+    columns = [rows for _, rows in columns_visited(band, n_q, n_k, br, bc) if rows]
+    moved = sum(len(rows) for rows in columns)
+    seen = max(rows.stop for rows in columns) - min(rows.start for rows in columns) if columns else 0
+    return 2 * n_k * (d + dv) + moved * (3 * d + dv + 2) - seen * d + (n_q - seen) * d
 
 
 def least_elements(n: int, d: int) -> int:
@@ -167,6 +199,16 @@ def keys_visited(band: Band, n_q: int, n_k: int, br: int, bc: int) -> int:
     return total
 
 
+def columns_visited(band: Band, n_q: int, n_k: int, br: int, bc: int) -> list[tuple[int, range]]:
+    """For each column of tiles, how many keys it has and the rows of its tiles."""
+    columns = []
+    for first in range(0, n_k, bc):
+        last = min(first + bc, n_k)
+        c = cuts(band.T, first, last, n_q, br)
+        columns.append((last - first, range(c.begin * br, min(c.end * br, n_q))))
+    return columns
+
+
 def tile_counts(band: Band, n_q: int, n_k: int, br: int, bc: int) -> dict[Kind, int]:
     """How many tiles are skipped, partial and full; one step a row of tiles."""
     counts = dict.fromkeys(Kind, 0)
@@ -180,23 +222,6 @@ def tile_counts(band: Band, n_q: int, n_k: int, br: int, bc: int) -> dict[Kind, 
 
 
 # Launches: each reads its inputs from HBM and writes its results there.
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """One kernel: what it reads and what it writes."""
-
-    name: str
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
-
-
-STANDARD = (
-    Launch("scores", ("Q", "K"), ("S",)),
-    Launch("softmax", ("S",), ("P",)),
-    Launch("values", ("P", "V"), ("O",)),
-)
-FLASH = (Launch("attention", ("Q", "K", "V"), ("O", "L")),)
 
 
 def trips(launches: tuple[Launch, ...]) -> int:

@@ -8,7 +8,7 @@ from flashtile.bench import records, table
 
 
 def example() -> records.Record:
-    record = records.new("cpu", 2, quick=False)
+    record = records.new("cpu", quick=False, threads=2)
     record["measurements"] = [
         {
             "group": "full",
@@ -26,7 +26,7 @@ def example() -> records.Record:
 
 
 def test_a_record_says_what_it_was_measured_on():
-    record = records.new("cpu", 2, quick=True)
+    record = records.new("cpu", quick=True, threads=2)
     assert record["schema"] == records.SCHEMA and record["threads"] == 2 and record["quick"] is True
     assert {"versions", "processor", "isa", "commit", "cores", "system"} <= set(record["machine"])
     assert record["machine"]["versions"]["numpy"]
@@ -70,10 +70,33 @@ def test_a_document_carries_its_table(tmp_path):
     document.write_text("before\n<!-- bench:  -->\n<!-- end of bench -->\nafter\n")
     table.put_into(document, tmp_path / "records" / "r.json")
     text = document.read_text()
-    assert table.marked(text) == ("records/r.json", table.render(example()))
+    assert table.marked(text) == {"records/r.json": table.render(example())}
     assert text.startswith("before\n") and text.endswith("\nafter\n")
     table.put_into(document, tmp_path / "records" / "r.json")
     assert document.read_text() == text
+
+
+def test_a_document_may_carry_several(tmp_path):
+    for name in ("a.json", "b.json", "c.json"):
+        records.write(example() | {"threads": ord(name[0])}, tmp_path / name)
+    document = tmp_path / "README.md"
+    place = "<!-- bench:  -->\n<!-- end of bench -->\n"
+    document.write_text(f"one\n{place}two\n{place}three\n")
+    table.put_into(document, tmp_path / "a.json")
+    table.put_into(document, tmp_path / "b.json")
+    table.put_into(document, tmp_path / "a.json")
+    found = table.marked(document.read_text())
+    assert list(found) == ["a.json", "b.json"] and "97 threads" in found["a.json"] and "98 threads" in found["b.json"]
+    with pytest.raises(ValueError, match=r"bench: c\.json"):
+        table.put_into(document, tmp_path / "c.json")
+
+
+def test_bars_that_ask_for_at_least_and_lines_without_a_bar():
+    line = {"title": "t", "measure": "m", "value": 1.5, "worst": 1.25, "bar": None, "worst_bar": 1.05, "at_least": True}
+    record = example()
+    record["summary"] = [line | {"holds": True}, line | {"worst_bar": None, "holds": None}]
+    shown = table.summary(record)
+    assert "| t | m | 1.50 | 1.25 | none under 1.05 | yes |" in shown and "| t | m | 1.50 | 1.25 |  |  |" in shown
 
 
 def test_a_document_without_a_place_for_it_is_refused(tmp_path):

@@ -1,5 +1,7 @@
 """timing.py: turns are taken, warm-up is not counted, and the numbers are what they say."""
 
+import random
+
 import pytest
 
 from flashtile.bench.timing import Ratio, Timing, alternate, geometric_mean
@@ -10,6 +12,22 @@ def test_contenders_take_turns():
     times = alternate({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, seconds=0, min_rounds=3)
     assert calls == ["a", "b"] * 4  # one round to warm up
     assert {name: len(t.samples) for name, t in times.items()} == {"a": 3, "b": 3}
+
+
+def test_each_round_may_have_an_order_of_its_own():
+    def order(seed):
+        calls = []
+        contenders = {name: lambda name=name: calls.append(name) for name in "abc"}
+        alternate(contenders, seconds=0, min_rounds=8, max_rounds=8, warm_up=0, shuffle=random.Random(seed))
+        return ["".join(calls[n : n + 3]) for n in range(0, 24, 3)]
+
+    assert order(1) == order(1) != order(2)
+    assert all(sorted(each) == ["a", "b", "c"] for each in order(1)) and len(set(order(1))) > 1
+
+
+def test_another_clock():
+    times = alternate({"a": lambda: None}, seconds=0, max_rounds=3, clock=lambda call: 7.0)
+    assert times["a"].samples == (7.0, 7.0, 7.0) and times["a"].over(2).samples == (3.5, 3.5, 3.5)
 
 
 def test_what_runs_before_is_not_timed():

@@ -16,6 +16,7 @@ from flashtile.head import Head, Scores, guarded_product, heads
 from flashtile.problem import Problem
 from flashtile.results import Gradients
 from flashtile.softmax import pivot
+from flashtile.tiling import Tiling
 
 Round = Callable[[Array], Array]
 _QUIET: Any = {"invalid": "ignore", "over": "ignore"}  # Inf and NaN go where the formulas send them
@@ -26,6 +27,11 @@ def rounding(precision: str) -> tuple[type[np.floating], Round]:
     if precision in ("float64", "float32"):
         return np.dtype(precision).type, lambda x: x
     return np.float32, lambda x: widen(narrow(x, precision))
+
+
+def tile(problem: Problem, capability: object = None) -> Tiling:
+    """No tiles: the scores of a head are one piece."""
+    return Tiling(max(problem.n_q, 1), max(problem.n_k, 1))
 
 
 @np.errstate(**_QUIET)

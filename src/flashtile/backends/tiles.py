@@ -17,7 +17,7 @@ from flashtile.dtypes import Array, widen
 from flashtile.head import Head, guarded_product, heads
 from flashtile.problem import Problem
 from flashtile.results import Gradients
-from flashtile.schedule import Event, Grid, Load, Store, Tile, Zero
+from flashtile.schedule import Event, Grid, Launch, Load, Make, Store, Tile, Zero
 from flashtile.softmax import OnlineSoftmax, pivot
 
 BLOCK = 128  # rows and columns of a tile unless the caller says otherwise
@@ -44,6 +44,10 @@ class Machine:
                         self.tile(event)
                     case Store(name, n):
                         self.store(name, n)
+                    case Launch():
+                        self.sram.clear()
+                    case Make(name, n):
+                        self.make(name, n)
                 if observe is not None:
                     observe(event, self)
 
@@ -58,6 +62,9 @@ class Machine:
         self.sram[name] = np.zeros(block.shape, self.real)
 
     def tile(self, at: Tile) -> None:
+        raise NotImplementedError
+
+    def make(self, name: str, n: int) -> None:
         raise NotImplementedError
 
 
@@ -133,6 +140,25 @@ class Backward(Machine):
         return self.head.problem.scale
 
 
+class Standard(Machine):
+    """Three kernels, for comparison: S and P lie whole in HBM, and a block is made of whole rows of them."""
+
+    def make(self, name: str, n: int) -> None:
+        rows, cols, sram = self.grid.rows(n), slice(0, self.grid.n_k), self.sram
+        match name:
+            case "S":
+                sram["S"] = self.head.scores(sram["Q"], sram["K"], rows, cols, masked=True).S
+            case "P":
+                state = OnlineSoftmax.empty(rows.stop - rows.start, 0, self.real, self.head.sink)
+                P, _ = state.absorb(sram["S"])
+                sram["P"] = P / np.where(state.l == 0, 1, state.l)[:, None]
+                self.hbm["L"][rows] = state.lse()
+            case "O":
+                kept = self.head.kept(rows, cols, self.real)
+                P = sram["P"] if kept is None else sram["P"] * kept
+                sram["O"] = guarded_product(P, sram["V"], self.head.visible(rows, cols, masked=True))
+
+
 def forward(
     problem: Problem,
     order: str = "fa2",
@@ -155,6 +181,20 @@ def forward(
         machine.run(schedule.FORWARD[order](head.band, grid), observe)
         if order == "fa1":
             L[...] = OnlineSoftmax(hbm["m"], hbm["l"], O).lse()
+    return out, lse
+
+
+def standard(problem: Problem, block_q: int = BLOCK, observe: Observer | None = None) -> tuple[Array, Array]:
+    """The same results from three kernels and two matrices of n x n, a block of rows at a time."""
+    real = np.dtype(problem.accumulator).type
+    out = np.zeros(problem.out_shape(), real)
+    lse = np.zeros(problem.out_shape()[:-1], real)
+    for head in heads(problem):
+        grid = Grid(head.n_q, head.n_k, block_q, max(head.n_k, 1))
+        S, P = (np.zeros((head.n_q, head.n_k), real) for _ in range(2))
+        hbm = {"Q": head.queries(problem.q), "K": head.keys(problem.k), "V": head.keys(problem.v), "S": S, "P": P}
+        machine = Standard(head, grid, real, hbm | {"O": head.queries(out), "L": head.queries(lse)})
+        machine.run(schedule.standard_forward(grid), observe)
     return out, lse
 
 

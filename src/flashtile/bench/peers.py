@@ -24,10 +24,11 @@ def absent() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Workload:
-    """The arrays of one case, in NumPy and, sharing memory, in torch."""
+    """The arrays of one case, in NumPy and, sharing memory where torch is on the CPU, in torch."""
 
     case: Case
     threads: int
+    device: str = "cpu"  # of the tensors
 
     @cached_property
     def arrays(self) -> dict[str, Array]:
@@ -45,9 +46,8 @@ class Workload:
         dtype = getattr(torch, self.case.dtype)
 
         def tensor(x: Array) -> Any:
-            if self.case.dtype == "bfloat16":
-                return torch.from_numpy(x.view(np.int16)).view(dtype)
-            return torch.from_numpy(x)
+            given = torch.from_numpy(x.view(np.int16)).view(dtype) if dtype is torch.bfloat16 else torch.from_numpy(x)
+            return given.to(self.device)
 
         tensors = {name: tensor(x) for name, x in self.arrays.items()}
         if self.training:

@@ -17,15 +17,15 @@ FOLDER = Path("benchmarks/records")
 Record = dict[str, Any]
 
 
-def new(suite: str, threads: int, quick: bool) -> Record:
-    """A record with nothing measured yet."""
+def new(suite: str, quick: bool, **more: Any) -> Record:
+    """A record with nothing measured yet. `more`: what else its numbers have to be read with."""
     return {
         "schema": SCHEMA,
         "suite": suite,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "quick": quick,
         "machine": machine.describe(),
-        "threads": threads,
+        **more,
         "absent": {},  # peers that could not be timed, and why
         "measurements": [],
         "summary": [],

@@ -1,129 +1,153 @@
-"""Equivalence, memory and speed on this machine in under a minute: what `flashtile demo` shows."""
+"""Speed in a few seconds, beside torch and NumPy, on the CPU and on a GPU: what `flashtile demo` measures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
+from flashtile import dispatch, plan
+from flashtile.bench import peers
+from flashtile.bench.cases import FORWARD, TRAINING, Case, square
+from flashtile.bench.gpu import ceilings
+from flashtile.bench.gpu.device import Cuda, Device
+from flashtile.bench.peers import NAIVE_NUMPY, NAIVE_TORCH, OURS, SDPA, Workload
+from flashtile.bench.suite import time_all
+from flashtile.bench.timing import Call, Timing, alternate
+from flashtile.hardware import Rates
+from flashtile.plan import Plan
 
-from flashtile import dispatch, machine
-from flashtile.backends import reference, tiles
-from flashtile.bench import memory, peers
-from flashtile.bench.cases import FORWARD, Case, square
-from flashtile.bench.peers import NAIVE_NUMPY, Workload
-from flashtile.bench.suite import Progress, time_all
-from flashtile.dtypes import narrow, widen
-from flashtile.problem import Problem, describe
-
-# (name, shape of q, key heads, dtype, options): every kind of mask, ragged sizes, grouped heads, every dtype.
-CONFIGURATIONS: tuple[tuple[str, tuple[int, ...], int, str, dict[str, Any]], ...] = (
-    ("full", (1, 2, 256, 64), 2, "float64", {}),
-    ("full, ragged", (1, 2, 237, 40), 2, "float64", {}),
-    ("causal", (1, 2, 512, 64), 2, "float64", {"causal": True}),
-    ("causal, ragged", (2, 2, 301, 33), 2, "float64", {"causal": True}),
-    ("window", (1, 2, 512, 64), 2, "float32", {"window": (100, 20)}),
-    ("grouped heads", (1, 8, 256, 64), 2, "float32", {"causal": True}),
-    ("softcap and ALiBi", (1, 4, 256, 64), 4, "float32", {"softcap": 20.0, "alibi": np.full(4, 0.1, np.float32)}),
-    ("dropout", (1, 2, 256, 64), 2, "float32", {"dropout": 0.2, "seed": 7}),
-    ("long", (1, 2, 1024, 64), 2, "float32", {"causal": True}),
-    ("bfloat16", (1, 2, 512, 64), 2, "bfloat16", {}),
-    ("float16", (1, 2, 512, 64), 2, "float16", {"causal": True}),
+CPU = (
+    *(square(n, 64, naive=True) for n in (256, 512, 1024, 2048)),
+    *(square(n, 64, naive=True, direction=TRAINING) for n in (512, 1024)),
 )
-BLOCKS = ((16, 16), (64, 32), (100, 7))
-LENGTHS = (1024, 2048, 4096)
-SPEED = tuple(square(n, 64, naive=True) for n in (256, 512, 1024, 2048))
-SECONDS = 1.5  # of timing, a case
+GPU = tuple(
+    square(n, 128, heads=16, kv_heads=16, batch=16384 // n, dtype="bfloat16", naive=True, direction=direction)
+    for direction in (FORWARD, TRAINING)
+    for n in (1024, 4096)
+)
+STANDARD = (NAIVE_TORCH, NAIVE_NUMPY)  # those that store the scores
+SECONDS, QUICK_SECONDS = 1.0, 0.1  # of timing, a case
 
-Forward = Callable[[Problem], tuple[Any, Any]]
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One contender on one case."""
+
+    seconds: float  # median
+    q1: float
+    q3: float
+    rounds: int
+    flops_a_second: float
+    utilisation: float  # of the best that was measured on this device
+    intensity: float  # FLOPs a byte moved in the forward pass, as plan() counts them without the help of a cache
+    grown: int | None = None  # bytes of device memory beyond inputs and results, where the device tells
 
 
-def run(progress: Progress = lambda what, done, total: None, *, threads: int | None = None) -> dict[str, Any]:
-    """The three parts as plain values; "holds" says whether every result was as exact as it must be."""
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One case, by everyone who can run it."""
+
+    case: str
+    heads: int
+    n: int
+    dim: int
+    dtype: str
+    direction: str
+    backend: str | None
+    flops: int
+    runs: dict[str, Run]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One device: the best it can do, measured, and what each contender makes of that."""
+
+    device: str
+    rates: Rates
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    threads: int
+    absent: dict[str, str]  # peers that were not timed, and why
+    cpu: Side
+    gpu: Side | None
+    no_gpu: str | None  # why there is none
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        return (self.cpu,) if self.gpu is None else (self.cpu, self.gpu)
+
+
+def run(best: Rates, quick: bool = False, threads: int | None = None) -> Speed:
+    """Time every case on the CPU, whose best is known, and on the GPU where there is one."""
     threads = threads or peers.default_threads()
     peers.set_threads(threads)
-    cases = SPEED[:-1] if dispatch.TABLE[0].missing() else SPEED  # without the C++ core, no long ones
-    total = len(CONFIGURATIONS) + len(LENGTHS) + len(cases)
-    equivalence, grown, speed = [], [], []
-    for done, configuration in enumerate(CONFIGURATIONS):
-        progress(f"equivalence: {configuration[0]}", done, total)
-        equivalence.append(_equivalence(*configuration))
-    for done, n in enumerate(LENGTHS, len(CONFIGURATIONS)):
-        progress(f"memory: N = {n}", done, total)
-        grown.append(_memory(n, threads))
-    for done, case in enumerate(cases, total - len(cases)):
-        progress(f"speed: {case.name}", done, total)
-        speed.append(_speed(case, threads))
-    progress("done", total, total)
-    return {
-        "machine": machine.describe(),
-        "threads": threads,
-        "absent": peers.absent(),
-        "equivalence": equivalence,
-        "memory": grown,
-        "speed": speed,
-        "holds": all(row["holds"] for row in equivalence),
+    native, triton = (next(row for row in dispatch.TABLE if row.name == name) for name in ("native", "triton"))
+    longest = 512 if quick else 1024 if native.missing() else 2048  # without the C++ core, none that take long
+    timed = []
+    for case in CPU:
+        if case.n_q <= longest:
+            calls = peers.contenders(Workload(case, threads))
+            timed.append(Timed(case, time_all(calls, QUICK_SECONDS if quick else SECONDS, min_rounds=1)))
+    cpu, no_gpu = _side("CPU", "cpu", best, timed), triton.missing()
+    return Speed(threads, peers.absent(), cpu, None if no_gpu else on_gpu(Cuda(), GPU, quick), no_gpu)
+
+
+def on_gpu(device: Device, cases: Sequence[Case], quick: bool = False) -> Side:
+    """In bfloat16, against torch's attention and three torch calls; with the memory that each call takes."""
+    seconds = QUICK_SECONDS if quick else SECONDS
+    product, copy = ceilings.product(device.name), ceilings.copy(device.name)
+    times = alternate({"product": product.call, "copy": copy.call}, seconds=seconds, clock=device.seconds)
+    best = Rates(product.amount / min(times["product"].samples), copy.amount / min(times["copy"].samples))
+    makers = {OURS: peers.ours, SDPA: peers.sdpa, NAIVE_TORCH: peers.naive_torch}
+    timed = []
+    for case in cases:
+        work = Workload(case, peers.default_threads(), device.name)
+        calls: dict[str, Call] = {name: peers.step(work, make(work)) for name, make in makers.items()}
+        grown = {name: device.growth(call) for name, call in calls.items()}
+        timed.append(Timed(case, alternate(calls, seconds=seconds, clock=device.seconds), grown))
+    return _side(str(device.describe()["name"]), device.name, best, timed)
+
+
+class Timed(NamedTuple):
+    """What was measured of one case."""
+
+    case: Case
+    times: dict[str, Timing]
+    grown: dict[str, int] = {}  # noqa: RUF012
+
+    def plan(self, device: str) -> Plan:
+        c = self.case
+        shape = (c.batch, c.heads, c.n_q, c.dim)
+        return plan(shape, shape, c.dtype, device)
+
+
+def _side(name: str, device: str, best: Rates, timed: Sequence[Timed]) -> Side:
+    """Nobody is above the roof: where a contender was once faster than the product, that is the best seen."""
+    seen = [_flops(t.case, t.plan(device)) / min(timing.samples) for t in timed for timing in t.times.values()]
+    best = Rates(max(best.flops, *seen), best.bytes)
+    return Side(name, best, tuple(_row(t, t.plan(device), best) for t in timed))
+
+
+def _row(timed: Timed, planned: Plan, best: Rates) -> Row:
+    case, flops = timed.case, _flops(timed.case, planned)
+    runs = {
+        name: Run(
+            timing.median,
+            *timing.quartiles,
+            len(timing.samples),
+            flops / timing.median,
+            flops / timing.median / best.flops,
+            planned.flops / (planned.standard_bytes if name in STANDARD else planned.tile_bytes),
+            timed.grown.get(name),
+        )
+        for name, timing in timed.times.items()
     }
+    return Row(case.name, case.heads, case.n_q, case.dim, case.dtype, case.direction, planned.backend, flops, runs)
 
 
-def forwards(problem: Problem) -> dict[str, Forward]:
-    """Every tiled way to compute it here: the backends that can, and NumPy tiles of several sizes in both orders."""
-    ways: dict[str, Forward] = {
-        row.name: row.forward
-        for row in dispatch.TABLE
-        if row.name not in ("tiles", "reference") and row.why_not(problem, "cpu") is None
-    }
-    for order in ("fa1", "fa2"):
-        for br, bc in BLOCKS:
-            ways[f"tiles {order} {br}x{bc}"] = _tiled(order, br, bc)
-    return ways
-
-
-def _tiled(order: str, br: int, bc: int) -> Forward:
-    return lambda problem: tiles.forward(problem, order, br, bc)
-
-
-def _equivalence(
-    name: str, shape: tuple[int, ...], kv_heads: int, dtype: str, options: dict[str, Any]
-) -> dict[str, Any]:
-    """The largest error of each way against the oracle, beside that of standard attention in the same dtype."""
-    rng = np.random.default_rng(42)
-    batch, _, n, dim = shape
-    keys = (batch, kv_heads, n, dim)
-    q, k, v = (narrow(rng.standard_normal(s), dtype) for s in (shape, keys, keys))
-    problem = describe(q, k, v, **options)
-    oracle, _ = reference.forward(problem)
-
-    def error(out: Any) -> float:
-        return float(np.abs(widen(narrow(out, dtype), np.float64) - oracle).max())
-
-    standard = error(reference.forward(problem, dtype)[0])
-    errors = {way: error(forward(problem)[0]) for way, forward in forwards(problem).items()}
-    # The oracle is float64 itself: there, standard attention's error is 0 and only rounding is left to allow for.
-    limit = 1e-12 if dtype == "float64" else 2 * standard
-    return {
-        "case": name,
-        "shape": list(shape),
-        "dtype": dtype,
-        "standard_error": standard,
-        "errors": errors,
-        "limit": limit,
-        "holds": max(errors.values()) <= limit,
-    }
-
-
-def _memory(n: int, threads: int) -> dict[str, Any]:
-    """How far a fresh process grows: ours, and standard attention in NumPy."""
-    case = Case(n, n, 64, heads=1, kv_heads=1)
-    contenders = {peers.OURS: memory.OURS_NUMPY, NAIVE_NUMPY: NAIVE_NUMPY}
-    return {
-        "n": n,
-        "score_matrix": 4 * n * n,
-        "output": 4 * n * 64,
-        "grown": {name: memory.growth(contender, case, FORWARD, threads) for name, contender in contenders.items()},
-    }
-
-
-def _speed(case: Case, threads: int) -> dict[str, Any]:
-    times = time_all(peers.contenders(Workload(case, threads)), SECONDS, min_rounds=1)
-    return {**case.to_dict(), "times": {name: timing.to_dict() for name, timing in times.items()}}
+def _flops(case: Case, planned: Plan) -> int:
+    return planned.flops + (planned.backward_flops if case.direction == TRAINING else 0)

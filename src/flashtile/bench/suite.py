@@ -31,7 +31,7 @@ def run(
     total = sum(len(group.cases) for group in groups)
     total += len(scaling) * ("scaling" in wanted) + 2 * ("memory" in wanted)
 
-    record = records.new("cpu", threads, short)
+    record = records.new("cpu", short, threads=threads)
     record["absent"] = peers.absent()
     measured = record["measurements"]
 

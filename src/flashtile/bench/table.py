@@ -6,36 +6,64 @@ import re
 from pathlib import Path
 from typing import Any
 
+from flashtile.bench import markdown, tuned
+from flashtile.bench.gpu import table as gpu
+from flashtile.bench.markdown import milliseconds, number
 from flashtile.bench.records import Record, read
 
 BEGIN, END = "<!-- bench: {} -->", "<!-- end of bench -->"
 _MARKED = re.compile(r"<!-- bench: (?P<path>\S*) -->\n(?P<body>.*?)<!-- end of bench -->", re.DOTALL)
 
 
+def render(record: Record) -> str:
+    """What the README shows of a record."""
+    if record["suite"] == "gpu":
+        parts = [gpu.caption(record), summary(record), *gpu.sections(record)]
+    elif record["suite"] == "tune":
+        parts = [tuned.caption(record), tuned.table(record)]
+    else:
+        parts = [caption(record), summary(record), memory(record)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def details(record: Record) -> str:
+    """One row a measurement."""
+    ways = {"cpu": cases, "gpu": gpu.details, "tune": tuned.details}
+    return ways[record["suite"]](record)
+
+
 def summary(record: Record) -> str:
     """One row a group: how it stands to its bar."""
     rows: list[tuple[str, ...]] = [("what", "measure", "mean", "worst", "bar", "holds")]
     for s in record["summary"]:
-        bar = _number(s["bar"]) + (
-            f", none over {_number(s['worst_bar'])}" if s["worst_bar"] not in (None, 1.0) else ""
-        )
         holds = {True: "yes", False: "no", None: "not measured"}[s["holds"]]
-        rows.append((s["title"], s["measure"], _number(s["value"]), _number(s["worst"]), bar, holds))
-    return _markdown(rows)
+        if s["bar"] is None and s["worst_bar"] is None:
+            holds = ""
+        rows.append((s["title"], s["measure"], number(s["value"]), number(s["worst"]), _bar(s), holds))
+    return markdown.table(rows)
 
 
-def details(record: Record) -> str:
-    """One row a case: the time of everyone who was timed."""
+def _bar(s: dict[str, Any]) -> str:
+    """On the mean, and on the worst where that is another one."""
+    parts = [] if s["bar"] is None else [number(s["bar"])]
+    if s["worst_bar"] not in (None, s["bar"]):
+        parts.append(f"none {'under' if s.get('at_least') else 'over'} {number(s['worst_bar'])}")
+    return ", ".join(parts)
+
+
+def cases(record: Record) -> str:
+    """One row a case of the CPU suite: the time of everyone who was timed."""
     names = list(dict.fromkeys(name for row in record["measurements"] for name in row.get("times", {})))
     rows: list[tuple[str, ...]] = [
         ("group", "case", "direction", *(f"{name}, ms" for name in names), "ratio", "GFLOP/s")
     ]
     for m in record["measurements"]:
         if "times" in m:
-            times = [_milliseconds(m["times"].get(name)) for name in names]
-            rate = "" if m.get("gflops") is None else f"{m['gflops']:.0f}"
-            rows.append((m["group"], m["case"], m["direction"], *times, _number(m.get("ratio")), rate))
-    return _markdown(rows)
+            times = [milliseconds(m["times"].get(name)) for name in names]
+            rows.append(
+                (m["group"], m["case"], m["direction"], *times, number(m.get("ratio")), number(m.get("gflops"), 0))
+            )
+    return markdown.table(rows)
 
 
 def memory(record: Record) -> str:
@@ -45,7 +73,7 @@ def memory(record: Record) -> str:
         if "grown" in m:
             grown = [m["grown"].get(name) for name in ("flashtile", "torch SDPA")]
             rows.append((m["case"], m["direction"], *("" if g is None else f"{g / 2**20:.1f}" for g in grown)))
-    return _markdown(rows) if len(rows) > 1 else ""
+    return markdown.table(rows) if len(rows) > 1 else ""
 
 
 def caption(record: Record) -> str:
@@ -57,36 +85,19 @@ def caption(record: Record) -> str:
     return f"{m['processor']}, {m['isa'] or 'no C++ core'}, {record['threads']} threads; {versions}{commit}."
 
 
-def render(record: Record) -> str:
-    """What the README shows of a record."""
-    parts = (caption(record), summary(record), memory(record))
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def marked(text: str) -> tuple[str, str] | None:
-    """The record that a document's table was made from, and that table; None where it has no such place."""
-    found = _MARKED.search(text)
-    return None if found is None else (found["path"], found["body"])
+def marked(text: str) -> dict[str, str]:
+    """The tables of a document, by the record each was made from; "" is a place that waits for its first record."""
+    return {found["path"]: found["body"] for found in _MARKED.finditer(text)}
 
 
 def put_into(document: Path, record: Path) -> None:
-    """Make a document's table anew from a record; the path is kept relative to the document."""
+    """Make the table of this record anew, or put it where a place waits; its path is relative to the document."""
     path = record.resolve().relative_to(document.resolve().parent).as_posix()
-    text = f"{BEGIN.format(path)}\n{render(read(record))}{END}"
     before = document.read_text()
-    if marked(before) is None:
-        raise ValueError(f"{document}: expected a line {BEGIN.format('...')} and a line {END}")
-    document.write_text(_MARKED.sub(lambda _: text, before))
-
-
-def _number(x: Any) -> str:
-    return "" if x is None else f"{x:.2f}"
-
-
-def _milliseconds(timing: dict[str, Any] | None) -> str:
-    return "" if timing is None else f"{timing['median_s'] * 1e3:.3g}"
-
-
-def _markdown(rows: list[tuple[str, ...]]) -> str:
-    head, *body = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
+    places = marked(before)
+    place = path if path in places else ""
+    if place not in places:
+        raise ValueError(f"{document}: expected a line {BEGIN.format(path)} and a line {END}")
+    text = f"{BEGIN.format(path)}\n{render(read(record))}{END}"
+    old = f"{BEGIN.format(place)}\n{places[place]}{END}"
+    document.write_text(before.replace(old, text, 1))

@@ -1,9 +1,10 @@
-"""Fair timing: contenders take turns (A, B, A, B) in one process; medians and quartiles, never one lucky run."""
+"""Fair timing: contenders take turns in one process, in one order or shuffled; medians and quartiles, no lucky run."""
 
 from __future__ import annotations
 
 import gc
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Call = Callable[[], Any]
+Clock = Callable[[Call], float]  # makes the call, says how many seconds it took
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +29,20 @@ class Timing:
     def quartiles(self) -> tuple[float, float]:
         return quartiles(self.samples)
 
+    def over(self, calls: int) -> Timing:
+        """Seconds of one call, where a sample was many."""
+        return Timing(tuple(t / calls for t in self.samples))
+
     def to_dict(self) -> dict[str, Any]:
         q1, q3 = self.quartiles
         return {"median_s": self.median, "q1_s": q1, "q3_s": q3, "rounds": len(self.samples)}
+
+
+def host_seconds(call: Call) -> float:
+    """By the clock on the wall."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 def alternate(
@@ -40,8 +53,13 @@ def alternate(
     max_rounds: int = 1000,
     warm_up: int = 1,
     before: Call | None = None,
+    clock: Clock = host_seconds,
+    shuffle: random.Random | None = None,
 ) -> dict[str, Timing]:
-    """Time contenders in turn for about `seconds` in all. `before` runs ahead of every sample and is not timed."""
+    """Time contenders in turn for about `seconds` in all. `before` runs ahead of every sample and is not timed.
+
+    With `shuffle` each round has an order of its own, so that nobody always runs after the same neighbour.
+    """
     for _ in range(warm_up):
         for call in contenders.values():
             call()
@@ -53,12 +71,13 @@ def alternate(
         for done in range(max_rounds):
             if done >= min_rounds and time.perf_counter() > end:
                 break
-            for name, call in contenders.items():
+            order = list(contenders.items())
+            if shuffle is not None:
+                shuffle.shuffle(order)
+            for name, call in order:
                 if before is not None:
                     before()
-                start = time.perf_counter()
-                call()
-                samples[name].append(time.perf_counter() - start)
+                samples[name].append(clock(call))
     finally:
         if collecting:
             gc.enable()

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from flashtile import __version__
-from flashtile.cli import bench, demo, doctor, explain
+from flashtile.cli import bench, demo, doctor, explain, lesson
 
 app = typer.Typer(
     help="Exact attention, tile by tile.",
@@ -28,4 +28,5 @@ def options(version: Annotated[bool, typer.Option("--version", help="Print the v
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.command("explain")(explain.explain)
+app.command("lesson")(lesson.lesson)
 app.add_typer(bench.app, name="bench")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from flashtile.bench import records, suite, table
+from flashtile.backends.triton.tuning import KERNELS
+from flashtile.bench import candidates, records, suite, table, tune, tuned
 from flashtile.bench.cases import GROUPS
-from flashtile.cli import output
+from flashtile.bench.gpu import device, peers, rows, warm
+from flashtile.bench.gpu import suite as gpu_suite
+from flashtile.cli import MISSING_EXTRA, output
 
-app = typer.Typer(help="Measure, taking turns with torch and NumPy; every run leaves a record.", no_args_is_help=True)
+app = typer.Typer(help="Measure, taking turns with the peers; every run leaves a record.", no_args_is_help=True)
 
 
 @app.command()
@@ -29,29 +33,121 @@ def cpu(
     check: Annotated[bool, typer.Option(help="Exit with 1 where a bar does not hold.")] = False,
 ) -> None:
     """The CPU suite: forward, backward, decode, half precision, options, small calls, memory, scaling."""
-    unknown = [name for name in only or () if name not in GROUPS]
-    if unknown:
-        raise typer.BadParameter(f"--only: expected one of {', '.join(GROUPS)}, got {unknown[0]!r}")
+    _known("--only", only, GROUPS)
     with output.progress_bar() as progress:
         record = suite.run(only=only or (), short=quick, threads=threads, progress=progress)
     if json is not None and str(json) == "-":
         output.print_json(record)
     else:
-        path = json or records.default_path(record)
-        records.write(record, path)
-        for peer, reason in record["absent"].items():
-            output.err().print(f"{peer}: not compared, {reason}")
-        print(table.details(record), table.render(record), sep="\n\n", end="")
-        output.err().print(f"record: {path}", soft_wrap=True)
-    if check and any(row["holds"] is False for row in record["summary"]):
-        raise typer.Exit(output.DOES_NOT_HOLD)
+        _leave(record, json or records.default_path(record))
+    _judge(record, check)
+
+
+@app.command()
+def gpu(
+    which: Annotated[
+        list[str] | None, typer.Option("--suite", help=f"Which (repeatable): {', '.join(rows.SUITES)}, or all.")
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="WORDS", help='Only rows with these words in their name (repeatable): "D128 backward".'),
+    ] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option("--peers", help=f"Only these (repeatable): {', '.join(peers.NAMES[1:])}.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Samples of everyone, a row.")] = 15,
+    quick: Annotated[bool, typer.Option(help="Short sequences, three rounds of short samples.")] = False,
+    seconds: Annotated[
+        float | None, typer.Option(min=0, help="Begin no row after so long; what was left out is told.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Processes that compile ahead; one a core by default, 0 for none.")
+    ] = None,
+    path: Annotated[Path, typer.Option("--output", help="Where the record goes.")] = records.FOLDER / "gpu.json",
+    json: Annotated[bool, typer.Option("--json", help="Also print the record as plain JSON, and no table.")] = False,
+    check: Annotated[bool, typer.Option(help="Exit with 1 where a bar does not hold.")] = False,
+) -> None:
+    """The GPU suites, beside cuDNN, SDPA, FlexAttention and FlashAttention: training, decode, small calls, memory."""
+    _known("--suite", which, (*rows.SUITES, "all"))
+    _known("--peers", peer, peers.NAMES)
+    chosen = rows.select([] if "all" in (which or ["all"]) else which or [], only or (), quick)
+    if not chosen:
+        raise typer.BadParameter("--only: no row has all of these words in its name")
+    _need_gpu()
+    start = time.monotonic()
+    here, absent = peers.present(peer or ())
+    bench = gpu_suite.Bench(device.Cuda(), here, min(rounds, 3) if quick else rounds)
+    if quick:
+        bench.sample /= 5
+    with output.progress_bar() as progress:
+        half = None if seconds is None else start + seconds / 2
+        late = warm.compile_ahead(chosen, here, count=workers, end=half, progress=progress)
+        record = gpu_suite.run(
+            bench,
+            chosen,
+            absent=absent,
+            quick=quick,
+            seconds=None if seconds is None else start + seconds - time.monotonic(),
+            progress=progress,
+            save=lambda record: records.write(record, path),
+        )
+    for what, reason in late.items():
+        output.err().print(f"not compiled ahead: {what}: {reason}", soft_wrap=True)
+    for row in record["measurements"]:
+        for name, reason in row["absent"].items():
+            output.err().print(f"{row['case']}: {name} is absent: {reason}", soft_wrap=True)
+    for what, reason in record["failed"].items():
+        output.err().print(f"{what}: failed: {reason}", soft_wrap=True)
+    for what in record["left_out"]:
+        output.err().print(f"{what}: left out, the time was up", soft_wrap=True)
+    if json:
+        output.print_json(record)
+    _leave(record, path, shown=not json)
+    _judge(record, check)
+
+
+@app.command("tune")
+def search(
+    kernel: Annotated[list[str] | None, typer.Option(help=f"Only these (repeatable): {', '.join(KERNELS)}.")] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help=f"Only these (repeatable): {', '.join(candidates.DTYPES)}.")
+    ] = None,
+    dim: Annotated[
+        list[int] | None,
+        typer.Option(help=f"Only these head dims (repeatable): {', '.join(map(str, candidates.DIMS))}."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Samples of every candidate, a shape.")] = 7,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Begin nothing after so long.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes that compile; one a core by default.")] = None,
+    path: Annotated[Path, typer.Option("--output", help="Where the record goes.")] = records.FOLDER / "tune.json",
+    json: Annotated[bool, typer.Option("--json", help="Also print the record as plain JSON, and no table.")] = False,
+) -> None:
+    """Find the fastest tiles of the Triton kernels on this GPU, and print them as rows of backends/triton/tuning.py."""
+    _known("--kernel", kernel, KERNELS)
+    _known("--dtype", dtype, candidates.DTYPES)
+    _known("--dim", dim, candidates.DIMS)
+    _need_gpu()
+    with output.progress_bar() as progress:
+        record = tune.run(
+            device.Cuda(),
+            candidates.limits(),
+            candidates.targets(kernel or (), dtype or (), dim or ()),
+            rounds=rounds,
+            count=workers,
+            seconds=seconds,
+            progress=progress,
+            save=lambda record: records.write(record, path),
+        )
+    if json:
+        output.print_json(record)
+    else:
+        print(tuned.rows(record), end="\n\n")
+    _leave(record, path, shown=not json)
 
 
 @app.command("table")
 def show(
-    record: Annotated[
-        Path, typer.Argument(help="A record that `flashtile bench cpu` wrote.", exists=True, dir_okay=False)
-    ],
+    record: Annotated[Path, typer.Argument(help="A record that another of these wrote.", exists=True, dir_okay=False)],
     details: Annotated[bool, typer.Option(help="One row a case.")] = False,
     into: Annotated[
         Path | None, typer.Option(help="Put the table into this document, in the place it has marked for it.")
@@ -65,7 +161,36 @@ def show(
             output.print_json(content["summary"])
         elif into is not None:
             table.put_into(into, record)
+        elif details:
+            print(table.details(content))
         else:
-            print(table.details(content) if details else table.render(content), end="\n" if details else "")
+            output.markdown(table.render(content))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def _known(option: str, given: list[str] | list[int] | None, names: tuple[str, ...] | tuple[int, ...]) -> None:
+    for name in given or ():
+        if name not in names:
+            raise typer.BadParameter(f"{option}: expected one of {', '.join(map(str, names))}, got {name!r}")
+
+
+def _need_gpu() -> None:
+    if reason := device.missing():
+        output.err().print(f"flashtile: this needs a CUDA GPU: {reason}", soft_wrap=True)
+        raise typer.Exit(MISSING_EXTRA)
+
+
+def _leave(record: records.Record, path: Path, shown: bool = True) -> None:
+    """Write the record, say where it is and who was not compared, and show its tables."""
+    records.write(record, path)
+    for name, reason in record["absent"].items():
+        output.err().print(f"{name}: not compared, {reason}", soft_wrap=True)
+    if shown:
+        print(table.details(record), table.render(record), sep="\n\n", end="")
+    output.err().print(f"record: {path}", soft_wrap=True)
+
+
+def _judge(record: records.Record, check: bool) -> None:
+    if check and any(row["holds"] is False for row in record["summary"]):
+        raise typer.Exit(output.DOES_NOT_HOLD)

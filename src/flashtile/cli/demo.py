@@ -1,82 +1,112 @@
-"""flashtile demo: equivalence, memory and speed on this machine, in under a minute."""
+"""flashtile demo: everything computed on this machine in under a minute: tables here, and a page to read and watch."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flashtile.bench import showcase
-from flashtile.bench.peers import NAIVE_NUMPY, OURS
-from flashtile.cli import output
+from flashtile import machine
+from flashtile.cli import MISSING_EXTRA, output
+
+if TYPE_CHECKING:
+    from flashtile.report.content import Content, Result, Told
+
+EXTRA = ("jinja2", "matplotlib")  # what the page is made with
+LINES = 8  # of a lesson's output; `flashtile lesson` prints all of it
 
 
 def demo(
-    json: Annotated[bool, typer.Option("--json", help="Print plain JSON.")] = False,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads to use; all by default.")] = None,
+    out: Annotated[Path, typer.Option(help="The folder for the page, its figures and its records.")] = Path(
+        "flashtile-demo"
+    ),
+    open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Short measurements: done in a few seconds.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the records as plain JSON.")] = False,
+    no_page: Annotated[bool, typer.Option("--no-page", help="Write nothing, only print.")] = False,
 ) -> None:
-    """Show that tiled attention is the same, needs far less memory, and is fast, on this machine."""
+    """Show that tiled attention is the same, needs far less memory and is fast; and write a page that explains it."""
+    from flashtile.report import folder  # all of it is much to import for the other commands
+    from flashtile.report.artist import Artist
+    from flashtile.report.content import collect
+
+    if not no_page:
+        _prepare(out)
     with output.progress_bar() as progress:
-        result = showcase.run(progress, threads=threads)
+        if no_page:
+            content, page = collect(quick, progress), None
+        else:
+            with Artist() as artist:
+                content = collect(quick, progress, artist)
+                page = folder.write(content, artist.drawings(), out)
     if json:
-        output.print_json(result)
+        output.print_json(content.records())
     else:
-        _show(result)
-    if not result["holds"]:
+        _show(content)
+    if page is not None:
+        (output.err() if json else output.out()).print(f"page: {page}", soft_wrap=True, markup=False)
+        if open_page:
+            webbrowser.open(page.as_uri())
+    if content.broken:
+        output.err().print(f"does not hold: {', '.join(content.broken)}", markup=False)
         raise typer.Exit(output.DOES_NOT_HOLD)
 
 
-def _show(result: dict[str, Any]) -> None:
+def _prepare(out: Path) -> None:
+    """Whatever would stop the page from being written is said before anything is computed."""
+    from flashtile.report import folder
+
+    missing = [package for package in EXTRA if not machine.has(package)]
+    if missing:
+        output.err().print(
+            f"flashtile: the page needs {missing[0]}; run: pip install 'flashtile[report]', or use --no-page",
+            soft_wrap=True,
+            markup=False,
+        )
+        raise typer.Exit(MISSING_EXTRA)
+    try:
+        folder.check(out)
+    except ValueError as error:
+        raise typer.BadParameter(f"--out: {error}") from None
+
+
+def _show(content: Content) -> None:
+    about = content.machine
+    output.say(f"{about['processor']}, {about['isa'] or 'no C++ core'}, {about['cores']} cores")
+    for result in content.results:
+        _show_result(result)
+    for told in content.lessons:
+        _show_lesson(told)
+
+
+def _show_result(result: Result) -> None:
     out = output.out()
-    machine = result["machine"]
-    out.print(f"{machine['processor']}, {machine['isa'] or 'no C++ core'}, {result['threads']} threads")
-    for peer, reason in result["absent"].items():
-        out.print(f"{peer}: not compared, {reason}")
-    out.print(
-        output.table(
-            "Same answer: largest error against float64 standard attention",
-            ("case", "dtype", "ways", "worst error", "allowed", ""),
-            [
-                (
-                    row["case"],
-                    row["dtype"],
-                    str(len(row["errors"])),
-                    f"{max(row['errors'].values()):.1e}",
-                    f"{row['limit']:.1e}",
-                    "ok" if row["holds"] else "TOO LARGE",
-                )
-                for row in result["equivalence"]
-            ],
-        )
-    )
-    out.print(
-        output.table(
-            "Less memory: what one head makes a process grow by, float32, D = 64",
-            ("N", "score matrix", "naive NumPy grew", "flashtile grew", "of which output"),
-            [
-                (
-                    str(row["n"]),
-                    output.size(row["score_matrix"]),
-                    _grown(row["grown"][NAIVE_NUMPY]),
-                    _grown(row["grown"][OURS]),
-                    output.size(row["output"]),
-                )
-                for row in result["memory"]
-            ],
-        )
-    )
-    names = list(result["speed"][0]["times"])
-    out.print(
-        output.table(
-            "Fast: median time of a forward pass",
-            ("case", *names),
-            [
-                (row["case"], *(output.seconds(row["times"][name]["median_s"]) for name in names))
-                for row in result["speed"]
-            ],
-        )
-    )
+    out.print()
+    out.rule(result.study.title, align="left", characters="=")
+    output.say(result.study.question)
+    for table in result.tables:
+        out.print(output.table(*table))
+    for sentence in result.findings:
+        output.say(f"- {sentence}")
 
 
-def _grown(grown: int | None) -> str:
-    return "not measured" if grown is None else output.size(grown)
+def _show_lesson(told: Told) -> None:
+    out = output.out()
+    out.print()
+    out.rule(f"Lesson: {told.lesson.title}", align="left", characters="=")
+    if told.reason:
+        output.say(f"It did not run here: {told.reason}")
+        return
+    print(_beginning(told.text), end="\n\n")
+    output.say(f"All of it: flashtile lesson {told.lesson.name}")
+
+
+def _beginning(text: str) -> str:
+    """The first paragraphs and tables, whole."""
+    parts = text.rstrip().split("\n\n")
+    shown = parts[:1]
+    while len(shown) < len(parts) and sum(part.count("\n") + 2 for part in shown) < LINES:
+        shown.append(parts[len(shown)])
+    return "\n\n".join(shown)

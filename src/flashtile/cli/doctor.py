@@ -22,7 +22,7 @@ def doctor(
         output.print_json(found)
     elif brief:
         for row in found["backends"]:
-            output.out().print(f"{row['backend']}: {row['why_not'] or 'ready'}", soft_wrap=True)
+            output.say(f"{row['backend']}: {row['why_not'] or 'ready'}")
     else:
         _show(found)
     if strict and any(row["why_not"] for row in found["backends"]):
@@ -55,10 +55,10 @@ def _show(found: dict[str, Any]) -> None:
     out.print(output.facts("Versions", versions))
     for device in found["devices"]:
         about = ", ".join(f"{key} {value}" for key, value in device.items() if key != "device" and value is not None)
-        out.print(f"{device['device']}: {about}", soft_wrap=True)
+        output.say(f"{device['device']}: {about}")
     settings = ", ".join(f"{name}={found['threads'][name] or '(not set)'}" for name in threads.VARIABLES)
-    out.print(f"threads: {found['threads']['cores']} cores to run on; {settings}", soft_wrap=True)
+    output.say(f"threads: {found['threads']['cores']} cores to run on; {settings}")
     out.print("Backends, the first that can is taken:", style="bold")
     for row in found["backends"]:
-        out.print(f"  {row['backend']} ({row['device']}): {row['about']}", soft_wrap=True)
-        out.print(f"    {'ready' if row['why_not'] is None else 'no: ' + row['why_not']}", soft_wrap=True)
+        output.say(f"  {row['backend']} ({row['device']}): {row['about']}")
+        output.say(f"    {'ready' if row['why_not'] is None else 'no: ' + row['why_not']}")

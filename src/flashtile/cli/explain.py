@@ -1,16 +1,20 @@
-"""flashtile explain: what a call costs before it is made: backend, tiles, bytes, FLOPs, the floor under its time."""
+"""flashtile explain: what a call or a model costs before it runs: the scores never built, bytes, FLOPs, the floor."""
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from typing import Annotated, Any, TypeVar
 
 import typer
 
-from flashtile import FlashtileError, plan
+from flashtile import FlashtileError, dispatch, machine
+from flashtile.budget import Budget, budget
+from flashtile.catalogue import chips, known_as, length, models
 from flashtile.cli import output
-from flashtile.cli.models import Model, chips, length, models
-from flashtile.dtypes import FLOATS
-from flashtile.plan import Plan, Rates
+from flashtile.cli.picture import Picture, beside, legend, pictures
+from flashtile.dtypes import FLOATS, ITEMSIZE
+from flashtile.hardware import Hardware, Rates
+from flashtile.plan import Plan, plan
 
 T = TypeVar("T")
 
@@ -18,124 +22,257 @@ T = TypeVar("T")
 def explain(
     q: Annotated[str | None, typer.Option(help="Shape of q, such as 1,32,8192,128.")] = None,
     k: Annotated[str | None, typer.Option(help="Shape of k and v; like q unless given.")] = None,
+    causal: Annotated[bool, typer.Option("--causal", help="With --q: no query sees a later key.")] = False,
+    window: Annotated[
+        int | None, typer.Option(min=1, help="With --q: how many keys, up to its own, a query sees.")
+    ] = None,
     model: str = typer.Option(None, help=f"A named model instead of shapes: {', '.join(models())}."),
     context: Annotated[str, typer.Option(help="With --model: how many tokens, such as 8k or 1m.")] = "8k",
     decode: Annotated[
-        bool, typer.Option(help="With --model: one new token against the context, not the whole prompt.")
+        bool, typer.Option("--decode", help="With --model: one new token against the context, not the whole prompt.")
     ] = False,
     dtype: Annotated[str | None, typer.Option(help=f"{', '.join(FLOATS)}; float32, or bfloat16 with --model.")] = None,
-    causal: Annotated[bool | None, typer.Option(help="Causal or not; not, or causal with --model.")] = None,
-    window: Annotated[int | None, typer.Option(min=1, help="How many keys up to its own a query sees.")] = None,
-    device: Annotated[str, typer.Option(help="Where the tensors would be.")] = "cpu",
     backend: Annotated[str, typer.Option(help="Ask for a backend by name.")] = "auto",
-    chip: str = typer.Option("here", help=f"Whose rates set the floor: here (measured), none, {', '.join(chips())}."),
+    gpu: str = typer.Option(
+        None,
+        help="Where it would run: here (this machine's GPU, or its CPU, measured), cpu (measured), none, "
+        f"{', '.join(chips())}. here by default.",
+    ),
+    gpu_flops: Annotated[
+        str | None, typer.Option(help="FLOPs a second, such as 989T: of a GPU not listed, or instead of its own.")
+    ] = None,
+    gpu_bandwidth: Annotated[str | None, typer.Option(help="Bytes a second, such as 4.8T, likewise.")] = None,
+    gpu_memory: Annotated[float | None, typer.Option(min=0, help="GiB, likewise.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print plain JSON.")] = False,
 ) -> None:
     """Say what a call would do, from its shapes or from a model and a context."""
-    named = None
-    if model is not None:
-        named = _one_of("--model", model, models())
-        q_shape, k_shape = named.shapes(1 if decode else _length(context), _length(context))
-    elif q is not None:
-        q_shape = _shape("--q", q)
-        k_shape = q_shape if k is None else _shape("--k", k)
-    else:
+    if (q is None) == (model is None):
         raise typer.BadParameter("expected --q with a shape, or --model with a name")
+    if model is not None and (causal or window is not None):
+        raise typer.BadParameter("--causal, --window: the model says who sees whom")
+    kind = _one_of("--dtype", dtype or ("float32" if model is None else "bfloat16"), {name: name for name in FLOATS})
+    given = _given(gpu_flops, gpu_bandwidth, gpu_memory)
+    hardware, device = _hardware(gpu, kind, given)
+    whole: Budget | None = None
     try:
-        planned = plan(
-            q_shape,
-            k_shape,
-            _one_of("--dtype", dtype or ("float32" if named is None else "bfloat16"), {name: name for name in FLOATS}),
-            device,
-            causal=named is not None if causal is None else causal,
-            window=None if window is None else (window - 1, None),
-            backend=backend,
-            rates=_rates(chip),
-        )
+        if model is not None:
+            about = _one_of("--model", model, models())
+            tokens = _length("--context", context)
+            whole = budget(about, tokens, decode=decode, dtype=kind, hardware=hardware, device=device, backend=backend)
+            call = whole.layers[0].plan
+        else:
+            q_shape = _shape("--q", q or "")
+            k_shape = q_shape if k is None else _shape("--k", k)
+            seen = None if window is None else (window - 1, 0)
+            call = plan(q_shape, k_shape, kind, device, causal=causal, window=seen, backend=backend, hardware=hardware)
     except FlashtileError as error:
         raise typer.BadParameter(str(error)) from None
-    found = {**planned.to_dict(), "model": None if named is None else _of_model(named, model, planned)}
+    drawn = [] if call is None else pictures(call.band, call.q_shape[-2], call.k_shape[-2], call.tile)
     if json:
-        output.print_json(found)
+        output.print_json(
+            {
+                "call": call and call.to_dict(),
+                "model": whole and {"name": model, **whole.to_dict()},
+                "hardware": hardware and asdict(hardware),
+                "picture": [picture._asdict() for picture in drawn],
+            }
+        )
     else:
-        _show(planned, found["model"])
+        _show(call, whole, model, hardware, drawn)
 
 
-def _of_model(model: Model, name: str, p: Plan) -> dict[str, Any]:
-    a_token = model.kv_bytes_a_token(p.dtype)
-    return {
-        "name": name,
-        "layers": model.layers,
-        "kv_bytes_a_token": a_token,
-        "kv_bytes": a_token * p.k_shape[-2],
-        "flops": p.flops * model.layers,
-        "floor_s": None if p.floor is None else p.floor.seconds * model.layers,
-    }
+# Where it runs
 
 
-def _show(p: Plan, model: dict[str, Any] | None) -> None:
+def _given(flops: str | None, bandwidth: str | None, memory: float | None) -> dict[str, float]:
+    found = {"flops": _quantity("--gpu-flops", flops), "bytes": _quantity("--gpu-bandwidth", bandwidth)}
+    found["memory"] = None if memory is None else memory * (1 << 30)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _hardware(gpu: str | None, dtype: str, given: dict[str, float]) -> tuple[Hardware | None, str]:
+    """What sets the floor, and the device that tensors would be on."""
+    if gpu is None and given:
+        if not {"flops", "bytes"} <= given.keys():
+            raise typer.BadParameter("--gpu-flops, --gpu-bandwidth: expected both, or a --gpu to change")
+        found, device = Hardware("the GPU given", Rates(given["flops"], given["bytes"])), "cuda"
+    elif gpu == "none":
+        return None, "cpu"
+    else:
+        here = machine.gpu() if gpu in (None, "here") else None
+        name = known_as(here) if here else gpu
+        if here and name is None:
+            output.err().print(f"{here} is not in the catalogue; give --gpu-flops and --gpu-bandwidth for it")
+        if name in (None, "here", "cpu"):
+            from flashtile.bench import rates
+
+            found, device = rates.here(dtype), "cpu"
+        else:
+            found, device = _one_of("--gpu", name or "", chips(), "here", "cpu", "none").hardware(dtype), "cuda"
+    rates_given = {key: given[key] for key in ("flops", "bytes") if key in given}
+    memory = int(given["memory"]) if "memory" in given else found.memory
+    return replace(found, rates=replace(found.rates, **rates_given), memory=memory), device
+
+
+# What is printed
+
+
+def _show(
+    call: Plan | None, whole: Budget | None, name: str | None, hardware: Hardware | None, drawn: list[Picture]
+) -> None:
     out = output.out()
+    shades = out.encoding.startswith("utf")
+    if call is not None:
+        head = call.q_shape[-2] * call.k_shape[-2] * ITEMSIZE[call.dtype]
+        out.print(f"The scores of one head, {output.size(head)} that are never built, to scale:", style="bold")
+        out.print(beside(drawn, shades), markup=False)
+        out.print(legend(drawn, shades), markup=False)
+        out.print(output.facts("One layer" if whole else "One call", _of_call(call, hardware)))
+    if whole is not None:
+        out.print(output.facts(f"{name}, {whole.context} tokens", _of_model(whole, hardware)))
+    if hardware is not None:
+        if hardware.levels:
+            out.print(_hierarchy(hardware))
+        output.say(_said_of(hardware))
+    for note in _notes(call, whole, name, hardware):
+        output.say(note)
+
+
+def _of_call(p: Plan, hardware: Hardware | None) -> list[tuple[str, str]]:
+    room = "" if hardware is None or hardware.sram_a_tile is None else f" of {output.size(hardware.sram_a_tile)} SRAM"
     rows = [
-        ("backend", p.backend or "none can run it"),
-        ("q, k", f"{_times(p.q_shape)}, {_times(p.k_shape)} {p.dtype}"),
-        ("tiles", f"{p.tile[0]} x {p.tile[1]}: " + ", ".join(f"{n} {kind}" for kind, n in p.tiles.items())),
-        ("FLOPs", output.quantity(p.flops, "FLOP") + f" forward, {output.quantity(p.backward_flops, 'FLOP')} backward"),
+        ("kernel", p.backend or (f"{p.tile_of}, but not on this machine" if p.tile_of else "none can run it")),
+        ("q; k", f"{_times(p.q_shape)}; {_times(p.k_shape)}"),
+        ("dtype", p.dtype),
+        ("tile", _tile(p)),
+        ("moved into a tile", _sizes(p.blocks, "QKV") + room),
+        ("summed in a tile", _sizes(p.blocks, "SO")),
+        ("tiles", ", ".join(f"{n} {kind}" for kind, n in p.tiles.items())),
+        ("FLOPs", f"{output.quantity(p.flops, 'FLOP')}; backward {output.quantity(p.backward_flops, 'FLOP')}"),
         ("score matrix never built", output.size(p.score_bytes)),
         ("statistics kept (lse)", output.size(p.lse_bytes)),
         ("keys and values", output.size(p.kv_bytes)),
-        ("moved by standard attention", output.size(p.standard_bytes)),
-        ("moved tile by tile, no cache", output.size(p.tile_bytes)),
+        ("standard attention moves", output.size(p.standard_bytes)),
+        ("tiles move, no cache", output.size(p.tile_bytes)),
         ("least that must move", output.size(p.least_bytes)),
-        ("FLOPs a byte at best", f"{p.intensity:.4g}"),
+        ("FLOPs a byte, at best", f"{p.intensity:,.0f}" if p.intensity >= 100 else f"{p.intensity:.3g}"),
     ]
     if p.floor is not None:
-        rates = p.floor.rates
-        rows.append(("floor", f"{output.seconds(p.floor.seconds)}, set by {p.floor.bound}"))
-        of = f"{output.quantity(rates.flops, 'FLOP/s')}, {output.quantity(rates.bytes, 'B/s')}"
-        rows.append(("on a machine of", f"{of}, ridge {rates.ridge:.4g} FLOP/B"))
-    out.print(output.facts("One layer" if model else "One call", rows))
-    if model:
-        rows = [
-            ("KV cache a token", output.size(model["kv_bytes_a_token"])),
-            ("KV cache", output.size(model["kv_bytes"])),
-            ("FLOPs", output.quantity(model["flops"], "FLOP")),
-        ]
-        if model["floor_s"] is not None:
-            rows.append(("floor", output.seconds(model["floor_s"])))
-        out.print(output.facts(f"{model['name']}, {model['layers']} layers", rows))
-    for name, reason in p.reasons.items():
-        out.print(f"not {name}: {reason}", soft_wrap=True)
+        side = "above" if p.floor.bound == "compute" else "below"
+        rows.append(("bound by", f"{p.floor.bound}: {side} {p.floor.rates.ridge:.4g} FLOPs a byte"))
+        rows.append(("floor", output.seconds(p.floor.seconds)))
+    return rows
 
 
-def _rates(chip: str) -> Rates | None:
-    if chip == "none":
-        return None
-    if chip == "here":
-        from flashtile.bench import rates
-
-        return rates.measure()
-    return _one_of("--chip", chip, chips())
+def _tile(p: Plan) -> str:
+    heads = f" x {p.tile_heads} heads" if p.tile_heads > 1 else ""
+    part = f" ({p.rows_at_once} at a time)" if p.rows_at_once < p.tile[0] * p.tile_heads else ""
+    return f"{p.tile[0]} queries{part} x {p.tile[1]} keys{heads}"
 
 
-def _one_of(option: str, name: str, table: dict[str, T]) -> T:
-    if name not in table:
-        raise typer.BadParameter(f"{option}: expected one of {', '.join(table)}, got {name!r}")
-    return table[name]
+def _sizes(blocks: dict[str, int], names: str) -> str:
+    return ", ".join(f"{name} {output.size(blocks[name])}" for name in names)
 
 
-def _length(text: str) -> int:
-    try:
-        return length(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"--context: {error}") from None
+def _of_model(b: Budget, hardware: Hardware | None) -> list[tuple[str, str]]:
+    rows = [
+        ("layers", ", ".join(f"{kind.count} that see {kind.window or 'all'} keys" for kind in b.layers)),
+        ("KV cache a token", output.size(b.kv_bytes_a_token)),
+        ("KV cache", output.size(b.kv_bytes)),
+    ]
+    if hardware is not None and hardware.memory is not None:
+        rows.append(("of all the memory", f"{b.kv_bytes / hardware.memory:.1%} of {output.size(hardware.memory)}"))
+    rows.append(("FLOPs", output.quantity(b.flops, "FLOP")))
+    rows.append(("least that must move", output.size(b.least_bytes)))
+    if b.seconds is not None and b.tokens_a_second is not None:
+        rows.append(("floor of a token" if b.decode else "floor of the prompt", output.seconds(b.seconds)))
+        rows.append(("tokens a second, at most", f"{b.tokens_a_second:,.0f}"))
+    return rows
 
 
-def _shape(option: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(length(part) for part in text.replace("x", ",").split(","))
-    except ValueError as error:
-        raise typer.BadParameter(f"{option}: {error}") from None
+def _hierarchy(hardware: Hardware) -> Any:
+    """Fastest first; bandwidths as multiples of the slowest show what a tile gains."""
+    slowest = hardware.levels[-1].rate
+    rows = []
+    for level in hardware.levels:
+        times = f"{level.rate / slowest:.3g}" if level.rate and slowest else ""
+        unknown = "not measured" if hardware.measured else "not published"
+        rate = unknown if level.rate is None else output.quantity(level.rate, "B/s")
+        rows.append((level.name, output.size(level.bytes), rate, times))
+    return output.table(f"Memories of {hardware.name}", ("level", "size, all", "bandwidth", "x memory"), rows)
+
+
+def _said_of(hardware: Hardware) -> str:
+    rates = f"{output.quantity(hardware.rates.flops, 'FLOP/s')}, {output.quantity(hardware.rates.bytes, 'B/s')}"
+    if hardware.measured:
+        return f"Floor: by the best seen here just now, {rates}, of NumPy's product and copy and our own kernels."
+    return f"Floor: by the figures of {hardware.name}, {rates}. No kernel reaches them all the way."
+
+
+def _notes(call: Plan | None, whole: Budget | None, name: str | None, hardware: Hardware | None) -> list[str]:
+    notes = []
+    if whole is not None:
+        notes.append("Attention alone: weights, projections and the other layers come on top.")
+        if whole.context > whole.model.context:
+            notes.append(f"{name} was made for {whole.model.context} tokens; this is what {whole.context} would take.")
+        if hardware is not None and whole.gpus is not None and whole.gpus > 1 and whole.shared_seconds is not None:
+            notes.append(
+                f"The KV cache alone outgrows {hardware.name}: it takes {whole.gpus} of them. Each attends to the keys "
+                "it holds and gives out and lse; flashtile.merge() joins these exactly, and the floor falls to "
+                f"{output.seconds(whole.shared_seconds)}."
+            )
+        if whole.model.latent is not None:
+            notes.append(_latent(whole))
+    if call is not None:
+        there = [row.name for row in dispatch.TABLE if row.device == call.device]
+        notes += [f"not {backend}: {reason}" for backend, reason in call.reasons.items() if backend in there]
+    return notes
+
+
+def _latent(whole: Budget) -> str:
+    cached = whole.model.cached_numbers
+    said = f"Latent attention: the cache keeps {cached} numbers a token and layer for all heads."
+    if not whole.decode:
+        return f"{said} The layer above has the keys and values made from them, as a prompt needs them."
+    return (
+        f"{said} Decoding reads them as one key head of width {cached}, which no kernel here takes; "
+        "only its counts are given."
+    )
 
 
 def _times(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))
+
+
+# What was typed
+
+
+def _one_of(option: str, name: str, table: dict[str, T], *others: str) -> T:
+    if name not in table:
+        raise typer.BadParameter(f"{option}: expected one of {', '.join((*others, *table))}, got {name!r}")
+    return table[name]
+
+
+def _length(option: str, text: str) -> int:
+    try:
+        return length(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{option}: {error}") from None
+
+
+def _shape(option: str, text: str) -> tuple[int, ...]:
+    return tuple(_length(option, part) for part in text.replace("x", ",").split(","))
+
+
+def _quantity(option: str, text: str | None) -> float | None:
+    """989e12 for "989T"."""
+    if text is None:
+        return None
+    factor = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}.get(text[-1:], 0)
+    try:
+        value = float(text[:-1] if factor else text) * (factor or 1)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise typer.BadParameter(f"{option}: expected a number such as 989T or 4.8e12, got {text!r}")
+    return value

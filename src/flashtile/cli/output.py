@@ -11,10 +11,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.markdown import Markdown
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from flashtile.bench.suite import Progress as Report
+from flashtile.units import quantity as quantity
+from flashtile.units import seconds as seconds
+from flashtile.units import size as size
 
 DOES_NOT_HOLD = 1
 
@@ -26,6 +30,21 @@ def out() -> Console:
 
 def err() -> Console:
     return Console(stderr=True, highlight=False)
+
+
+def say(text: str) -> None:
+    """A sentence: wrapped where it goes to a terminal, one line where it does not."""
+    console = out()
+    console.print(text, soft_wrap=not console.is_terminal, markup=False)
+
+
+def markdown(text: str) -> None:
+    """Drawn where it goes to a terminal, plain where it does not."""
+    console = out()
+    if console.is_terminal:
+        console.print(Markdown(text))
+    else:
+        print(text.removesuffix("\n"))
 
 
 def print_json(value: Any) -> None:
@@ -61,28 +80,3 @@ def progress_bar() -> Iterator[Report]:
             bar.update(task, description=what, completed=done, total=total)
 
         yield report
-
-
-def size(n: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(n) < 1024 or unit == "TiB":
-            break
-        n /= 1024
-    return f"{n:.0f} {unit}" if unit == "B" else f"{n:.4g} {unit}"
-
-
-def quantity(n: float, unit: str) -> str:
-    """1.2 GFLOP, 3 kFLOP/s."""
-    for prefix in ("", "k", "M", "G", "T", "P"):
-        if abs(n) < 1000 or prefix == "P":
-            break
-        n /= 1000
-    return f"{n:.4g} {prefix}{unit}"
-
-
-def seconds(t: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if t * scale >= 1 or unit == "us":
-            break
-    return f"{t * scale:.3g} {unit}"

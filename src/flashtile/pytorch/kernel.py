@@ -70,7 +70,7 @@ def _chosen(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, An
     if options.get("threads") is None:
         options["threads"] = threads.asked_for() or torch.get_num_threads()
     problem = describe(to_numpy(q), to_numpy(k), to_numpy(v), **options)
-    return problem, dispatch.choose(problem, backend)
+    return problem, dispatch.choose(problem, backend, "cpu")
 
 
 def _given(problem: Problem, x: Any, dtype: str) -> Tensor:

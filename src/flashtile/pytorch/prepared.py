@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashtile import dispatch
+from flashtile.band import Band
 from flashtile.inputs import TENSORS, Inputs
-from flashtile.problem import Problem, describe
+from flashtile.problem import describe
 
 MOST = 2048  # calls remembered; a cache that grows by a token a step would otherwise fill the memory
 _prepared: dict[Any, Any] = {}
@@ -35,8 +35,7 @@ def find(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any])
         return found, Inputs._make([q, k, v, *map(options.get, TENSORS[3:]), seed])
     given = describe(q, k, v, **options)
     row = dispatch.choose(given, backend, q.device.type)
-    problem = _laid_out(given)
-    found = row.prepare(problem)
+    found, problem = row.prepare(given)
     if problem is given and key is not None:
         if len(_prepared) >= MOST:
             _prepared.clear()
@@ -57,15 +56,12 @@ def _key(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any])
         if isinstance(x, Tensor):
             key += (name, x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
         else:
-            key += (name, x, x.__class__)  # 1 is not True
+            key += (name, x, x.__class__, _classes(x))
     return tuple(key)
 
 
-def _laid_out(p: Problem) -> Problem:
-    """The problem with contiguous columns, and vectors, as kernels want them; p itself where it has them."""
-    vectors = ("sink", "kv_lengths", "cu_q", "cu_k")
-    copies = {name: x.contiguous() for name in ("q", "k", "v") if (x := getattr(p, name)).stride(-1) != 1}
-    copies |= {
-        name: x.contiguous() for name in vectors if (x := getattr(p, name)) is not None and not x.is_contiguous()
-    }
-    return replace(p, **copies) if copies else p
+def _classes(x: Any) -> Any:
+    """Of the numbers in a window or a band: 1 equals True and 1.0, but describe() does not take them for each other."""
+    if isinstance(x, Band):
+        x = (x.left, x.right, x.offset)
+    return tuple(map(type, x)) if isinstance(x, tuple) else None

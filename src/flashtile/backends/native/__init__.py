@@ -10,12 +10,13 @@ import numpy as np
 from flashtile import threads
 from flashtile.backends.native import library
 from flashtile.backends.native.address import address
+from flashtile.backends.native.blocks import tile
 from flashtile.backends.native.library import why_not as missing
 from flashtile.dtypes import Array, carrier, widen
 from flashtile.problem import Problem
 from flashtile.results import Gradients
 
-__all__ = ["backward", "forward", "missing"]
+__all__ = ["backward", "forward", "missing", "tile"]
 
 _DTYPES = {"float32": 0, "float64": 1, "bfloat16": 2, "float16": 3}
 

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from flashtile.problem import Problem
+from flashtile.tiling import Tiling
 
 if TYPE_CHECKING:
     from flashtile.backends.triton.launch import Prepared
@@ -29,22 +30,26 @@ def why_not(problem: Problem) -> str | None:
     """What these kernels do not do."""
     if max(problem.n_q, problem.n_k) > LONGEST:
         return f"sequences of more than {LONGEST} do not fit its 32-bit positions"
+    if problem.dtype == "float64" and max(problem.dim, problem.dim_v) > 256:
+        return "tiles of float64 with head dims over 256 do not fit in shared memory"
     return None
 
 
-def tile(problem: Problem, capability: tuple[int, int] | None = None) -> tuple[int, int, int]:
-    """Query rows and keys of a tile, and how many query heads share it."""
+def tile(problem: Problem, capability: tuple[int, int] | None = None) -> Tiling:
+    """That of a forward pass on such a GPU."""
     from flashtile.backends.triton import tuning
 
     config, heads = tuning.forward(problem, capability)
-    return max(1, config.block_q // heads), config.block_k, min(heads, config.block_q)
+    return Tiling(max(1, config.block_q // heads), config.block_k, min(heads, config.block_q))
 
 
-def prepare(problem: Problem) -> Prepared:
-    """Its launches, for this problem and all that differ from it in numbers alone.
+def prepare(problem: Problem) -> tuple[Prepared, Problem]:
+    """Its launches, for this problem and all that differ from it in numbers alone; and the problem as they want it.
 
     No atomics: gradients have the same bits on every run, whatever `deterministic` says.
     """
-    from flashtile.backends.triton import launch
+    from flashtile.backends.triton.launch import Prepared
+    from flashtile.backends.triton.tensors import laid_out
 
-    return launch.Prepared(problem)
+    problem = laid_out(problem)
+    return Prepared(problem), problem

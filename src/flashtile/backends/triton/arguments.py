@@ -11,6 +11,7 @@ import triton.language as tl
 from flashtile import dropout
 from flashtile.backends.triton.cuts import NEAR
 from flashtile.backends.triton.tuning import Config
+from flashtile.band import FAR
 from flashtile.problem import Problem
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -51,8 +52,8 @@ class Rule(NamedTuple):
     """What happens to q.k before the softmax, and to the weights after it. None compiles a feature out.
 
     Flat, because Triton 3.6 loses constants in nested tuples. scale, softcap and keep_scale are the bits of doubles: a
-    float argument would be rounded to 32 bits. left, right and offset are band.py's; no left or right means no limit,
-    no offset that each sequence's last query stands at its last key.
+    float argument would be rounded to 32 bits. left and right are band.py's; None means no limit. No offset means that
+    each sequence's last query stands at its last key.
     """
 
     scale: int
@@ -60,7 +61,7 @@ class Rule(NamedTuple):
     softcap: int | None
     left: int | None
     right: int | None
-    offset: int | None
+    offset: int | None  # 0, left and right being counted from the query's own number; None: see above
     mask: Any
     mask_sequence: int
     mask_head: int
@@ -74,6 +75,7 @@ class Rule(NamedTuple):
     alibi: Any
     alibi_sequence: int
     alibi_head: int
+    alibi_offset: int  # of the band, where it is not None
     seed_low: int | None  # of dropout, in two steady() halves
     seed_high: int
     threshold: int
@@ -111,9 +113,11 @@ def lengths(p: Problem) -> Lengths:
 
 
 def rule(p: Problem) -> Rule:
-    alibi: tuple[Any, int, int] = (None, 0, 0)
+    offset = 0 if p.align_end else p.band.offset
+    alibi: tuple[Any, int, int, int] = (None, 0, 0, 0)
     if p.alibi is not None:
-        alibi = (p.alibi, 0 if p.alibi.shape[0] == 1 else p.alibi.stride(0), p.alibi.stride(1))
+        at = max(-NEAR.value, min(offset, NEAR.value))
+        alibi = (p.alibi, 0 if p.alibi.shape[0] == 1 else p.alibi.stride(0), p.alibi.stride(1), at)
     drop: tuple[Any, int, int, int, int] = (None, 0, 0, 0, 0)
     if p.dropout:
         drop = (*steady(p.seed), dropout.threshold(p.dropout), bits(1 / (1 - p.dropout)), p.heads)
@@ -121,9 +125,9 @@ def rule(p: Problem) -> Rule:
         bits(p.scale),
         None if p.scale > 0 else 0,
         bits(p.softcap) if p.softcap else None,
-        limit(p.band.left),
-        limit(p.band.right),
-        None if p.align_end else max(-NEAR.value, min(p.band.offset, NEAR.value)),
+        limit(p.band.left, -offset),
+        limit(p.band.right, offset),
+        None if p.align_end else 0,
         *pairs(p.mask),
         *pairs(p.bias),
         *alibi,
@@ -154,6 +158,6 @@ def bits(x: float) -> int:
     return found
 
 
-def limit(x: int) -> int | None:
-    """A limit of the band, or None where no sequence is so long."""
-    return None if x >= NEAR.value else max(x, -NEAR.value)
+def limit(x: int, offset: int) -> int | None:
+    """A limit of the band counted from a query's own number, or None where no sequence is so long."""
+    return None if x >= FAR or x + offset >= NEAR.value else max(x + offset, -NEAR.value)

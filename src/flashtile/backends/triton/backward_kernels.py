@@ -115,9 +115,9 @@ def dkdv_tile(
     if rule.seed_low is not None:
         o_i = i0 + tl.arange(0, C.BLOCK_Q)
         keep = tl.trans(kept(rule, at.sequence, h, o_i[:, None], j0, C.BLOCK_Q, C.BLOCK_K))
-        keep_scale = number(rule.keep_scale, C.REAL)
-        dropped = tl.where(keep, P * keep_scale, 0.0)
-        dP = tl.where(keep, dP * keep_scale, 0.0)
+        factor = tl.where(keep, number(rule.keep_scale, C.REAL), 0.0)
+        dropped = P * factor
+        dP *= factor
     b_dv = dot(dropped.to(b_do.dtype), finite_part(b_do, GUARD), b_dv, C.PRECISION)  # eq. 10
     _straight, dS = dscores(P, dP, D[None, :], slope, visible, rule, MASKED)
     return dot(dS.to(b_q.dtype), finite_part(b_q, GUARD), b_dk, C.PRECISION), b_dv  # eq. 14
@@ -180,8 +180,13 @@ def dkdv_kernel(q, k, v, dout, q_desc, do_desc, log2, delta, dk, dv, rule, lengt
                     visible = visible_pairs(rule, tile_across(o_j, h, i0, at, C.BLOCK_Q), True)
                     p_dk = dkeys.ptr + wide(o_j) * dkeys.row
                     p_dv = dvalues.ptr + wide(o_j) * dvalues.row
-                    poison(p_dk, in_k, queries, i0, visible, C.DIM, True, C.PRECISION)
-                    poison(p_dv, in_k, douts, i0, visible, C.DIM_V, False, C.PRECISION)
+                    poison(p_dk, in_k, queries, i0, visible, C.DIM, True, C)
+                    if rule.seed_low is not None:
+                        o_i = i0 + tl.arange(0, C.BLOCK_Q)
+                        keep = tl.trans(kept(rule, sequence, h, o_i[:, None], j0, C.BLOCK_Q, C.BLOCK_K))
+                        poison(p_dv, in_k, douts, i0, visible & (keep == 0), C.DIM_V, True, C)
+                        visible = visible & keep
+                    poison(p_dv, in_k, douts, i0, visible, C.DIM_V, False, C)
 
 
 @triton.jit
@@ -205,7 +210,7 @@ def dscores_tile(
     dP = dot(b_do, tl.trans(b_v), zero, C.PRECISION)  # eq. 11
     if rule.seed_low is not None:
         keep = kept(rule, at.sequence, h, tile.o_i, j0, C.BLOCK_Q, C.BLOCK_K)
-        dP = tl.where(keep, dP * number(rule.keep_scale, C.REAL), 0.0)
+        dP *= tl.where(keep, number(rule.keep_scale, C.REAL), 0.0)
     dS, dS_bent = dscores(P, dP, D[:, None], slope, visible, rule, MASKED)
     return dS, dS_bent, b_k
 
@@ -269,7 +274,7 @@ def dq_kernel(
             for j in range(cut[0], cut[3]):
                 j0 = j * C.BLOCK_K
                 visible = visible_pairs(rule, tile_down(i0, h, j0, at, C), True)
-                poison(p_dq, o_i < at.q_len, keys, j0, visible, C.DIM, True, C.PRECISION)
+                poison(p_dq, o_i < at.q_len, keys, j0, visible, C.DIM, True, C)
 
 
 @triton.jit

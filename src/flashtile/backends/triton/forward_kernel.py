@@ -53,6 +53,9 @@ def absorb(
     S = dot(b_q, tl.trans(b_k), tl.zeros([C.BLOCK_Q, C.BLOCK_K], C.REAL), C.PRECISION)  # [br, bc]
     tile = tile_of(queries, at, j0, C.BLOCK_K)
     S, unit, _slope = shape_scores(S, rule, tile)
+    if GUARD:  # rounded before the maximum is taken off: then the largest score has weight 1, however large it is
+        S = S * unit
+        unit = unit * 0 + 1
     if MASKED or rule.mask is not None:
         S = tl.where(visible_pairs(rule, tile, MASKED), S, float("-inf"))
     m_new = tl.maximum(m, tl.max(S, 1) * unit)
@@ -62,7 +65,7 @@ def absorb(
     l = l * factor + tl.sum(P, 1)
     acc = acc * factor[:, None]
     if rule.seed_low is not None:
-        P = tl.where(kept(rule, at.sequence, tile.o_h, tile.o_i, j0, C.BLOCK_Q, C.BLOCK_K), P, 0.0)
+        P *= kept(rule, at.sequence, tile.o_h, tile.o_i, j0, C.BLOCK_Q, C.BLOCK_K).to(C.REAL)
     return m_new, l, dot(P.to(b_v.dtype), finite_part(b_v, GUARD), acc, C.PRECISION)
 
 
@@ -94,12 +97,12 @@ def forward_kernel(
     head = program // tiles % heads
     split = program // tiles // heads % SPLITS
     # Under a causal band the last rows see the most keys: they start first.
-    sequence, tile = locate(
+    sequence, row = locate(
         lengths.cu_q, tiles - 1 - program % tiles, program // tiles // heads // SPLITS, lengths.sequences, C.BLOCK_Q
     )
     at = measure(lengths, rule.offset, sequence)
     n_rows = at.q_len * PACKED_HEADS
-    first = tile * C.BLOCK_Q
+    first = row * C.BLOCK_Q
     if first < n_rows:
         r = first + tl.arange(0, C.BLOCK_Q)
         queries = Queries(r // PACKED_HEADS, head * PACKED_HEADS + r % PACKED_HEADS, r < n_rows)
@@ -119,7 +122,7 @@ def forward_kernel(
         again = tl.zeros([], tl.int1)
         for n in tl.static_range(1 if rule.left is None else 0, 4):
             if n == 3:
-                again = spoiled(acc)
+                again = spoiled(acc) | lost(m, l)
                 m_first, l_first = begin_rows(p_sink, queries.o_h, has_sink, C.REAL)
                 m = tl.where(again, m_first, m)
                 l = tl.where(again, l_first, l)
@@ -142,8 +145,14 @@ def forward_kernel(
         if again:
             tl.debug_barrier()
             for j in range(cut[0], cut[3]):
-                visible = visible_pairs(rule, tile_of(queries, at, j * C.BLOCK_K, C.BLOCK_K), True)
-                poison(p_out, queries.inside, values, j * C.BLOCK_K, visible, C.DIM_V, False, C.PRECISION)
+                j0 = j * C.BLOCK_K
+                tile = tile_of(queries, at, j0, C.BLOCK_K)
+                visible = visible_pairs(rule, tile, True)
+                if rule.seed_low is not None:
+                    keep = kept(rule, sequence, tile.o_h, tile.o_i, j0, C.BLOCK_Q, C.BLOCK_K)
+                    poison(p_out, queries.inside, values, j0, visible & (keep == 0), C.DIM_V, True, C)
+                    visible = visible & keep
+                poison(p_out, queries.inside, values, j0, visible, C.DIM_V, False, C)
 
 
 @triton.jit
@@ -151,6 +160,12 @@ def row_pointers(x, queries, at):
     """Where each row of the tile begins in x."""
     p = x.ptr + wide(at.sequence) * x.sequence + wide(at.q_start) * x.row
     return p + wide(queries.o_h) * x.head + wide(queries.o_i) * x.row
+
+
+@triton.jit
+def lost(m, l):
+    """Whether any row that saw a key has no sum to divide by: its scores were too large for the rounding of an FMA."""
+    return tl.max(((l - l != 0) | ((l == 0) & (m > float("-inf")))).to(tl.int32), 0) > 0
 
 
 @triton.jit

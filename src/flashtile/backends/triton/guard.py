@@ -33,17 +33,17 @@ def anew(again, x):
 def finite_part(x, GUARD: tl.constexpr):
     """x with 0 for NaN and Inf; x itself on the ordinary walk."""
     if GUARD:
-        x = tl.where((x - x) != 0, 0.0, x).to(x.dtype)
+        wide_x = x if x.dtype == tl.float64 else x.to(tl.float32)  # the interpreter has no arithmetic in bfloat16
+        x = tl.where((wide_x - wide_x) != 0, 0.0, wide_x).to(x.dtype)
     return x
 
 
 @triton.jit
-def poison(
-    p_rows, in_target, source, first, visible, DIM: tl.constexpr, INF_IS_NAN: tl.constexpr, PRECISION: tl.constexpr
-):
+def poison(p_rows, in_target, source, first, visible, DIM: tl.constexpr, INF_IS_NAN: tl.constexpr, C: tl.constexpr):
     """Give each target row the NaN and Inf of the source rows it sees: [t] pointers to rows by [t, s] visible.
 
-    INF_IS_NAN: the source is a query or a key; an Inf there makes a score of -Inf at best, and 0 * Inf a NaN.
+    INF_IS_NAN: the source is a query or a key, where an Inf makes a score of -Inf at best, or its weights were dropped;
+    0 * Inf is NaN.
     One product counts what a row sees in each column: NaN by ones, Inf by 2^8, -Inf by 2^16, exact in bfloat16.
     """
     ROWS: tl.constexpr = visible.shape[0]
@@ -59,11 +59,11 @@ def poison(
         else:
             code = tl.where(B != B, 1.0, tl.where(float("inf") == B, 256.0, tl.where(float("-inf") == B, 65536.0, 0.0)))
         count = tl.zeros([ROWS, CHUNK], tl.float32)
-        EXACT: tl.constexpr = tl.float32 if PRECISION == "wide" else tl.bfloat16
-        count = dot(visible.to(EXACT), code.to(EXACT), count, PRECISION).to(tl.int32)
+        EXACT: tl.constexpr = tl.float32 if C.PRECISION == "wide" else tl.bfloat16
+        count = dot(visible.to(EXACT), code.to(EXACT), count, C.PRECISION).to(tl.int32)
         p = p_rows[:, None] + o_d[None, :]
         there = in_target[:, None] & (o_d < DIM)[None, :]
-        x = tl.load(p, mask=there, other=0.0)
+        x = tl.load(p, mask=there, other=0.0).to(C.REAL)
         x = tl.where(((count >> 8) & 255) > 0, x + float("inf"), x)
         x = tl.where((count >> 16) > 0, x - float("inf"), x)
         x = tl.where((count & 255) > 0, float("nan"), x)

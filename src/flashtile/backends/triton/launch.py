@@ -27,7 +27,7 @@ from flashtile.backends.triton.backward_kernels import dbias_kernel, dkdv_kernel
 from flashtile.backends.triton.forward_kernel import forward_kernel
 from flashtile.backends.triton.merge_kernel import merge_kernel
 from flashtile.backends.triton.start import Start
-from flashtile.backends.triton.tensors import Result, aligned, blocks, outline, strides
+from flashtile.backends.triton.tensors import Result, aligned, blocks, laid_out, outline, strides
 from flashtile.backends.triton.tuning import Config
 from flashtile.inputs import TENSORS, Inputs
 from flashtile.problem import Problem, check_gradients
@@ -54,13 +54,13 @@ class Prepared:
     def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Gradients:
         """Gradients from the saved output and lse, in the caller's layout, those of bias (of rank 4) and sink wide."""
         dout, out = (y if y.stride(-1) == 1 else y.contiguous() for y in (dout, out))
-        given = (dout, out, lse, dlse)
-        key = (bias_grad, *(None if y is None else (y.shape, y.stride(), y.dtype, aligned(y)) for y in given))
+        key = (bias_grad, *(None if y is None else _kind(y) for y in (dout, out, lse, dlse)))
         run = self._backward.get(key)
         if run is None:
-            outlines = check_gradients(self._problem, *map(outline, given))
+            outlines = check_gradients(self._problem, *map(outline, (dout, out, lse, dlse)))
             run = Backward(self._problem, self._device, self._aligned | {"dout": aligned(dout)}, outlines, bias_grad)
             self._backward[key] = run
+        given = (run.narrowed(dout), out, lse, dlse)
         with _on(self._device):
             return run(x, *given)
 
@@ -88,7 +88,7 @@ class Forward:
             _options(config),
             PACKED_HEADS=packed_heads,
             SPLITS=self._splits,
-            C=constants(p, config, _precision(p, device)),
+            C=constants(p, config, _precision(p)),
         )
         self._merge = Start(
             merge_kernel,
@@ -133,7 +133,9 @@ class Backward:
     def __init__(
         self, p: Problem, device: Any, is_aligned: dict[str, bool], given: tuple[Any, ...], bias_grad: bool
     ) -> None:
-        dout, n_rows, batch = given[0], p.q.shape[2], p.q.shape[0]
+        self._dtype, n_rows, batch = p.q.dtype, p.q.shape[2], p.q.shape[0]
+        dout = self.narrowed(given[0])
+        given = (dout, *given[1:])
         self._strides = tuple(strides(x, p) for x in (p.q, p.k, p.v))
         self._given_strides = tuple(None if x is None else strides(x, p) for x in given)
         self._rule, self._lengths = rule(p), lengths(p)
@@ -160,7 +162,7 @@ class Backward:
             dkdv_kernel,
             self._k_counts[0] * p.kv_heads * batch,
             _options(config),
-            C=constants(p, config, _precision(p, device)),
+            C=constants(p, config, _precision(p)),
         )
         config = _config("dq", p, device)
         self._k_blocks = blocks(p.k, is_aligned["k"], config, config.block_k)
@@ -170,7 +172,7 @@ class Backward:
             dq_kernel,
             self._q_counts[0] * p.heads * batch,
             _options(config),
-            C=constants(p, config, _precision(p, device)),
+            C=constants(p, config, _precision(p)),
         )
         self._bias_shape = p.bias.shape if bias_grad and p.bias is not None else None
         if self._bias_shape is not None:
@@ -184,8 +186,12 @@ class Backward:
                 SHARE_HEADS=heads == 1,
                 SHARE_ROWS=down == 1,
                 SHARE_KEYS=across == 1,
-                C=constants(p, config, _precision(p, device)),
+                C=constants(p, config, _precision(p)),
             )
+
+    def narrowed(self, dout: Any) -> Any:
+        """The gradient of a float32 output as the matrix units take it, beside inputs of 16 bits."""
+        return dout.to(self._dtype)
 
     def __call__(self, x: Inputs, *given: Any) -> Gradients:
         q, k, v = (Rows(y, *s) for y, s in zip((x.q, x.k, x.v), self._strides, strict=True))
@@ -220,6 +226,10 @@ class Backward:
         return -parts.sum(self._rows_at).reshape(sink.shape)
 
 
+def _kind(x: Any) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.dtype, aligned(x)
+
+
 def _on(device: Any) -> Any:
     """Triton launches on the current device; to make it so costs more than to see that it is."""
     here = device.type != "cuda" or device.index == torch._C._cuda_getDevice()
@@ -248,7 +258,8 @@ def _config(kernel: str, p: Problem, device: Any) -> Config:
 
 
 def _options(config: Config) -> dict[str, int]:
-    return {"num_warps": config.warps, "num_stages": config.stages}
+    capped = {} if config.registers is None else {"maxnreg": config.registers}
+    return {"num_warps": config.warps, "num_stages": config.stages, **capped}
 
 
 @cache
@@ -264,13 +275,12 @@ def _processors(device: Any) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _precision(p: Problem, device: Any) -> str:
-    """How float32 is multiplied: in three parts of 11 bits, as exact as float32, or in one where torch is told so."""
+def _precision(p: Problem) -> str:
+    """float32 products are exact to float32, unless torch was told that its own need not be."""
     if INTERPRETED:
         return "wide"
-    if p.dtype != "float32" or (_capability(device) or (0, 0)) < (8, 0):
-        return "ieee"
-    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    loose = p.dtype == "float32" and torch.get_float32_matmul_precision() != "highest"
+    return "tf32" if loose else "ieee"
 
 
 def _splits(p: Problem, programs: int, config: Config, device: Any) -> int:
@@ -286,9 +296,11 @@ def _tiles(p: Problem, rows: int, total: int, block_rows: int) -> int:
 
 def forward(problem: Problem) -> tuple[Any, Any]:
     """Output and lse of one problem."""
+    problem = laid_out(problem)
     return Prepared(problem).forward(Inputs.of(problem))
 
 
 def backward(problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Gradients:
     """Gradients of one problem."""
+    problem = laid_out(problem)
     return Prepared(problem).backward(Inputs.of(problem), dout, out, lse, dlse, bias_grad=bias_grad)

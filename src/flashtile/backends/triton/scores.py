@@ -87,7 +87,7 @@ def shape_scores(S, rule, tile):
         S += tl.load(p_bias, mask=inside(tile), other=0.0).to(S.dtype)
     if rule.alibi is not None:
         weight = tl.load(rule.alibi + tile.sequence * rule.alibi_sequence + tile.o_h * rule.alibi_head).to(S.dtype)
-        S -= weight * tl.abs(tile.o_i + tile.offset - tile.o_j).to(S.dtype)
+        S -= weight * tl.abs(tile.o_i + tile.offset + rule.alibi_offset - tile.o_j).to(S.dtype)
     return S, unit, slope
 
 
@@ -130,7 +130,10 @@ def half_of_seed(steady):
 
 @triton.jit
 def kept(rule, sequence, o_h, o_i, j0, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr):
-    """Which weights of a tile [BLOCK_I, BLOCK_J] dropout keeps, the twin of dropout.py; j0 is a multiple of 4."""
+    """Which weights of a tile [BLOCK_I, BLOCK_J] dropout keeps, the twin of dropout.py; j0 is a multiple of 4.
+
+    The others are multiplied by 0, so that a NaN stays one.
+    """
     quads = (j0 // 4 + tl.arange(0, BLOCK_J // 4))[None, :]
     c0 = tl.broadcast_to(quads, (BLOCK_I, BLOCK_J // 4))
     c1 = tl.broadcast_to(o_i, (BLOCK_I, BLOCK_J // 4))

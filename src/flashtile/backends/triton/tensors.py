@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,18 @@ from flashtile.backends.triton.tuning import Config
 from flashtile.problem import Problem
 
 SHORT = 512  # rows
+
+
+def laid_out(p: Problem) -> Problem:
+    """The problem with contiguous columns and vectors, as kernels want them; p itself where it has them."""
+    vectors = ("sink", "kv_lengths", "cu_q", "cu_k")
+    copies = {name: x.contiguous() for name in ("q", "k", "v") if (x := getattr(p, name)).stride(-1) != 1}
+    copies |= {
+        name: x.contiguous() for name in vectors if (x := getattr(p, name)) is not None and not x.is_contiguous()
+    }
+    if p.dtype == "float64" and p.mask is not None:  # Triton 3.6 cannot multiply doubles that depend on a byte
+        copies["mask"] = p.mask.to(torch.int64)
+    return replace(p, **copies) if copies else p
 
 
 def outline(x: Any) -> Any:

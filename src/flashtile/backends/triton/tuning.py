@@ -13,44 +13,47 @@ KERNELS = ("forward", "dkdv", "dq", "decode")
 
 
 class Config(NamedTuple):
-    """A tile of block_q x block_k; whether the copy engine of Hopper and later fetches the blocks."""
+    """A tile of block_q x block_k; whether the copy engine of Hopper and later fetches the blocks.
+
+    registers: the most a thread may have, where the loop needs no more and another program then fits beside it.
+    """
 
     block_q: int
     block_k: int
     warps: int
     stages: int
     descriptors: bool = False
+    registers: int | None = None
 
 
-DECODE = Config(16, 64, 4, 3)
 # As measured at N = 4096, by major compute capability and bytes an element, then by kernel and padded head dim.
 # `flashtile bench tune` makes these rows.
 MEASURED: dict[tuple[int, int], dict[str, dict[int, Config]]] = {
     (9, 2): {
         "forward": {
-            64: Config(64, 64, 4, 3, True),
+            64: Config(64, 64, 4, 3, True, 128),
             128: Config(128, 128, 8, 3, True),
-            256: Config(128, 64, 8, 2, True),
+            256: Config(64, 64, 4, 3, True),
         },
         "dkdv": {64: Config(64, 64, 4, 3, True), 128: Config(64, 64, 4, 2, True), 256: Config(64, 64, 8, 2, True)},
-        "dq": {64: Config(64, 64, 4, 3, True), 128: Config(128, 64, 8, 3, True), 256: Config(128, 32, 8, 2, True)},
-        "decode": {64: DECODE, 128: DECODE, 256: DECODE},
+        "dq": {64: Config(64, 64, 4, 3, True), 128: Config(128, 64, 8, 3, True), 256: Config(128, 32, 8, 3, True)},
+        "decode": {64: Config(16, 128, 4, 4), 128: Config(16, 64, 4, 4), 256: Config(16, 32, 4, 4)},
     },
 }
 # Anything else, by padded head dim of a 16-bit type: small enough for the shared memory of every GPU that Triton knows.
 # A tile has at least 8 keys a warp (dkdv: queries): where warps share columns of a product, Triton 3.6 gave wrong
-# numbers with a mask and dropout. The last row is for float32 alone.
+# numbers with a mask and dropout. The last column is for float32 alone, whose products there are of another kind.
 ELSEWHERE = {
     "forward": {
         64: (64, 64, 4, 2),
         128: (64, 32, 4, 2),
         256: (32, 32, 4, 1),
         512: (16, 32, 4, 1),
-        1024: (16, 16, 2, 1),
+        1024: (16, 16, 4, 1),
     },
-    "dkdv": {64: (32, 64, 4, 2), 128: (32, 32, 4, 1), 256: (32, 32, 4, 1), 512: (32, 16, 4, 1), 1024: (16, 16, 2, 1)},
-    "dq": {64: (64, 32, 4, 2), 128: (32, 32, 4, 1), 256: (32, 32, 4, 1), 512: (16, 32, 4, 1), 1024: (16, 16, 2, 1)},
-    "decode": {64: (16, 64, 4, 3), 128: (16, 32, 4, 3), 256: (16, 32, 4, 3), 512: (16, 32, 4, 1), 1024: (16, 16, 2, 1)},
+    "dkdv": {64: (32, 64, 4, 2), 128: (32, 32, 4, 1), 256: (32, 32, 4, 1), 512: (32, 16, 4, 1), 1024: (16, 16, 8, 1)},
+    "dq": {64: (64, 32, 4, 2), 128: (32, 32, 4, 1), 256: (32, 32, 4, 1), 512: (16, 32, 4, 1), 1024: (16, 16, 8, 1)},
+    "decode": {64: (16, 64, 4, 3), 128: (16, 32, 4, 3), 256: (16, 32, 4, 3), 512: (16, 32, 4, 1), 1024: (16, 16, 4, 1)},
 }
 DBIAS = Config(32, 32, 4, 1)
 STATISTICS_ROWS = 64

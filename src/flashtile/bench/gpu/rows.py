@@ -1,0 +1,128 @@
+"""What is measured on a GPU: the rows of each suite, and the work that each of them counts as."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flashtile.bench.cases import CAUSAL, FORWARD, Case
+from flashtile.bench.memory import BACKWARD
+from flashtile.plan import plan
+
+TRAIN, DECODE, SMALL, MEMORY = "train", "decode", "small", "memory"
+SUITES = (TRAIN, DECODE, SMALL, MEMORY)
+TOKENS, HIDDEN = 16384, 2048
+BACKWARD_FLOPS = 2.5  # a backward pass makes five products where a forward pass makes two
+DTYPE = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One case of a suite. With lengths, sequences that long lie back to back in a batch of one."""
+
+    suite: str
+    case: Case
+    lengths: tuple[int, ...] = ()
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The name in parts: what a filter looks at."""
+        options = self.case.options
+        window = (f"window{options['window'][0] + 1}",) if "window" in options else ()
+        packed = (f"packed{len(self.lengths)}",) if self.lengths else ()
+        mask = "causal" if self.causal else "full"
+        return (self.suite, self.case.direction, *self.case.name.split(), mask, *window, *packed)
+
+    @property
+    def name(self) -> str:
+        return " ".join(self.words)
+
+    @property
+    def causal(self) -> bool:
+        return bool(self.case.options.get("causal"))
+
+    @property
+    def window(self) -> int | None:
+        """Keys that a query sees at most, itself among them."""
+        return self.case.options["window"][0] + 1 if "window" in self.case.options else None
+
+    @property
+    def backward(self) -> bool:
+        return self.case.direction == BACKWARD
+
+    @property
+    def flops(self) -> float:
+        """4 H N^2 D a sequence, half of it where causal, as everyone counts them; in a window, pair by pair."""
+        c = self.case
+        if self.window is not None:
+            shape = (c.batch, c.heads, c.n_q, c.dim)
+            forward = float(plan(shape, shape, c.dtype, **c.options).flops)
+        else:
+            squares = sum(n * n for n in self.lengths) if self.lengths else c.batch * c.n_q * c.n_k
+            forward = 4.0 * c.heads * squares * c.dim * (0.5 if self.causal else 1.0)
+        return forward * (BACKWARD_FLOPS if self.backward else 1.0)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of the keys and values, which a decoding step reads once."""
+        c = self.case
+        return 2 * c.batch * c.kv_heads * c.n_k * c.dim * 2  # two of them, two bytes an element
+
+    def unwindowed(self) -> Row:
+        """The same shape with every query seeing every key."""
+        return replace(self, case=replace(self.case, options={}))
+
+    def to_dict(self) -> dict[str, Any]:
+        case = {k: x for k, x in self.case.to_dict().items() if k not in ("case", "entry", "beside_torch")}
+        return {"suite": self.suite, "case": self.name, **case, "lengths": list(self.lengths)}
+
+
+def _pass(direction: str) -> Iterable[Row]:
+    """The training rows of one pass: hidden size and number of tokens stay, head dim and length change."""
+    shared: dict[str, Any] = {"dtype": DTYPE, "direction": direction}
+
+    def case(n: int, dim: int = 128, kv_heads: int = 0, heads: int = 0, **options: Any) -> Case:
+        heads = heads or HIDDEN // dim
+        return Case(n, n, dim, heads, kv_heads or heads, TOKENS // n, options=options, **shared)
+
+    for dim in (64, 128, 256):
+        for masked in ({}, CAUSAL):
+            yield from (Row(TRAIN, case(n, dim, **masked)) for n in (1024, 4096, 16384))
+    yield Row(TRAIN, case(8192, heads=32, kv_heads=8, causal=True))
+    yield Row(TRAIN, case(16384, causal=True, window=(1023, None)))
+    yield from (Row(TRAIN, case(5000, **masked)) for masked in ({}, CAUSAL))
+    yield Row(TRAIN, case(TOKENS, causal=True), (512, 1000, 1024, 1536, 2048, 2560, 3072, 4632))
+
+
+def _decode(batch: int, cache: int) -> Row:
+    return Row(DECODE, Case(1, cache, 128, 32, 8, batch, DTYPE))
+
+
+def _memory(direction: str) -> Row:
+    return Row(MEMORY, Case(16384, 16384, 128, 16, 16, 1, DTYPE, direction, CAUSAL))
+
+
+# What is soon done comes first: time may run out.
+ROWS = (
+    Row(SMALL, Case(128, 128, 64, 8, 8, 1, DTYPE)),
+    *(_decode(*shape) for shape in ((1, 8192), (1, 131072), (16, 8192), (64, 4096))),
+    *(_memory(direction) for direction in (FORWARD, BACKWARD)),
+    *_pass(FORWARD),
+    *_pass(BACKWARD),
+)
+
+
+def select(suites: Collection[str] = (), only: Iterable[str] = (), quick: bool = False) -> list[Row]:
+    """The rows of these suites (all of them if none is named) that some filter fits: its words are all in their name.
+
+    `quick` leaves the long sequences out.
+    """
+    filters = [set(words.lower().split()) for words in only]
+    return [
+        row
+        for row in ROWS
+        if (not suites or row.suite in suites)
+        and (not filters or any(f <= {word.lower() for word in row.words} for f in filters))
+        and not (quick and row.case.n_k > 8192)
+    ]

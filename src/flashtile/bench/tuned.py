@@ -1,0 +1,78 @@
+"""A tuning record as text: rows for backends/triton/tuning.py, the best tiles, and every candidate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from flashtile.backends.triton.tuning import KERNELS
+from flashtile.bench import markdown
+from flashtile.bench.candidates import DTYPES, ITEMSIZE
+from flashtile.bench.records import Record
+
+
+def rows(record: Record) -> str:
+    """What to put into MEASURED of tuning.py."""
+    major = record["device"]["capability"][0]
+    written = []
+    for dtype in DTYPES:
+        found = [m for m in record["measurements"] if m["dtype"] == dtype]
+        if not found:
+            continue
+        written.append(f"    ({major}, {ITEMSIZE[dtype]}): {{")
+        for kernel in KERNELS:
+            cells = [f"{m['dim']}: Config({_arguments(m['best'])})" for m in found if m["kernel"] == kernel]
+            if cells:
+                written.append(f'        "{kernel}": {{{", ".join(cells)}}},')
+        written.append("    },")
+    return "\n".join(written)
+
+
+def _arguments(config: Sequence[Any]) -> str:
+    return ", ".join(str(x) for x in config[: None if config[4] else 4])
+
+
+def short(config: Sequence[Any]) -> str:
+    return f"{config[0]}x{config[1]} w{config[2]} s{config[3]}{' tma' if config[4] else ''}"
+
+
+def caption(record: Record) -> str:
+    d, m = record["device"], record["machine"]
+    tried = sum(len(x["candidates"]) for x in record["measurements"])
+    said = f"{d['name']}, triton {m['versions']['triton']}: {tried} candidates, medians of {record['rounds']} rounds."
+    return said + (f" Left out for want of time: {', '.join(record['left_out'])}." if record["left_out"] else "")
+
+
+def table(record: Record) -> str:
+    """One row a target: the best tile, and what it saves."""
+    shown = [("kernel", "dtype", "D", "best", "us", "today", "us", "time / today's", "passed")]
+    for m in record["measurements"]:
+        passed = sum(c["why_not"] is None for c in m["candidates"])
+        shown.append(
+            (
+                m["kernel"],
+                m["dtype"],
+                str(m["dim"]),
+                short(m["best"]),
+                f"{m['best_seconds'] * 1e6:.4g}",
+                short(m["today"]),
+                f"{m['today_seconds'] * 1e6:.4g}",
+                markdown.number(m["best_seconds"] / m["today_seconds"], 3),
+                f"{passed} of {len(m['candidates'])}",
+            )
+        )
+    return markdown.table(shown)
+
+
+def details(record: Record) -> str:
+    """One row a candidate, the fastest of a target first."""
+    shown: list[tuple[str, ...]] = [("target", "config", "us", "registers", "spills", "shared", "why not")]
+    for m in record["measurements"]:
+        for c in sorted(m["candidates"], key=lambda c: c["seconds"] or math.inf):
+            us = "" if c["seconds"] is None else f"{c['seconds'] * 1e6:.4g}"
+            numbers = ["" if c[key] is None else str(c[key]) for key in ("registers", "spills", "shared")]
+            shown.append(
+                (f"{m['kernel']} {m['dtype']} D{m['dim']}", short(c["config"]), us, *numbers, c["why_not"] or "")
+            )
+    return markdown.table(shown)

@@ -1,0 +1,1 @@
+"""The kernels of the lessons: three in Triton, one in CUDA C."""

@@ -1,0 +1,1 @@
+"""The page: records of studies, topics and lessons -> one HTML file that needs nothing else."""

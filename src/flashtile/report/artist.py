@@ -1,0 +1,42 @@
+"""Artist: draws in a process of its own while this one computes, and rests while this one measures time."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from functools import partial
+from multiprocessing import get_context
+from types import TracebackType
+from typing import Any
+
+from flashtile.report import topics
+from flashtile.report.figures import Drawing, draw
+from flashtile.studies import STUDIES
+
+
+class Artist:
+    """Figures by the name of their study, in the order in which they were asked for."""
+
+    def __init__(self) -> None:
+        self.pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+        self.asked: dict[str, Future[Drawing]] = {}
+
+    def __enter__(self) -> Artist:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.pool.shutdown(cancel_futures=True)
+
+    def draw(self, study: str, record: Any) -> None:
+        self.asked[study] = self.pool.submit(_drawn, study, record)
+
+    def rest(self) -> None:
+        """Return when all that was asked for is done, and nothing is under way."""
+        wait(self.asked.values())
+
+    def drawings(self) -> dict[str, Drawing]:
+        return {study: drawing.result() for study, drawing in self.asked.items()}
+
+
+def _drawn(name: str, record: Any) -> Drawing:
+    study = next(study for study in (*STUDIES, *topics.TOPICS) if study.name == name)
+    return draw(name, partial(study.draw, record))

@@ -1,0 +1,36 @@
+"""Quantities for people: bytes, lengths, counts with a prefix, seconds."""
+
+from __future__ import annotations
+
+
+def size(n: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(n) < 1024 or unit == "TiB":
+            break
+        n /= 1024
+    return f"{n:.0f} {unit}" if unit == "B" else f"{n:.4g} {unit}"
+
+
+def short(n: int) -> str:
+    """8K for 8192, 1M for 1048576; as it is below 4096."""
+    for unit, factor in (("M", 1 << 20), ("K", 1 << 10)):
+        if n >= 4096 and n % factor == 0:
+            return f"{n // factor}{unit}"
+    return f"{n}"
+
+
+def quantity(n: float, unit: str) -> str:
+    """1.2 GFLOP, 3 kFLOP/s."""
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        if abs(n) < 1000 or prefix == "P":
+            break
+        n /= 1000
+    return f"{n:.4g} {prefix}{unit}"
+
+
+def seconds(t: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if t * scale >= 1 or unit == "us":
+            break
+    return f"{t * scale:.3g} {unit}"

@@ -1,0 +1,177 @@
+"""The kernels compiled for GPUs that are not there, from the calls that start them. A program: one target a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+from tests.backends.triton.machine_code import Figures, amd, nvidia
+
+ROOT = Path(__file__).parents[3]
+KILO = 1024
+
+
+class Target(NamedTuple):
+    """A GPU as Triton names it, the shared memory one program may have (bytes), and its own matrix instructions."""
+
+    backend: str
+    arch: int | str
+    lanes: int  # of a warp
+    shared: int
+    matrix: str
+
+
+TARGETS = {
+    "sm_80": Target("cuda", 80, 32, 163 * KILO, "mma.sync"),
+    "sm_89": Target("cuda", 89, 32, 99 * KILO, "mma.sync"),
+    "sm_90": Target("cuda", 90, 32, 227 * KILO, "wgmma.mma_async"),
+    "sm_100": Target("cuda", 100, 32, 227 * KILO, "tcgen05.mma"),
+    "gfx90a": Target("hip", "gfx90a", 64, 64 * KILO, "v_mfma"),
+    "gfx942": Target("hip", "gfx942", 64, 64 * KILO, "v_mfma"),
+    "gfx950": Target("hip", "gfx950", 64, 160 * KILO, "v_mfma"),
+    "gfx1100": Target("hip", "gfx1100", 32, 64 * KILO, "v_wmma"),
+}
+
+
+class Case(NamedTuple):
+    """One call: "forward", "decode" or "backward", with these options of attention(), in a row."""
+
+    work: str
+    dim: int
+    options: str = ""
+    dtype: str = "bfloat16"
+
+
+class Built(NamedTuple):
+    """One kernel of a case, as the compiler made it."""
+
+    case: Case
+    kernel: str
+    tile: list[int]  # block_q, block_k, warps, stages; warps and stages alone where rows meet no columns
+    shared: int  # bytes
+    seconds: float
+    code: Figures
+
+    @property
+    def multiplies(self) -> bool:
+        return len(self.tile) == 4
+
+
+def build(target: str, cases: Iterable[Case]) -> list[Built]:
+    """Compile in a process of its own, without the interpreter; a kernel seen before is in build/triton-cache."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["TRITON_CACHE_DIR"] = str(ROOT / "build" / "triton-cache")
+    command = [sys.executable, "-m", "tests.backends.triton.offline", target]
+    done = subprocess.run(command, input=json.dumps(list(cases)), env=env, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{target}: {done.stderr[-4000:]}")
+    lines = (json.loads(line) for line in done.stdout.splitlines())
+    return [Built(Case(*case), *rest, Figures(*code)) for case, *rest, code in lines]
+
+
+class Phantom:
+    """The driver of a GPU that is not there: Triton compiles for it, and a launch does nothing."""
+
+    def __init__(self, target: Target) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget(*target[:3])
+        self.utils = self
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+    def get_device_properties(self, _device: int) -> dict[str, int]:
+        return {"max_shared_mem": sys.maxsize}  # so that too much is told by a test, with its figure
+
+    def load_binary(self, name: str, *_: Any) -> tuple[Any, ...]:
+        return name, name, 0, 0, 1024  # module, function, registers, spills, threads
+
+    def launcher_cls(self, *_: Any) -> Any:
+        return lambda *_: None
+
+
+def build_here(name: str, cases: Iterable[Case]) -> Iterator[Built]:
+    """build() in this process, which then knows no other GPU."""
+    import triton
+
+    from flashtile.backends.triton import launch
+
+    target = TARGETS[name]
+    triton.runtime.driver.set_active(Phantom(target))
+    kernels: list[dict[str, Any]] = []
+    triton.knobs.compilation.listener = lambda **told: kernels.append(told)
+    # The tensors are on the CPU; the table of tiles is asked for the GPU they stand for.
+    capability = divmod(target.arch, 10) if isinstance(target.arch, int) else None
+    with mock.patch.object(launch, "_capability", lambda _device: capability):
+        for case in cases:
+            kernels.clear()
+            start(case)
+            for told in kernels:
+                yield _built(target, case, **told)
+
+
+def _built(target: Target, case: Case, *, src: Any, metadata: Any, metadata_group: Any, times: Any, **_: Any) -> Built:
+    """What the compiler tells of a kernel, and what can be read in its output."""
+    known = constants(src)
+    tile = [known[name] for name in ("BLOCK_Q", "BLOCK_K") if name in known]
+    tile += metadata["num_warps"], metadata["num_stages"]
+    files = {Path(path).suffix: Path(path) for path in metadata_group.values()}
+    code = nvidia(files[".ptx"], files[".cubin"]) if target.backend == "cuda" else amd(files[".amdgcn"])
+    return Built(case, src.name, tile, metadata["shared"], times.total / 1e6, code)
+
+
+def start(case: Case) -> None:
+    """Have the backend start the kernels of a case, on tensors of no particular numbers."""
+    import torch
+
+    from flashtile.backends.triton import launch
+    from flashtile.problem import describe
+
+    batch, heads, kv_heads, n_q, n_k = (1, 8, 2, 1, 8192) if case.work == "decode" else (2, 8, 4, 1024, 1024)
+    dtype = getattr(torch, case.dtype)
+    q = torch.empty(batch, heads, n_q, case.dim, dtype=dtype)
+    k, v = (torch.empty(batch, kv_heads, n_k, case.dim, dtype=dtype) for _ in "kv")
+    values = {
+        "causal": True,
+        "window": (256, 0),
+        "softcap": 30.0,
+        "dropout": 0.1,
+        "mask": torch.empty(1, 1, n_q, n_k, dtype=torch.bool),
+        "bias": torch.empty(1, heads, n_q, n_k, dtype=dtype),
+        "alibi": torch.empty(heads),
+        "sink": torch.empty(heads),
+    }
+    problem = describe(q, k, v, **{name: values[name] for name in case.options.split()})
+    if case.work == "backward":
+        launch.backward(problem, torch.empty_like(q), torch.empty_like(q), torch.empty(q.shape[:3]), None)
+    else:
+        launch.forward(problem)
+
+
+def constants(src: Any) -> dict[str, Any]:
+    """The constants of a kernel by name, those in named tuples too."""
+    found = {src.fn.arg_names[path[0]]: _plain(value) for path, value in src.constants.items() if len(path) == 1}
+    inside = [value._asdict() for value in found.values() if hasattr(value, "_asdict")]
+    return found | {name: _plain(value) for fields in inside for name, value in fields.items()}
+
+
+def _plain(value: Any) -> Any:
+    return getattr(value, "value", value)  # of a tl.constexpr
+
+
+if __name__ == "__main__":
+    for built in build_here(sys.argv[1], [Case(*row) for row in json.load(sys.stdin)]):
+        print(json.dumps(built), flush=True)

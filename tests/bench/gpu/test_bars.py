@@ -1,0 +1,93 @@
+"""gpu/bars.py: each bar holds just where it should, and a row that we cannot do is no success."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flashtile.bench.gpu import bars
+from flashtile.bench.gpu.peers import CUDNN, FLEX, OURS
+
+
+def row(suite: str, direction: str = "forward", *, us: float = 1.0, **more: Any) -> dict[str, Any]:
+    return {
+        "suite": suite,
+        "direction": direction,
+        "absent": {},
+        "times": {OURS: {"median_s": us}},
+        "ratios": {},
+        "shape": {"batch": 1, "n_k": 16384},
+        **more,
+    }
+
+
+def train(direction: str, **ratios: float) -> dict[str, Any]:
+    named = {{"flex": FLEX, "cudnn": CUDNN}[name]: {"value": x} for name, x in ratios.items()}
+    return row("train", direction, ratios=named)
+
+
+def only(found: list[dict[str, Any]], group: str) -> dict[str, Any]:
+    (line,) = [line for line in found if line["group"] == group]
+    return line
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_every_row_beats_flex(direction: str) -> None:
+    good = [train(direction, flex=1.05, cudnn=0.9), train(direction, flex=2.0)]
+    line = only(bars.judge(good), f"{direction}-flex")
+    assert line["holds"] is True and line["worst"] == 1.05 and line["value"] == pytest.approx((1.05 * 2) ** 0.5)
+    assert only(bars.judge([*good, train(direction, flex=1.04)]), f"{direction}-flex")["holds"] is False
+    assert only(bars.judge([train(direction, cudnn=2.0)]), f"{direction}-flex")["holds"] is None
+    best = only(bars.judge(good), f"{direction}-best")
+    assert best["worst"] == 0.9 and best["holds"] is None and best["worst_bar"] is None
+
+
+def test_a_row_that_we_cannot_do_is_no_success() -> None:
+    failed = train("forward") | {"absent": {OURS: "no"}, "times": {}}
+    assert only(bars.judge([train("forward", flex=2.0), failed]), "forward-flex")["holds"] is False
+    assert only(bars.judge([failed]), "forward-flex")["holds"] is False
+
+
+@pytest.mark.parametrize(("seconds", "holds"), [(0.0914, True), (0.0915, False)])
+def test_a_window_costs_what_it_leaves(seconds: float, holds: bool) -> None:
+    windowed = row("train", us=seconds, unwindowed={"median_s": 1.0}, window=1024)  # 1.3 * 1152 / 16384 = 0.09141
+    assert only(bars.judge([windowed]), "forward-window")["holds"] is holds
+
+
+def decode(batch: int, keys: int, share: float, cudnn: float = 1.0) -> dict[str, Any]:
+    ratios = {CUDNN: {"value": cudnn}}
+    return row("decode", shape={"batch": batch, "n_k": keys}, shares={OURS: share}, ratios=ratios)
+
+
+def test_decode() -> None:
+    rows = [decode(1, 8192, 0.3, cudnn=1.1), decode(1, 131072, 0.91), decode(16, 8192, 0.9), decode(64, 4096, 0.95)]
+    found = bars.judge(rows)
+    assert only(found, "decode")["holds"] is True and only(found, "decode-short")["holds"] is True
+    assert only(found, "decode")["worst"] == 0.9  # the short cache is not held to it
+    worse = [decode(1, 8192, 0.3, cudnn=0.99), decode(16, 8192, 0.89)]
+    found = bars.judge(worse)
+    assert only(found, "decode")["holds"] is False and only(found, "decode-short")["holds"] is False
+
+
+@pytest.mark.parametrize(("seconds", "holds"), [(40e-6, True), (41e-6, False)])
+def test_host_time(seconds: float, holds: bool) -> None:
+    small = row("small", host={OURS: {"median_s": seconds}})
+    assert only(bars.judge([small]), "host")["holds"] is holds
+
+
+@pytest.mark.parametrize(("grown", "holds"), [((5 << 20), True), ((5 << 20) + 1, False)])
+def test_memory(grown: int, holds: bool) -> None:
+    found = bars.judge([row("memory", "backward", grown={OURS: grown}, needed=4 << 20)])
+    assert only(found, "memory-backward")["holds"] is holds
+
+
+def test_agreement_is_with_the_nearest() -> None:
+    near, far = train("forward"), train("forward")
+    near["differences"], far["differences"] = {FLEX: 0.5, CUDNN: 0.01}, {CUDNN: 0.03}
+    assert only(bars.judge([near]), "agreement")["holds"] is True
+    assert only(bars.judge([near, far]), "agreement")["holds"] is False
+
+
+def test_rows_that_failed_are_counted() -> None:
+    assert only(bars.judge([], ["a", "b"]), "failed")["worst"] == 2 and bars.judge([]) == []

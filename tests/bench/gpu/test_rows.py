@@ -1,0 +1,66 @@
+"""gpu/rows.py: the shapes agreed on, work counted as everyone counts it, and filters by word."""
+
+import pytest
+
+from flashtile.bench.gpu import rows
+from flashtile.bench.gpu.rows import ROWS
+
+
+def of(suite, direction):
+    return [row for row in ROWS if row.suite == suite and row.case.direction == direction]
+
+
+def test_the_training_shapes_are_those_agreed():
+    for direction in ("forward", "backward"):
+        grid = [row for row in of("train", direction)[:18]]
+        assert {(r.case.dim, r.causal, r.case.n_q) for r in grid} == {
+            (d, c, n) for d in (64, 128, 256) for c in (False, True) for n in (1024, 4096, 16384)
+        }
+        assert all(r.case.batch * r.case.n_q == 16384 and r.case.heads * r.case.dim == 2048 for r in grid)
+        names = " | ".join(row.name for row in of("train", direction)[18:])
+        for said in ("H32/8 N8192", "window1024", "N5000", "packed8"):
+            assert said in names
+    assert {row.case.dtype for row in ROWS} == {"bfloat16"}
+
+
+def test_the_decode_shapes_are_those_agreed():
+    shapes = [(r.case.batch, r.case.n_k) for r in of("decode", "forward")]
+    assert shapes == [(1, 8192), (1, 131072), (16, 8192), (64, 4096)]
+    assert {(r.case.heads, r.case.kv_heads, r.case.dim, r.case.n_q) for r in of("decode", "forward")} == {
+        (32, 8, 128, 1)
+    }
+
+
+def test_work_is_counted_as_agreed():
+    full, causal = (rows.select(only=[f"forward N4096 D128 {mask}"])[0] for mask in ("full", "causal"))
+    assert full.flops == 4 * 4 * 16 * 4096**2 * 128 and causal.flops == full.flops / 2
+    assert rows.select(only=["backward N4096 D128 full"])[0].flops == 2.5 * full.flops
+    packed = rows.select(only=["forward packed8"])[0]
+    assert sum(packed.lengths) == packed.case.n_q == 16384
+    assert packed.flops == 2 * 16 * 128 * sum(n * n for n in packed.lengths)
+    windowed = rows.select(only=["forward window1024"])[0]
+    pairs = 16384 * 1024 - 1024 * 1023 // 2
+    assert windowed.window == 1024 and windowed.flops == 4 * 16 * 128 * pairs
+    assert windowed.unwindowed().flops == 4 * 16 * 128 * 16384**2
+    assert rows.select(["decode"])[2].kv_bytes == 2 * 16 * 8 * 8192 * 128 * 2
+
+
+def test_names_tell_rows_apart():
+    assert len({row.name for row in ROWS}) == len(ROWS)
+
+
+def test_filters():
+    assert rows.select() == list(ROWS)
+    assert all(row.suite == "decode" for row in rows.select(["decode"])) and rows.select(["decode"])
+    assert {row.case.dim for row in rows.select(only=["d128"])} == {128}
+    both = rows.select(only=["D64 causal backward", "packed8"])
+    assert both == [r for r in ROWS if (r.case.dim == 64 and r.causal and r.backward) or r.lengths]
+    assert rows.select(only=["D12"]) == []  # words, not parts of words
+    assert max(row.case.n_k for row in rows.select(quick=True)) == 8192
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_row_in_a_record_is_plain(row):
+    said = row.to_dict()
+    assert said["case"] == row.name and said["suite"] == row.suite and said["shape"]["n_k"] == row.case.n_k
+    assert "entry" not in said

@@ -1,0 +1,47 @@
+"""gpu/warm.py: what keeps its kernels on disk is compiled ahead, and what failed there is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flashtile.bench import workers
+from flashtile.bench.gpu import peers, warm
+from flashtile.bench.gpu.peers import FA4, FLEX, OURS, PEERS
+from flashtile.bench.gpu.rows import ROWS
+
+
+def test_only_those_that_keep_what_they_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", raising=False)
+    assert [job["peer"] for job in warm.jobs(ROWS[:1], PEERS)] == [OURS, FLEX]
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    assert [job["peer"] for job in warm.jobs(ROWS[:1], PEERS)] == [OURS, FLEX, FA4]
+
+
+def test_failures_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[Any] = []
+
+    def run(target: str, jobs: Any, *, workers: int, done: Any, **_: Any) -> None:
+        assert target == "flashtile.bench.gpu.warm:compile_one" and workers == 3
+        for job in jobs:
+            done(job, {"failed": "no memory"} if job["peer"] == FLEX else {"seconds": 1})
+
+    monkeypatch.setattr(workers, "run", run)
+    failed = warm.compile_ahead(ROWS[:2], PEERS[:4], count=3, progress=lambda *step: steps.append(step))
+    assert failed == {f"{FLEX}: {row.name}": "no memory" for row in ROWS[:2]}
+    assert [step[1:] for step in steps] == [(n, 4) for n in (1, 2, 3, 4)]
+
+
+def test_a_worker_finds_its_row_and_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    made: list[Any] = []
+    monkeypatch.setattr(warm, "tensors", lambda row, device, seed: (row.name, device))
+
+    def prepare(self: peers.Peer, row: Any, sets: Any) -> Any:
+        made.append((self.name, sets))
+        return peers.Contender((), self.context, lambda: ())
+
+    monkeypatch.setattr(peers.Peer, "prepare", prepare)
+    assert warm.compile_one({"row": ROWS[5].name, "peer": FLEX})["seconds"] >= 0
+    assert made == [(FLEX, [(ROWS[5].name, "cuda")])]

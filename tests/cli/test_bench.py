@@ -1,0 +1,135 @@
+"""flashtile bench gpu and tune: no GPU is told, a record and a table come out, and exit codes mean something."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("torch")
+
+from typer.testing import CliRunner
+
+from flashtile.bench import candidates, records, tune
+from flashtile.bench.gpu import ceilings, device, peers, rows, warm
+from flashtile.bench.gpu.peers import CUDNN, FLEX, OURS
+from flashtile.cli.app import app
+from tests.bench.gpu.fakes import FakeDevice, one_thread, row_of, small_ceilings
+
+
+def run(*arguments: str, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, ["bench", *arguments])
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.mark.parametrize("command", ["gpu", "tune"])
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.setattr(device, "missing", lambda: "torch sees no CUDA device")
+    assert "torch sees no CUDA device" in run(command, code=3).stderr
+
+
+def test_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert device.missing() == "this torch was built without CUDA"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device.missing() == "torch sees no CUDA device"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert device.missing() is None
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
+    """A device, two peers of which one is slower than we are, and two tiny rows."""
+    fake = FakeDevice()
+    monkeypatch.setattr(device, "missing", lambda: None)
+    monkeypatch.setattr(device, "Cuda", lambda: fake)
+    here = [fake.peer(OURS, 1e-3), fake.peer(CUDNN, 2e-3), fake.peer(FLEX, 3e-3, fails="no kernel")]
+    monkeypatch.setattr(
+        peers, "present", lambda wanted: ([p for p in here if not wanted or p.name in wanted], {"other": "not here"})
+    )
+    monkeypatch.setattr(warm, "compile_ahead", lambda *_, **__: {"a row": "too long"})
+    monkeypatch.setattr(rows, "ROWS", tuple(row_of(f"train forward D64 {mask}") for mask in ("full", "causal")))
+    for name, ceiling in small_ceilings(fake).items():
+        monkeypatch.setattr(ceilings, name, lambda _, ceiling=ceiling: ceiling)
+    with one_thread():
+        yield fake
+
+
+def test_gpu_writes_a_record_and_a_table(gpu: FakeDevice, tmp_path: Any) -> None:
+    path = tmp_path / "gpu.json"
+    result = run("gpu", "--quick", "--suite", "train", "--only", "full", "--output", str(path))
+    record = records.read(path)
+    assert record["suite"] == "gpu" and record["quick"] is True and record["rounds"] == 3
+    assert [m["case"] for m in record["measurements"]] == [rows.ROWS[0].name]
+    assert "none under 1.05" in result.stdout and f"| {CUDNN} |" in result.stdout
+    for said in ("other: not compared, not here", "FlexAttention is absent: RuntimeError: no kernel", "too long"):
+        assert said in result.stderr
+    assert run("table", str(path)).stdout in result.stdout
+    assert "ms" in run("table", str(path), "--details").stdout
+
+
+def test_gpu_prints_json(gpu: FakeDevice, tmp_path: Any) -> None:
+    path = tmp_path / "gpu.json"
+    result = run("gpu", "--quick", "--peers", CUDNN, "--peers", OURS, "--json", "--output", str(path))
+    assert json.loads(result.stdout) == records.read(path)
+    assert set(json.loads(result.stdout)["measurements"][0]["times"]) == {OURS, CUDNN}
+
+
+def test_gpu_stops_when_time_is_up(gpu: FakeDevice, tmp_path: Any) -> None:
+    result = run("gpu", "--seconds", "0", "--output", str(tmp_path / "gpu.json"))
+    assert f"{rows.ROWS[1].name}: left out, the time was up" in result.stderr
+
+
+def test_gpu_check_fails_where_a_bar_does(gpu: FakeDevice, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("gpu", "--quick", "--output", str(tmp_path / "gpu.json"), "--check")
+    run(*arguments)
+    monkeypatch.setattr(peers, "present", lambda wanted: ([gpu.peer(OURS, 2e-3), gpu.peer(FLEX, 1e-3)], {}))
+    run(*arguments, code=1)
+    run(*arguments[:-1])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("gpu", "--suite", "abacus"),
+        ("gpu", "--peers", "abacus"),
+        ("gpu", "--only", "abacus"),
+        ("tune", "--kernel", "abacus"),
+        ("tune", "--dtype", "int8"),
+        ("tune", "--dim", "63"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(gpu: FakeDevice, arguments: tuple[str, ...]) -> None:
+    run(*arguments, code=2)
+
+
+def test_tune_prints_rows_for_the_table(gpu: FakeDevice, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    found = records.new("tune", False, rounds=1, device=gpu.describe()) | {"left_out": []}
+    found["measurements"] = [
+        {
+            "kernel": "dq",
+            "dtype": "bfloat16",
+            "dim": 64,
+            "today": [64, 64, 4, 3, True],
+            "today_seconds": 2e-3,
+            "best": [128, 64, 8, 3, True],
+            "best_seconds": 1e-3,
+            "candidates": [],
+        }
+    ]
+    monkeypatch.setattr(candidates, "limits", lambda: candidates.Limits(1, True))
+    monkeypatch.setattr(tune, "run", lambda *given, **_: seen.append(given) or found)
+    path = tmp_path / "tune.json"
+    result = run("tune", "--kernel", "dq", "--dtype", "bfloat16", "--dim", "64", "--output", str(path))
+    assert seen[0][2] == [candidates.Target("dq", "bfloat16", 64)]
+    assert '"dq": {64: Config(128, 64, 8, 3, True)},' in result.stdout and "| 0.500 |" in result.stdout
+    assert records.read(path)["suite"] == "tune"
+    assert "| 0.500 |" in run("table", str(path)).stdout

@@ -1,0 +1,122 @@
+"""flashtile demo: the page's path, JSON and nothing else, exit codes, terminals of 80 columns, pipes."""
+
+import json
+import os
+import re
+import subprocess
+import webbrowser
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("jinja2")
+pytest.importorskip("matplotlib")
+
+from typer.testing import CliRunner
+
+from flashtile import machine
+from flashtile.cli.app import app
+from flashtile.report import content as report_content
+from flashtile.report.content import Result
+from tests.demo_run import demo_run as demo_run
+from tests.report.test_content import study
+from tests.terminal import CODES, COLOUR, COLUMNS, CONTROL, in_terminal
+
+
+def run(*arguments, code=0):
+    result = CliRunner().invoke(app, ["demo", *arguments])
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.fixture
+def kept(demo_run, monkeypatch):
+    """The command has nothing to compute."""
+    found = demo_run.content
+    monkeypatch.setattr(report_content, "collect", lambda *given: found)
+    return found
+
+
+def test_it_prints_every_table_and_finding_and_the_path(demo_run):
+    words = " ".join(re.sub("[┃│]", " ", CODES.sub("", demo_run.terminal)).split())
+    for result in demo_run.content.results:
+        assert result.study.title in words
+        assert all(" ".join(sentence.split()) in words for sentence in result.findings)
+        assert all(" ".join(table.rows[0][0].split()[:1]) in words for table in result.tables if table.rows)
+    for told in demo_run.content.lessons:
+        assert told.lesson.title in words
+    assert f"page: {demo_run.page}" in words.replace("page: ", "page: ")
+
+
+def test_a_short_run_is_short(demo_run):
+    """Under 10 s where nothing else runs; here the other tests do."""
+    assert demo_run.seconds < 60
+
+
+def test_no_line_is_longer_than_the_terminal(demo_run):
+    lines = re.split(r"[\r\n]", CODES.sub("", demo_run.terminal))
+    assert max(map(len, (line for line in lines if not line.startswith("page: ")))) <= COLUMNS
+
+
+def test_progress_is_told_and_erased(demo_run):
+    assert "lesson: " in demo_run.terminal and re.search(r"\d+/\d+", demo_run.terminal)
+    assert demo_run.terminal.rstrip().endswith("index.html")
+
+
+@pytest.fixture(scope="module")
+def plain(demo_run):
+    return in_terminal(demo_run.again("--no-page"), NO_COLOR="1")
+
+
+def test_no_color_is_honoured(plain, demo_run):
+    assert COLOUR.search(demo_run.terminal) and not COLOUR.search(plain)
+
+
+def test_long_names_do_not_break_the_bar(plain):
+    assert "something with a very long name" in plain
+    assert max(map(len, re.split(r"[\r\n]", CODES.sub("", plain)))) <= COLUMNS
+
+
+def test_a_pipe_gets_no_control_codes_and_a_page_is_written(demo_run, tmp_path):
+    done = subprocess.run(demo_run.again("--out", "out"), capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert CONTROL.search(done.stdout) is None and CONTROL.search(done.stderr) is None
+    assert done.stdout.splitlines()[-1] == f"page: {tmp_path / 'out' / 'index.html'}"
+    assert (tmp_path / "out" / "index.html").stat().st_size > 100_000
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_json_is_all_there_is(kept, demo_run):
+    printed = json.loads(run("--json", "--no-page").stdout)
+    assert printed == json.loads(json.dumps(kept.records()))
+    for name, value in printed.items():
+        assert json.loads((demo_run.folder / "records" / f"{name}.json").read_text()) == value
+
+
+def test_open(kept, monkeypatch, tmp_path):
+    opened = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    monkeypatch.setattr("flashtile.report.folder.write", lambda content, drawings, out: out.absolute() / "index.html")
+    run("--open", "--out", str(tmp_path / "x"))
+    assert opened == [(tmp_path / "x" / "index.html").as_uri()]
+
+
+def test_what_does_not_hold_is_exit_code_1(kept, monkeypatch):
+    class Broken:
+        holds = False
+
+    broken = replace(kept, topics=(*kept.topics, Result(study("moon"), Broken())))
+    monkeypatch.setattr(report_content, "collect", lambda *given: broken)
+    monkeypatch.setattr("flashtile.report.content.to_dict", lambda record: None)
+    assert "does not hold: moon" in run("--json", "--no-page", code=1).stderr
+
+
+def test_wrong_usage_is_exit_code_2(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    assert "expected a new or empty folder" in run("--out", str(tmp_path), code=2).stderr
+
+
+def test_without_the_extra_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(machine, "has", lambda package: package != "matplotlib")
+    assert "pip install 'flashtile[report]'" in run(code=3).stderr

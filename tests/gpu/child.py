@@ -1,0 +1,17 @@
+"""Python in a process of its own, where flashtile and these tests can be imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(*arguments: str, before: tuple[str, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run it with these arguments and environment variables; `before`: a command that runs it, such as a checker."""
+    paths = (str(ROOT), str(ROOT / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)} | variables
+    return subprocess.run([*before, sys.executable, *arguments], capture_output=True, text=True, env=env, cwd=ROOT)

@@ -1,0 +1,26 @@
+"""Tests marked gpu skip where there is none; each waits for the GPU, so that an error is told where it belongs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU")
+    yield
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:  # an illegal address, say: nothing runs in this process from now on
+        if "PYTEST_XDIST_WORKER" in os.environ:  # pytest-xdist starts another
+            os.write(2, f"{request.node.nodeid}: {error}\n".encode())
+            os._exit(1)
+        raise

@@ -1,0 +1,116 @@
+"""The public functions and autograd on tensors of a device, as a runner for the calls of the grid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import flashtile as ft
+from flashtile import dispatch
+from flashtile.problem import Problem
+from flashtile.pytorch.bridge import to_numpy, to_torch
+from tests.gpu.placing import NO_FENCE, Fence, Placed, place, same_bits
+from tests.grid import GRADIENTS, Call, Case, Truth, build, check_backward, check_forward, truth
+from tests.pytorch.samples import run
+from tests.runners import Runner
+
+DIFFERENTIABLE = dict(zip(GRADIENTS, ("q", "k", "v", "bias", "sink"), strict=True))
+
+
+class Given:
+    """A call of the grid on a device."""
+
+    def __init__(self, call: Call, device: str, fence: Fence = NO_FENCE) -> None:
+        whole = {"q": call.q, "k": call.k, "v": call.v, "dout": call.dout, "dlse": call.dlse}
+        whole |= call.packed | call.options
+        self.placed: dict[str, Placed] = {
+            name: place(x, device, fence) for name, x in whole.items() if isinstance(x, np.ndarray)
+        }
+        self.arguments: dict[str, Any] = whole | {name: p.tensor for name, p in self.placed.items()}
+        self.dout, self.dlse = self.arguments.pop("dout"), self.arguments.pop("dlse")
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """By the names of their gradients."""
+        names = {grad: name for grad, name in DIFFERENTIABLE.items() if name in self.placed}
+        return {grad: self.arguments[name] for grad, name in names.items()}
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            out, lse = run(**self.arguments)
+        return out, lse
+
+    def step(self) -> tuple[Tensor, ...]:
+        """out, lse, and the gradients of all that have one."""
+        for x in self.leaves.values():
+            x.requires_grad_()
+        out, lse = run(**self.arguments)
+        results, grads = ((out,), (self.dout,)) if self.dlse is None else ((out, lse), (self.dout, self.dlse))
+        found = torch.autograd.grad(results, tuple(self.leaves.values()), grads)
+        for x in self.leaves.values():
+            x.requires_grad_(False)
+        return out.detach(), lse.detach(), *found
+
+    def check_untouched(self) -> None:
+        for name, placed in self.placed.items():
+            assert placed.unchanged(), f"{name}, or memory beside it, was written to"
+
+
+def on(device: str, fence: Fence = NO_FENCE) -> Runner:
+    """A runner that goes by flashtile.attention(), attention_packed() and autograd."""
+
+    def forward(call: Call) -> tuple[Any, Any]:
+        given = Given(call, device, fence)
+        out, lse = given.forward()
+        assert out.device.type == lse.device.type == device and out.is_contiguous() and lse.is_contiguous()
+        given.check_untouched()
+        return to_numpy(out.cpu()), to_numpy(lse.cpu())
+
+    def backward(call: Call, out: Any, lse: Any) -> ft.Grads:
+        given = Given(call, device, fence)
+        again, lse_again, *grads = given.step()
+        assert same_bits(again.cpu(), to_torch(out)), "recorded and plain calls differ"
+        assert same_bits(lse_again.cpu(), to_torch(lse)), "recorded and plain calls differ in the lse"
+        given.check_untouched()
+        found = {name: to_numpy(x.cpu()) for name, x in zip(given.leaves, grads, strict=True)}
+        return ft.Grads(**(dict.fromkeys(GRADIENTS) | found))
+
+    return Runner(device, forward, backward)
+
+
+CUDA = on("cuda")
+
+
+def refusal(problem: Problem, device: str) -> str | None:
+    """Why no backend of a device takes a problem; None where one does."""
+    reasons = [row.why_not(problem, device) for row in dispatch.TABLE if row.device == device]
+    return None if None in reasons else "; ".join(str(reason) for reason in reasons)
+
+
+def agree(*cases: Case, runner: Runner = CUDA, backward: bool = True) -> None:
+    """All of these against the oracle; cases that share their kernels share a test, and each failure is told."""
+    wrong, refused = [], []
+    for case in cases:
+        call = build(case)
+        if reason := refusal(call.problem(), runner.name):
+            refused.append(reason)
+            continue
+        try:
+            check(call, truth(case), runner, backward)
+        except AssertionError as error:
+            wrong.append(f"{case}: {error}")
+    assert not wrong, "\n".join(wrong)
+    if len(refused) == len(cases):
+        pytest.skip(refused[0])
+
+
+def check(call: Call, exact: Truth, runner: Runner = CUDA, backward: bool = True) -> None:
+    """One call against what is known of it."""
+    out, lse = runner.forward(call)
+    check_forward(call, exact, out, lse)
+    if backward:
+        check_backward(call, exact, runner.backward(call, out, lse))

@@ -1,0 +1,111 @@
+"""CUDA graphs: a call is captured once, and replayed with new numbers in the same memory, lengths included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import Tensor
+
+from tests.gpu.oracle import standard
+from tests.gpu.placing import same_bits
+from tests.gpu.runner import Given
+from tests.gpu.sizes import DECODE, LONG, PACKED, RAGGED
+from tests.grid import Case, Size, build
+
+pytestmark = pytest.mark.gpu
+
+CALLS = {
+    "plain": Case(LONG, "bfloat16", ("causal",)),
+    "everything": Case(LONG, "bfloat16", ("everything",)),
+    "float32": Case(RAGGED, "float32", ("causal",)),
+    "decode": Case(DECODE, "bfloat16", ("kv_lengths",)),
+    "packed": Case(PACKED, "bfloat16", ("kv_lengths",)),
+}
+
+
+def capture(function: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+    """A graph of what function does, and the tensors that each replay fills."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(2):  # kernels are compiled and loaded outside the capture
+            function()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = function()
+    return graph, results
+
+
+def renew(given: Given, seed: int) -> None:
+    """Other numbers in the same memory."""
+    torch.manual_seed(seed)
+    tensors = {**given.arguments, "dout": given.dout, "dlse": given.dlse}
+    for name, x in tensors.items():
+        if isinstance(x, Tensor) and x.is_floating_point():
+            x.copy_(torch.rand_like(x) if name == "alibi" else torch.randn_like(x))
+        elif name == "mask":
+            x.copy_(torch.rand(x.shape, device=x.device) < 0.5)
+        elif name == "kv_lengths":
+            x.copy_((torch.rand(x.shape, device=x.device) * (x + 1)).to(x.dtype).clamp(max=x))
+
+
+@pytest.mark.parametrize("work", ["forward", "step"])
+@pytest.mark.parametrize("name", CALLS)
+def test_replays(name: str, work: str) -> None:
+    """Each replay gives the bits of the same call outside the graph."""
+    given = Given(build(CALLS[name]), "cuda")
+    function = getattr(given, work)
+    graph, results = capture(function)
+    seen = []
+    for seed in range(3):
+        renew(given, seed)
+        for x in results:
+            x.detach().fill_(torch.nan)
+        graph.replay()
+        found = [x.clone() for x in results]
+        assert all(same_bits(x, y) for x, y in zip(found, function(), strict=True)), f"replay {seed}"
+        seen.append(found[0])
+    assert not same_bits(seen[0], seen[1]), "new numbers, new results"
+
+
+@pytest.mark.parametrize("n_q", [1, 65])
+def test_lengths_are_read_at_replay(n_q: int) -> None:
+    """A cache that fills up: the graph is captured once, kv_lengths grows on the device."""
+    call = build(Case(Size(2, 8, 4, n_q, 2047, 64, 64), "bfloat16", ("causal",)))
+    given = Given(replace(call, options=call.options | {"kv_lengths": np.array([1, 1])}), "cuda")
+    lengths = given.arguments["kv_lengths"]
+    graph, (out, lse) = capture(given.forward)
+    for a, b in ((1, 2047), (500, 3), (0, 1024), (2047, 2046), (66, 65)):
+        lengths.copy_(torch.tensor([a, b]))
+        graph.replay()
+        assert all(same_bits(x, y) for x, y in zip((out, lse), given.forward(), strict=True)), (a, b)
+        for n, keys in enumerate((a, b)):
+            q, k, v = (given.arguments[name][n : n + 1] for name in "qkv")
+            want, want_lse = standard(q, k[:, :, :keys], v[:, :, :keys], causal=True)
+            torch.testing.assert_close(out[n : n + 1].double(), want, rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(lse[n : n + 1].double(), want_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_starts_are_read_at_replay() -> None:
+    """Packed sequences move their borders between replays."""
+    call = build(Case(Size.packed(4, 2, 64, 64, (240, 250), (347, 377)), "bfloat16", ("causal",)))
+    given = Given(call, "cuda")
+    cu_q, cu_k = given.arguments["cu_q"], given.arguments["cu_k"]
+    graph, results = capture(given.step)
+    for middle_q, middle_k in ((1, 1), (587, 0), (0, 627), (64, 64)):
+        cu_q[1], cu_k[1] = middle_q, middle_k
+        graph.replay()
+        found = [x.clone() for x in results]
+        assert all(same_bits(x, y) for x, y in zip(found, given.step(), strict=True)), (middle_q, middle_k)
+        for rows, keys in ((slice(0, middle_q), slice(0, middle_k)), (slice(middle_q, None), slice(middle_k, None))):
+            q, k, v = (given.arguments[n][x].transpose(0, 1)[None] for n, x in (("q", rows), ("k", keys), ("v", keys)))
+            want, _ = standard(q, k, v, causal=True)
+            torch.testing.assert_close(found[0][rows].double(), want[0].transpose(0, 1), rtol=2e-2, atol=2e-2)

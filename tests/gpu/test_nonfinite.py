@@ -1,0 +1,152 @@
+"""NaN and Inf on a GPU: what is masked, unused or a neighbour's has no effect; what is seen reaches those who see it.
+
+Held to the oracle's numbers, not to the bits of a call without NaN: who meets one walks the keys again and rounds anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from tests import test_nonfinite as nonfinite
+from tests.gpu.runner import CUDA, check
+from tests.grid import Case, Size, Truth, build, check_backward, check_forward, same_dtype_error
+
+pytestmark = pytest.mark.gpu
+
+each_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+
+
+@pytest.mark.parametrize(
+    ("hider", "dtype"),
+    [*((hider, "bfloat16") for hider in nonfinite.HIDERS), ("causal", "float32"), ("everything", "float32")],
+)
+@pytest.mark.parametrize("size", ["blocks", "decode"])
+def test_hidden_things_have_no_effect(size: str, hider: str, dtype: str) -> None:
+    call, seen = nonfinite.case(size, hider, dtype)
+    clean = call
+    hidden = list(nonfinite.hidden_places(call, seen))
+    if "sink" in call.options:  # a row with a sink has an lse and an output, whatever it sees
+        hidden = [(name, where) for name, where in hidden if name not in ("dout", "dlse")]
+    for name, where in hidden:
+        clean = nonfinite.changed(clean, name, where, 0.0)
+    exact = same_dtype_error(clean)
+    assert all(np.isfinite(x).all() for x in exact.grads.values() if x is not None)
+    for value in nonfinite.POISON.values():
+        poisoned = call
+        for name, where in hidden:
+            poisoned = nonfinite.changed(poisoned, name, where, value)
+        check(poisoned, exact)
+
+
+@each_dtype
+@pytest.mark.parametrize("hider", ["causal", "everything"])
+@pytest.mark.parametrize("size", ["blocks", "decode"])
+def test_visible_things_reach_those_who_see_them(size: str, hider: str, dtype: str) -> None:
+    """One bad number in the middle of an input: what the oracle says, NaN by NaN; nobody else notices."""
+    call, seen = nonfinite.case(size, hider, dtype)
+    error = same_dtype_error(call).error
+    rows = seen[0, 0].any(axis=1).nonzero()[0]
+    keys = seen[0, : call.q.shape[1] // call.k.shape[1]].any(axis=(0, 1)).nonzero()[0]
+    for target, at in (("q", rows), ("dout", rows), ("k", keys), ("v", keys)):
+        for value in (np.nan, np.inf):
+            poisoned = nonfinite.changed(call, target, (0, 0, at[len(at) // 2], 3), value)
+            exact = replace(same_dtype_error(poisoned), error=error)
+            assert not all(np.isfinite(x).all() for x in (exact.out, *exact.grads.values()) if x is not None)
+            check(poisoned, exact, backward=bool(np.isnan(value)))  # of 0 * Inf each order of sums has its own
+
+
+@each_dtype
+@pytest.mark.parametrize("lengths", [(65, 129), (3, 701)], ids=["tiles", "split keys"])
+def test_neighbouring_heads_and_sequences(lengths: tuple[int, int], dtype: str) -> None:
+    """All of one key head of one sequence is NaN, and of the query heads that it serves."""
+    size = Size(2, 4, 2, *lengths, 64, 64)
+    call = build(Case(size, dtype, ("causal",)))
+    exact = same_dtype_error(call)
+    for b, h in ((0, 1), (1, 0)):
+        poisoned = call
+        for name in ("q", "dout", "dlse"):
+            poisoned = nonfinite.changed(poisoned, name, (b, slice(2 * h, 2 * h + 2)), np.nan)
+        for name in ("k", "v"):
+            poisoned = nonfinite.changed(poisoned, name, (b, h), np.nan)
+
+        def spoiled(x: Any, heads: slice, b: int = b) -> Any:
+            x = x.copy()
+            x[b, heads] = np.nan
+            return x
+
+        of_q, of_k = slice(2 * h, 2 * h + 2), slice(h, h + 1)
+        grads = {name: spoiled(x, of_q if name == "dq" else of_k) for name, x in exact.grads.items() if x is not None}
+        against = Truth(
+            spoiled(exact.out, of_q), spoiled(exact.lse, of_q), dict.fromkeys(exact.grads) | grads, exact.error
+        )
+        check(poisoned, against)
+
+
+@each_dtype
+def test_unused_keys_of_split_decode(dtype: str) -> None:
+    """What lies in a cache beyond kv_lengths is nobody's business, whichever share of the keys it falls in."""
+    call = build(Case(Size(3, 8, 4, 1, 1999, 64, 64), dtype, ("causal",)))
+    lengths = np.array([300, 1999, 0])
+    call = replace(call, options=call.options | {"kv_lengths": lengths})
+    unused = np.arange(1999) >= lengths[:, None, None] + np.zeros((1, 4, 1), int)
+    clean = poisoned = call
+    for name in ("k", "v"):
+        clean, poisoned = nonfinite.changed(clean, name, unused, 0.0), nonfinite.changed(poisoned, name, unused, np.nan)
+    check(poisoned, same_dtype_error(clean))
+
+
+@each_dtype
+@pytest.mark.parametrize("option", ["causal", "kv_lengths"])
+def test_packed_neighbours(option: str, dtype: str) -> None:
+    """One sequence is NaN, and so are keys beyond kv_lengths; the others do not notice."""
+    call = build(Case(Size.packed(4, 2, 64, 64, (17, 30), (70, 75), (5, 140)), dtype, (option,)))
+    bad_q, bad_k = slice(17, 87), slice(30, 105)
+    if option == "kv_lengths":
+        call = replace(call, options={"kv_lengths": np.array([30, 60, 133])})
+    exact = same_dtype_error(call)
+    poisoned = call
+    for name in ("q", "dout", "dlse"):
+        poisoned = nonfinite.changed(poisoned, name, bad_q, np.nan)
+    for name in ("k", "v"):
+        poisoned = nonfinite.changed(poisoned, name, bad_k, np.nan)
+        if option == "kv_lengths":
+            poisoned = nonfinite.changed(poisoned, name, slice(105 + 133, None), np.nan)
+    out, lse = CUDA.forward(poisoned)
+    grads = CUDA.backward(poisoned, out, lse)
+
+    def mended(x: Any, where: slice, right: Any) -> Any:
+        """What was found, and for the bad sequence what is right: of that one nothing is asked here."""
+        return nonfinite.put(x, where, right[where])
+
+    check_forward(call, exact, mended(out, bad_q, exact.out), mended(lse, bad_q, exact.lse))
+    right = {"dq": bad_q, "dk": bad_k, "dv": bad_k}
+    found = {name: mended(getattr(grads, name), where, exact.grads[name]) for name, where in right.items()}
+    check_backward(call, exact, grads._replace(**found))
+
+
+@each_dtype
+def test_a_bias_of_minus_infinity_is_a_mask(dtype: str) -> None:
+    for size in ("blocks", "decode"):
+        nonfinite.test_a_bias_of_minus_infinity_is_a_mask(size, dtype, CUDA)
+
+
+@pytest.mark.parametrize("size", [1e3, 1e30, -1e3, -1e30])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_scores_of_any_size(dtype: str, size: float) -> None:
+    for n_q, n_k in ((71, 131), (1, 1501)):
+        nonfinite.test_scores_of_any_size(n_q, n_k, size, dtype, CUDA)
+
+
+@pytest.mark.parametrize("size", [1e3, 1e30])
+def test_softcap_and_bias_of_any_size(size: float) -> None:
+    nonfinite.test_softcap_and_bias_of_any_size(size, CUDA)
+
+
+def test_sinks_of_any_size() -> None:
+    nonfinite.test_sinks_of_any_size(CUDA)

@@ -1,0 +1,157 @@
+"""What a GPU launches is found again by shapes and options; here the interpreter stands for the GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashtile as ft
+from flashtile import dispatch
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from flashtile.backends.triton import launch  # noqa: E402
+from flashtile.pytorch import prepared  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu does this on the GPU"),
+]
+OPTIONS = {"causal": False, "window": None, "bias": None, "dropout": 0.0, "seed": 0, "softcap": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = next(row for row in dispatch.TABLE if row.name == "triton")
+    monkeypatch.setattr(prepared, "dispatch", SimpleNamespace(choose=lambda *_: row))
+    monkeypatch.setattr(launch.tuning, "choose", lambda *_: launch.Config(16, 16, 4, 1))
+    monkeypatch.setattr(prepared, "_prepared", {})
+
+
+def tensors(n: int = 20, dim: int = 16, seed: int = 0) -> list[Any]:
+    rng = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, 2, n, dim, generator=rng) for _ in range(3)]
+
+
+def find(q: Any, k: Any, v: Any, **more: Any) -> tuple[Any, Any]:
+    return prepared.find(q, k, v, "auto", {**OPTIONS, **more})
+
+
+def attention(q: Any, k: Any, v: Any, **more: Any) -> Any:
+    run, inputs = find(q, k, v, **more)
+    return run.forward(inputs)[0].numpy()
+
+
+def expected(q: Any, k: Any, v: Any, **more: Any) -> Any:
+    return ft.standard_attention(q.numpy(), k.numpy(), v.numpy(), **more)
+
+
+def test_other_numbers_run_what_was_prepared() -> None:
+    first, _ = find(*tensors(seed=1))
+    for seed in (2, 3):
+        given = tensors(seed=seed)
+        assert find(*given)[0] is first
+        np.testing.assert_allclose(attention(*given), expected(*given), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"causal": True}, {"softcap": 2.0}, {"window": (3, None)}, {"bias": torch.zeros(20, 20)}, {"dropout": 0.5}],
+    ids=str,
+)
+def test_other_options_are_prepared_anew(more: dict[str, Any]) -> None:
+    given = tensors()
+    assert find(*given)[0] is not find(*given, **more)[0]
+    assert find(*given, **more)[0] is find(*given, **more)[0]
+
+
+def test_other_shapes_strides_and_alignments_are_prepared_anew() -> None:
+    q, k, v = tensors()
+    runs = [find(q, k, v)[0], find(*tensors(21))[0]]
+    runs.append(find(q.swapaxes(1, 2).contiguous().swapaxes(1, 2), k, v)[0])
+    room = torch.zeros(q.numel() + 1)
+    shifted = room[1:].view(q.shape).copy_(q)
+    runs.append(find(shifted, k, v)[0])
+    runs.append(find(*(x.double() for x in (q, k, v)))[0])
+    assert len(set(map(id, runs))) == len(runs)
+
+
+def test_a_seed_is_no_reason_to_prepare_anew() -> None:
+    given = tensors()
+    run, _ = find(*given, dropout=0.5, seed=1)
+    for seed in (1, 2**31, 2**63 + 5, 2**64 - 1):
+        assert find(*given, dropout=0.5, seed=seed)[0] is run
+        found = attention(*given, dropout=0.5, seed=seed)
+        np.testing.assert_allclose(found, expected(*given, dropout=0.5, seed=seed), atol=1e-5)
+
+
+def test_a_wrong_call_is_refused_after_a_right_one_too() -> None:
+    given = tensors()
+    find(*given, causal=True, dropout=0.5)
+    with pytest.raises(ft.DTypeError, match="causal"):
+        find(*given, causal=1, dropout=0.5)
+    find(*given, window=(1, 2))
+    with pytest.raises(ft.FlashtileError, match="window"):
+        find(*given, window=(True, 2))
+    find(*given, band=ft.Band(1, 2, 0))
+    with pytest.raises(ft.FlashtileError, match="band"):
+        find(*given, band=ft.Band(1.0, 2, 0))  # type: ignore[arg-type]
+    with pytest.raises(ft.FlashtileError, match="seed"):
+        find(*given, causal=True, dropout=0.5, seed=-1)
+
+
+def test_an_option_that_cannot_be_hashed() -> None:
+    given = tensors()
+    np.testing.assert_allclose(attention(*given, window=[3, 0]), expected(*given, window=(3, 0)), atol=1e-5)
+    assert not prepared._prepared
+
+
+def test_columns_apart_are_copied_each_time() -> None:
+    q, k, v = tensors()
+    apart = torch.zeros(1, 2, 20, 32)[..., ::2].copy_(q)
+    np.testing.assert_allclose(attention(apart, k, v), expected(q, k, v), atol=1e-5)
+    apart.mul_(2)
+    np.testing.assert_allclose(attention(apart, k, v), expected(q * 2, k, v), atol=1e-5)
+    assert not prepared._prepared
+
+
+def test_the_memory_does_not_fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "MOST", 3)
+    for n in range(1, 9):
+        find(*tensors(n))
+    assert 1 <= len(prepared._prepared) <= 3
+
+
+def test_nothing_prepared_holds_a_tensor() -> None:
+    import gc
+    import weakref
+
+    given = tensors()
+    attention(*given)
+    watch = weakref.ref(given[0])
+    del given
+    gc.collect()
+    assert watch() is None
+
+
+def test_gradients_of_any_layout() -> None:
+    """A gradient that came by expand() has no strides; of rank 3 and packed calls it has the caller's layout."""
+    q, k, v = tensors()
+    run, inputs = find(q, k, v)
+    out, lse = run.forward(inputs)
+    ones = torch.ones(1).expand(out.shape)
+    grads = run.backward(inputs, ones, out, lse, None)
+    whole = ft.attention_backward(
+        ones.contiguous().numpy(), *(x.numpy() for x in (q, k, v)), out.numpy(), lse.numpy(), backend="reference"
+    )
+    for found, exact in zip(grads[:3], whole[:3], strict=True):
+        np.testing.assert_allclose(found.numpy(), exact, atol=1e-5)
+    run, inputs = find(q[0], k[0], v[0])
+    out, lse = run.forward(inputs)
+    grads = run.backward(inputs, ones[0], out, lse, None)
+    assert grads.dq.shape == q[0].shape and lse.shape == (2, 20)
+    np.testing.assert_allclose(grads.dq.numpy(), whole.dq[0], atol=1e-5)

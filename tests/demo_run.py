@@ -18,10 +18,10 @@ from tests.terminal import in_terminal
 CODE = """
 import pickle, sys
 from flashtile.report import content
-collect = content.collect
+path, collect = sys.argv.pop(), content.collect
 def kept(*given, **more):
     found = collect(*given, **more)
-    with open(sys.argv.pop(), "wb") as file:
+    with open(path, "wb") as file:
         pickle.dump(found, file)
     return found
 content.collect = kept

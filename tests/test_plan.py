@@ -138,7 +138,7 @@ def test_heads_that_share_a_tile_share_its_keys():
     """One query of 8 heads on 2 key heads: the cache is loaded once, not four times."""
     gpu = Hardware("one", Rates(1e15, 1e12), capability=(9, 0))
     p = flashtile.plan((1, 8, 1, 128), (1, 2, 4096, 128), "bfloat16", "cuda", hardware=gpu)
-    rows, keys, _, _, _ = tuning.choose("decode", 128, 128, 2, (9, 0), False)
+    rows, keys, *_ = tuning.choose("decode", 128, 128, 2, (9, 0), False)
     assert p.tile == (rows // 4, keys) and p.tile_heads == 4
     assert p.tiles["full"] == 2 * 4096 // keys
     assert p.tile_bytes == p.least_bytes

@@ -51,7 +51,7 @@ def test_it_prints_every_table_and_finding_and_the_path(demo_run):
 
 def test_a_short_run_is_short(demo_run):
     """Under 10 s where nothing else runs; here the other tests do."""
-    assert demo_run.seconds < 60
+    assert demo_run.seconds < 90
 
 
 def test_no_line_is_longer_than_the_terminal(demo_run):

@@ -22,6 +22,10 @@ def everything(where):
     return {path.relative_to(where).as_posix() for path in where.rglob("*")}
 
 
+def contents(where):
+    return {name: (where / name).read_bytes() for name in everything(where) if (where / name).is_file()}
+
+
 def test_it_leaves_the_page_the_figures_and_the_records(content, drawings, tmp_path):
     written = folder.write(content, drawings, tmp_path / "deep" / "demo")
     assert written == tmp_path / "deep" / "demo" / "index.html" and folder.MARK in written.read_text(encoding="utf-8")
@@ -42,13 +46,11 @@ def test_a_second_run_takes_the_place_of_the_first(content, drawings, tmp_path):
 
 def test_a_run_that_fails_leaves_what_was_there(content, drawings, tmp_path, monkeypatch):
     folder.write(content, drawings, tmp_path / "demo")
-    before = {name: (tmp_path / name).read_bytes() for name in everything(tmp_path) if (tmp_path / name).is_file()}
+    before = contents(tmp_path)
     monkeypatch.setattr(page, "render", lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         folder.write(content, drawings, tmp_path / "demo")
-    assert {
-        name: (tmp_path / name).read_bytes() for name in everything(tmp_path) if (tmp_path / name).is_file()
-    } == before
+    assert contents(tmp_path) == before
     with pytest.raises(ZeroDivisionError):
         folder.write(content, drawings, tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["demo"]

@@ -107,9 +107,21 @@ def on_gpu(device: Device, cases: Sequence[Case], quick: bool = False) -> Side:
     for case in cases:
         work = Workload(case, peers.default_threads(), device.name)
         calls: dict[str, Call] = {name: peers.step(work, make(work)) for name, make in makers.items()}
-        grown = {name: device.growth(call) for name, call in calls.items()}
+        grown = {name: n for name, call in calls.items() if (n := _growth(device, call)) is not None}
+        calls = {name: call for name, call in calls.items() if name in grown}
         timed.append(Timed(case, alternate(calls, seconds=seconds, clock=device.seconds), grown))
     return _side(str(device.describe()["name"]), device.name, best, timed)
+
+
+def _growth(device: Device, call: Call) -> int | None:
+    """Bytes of memory that a call takes; None where the device has not that much."""
+    import torch
+
+    try:
+        return device.growth(call)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return None
 
 
 class Timed(NamedTuple):

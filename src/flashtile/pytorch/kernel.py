@@ -17,7 +17,7 @@ from flashtile.pytorch.call import TENSORS
 
 def forward(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Output and lse, contiguous, in the layout of q."""
-    if q.device.type != "cpu":
+    if not q.is_cpu:
         return prepared.forward(q, k, v, backend, options)
     problem, out, lse = _run(q, k, v, backend, options)
     return _given(problem, out, problem.out_dtype), _given(problem, lse, problem.accumulator)
@@ -25,7 +25,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, An
 
 def output(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> Tensor:
     """The output alone: a small call notices what the tensor of an lse nobody wants costs."""
-    if q.device.type != "cpu":
+    if not q.is_cpu:
         return prepared.forward(q, k, v, backend, options)[0]
     problem, out, _ = _run(q, k, v, backend, options)
     return _given(problem, out, problem.out_dtype)
@@ -49,7 +49,7 @@ def backward(
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dbias, dsink, each contiguous and like its input; empty where there is none to give."""
-    if q.device.type != "cpu":
+    if not q.is_cpu:
         run, inputs = prepared.find(q, k, v, backend, options)
         grads = run.backward(inputs, dout, out, lse, dlse, bias_grad=bias_grad)
         dq, dk, dv = grads[:3]

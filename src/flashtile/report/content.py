@@ -77,9 +77,8 @@ class Content:
     @property
     def broken(self) -> list[str]:
         """The names of what does not hold."""
-        return [r.study.name for r in self.results if not r.holds] + [
-            t.lesson.name for t in self.lessons if not t.holds
-        ]
+        named = {r.study.name: r.holds for r in self.results} | {t.lesson.name: t.holds for t in self.lessons}
+        return [name for name, holds in named.items() if not holds]
 
     def records(self) -> dict[str, Any]:
         """Plain values for JSON, one a file."""

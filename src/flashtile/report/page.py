@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashtile.bench.peers import OURS, SDPA
-from flashtile.report import mathml, palette, viewer
-from flashtile.report.content import Content, Result, Told
+from flashtile.report import mathml, palette, tables, viewer
+from flashtile.report.content import Content, Result
 from flashtile.report.figures import Drawing
 from flashtile.report.topics import speed
-from flashtile.studies.study import SEED, Table
+from flashtile.studies.study import SEED
 from flashtile.units import quantity, seconds, size
 
 if TYPE_CHECKING:
@@ -43,7 +42,6 @@ SECTIONS = (
     Section("recap", "In short"),
     Section("run", "About this run"),
 )
-_NUMBER = re.compile(r"[-+]?\d|(none|not said)?$")
 MATHS: dict[str, Callable[..., str]] = {"equation": mathml.equation, "eq": mathml.reference, "formula": mathml.formula}
 WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
@@ -79,9 +77,9 @@ def render(content: Content, drawings: dict[str, Drawing]) -> str:
             standard=fastest.runs[speed.standard_of(fastest)],
             ratio=_ratio(topics["speed"].record),
             broken=content.broken,
-            available=_available(content),
-            needed=_needed(content),
-            versions=_versions(content),
+            available=tables.available(content),
+            needed=tables.needed(content),
+            versions=tables.versions(content),
         )
     )
 
@@ -103,13 +101,13 @@ def environment() -> Environment:
         loader=templates, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     env.filters |= {"size": size, "seconds": seconds, "quantity": quantity, "number": "{:,}".format}
-    env.filters |= {"words": words, "by": by, "counted": counted, "kinds": kinds}
+    env.filters |= {"words": words, "by": by, "counted": counted, "kinds": tables.kinds}
     env.globals |= {
         **{name: _markup(function) for name, function in MATHS.items()},
-        "followed": followed,
-        "launched": launched,
-        "ordered": ordered,
-        "worked": worked,
+        "followed": tables.followed,
+        "launched": tables.launched,
+        "ordered": tables.ordered,
+        "worked": tables.worked,
     }
     return env
 
@@ -135,67 +133,6 @@ def by(values: Iterable[Any], name: str) -> dict[Any, Any]:
     return {getattr(value, name): value for value in values}
 
 
-def followed(row: dict[str, Any]) -> Table:
-    """One token through its tiles, from the record of the lesson online-softmax."""
-    names = ("max", "m", "factor", "sum", "l", "o")
-    return Table(
-        "One row of scores, a tile at a time",
-        ("keys", "largest here", "m", "factor", "sum here", "l", "O, first number"),
-        tuple(
-            (f"{n * row['tile']} to {(n + 1) * row['tile'] - 1}", *(f"{step[name]:.4f}" for name in names))
-            for n, step in enumerate(row["steps"])
-        ),
-    )
-
-
-def worked(record: Any) -> Table:
-    """All worked examples in one table, from the record of the study of arithmetic."""
-    rows = []
-    for example in record.examples:
-        lines = [(part.what, part.sum, part.result) for part in example.lines]
-        if sum(part.dtype is not None for part in example.lines) > 1:
-            lines.append(("together", "", f"{example.total:,} B = {size(example.total)}"))
-        rows += [("" if n else example.title, *line) for n, line in enumerate(lines)]
-    return Table("Worked out", ("example", "what", "sum", "result"), tuple(rows))
-
-
-def kinds(table: Table) -> list[str]:
-    """For each column whether it holds numbers, which line up on the right, or words."""
-    columns: Iterable[tuple[str, ...]] = zip(*table.rows, strict=True) if table.rows else [()] * len(table.head)
-    _, *others = ("number" if all(_NUMBER.match(cell) for cell in column) else "words" for column in columns)
-    return ["words", *others]  # the first column says what a row is
-
-
-def launched(counted: dict[str, Any]) -> Table:
-    """Every launch and what it moved, from the record of the lesson launches."""
-    return Table(
-        f"Every launch, N = {counted['n']:,}",
-        ("attention", "kernel", "read", "written"),
-        tuple(
-            (way, launch["kernel"], size(launch["read"]), size(launch["written"]))
-            for way in ("standard", "flash")
-            for launch in counted[way]["launches"]
-        ),
-    )
-
-
-def ordered(orders: dict[str, Any]) -> Table:
-    """FA1 beside FA2, from the record of the lesson fa1-vs-fa2."""
-    fa1, fa2 = orders["moved"]["fa1"], orders["moved"]["fa2"]
-    exchanged = [f"{way['exchanged']:,}" for way in orders["warps"].values()]
-    return Table(
-        "The two orders, counted",
-        ("what", "FA1", "FA2"),
-        (
-            ("read", size(fa1["read"]), size(fa2["read"])),
-            ("written", size(fa1["written"]), size(fa2["written"])),
-            ("writes of a block of O", str(fa1["writes_of_a_block"]), str(fa2["writes_of_a_block"])),
-            ("walks that can go side by side, a head", str(fa1["independent"]), str(fa2["independent"])),
-            ("numbers that warps exchange", *exchanged),
-        ),
-    )
-
-
 def _ratio(record: Any) -> str | None:
     """Our time over SDPA's, the range of all cases; None where torch was not there."""
     ratios = [
@@ -205,43 +142,6 @@ def _ratio(record: Any) -> str | None:
         if SDPA in row.runs
     ]
     return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else None
-
-
-def _available(content: Content) -> Table:
-    return Table(
-        "The ways to compute, on this machine",
-        ("backend", "device", "here"),
-        tuple((row["backend"], row["device"], row["why_not"] or "ready") for row in content.backends),
-    )
-
-
-def _needed(content: Content) -> Table:
-    """For each lesson what it uses and how it ran."""
-    return Table(
-        "The lessons, on this machine",
-        ("lesson", "uses beyond NumPy", "here"),
-        tuple(
-            (
-                told.lesson.title,
-                ", ".join(told.lesson.needs) or "nothing",
-                told.reason or _ran(told),
-            )
-            for told in content.lessons
-        ),
-    )
-
-
-def _ran(told: Told) -> str:
-    where = {"cuda": "ran on the GPU", "cpu": "ran, its kernel interpreted on the CPU"}
-    return where.get(told.record.get("device", ""), "ran")
-
-
-def _versions(content: Content) -> Table:
-    found = content.machine["versions"]
-    rows = [(name, version or "not installed") for name, version in found.items()]
-    rows += [("processor", content.machine["processor"]), ("instruction set", content.machine["isa"] or "no C++ core")]
-    rows += [("system", content.machine["system"]), ("commit", content.machine["commit"] or "not in a checkout")]
-    return Table("What it ran on", ("what", "which"), tuple(rows))
 
 
 def _text(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What a compiled kernel is made of, read from its code: matrix instructions, registers, and spills in its loops."""
+"""What a compiled kernel is made of, read from its code: registers, stack, and what is in its loops over tiles."""
 
 from __future__ import annotations
 
@@ -7,20 +7,30 @@ import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-MATRIX = r"wgmma\.mma_async|tcgen05\.mma|mma\.sync|v_mfma|v_wmma"
+MATRIX = re.compile(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync|v_mfma|v_wmma|[A-Z]+MMA\b")
+EXPONENTIAL = re.compile(r"ex2\.approx|MUFU\.EX2|v_exp_f32")
+SPILL = re.compile(r"\b(?:LDL|STL)\b|Folded (?:Spill|Reload)")
+LABEL = re.compile(r"\s*([.$]L\w+):")
+JUMP = re.compile(r"\b(?:bra|BRA|s_c?branch\w*)\b.*?([.$]L\w+)")
 
 
 class Figures(NamedTuple):
-    """Bytes of stack are what a thread has in memory because its registers are too few.
+    """What a thread has in memory because its registers are too few is its stack, in bytes.
 
-    loops: how many instructions go there in each loop over tiles, where there is a stack. Full tiles, partial tiles and
-    the walk for spoiled sums each have a loop; by far the most time goes to full tiles, whose loop holds the least.
+    matrix: the matrix instructions in loops over tiles, by name.
+    loops: how many instructions go to the stack in each of these loops, where there is a stack at all: partial and full
+    tiles in the order of stretch_of(), and last the walk for spoiled sums, which ordinary data does not take.
     """
 
     matrix: list[str]
     registers: int
     stack: int
     loops: list[int]
+
+    @property
+    def spills(self) -> int:
+        """Those of the loop over full tiles, where the time goes: it has no mask to hold, so that it spills least."""
+        return min(self.loops[:-1] or self.loops, default=0)
 
 
 def nvidia(ptx: Path, cubin: Path) -> Figures:
@@ -38,27 +48,28 @@ def amd(assembly: Path) -> Figures:
 
 
 def matrix(text: str) -> list[str]:
-    return sorted(set(re.findall(MATRIX, text)))
+    """The matrix instructions in loops over tiles. Outside of them there are some that only spoiled sums need."""
+    return sorted({name for body in loops(text) for line in body for name in MATRIX.findall(line)})
 
 
 def spills(text: str) -> list[int]:
-    """Loads and stores of spilled registers in each loop that multiplies matrices and takes exponentials.
+    """Loads and stores of spilled registers in each loop over tiles."""
+    return [sum(bool(SPILL.search(line)) for line in body) for body in loops(text)]
+
+
+def loops(text: str) -> list[list[str]]:
+    """The loops over tiles: they multiply matrices and take exponentials.
 
     A loop is a jump back and all that lies between it and where it goes. One within which another ends is not counted:
     it holds that loop, or it is a wait set apart, which returns into it.
     """
     lines = text.splitlines()
-    places = {label[1]: at for at, line in enumerate(lines) if (label := re.match(r"\s*(\.L\w+):", line))}
-    jumps = ((at, re.search(r"\b(?:BRA|s_c?branch\w*)\b.*?(\.L\w+)", line)) for at, line in enumerate(lines))
+    places = {label[1]: at for at, line in enumerate(lines) if (label := LABEL.match(line))}
+    jumps = ((at, JUMP.search(line)) for at, line in enumerate(lines))
     spans = [(places[jump[1]], at) for at, jump in jumps if jump and places.get(jump[1], at) < at]
-    spans = [(first, last) for first, last in spans if _walks("\n".join(lines[first:last]))]
+    spans = [span for span in spans if all(any(map(x.search, lines[slice(*span)])) for x in (MATRIX, EXPONENTIAL))]
     inner = [(first, last) for first, last in spans if not any(first <= end < last for _, end in spans)]
-    memory = re.compile(r"\b(?:LDL|STL)\b|Folded (?:Spill|Reload)")
-    return [sum(bool(memory.search(line)) for line in lines[first:last]) for first, last in inner]
-
-
-def _walks(body: str) -> bool:
-    return bool(re.search(r"\w*MMA\b|v_mfma|v_wmma", body) and re.search(r"MUFU\.EX2|v_exp_f32", body))
+    return [lines[first:last] for first, last in inner]
 
 
 def _tool(name: str, *args: Any) -> str:

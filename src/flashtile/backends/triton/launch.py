@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -48,7 +47,9 @@ class Prepared:
 
     def forward(self, x: Inputs) -> tuple[Any, Any]:
         """Output and lse, contiguous, in the caller's layout."""
-        with _on(self._device):
+        if _here(self._device):
+            return self._forward(x)
+        with torch.cuda.device(self._device):
             return self._forward(x)
 
     def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Gradients:
@@ -61,7 +62,9 @@ class Prepared:
             run = Backward(self._problem, self._device, self._aligned | {"dout": aligned(dout)}, outlines, bias_grad)
             self._backward[key] = run
         given = (run.narrowed(dout), out, lse, dlse)
-        with _on(self._device):
+        if _here(self._device):
+            return run(x, *given)
+        with torch.cuda.device(self._device):
             return run(x, *given)
 
 
@@ -230,10 +233,9 @@ def _kind(x: Any) -> tuple[Any, ...]:
     return x.shape, x.stride(), x.dtype, aligned(x)
 
 
-def _on(device: Any) -> Any:
-    """Triton launches on the current device; to make it so costs more than to see that it is."""
-    here = device.type != "cuda" or device.index == torch._C._cuda_getDevice()
-    return nullcontext() if here else torch.cuda.device(device)
+def _here(device: Any) -> bool:
+    """Whether Triton, which launches on the current device, would launch on this one."""
+    return device.type != "cuda" or bool(device.index == torch._C._cuda_getDevice())
 
 
 def _rule_of(a_rule: Rule, x: Inputs) -> Rule:

@@ -46,13 +46,14 @@ def strides(x: Any, p: Problem) -> tuple[int, int, int]:
 class Result:
     """A tensor that a pass makes, contiguous in the caller's layout."""
 
-    __slots__ = ("device", "dtype", "shape", "strides")
+    __slots__ = ("device", "dtype", "numel", "shape", "strides")
 
     def __init__(self, p: Problem, heads: int, n: int, dim: int | None, dtype: str, device: Any) -> None:
         last = () if dim is None else (dim,)
         width = 1 if dim is None else dim
         self.shape = (n, heads, *last) if p.packed else (p.q.shape[0], heads, n, *last)[4 - p.rank :]
         self.strides = (0, width, heads * width) if p.packed else (heads * n * width, n * width, width)
+        self.numel = torch.Size(self.shape).numel()
         self.dtype, self.device = getattr(torch, dtype), device
 
     def make(self) -> Rows:
@@ -61,10 +62,6 @@ class Result:
     def parts(self, splits: int, dtype: Any) -> Rows:
         """The same once for each share of the keys; the first one's address."""
         return Rows(torch.empty((splits, *self.shape), dtype=dtype, device=self.device), *self.strides)
-
-    @property
-    def numel(self) -> int:
-        return torch.Size(self.shape).numel()
 
 
 def blocks(x: Any, is_aligned: bool, config: Config, rows: int) -> Callable[[Any], Any]:

@@ -46,6 +46,8 @@ content.collect = load
 from flashtile.cli import main
 main()
 """
+# Other tests run beside it: two threads that wait for each other would take several times as long.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 class Run(NamedTuple):
@@ -81,6 +83,6 @@ def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
             folder, kept = base / "demo-run", base / "demo-run.content"
             start = time.perf_counter()
             command = [sys.executable, "-c", CODE, "demo", "--quick", "--out", str(folder), str(kept)]
-            terminal = in_terminal(command)
+            terminal = in_terminal(command, **ONE_THREAD)
             told.write_bytes(pickle.dumps((folder, terminal, time.perf_counter() - start, kept)))
     return Run(*pickle.loads(told.read_bytes()))

@@ -80,9 +80,10 @@ def test_a_lesson_that_cannot_run_says_why(monkeypatch):
 
 def test_the_artist_draws_what_the_study_draws(demo_run):
     result = next(r for r in demo_run.content.results if r.study.name == "overlap")
-    with Artist() as artist:
+    with Artist(png=False) as artist:
         artist.draw("overlap", result.record)
         artist.rest()
         drawing = artist.drawings()["overlap"]
+    assert drawing.png is None
     assert drawing.svg == (demo_run.folder / "figures" / "overlap.svg").read_text(encoding="utf-8")
     assert all(isinstance(table, Table) for table in result.tables)

@@ -49,6 +49,7 @@ def test_it_holds_no_address_and_no_style_of_its_own(drawing):
 def test_the_files_are_what_their_names_say(drawing):
     assert drawing.png.startswith(b"\x89PNG") and drawing.svg.startswith("<?xml")
     assert drawing.rem == 48
+    assert draw("one", example, png=False).png is None
 
 
 def test_the_same_figure_is_the_same_text_every_time(drawing):

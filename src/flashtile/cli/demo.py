@@ -23,7 +23,7 @@ def demo(
         "flashtile-demo"
     ),
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Short measurements: done in a few seconds.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Short measurements, figures as SVG only.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the records as plain JSON.")] = False,
     no_page: Annotated[bool, typer.Option("--no-page", help="Write nothing, only print.")] = False,
 ) -> None:
@@ -38,7 +38,7 @@ def demo(
         if no_page:
             content, page = collect(quick, progress), None
         else:
-            with Artist() as artist:
+            with Artist(png=not quick) as artist:
                 content = collect(quick, progress, artist)
                 page = folder.write(content, artist.drawings(), out)
     if json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from functools import partial
 from multiprocessing import get_context
@@ -14,10 +15,12 @@ from flashtile.studies import STUDIES
 
 
 class Artist:
-    """Figures by the name of their study, in the order in which they were asked for."""
+    """Figures by the name of their study, in the order in which they were asked for; with PNG they take longer."""
 
-    def __init__(self) -> None:
+    def __init__(self, png: bool = True) -> None:
+        self.png = png
         self.pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+        self.pool.submit(_begin)
         self.asked: dict[str, Future[Drawing]] = {}
 
     def __enter__(self) -> Artist:
@@ -27,7 +30,7 @@ class Artist:
         self.pool.shutdown(cancel_futures=True)
 
     def draw(self, study: str, record: Any) -> None:
-        self.asked[study] = self.pool.submit(_drawn, study, record)
+        self.asked[study] = self.pool.submit(_drawn, study, record, self.png)
 
     def rest(self) -> None:
         """Return when all that was asked for is done, and nothing is under way."""
@@ -37,6 +40,14 @@ class Artist:
         return {study: drawing.result() for study, drawing in self.asked.items()}
 
 
-def _drawn(name: str, record: Any) -> Drawing:
+def _begin() -> None:
+    """Give way to the one who computes; and import what takes a while before there is anything to draw."""
+    import matplotlib.figure  # noqa: F401
+
+    if hasattr(os, "nice"):
+        os.nice(10)
+
+
+def _drawn(name: str, record: Any, png: bool) -> Drawing:
     study = next(study for study in (*STUDIES, *topics.TOPICS) if study.name == name)
-    return draw(name, partial(study.draw, record))
+    return draw(name, partial(study.draw, record), png)

@@ -20,15 +20,15 @@ _HEX = re.compile(r"#[0-9a-fA-F]{6}\b")
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """One figure in its three forms."""
+    """One figure in its forms."""
 
     inline: str
     svg: str
-    png: bytes
+    png: bytes | None  # where one was asked for
     rem: float  # how wide the page shows it at most, so that words have about one size in all figures
 
 
-def draw(name: str, make: Callable[[], Figure]) -> Drawing:
+def draw(name: str, make: Callable[[], Figure], png: bool = True) -> Drawing:
     """What make() draws; `name` begins every id, so that figures can share a page."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -41,9 +41,10 @@ def draw(name: str, make: Callable[[], Figure]) -> Drawing:
         figure = make()
         FigureCanvasSVG(figure).print_svg(drawn, metadata=nobody)  # type: ignore[no-untyped-call]
         figure.set_layout_engine("none")  # it is laid out now
-        FigureCanvasAgg(figure).print_png(painted)  # type: ignore[no-untyped-call]
+        if png:
+            FigureCanvasAgg(figure).print_png(painted)  # type: ignore[no-untyped-call]
     svg, inches = drawn.getvalue(), float(figure.get_figwidth())
-    return Drawing(inline(svg, name, inches), svg, painted.getvalue(), 6 * inches)
+    return Drawing(inline(svg, name, inches), svg, painted.getvalue() or None, 6 * inches)
 
 
 def inline(svg: str, name: str, inches: float) -> str:

@@ -49,7 +49,8 @@ def _fill(made: Path, content: Content, drawings: dict[str, Drawing]) -> None:
         part.mkdir()
     for study, drawing in drawings.items():
         (made / FIGURES / f"{study}.svg").write_text(drawing.svg, encoding="utf-8")
-        (made / FIGURES / f"{study}.png").write_bytes(drawing.png)
+        if drawing.png is not None:
+            (made / FIGURES / f"{study}.png").write_bytes(drawing.png)
     for record, value in content.records().items():
         (made / RECORDS / f"{record}.json").write_text(json.dumps(value, indent=1) + "\n")
     (made / PAGE).write_text(page.render(content, drawings), encoding="utf-8")

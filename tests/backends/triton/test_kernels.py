@@ -62,6 +62,7 @@ def test_agreement(case: Case) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FULL, ids=str)
 def test_agreement_on_a_gpu(case: Case) -> None:
     run(case)

@@ -61,3 +61,4 @@ def test_visible_things_reach_those_who_see_them(target: str, hider: str, dtype:
 @pytest.mark.parametrize("size", [1e3, -1e3, 1e30])
 def test_scores_of_any_size(size: float) -> None:
     nonfinite.test_scores_of_any_size(19, 45, size, "float32", kernels)
+    nonfinite.test_scores_of_any_size(1, 1001, size, "float32", kernels)  # the keys are split

@@ -136,7 +136,7 @@ def measure(lengths, offset, sequence):
     k_start, k_room = extent(lengths.cu_k, sequence, lengths.n_k)
     k_len = k_room
     if lengths.kv is not None:
-        k_len = tl.load(lengths.kv + sequence).to(tl.int32)
+        k_len = tl.minimum(tl.maximum(tl.load(lengths.kv + sequence).to(tl.int32), 0), k_room)
     if offset is None:
         return Place(sequence, q_start, q_len, k_start, k_room, k_len, k_len - q_len)
     else:

@@ -140,8 +140,12 @@ def forward_kernel(
         p_out = row_pointers(out, queries, at) + wide(split) * out_split
         there = queries.inside[:, None] & (o_v < C.DIM_V)[None, :]
         tl.store(p_out[:, None] + o_v[None, :], (acc * weight[:, None]).to(out.ptr.dtype.element_ty), mask=there)
-        L = tl.where(l == 0, float("-inf"), m * LN2 + tl.log(l))
-        tl.store(row_pointers(lse, queries, at) + wide(split) * lse_split, L, mask=queries.inside)
+        p_lse = row_pointers(lse, queries, at) + wide(split) * lse_split
+        if SPLITS > 1:  # in two parts: their sum would round away what a large maximum leaves of log(l)
+            tl.store(p_lse, m, mask=queries.inside)
+            tl.store(p_lse + wide(SPLITS) * lse_split, l, mask=queries.inside)
+        else:
+            tl.store(p_lse, tl.where(l == 0, float("-inf"), m * LN2 + tl.log(l)), mask=queries.inside)
         if again:
             tl.debug_barrier()
             for j in range(cut[0], cut[3]):

@@ -108,7 +108,7 @@ class Forward:
             return out.ptr, lse.ptr
         part, part_lse, between = out, lse, (0, 0)
         if self._splits > 1:
-            part, part_lse = self._out.parts(self._splits, self._real), self._lse.parts(self._splits, self._real)
+            part, part_lse = self._out.parts(self._splits, self._real), self._lse.parts(2 * self._splits, self._real)
             between = (part.ptr.stride(0), part_lse.ptr.stride(0))
         q, k, v = self._strides
         self._start(
@@ -286,9 +286,12 @@ def _precision(p: Problem) -> str:
 
 
 def _splits(p: Problem, programs: int, config: Config, device: Any) -> int:
-    """Shares of the keys, where queries alone leave processors idle. By shape and device only: bits stay the same."""
-    wanted = _processors(device) // max(programs, 1)
-    return max(1, min(wanted, MOST_SPLITS, p.n_k // (4 * config.block_k)))
+    """Shares of the keys, where queries alone leave processors idle. By shape and device only: bits stay the same.
+
+    A power of two: each number of shares is a kernel of its own.
+    """
+    wanted = min(_processors(device) // max(programs, 1), MOST_SPLITS, p.n_k // (4 * config.block_k))
+    return 1 << max(wanted, 1).bit_length() - 1
 
 
 def _tiles(p: Problem, rows: int, total: int, block_rows: int) -> int:

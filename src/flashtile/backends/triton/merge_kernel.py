@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashtile.backends.triton.scores import LN2
+
 
 @triton.jit
 def merge_kernel(
@@ -21,17 +23,18 @@ def merge_kernel(
     DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """A program merges one row. SPLITS partials come in as float32 (float64), with their natural lse."""
+    """A program merges one row. SPLITS partials come in as float32 (float64), with m in base 2 and, after those, l."""
     row = tl.program_id(0) % n_rows
     head = tl.program_id(0) // n_rows % n_heads
     sequence = (tl.program_id(0) // n_rows // n_heads).to(tl.int64)
     o_s = tl.arange(0, BLOCK_S)
     o_v = tl.arange(0, BLOCK_DV)
     p_lse = part_lse.ptr + sequence * part_lse.sequence + head * part_lse.head + row * part_lse.row
-    L = tl.load(p_lse + o_s * lse_split, mask=o_s < SPLITS, other=float("-inf"))
-    top = tl.max(L, 0)
+    m = tl.load(p_lse + o_s * lse_split, mask=o_s < SPLITS, other=float("-inf"))
+    l = tl.load(p_lse + (SPLITS + o_s) * lse_split, mask=o_s < SPLITS, other=0.0)
+    top = tl.max(m, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
-    weight = tl.exp(L - top)
+    weight = l * tl.exp2(m - top)
     total = tl.sum(weight, 0)
     p_part = part.ptr + sequence * part.sequence + head * part.head + row * part.row
     there = (o_s < SPLITS)[:, None] & (o_v < DIM_V)[None, :]
@@ -40,4 +43,4 @@ def merge_kernel(
     p_out = out.ptr + sequence * out.sequence + head * out.head + row * out.row
     tl.store(p_out + o_v, b_out.to(out.ptr.dtype.element_ty), mask=o_v < DIM_V)
     p_lse_out = lse.ptr + sequence * lse.sequence + head * lse.head + row * lse.row
-    tl.store(p_lse_out, tl.where(total == 0, float("-inf"), top + tl.log(total)))
+    tl.store(p_lse_out, tl.where(total == 0, float("-inf"), top * LN2 + tl.log(total)))

@@ -59,9 +59,9 @@ class Result:
     def make(self) -> Rows:
         return Rows(torch.empty(self.shape, dtype=self.dtype, device=self.device), *self.strides)
 
-    def parts(self, splits: int, dtype: Any) -> Rows:
-        """The same once for each share of the keys; the first one's address."""
-        return Rows(torch.empty((splits, *self.shape), dtype=dtype, device=self.device), *self.strides)
+    def parts(self, count: int, dtype: Any) -> Rows:
+        """The same a number of times; the first one's address."""
+        return Rows(torch.empty((count, *self.shape), dtype=dtype, device=self.device), *self.strides)
 
 
 def blocks(x: Any, is_aligned: bool, config: Config, rows: int) -> Callable[[Any], Any]:

@@ -27,7 +27,7 @@ GPU = tuple(
     for n in (1024, 4096)
 )
 STANDARD = (NAIVE_TORCH, NAIVE_NUMPY)  # those that store the scores
-SECONDS, QUICK_SECONDS = 1.0, 0.1  # of timing, a case
+SECONDS, QUICK_SECONDS = 1.0, 0.05  # of timing, a case
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ import pytest
 
 from flashtile.report import palette
 from flashtile.report.viewer import fragment, scenes
-from tests.browser import browser as browser
 
 PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Tiles</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head>

@@ -98,9 +98,9 @@ def compute(quick: bool = False) -> Record:
         caches=tuple(_cache(name, room) for name in MODELS),
         tokens=tokens,
         heads=models()[GROUPED].heads,
-        prompts=_prompts(tokens, 0.1 if quick else 1.0),
+        prompts=_prompts(tokens, 0.05 if quick else 1.0),
         rates=hierarchy.here(quick).rates,
-        decodes=tuple(_decode(n, 0.03 if quick else 0.2) for n in (DECODED[:3] if quick else DECODED)),
+        decodes=tuple(_decode(n, 0.02 if quick else 0.2) for n in (DECODED[:2] if quick else DECODED)),
     )
 
 

@@ -70,6 +70,7 @@ TABLE = (
     Backend("native", "flashtile.backends.native", "cpu", "C++ core, queries in the SIMD lanes"),
     Backend("tiles", "flashtile.backends.tiles", "cpu", "NumPy, tile by tile: the one to read"),
     Backend("reference", "flashtile.backends.reference", "cpu", "NumPy, N x N, float64: the oracle"),
+    Backend("gluon", "flashtile.backends.gluon", "cuda", "Gluon kernels for Hopper"),
     Backend("triton", "flashtile.backends.triton", "cuda", "Triton kernels for any GPU it knows"),
 )
 NAMES = ("auto", *(row.name for row in TABLE))

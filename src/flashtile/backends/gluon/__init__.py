@@ -1,0 +1,63 @@
+"""Hopper kernels in Gluon: the forward pass, warp-specialised, ahead of what Triton's own scheduling reaches."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from flashtile.backends import triton as portable
+from flashtile.problem import Problem
+
+if TYPE_CHECKING:
+    from flashtile.backends.gluon.launch import Prepared
+
+WIDEST = 256
+
+
+@cache
+def missing() -> str | None:
+    """Why these kernels cannot run on this machine; None where they can."""
+    reason = portable.missing()
+    if reason is not None:
+        return reason
+    import torch
+
+    major, minor = torch.cuda.get_device_capability()
+    return None if major == 9 else f"it needs a Hopper GPU (compute capability 9), this one has {major}.{minor}"
+
+
+def why_not(problem: Problem) -> str | None:
+    """What these kernels leave to the portable ones."""
+    p = problem
+    for name, x in (("mask", p.mask), ("bias", p.bias), ("dropout", p.dropout or None)):
+        if x is not None:
+            return f"it takes no {name}"
+    if p.dtype not in ("float16", "bfloat16"):
+        return f"it takes float16 and bfloat16, not {p.dtype}"
+    if max(p.dim, p.dim_v) > WIDEST:
+        return f"its tiles hold head dims up to {WIDEST}"
+    if p.scale <= 0:
+        return "it takes a positive scale"
+    for name in "qkv":
+        x = getattr(p, name)
+        if not x.numel():
+            return f"{name} is empty"
+        if not fetchable(x):
+            return f"{name}: the copy engine wants columns side by side, and rows, heads and batches 16 bytes apart"
+    return portable.why_not(problem)
+
+
+def fetchable(x: Any) -> bool:
+    """Whether the copy engine can take x, of rank 4."""
+    item = x.element_size()
+    apart = all(n == 1 or (s > 0 and s * item % 16 == 0) for n, s in zip(x.shape[:3], x.stride()[:3], strict=True))
+    return bool(x.stride(3) == 1 and apart and x.data_ptr() % 16 == 0)
+
+
+def prepare(problem: Problem) -> tuple[Prepared, Problem]:
+    """Its launches, for this problem and all that differ from it in numbers alone; and the problem as they want it."""
+    from flashtile.backends.gluon.launch import Prepared
+    from flashtile.backends.triton.tensors import laid_out
+
+    problem = laid_out(problem)
+    return Prepared(problem), problem

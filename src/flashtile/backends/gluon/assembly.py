@@ -1,0 +1,97 @@
+"""What Gluon has no word for, as inline assembly: named barriers, a rescale that is mostly skipped, packed halves."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+# Named barriers of a program, which count threads. Triton itself uses the first few.
+BARRIERS = gl.constexpr(16)
+
+
+@gluon.jit
+def arrive(barrier, THREADS: gl.constexpr):
+    """Tell those who sync on a named barrier, and go on. Unlike mbarrier.arrive it gathers no warpgroup before it."""
+    gl.inline_asm_elementwise(
+        f"bar.arrive $1, {THREADS}; mov.u32 $0, $1;",
+        "=r,r",
+        [gl.to_tensor(barrier)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def sync(barrier, THREADS: gl.constexpr):
+    """Wait until THREADS threads, these among them, have come to a named barrier."""
+    gl.inline_asm_elementwise(
+        f"bar.sync $1, {THREADS}; mov.u32 $0, $1;",
+        "=r,r",
+        [gl.to_tensor(barrier)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def stay_before(x):
+    """Keep the wait that follows below everything x depends on; x is positive, so that nothing ever happens here.
+
+    Without it ptxas moves the wait for P V above the exponentials that were to run meanwhile.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.lt.f32 p, $2, 0f00000000; setp.lt.or.f32 p, $3, 0f00000000, p;"
+        " @p bar.arrive 8, 160; mov.u32 $0, 0; mov.u32 $1, 0; }",
+        "=r,=r,f,f",
+        [x],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=2,
+    )
+
+
+def _scale_unless_one(columns: int) -> tuple[str, str]:
+    """o *= factor for the two rows of a thread, in a branch that a warp takes if any of its factors is not 1."""
+    n = columns // 2  # values of a thread; those of a row are neighbours in pairs
+    test = (
+        "{ .reg .pred p, q; setp.neu.f32 p, $%d, 0f3F800000; setp.neu.or.f32 p, $%d, 0f3F800000, p;"
+        " vote.sync.any.pred q, p, 0xffffffff; @!q bra L; " % (2 * n, 2 * n + 2)
+    )
+    products = " ".join(f"mul.f32 ${k}, ${k}, ${2 * n + k};" for k in range(n))
+    return test + products + " L: }", ",".join(["=f"] * n + [str(k) for k in range(n)] + ["f"] * n)
+
+
+_SCALE = {columns: _scale_unless_one(columns) for columns in (16, 32, 64, 128, 256)}
+_CODE = {columns: code for columns, (code, _operands) in _SCALE.items()}
+_OPERANDS = {columns: operands for columns, (_code, operands) in _SCALE.items()}
+
+
+@gluon.constexpr_function
+def _code(columns):
+    return _CODE[columns]
+
+
+@gluon.constexpr_function
+def _operands(columns):
+    return _OPERANDS[columns]
+
+
+@gluon.jit
+def scale_rows(o, factor):
+    """o * factor[:, None], skipped by warps all of whose factors are 1."""
+    COLUMNS: gl.constexpr = o.shape[1]
+    rows = gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout), assert_trivial=True)[:, None]
+    return gl.inline_asm_elementwise(
+        _code(COLUMNS), _operands(COLUMNS), [o, rows], dtype=gl.float32, is_pure=True, pack=COLUMNS // 2
+    )
+
+
+@gluon.jit
+def pack_halves(low, high, dtype: gl.constexpr):
+    """Two float32, rounded to a 16-bit type, in one integer."""
+    NAME: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    return gl.inline_asm_elementwise(
+        f"cvt.rn.{NAME}.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+    )

@@ -1,0 +1,516 @@
+"""The forward kernel for Hopper: one warp fetches tiles, two or three warpgroups of 64 query rows each consume them.
+
+Programs stay for the whole call and take tasks from a counter, the longest first. Rings of key and value tiles, and
+the store of a finished tile, run on from task to task.
+
+Within a warpgroup the product S = Q K^T of one tile runs beside P V of the tile before it, and the softmax of S beside
+what is left of P V. Key tiles come in falling order: those that the band cuts on the right, then whole ones, then
+those that it cuts on the left.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from flashtile.backends.gluon.assembly import BARRIERS, arrive, scale_rows, stay_before, sync
+from flashtile.backends.gluon.softmax import (
+    Seen,
+    carried,
+    hide,
+    operand,
+    shape_scores,
+    unit_of,
+    weigh,
+    weigh_first,
+    weigh_on_trust,
+)
+from flashtile.backends.gluon.tasks import (
+    CUT_LEFT,
+    CUT_RIGHT,
+    FIELDS,
+    FIRST_KEY,
+    FIRST_SEEN,
+    GO,
+    HEAD,
+    LAST_KEY,
+    LAST_SEEN,
+    LSE,
+    MARK,
+    MOST,
+    Orders,
+    QUERY,
+    REAL_FROM,
+    REAL_TO,
+    ROWS,
+    SEQUENCE,
+    SKIP,
+    SKIP_AFTER,
+    STANDS_AT,
+    WHOLE,
+    Work,
+    dismiss,
+    find_task,
+    key_tiles,
+    post,
+    read,
+)
+from flashtile.backends.triton.scores import LN2, LOG2E
+
+WARPGROUP = gl.constexpr(128)  # threads
+WARP = gl.constexpr(32)
+BOARDS = gl.constexpr(3)  # a task that is ending, one that has begun, and the one that is being written
+
+
+class Ring(NamedTuple):
+    """Tiles on their way in: buffers, a barrier each that says "full", and the first named barrier that says "free"."""
+
+    tiles: Any
+    full: Any
+    free: Any
+
+
+class Shared(NamedTuple):
+    """What is in shared memory. q and out: a tile a warpgroup. The board has the orders of BOARDS tasks."""
+
+    q: Any
+    q_full: Any
+    q_free: Any
+    k: Any
+    v: Any
+    out: Any
+    board: Any
+
+
+class Results(NamedTuple):
+    """Where results go: out also as a descriptor, a mark for each tile of ROWS rows that came out spoiled."""
+
+    desc: Any
+    out: Any
+    lse: Any
+    marks: Any
+    mark_tiles: Any  # of one head
+
+
+@gluon.jit
+def forward_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    out_desc,
+    out,
+    lse,
+    marks,
+    mark_tiles,
+    counter,
+    sink,
+    rule,
+    lengths,
+    tiles,
+    heads,
+    section,
+    tasks,
+    C: gl.constexpr,
+):
+    """A program for each processor. counter: 0 and 0 before and after."""
+    dtype: gl.constexpr = q_desc.dtype
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    # Named barriers from the last one down, far from Triton's own.
+    V_FREE: gl.constexpr = BARRIERS - C.STAGES
+    K_FREE: gl.constexpr = V_FREE - C.STAGES
+    QUERIES: gl.constexpr = ROWS // C.PACKED_HEADS
+    q_tiles = gl.allocate_shared_memory(dtype, [C.CONSUMERS, 1, 1, QUERIES, C.PACKED_HEADS, C.BLOCK_D], q_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [C.CONSUMERS, 1], barrier)
+    q_free = gl.allocate_shared_memory(gl.int64, [C.CONSUMERS, 1], barrier)
+    k_tiles = gl.allocate_shared_memory(dtype, [C.STAGES, 1, 1, C.BLOCK_K, C.BLOCK_D], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [C.STAGES, 1, 1, C.BLOCK_K, C.BLOCK_DV], v_desc.layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], barrier)
+    v_full = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], barrier)
+    out_tiles = q_tiles
+    if out_desc is not None and not C.OUT_OVER_Q:
+        out_tiles = gl.allocate_shared_memory(
+            dtype, [C.CONSUMERS, 1, 1, QUERIES, C.PACKED_HEADS, C.BLOCK_DV], out_desc.layout
+        )
+    board = gl.allocate_shared_memory(gl.int32, [BOARDS * FIELDS, MOST], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    for n in gl.static_range(C.CONSUMERS):
+        mbarrier.init(q_full.index(n), count=1)
+        mbarrier.init(q_free.index(n), count=1)
+    for n in gl.static_range(C.STAGES):
+        mbarrier.init(k_full.index(n), count=1)
+        mbarrier.init(v_full.index(n), count=1)
+    shared = Shared(
+        q_tiles, q_full, q_free, Ring(k_tiles, k_full, K_FREE), Ring(v_tiles, v_full, V_FREE), out_tiles, board
+    )
+    work = Work(rule, lengths, tiles, heads, section, tasks)
+    results = Results(out_desc, out, lse, marks, mark_tiles)
+    if C.CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (shared, results, sink, rule, lengths.cu_q, 0, C)),
+                (consume, (shared, results, sink, rule, lengths.cu_q, 1, C)),
+                (load, (shared, q_desc, k_desc, v_desc, results, counter, work, C)),
+            ],
+            [4, 1],
+            [C.REGISTERS, C.LOAD_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (shared, results, sink, rule, lengths.cu_q, 0, C)),
+                (consume, (shared, results, sink, rule, lengths.cu_q, 1, C)),
+                (consume, (shared, results, sink, rule, lengths.cu_q, 2, C)),
+                (load, (shared, q_desc, k_desc, v_desc, results, counter, work, C)),
+            ],
+            [4, 4, 1],
+            [C.REGISTERS, C.REGISTERS, C.LOAD_REGISTERS],
+        )
+
+
+@gluon.jit
+def advance(slot, phase, STAGES: gl.constexpr):
+    """The next buffer of a ring, and the phase of its barrier, which turns when the ring comes round."""
+    slot += 1
+    round = (slot == STAGES).to(gl.int32)
+    return slot * (1 - round), phase ^ round
+
+
+# ---- load ----
+
+
+@gluon.jit
+def load(shared, q_desc, k_desc, v_desc, results, counter, work, C: gl.constexpr):
+    """Fetch the tiles of one task after the other. Keys run one tile ahead of values, as they are used and freed."""
+    k_slot = gl.to_tensor(0)
+    v_slot = gl.to_tensor(0)
+    k_count = gl.to_tensor(0)
+    v_count = gl.to_tensor(0)
+    q_phase = gl.to_tensor(1)
+    turn = gl.to_tensor(0)
+    task, number = next_task(gl.program_id(0), counter, work, C)
+    while number < work.tasks:
+        tiles = key_tiles(task, task.row, ROWS * C.CONSUMERS, work, C)
+        k_head = task.head * C.PACKED_HEADS // C.GROUP
+        k_at = task.k_start + (tiles[3] - 1) * C.BLOCK_K
+        sequence = task.sequence
+        if work.lengths.cu_q is not None:
+            sequence = 0
+        k_slot, k_count = fetch(shared.k, k_desc, sequence, k_head, k_at, k_slot, k_count, C)
+        post(Orders(shared.board, turn * FIELDS), task, tiles, results, work, C)
+        turn, _ = advance(turn, 0, BOARDS)
+        for n in gl.static_range(C.CONSUMERS):
+            mbarrier.wait(shared.q_free.index(n), q_phase)
+            q_at = task.q_start + (task.row + n * ROWS) // C.PACKED_HEADS
+            mbarrier.expect(shared.q_full.index(n), q_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                q_desc, [sequence, task.head, q_at, 0, 0], shared.q_full.index(n), shared.q.index(n)
+            )
+        q_phase ^= 1
+        for _ in range(tiles[0] + 1, tiles[3]):
+            v_at = k_at
+            k_at -= C.BLOCK_K
+            k_slot, k_count = fetch(shared.k, k_desc, sequence, k_head, k_at, k_slot, k_count, C)
+            v_slot, v_count = fetch(shared.v, v_desc, sequence, k_head, v_at, v_slot, v_count, C)
+        v_slot, v_count = fetch(shared.v, v_desc, sequence, k_head, k_at, v_slot, v_count, C)
+        # As late as the rings allow: asked for when a task begins, long tasks would meet in one program.
+        task, number = next_task(claim(counter), counter, work, C)
+    dismiss(Orders(shared.board, turn * FIELDS))
+    for n in gl.static_range(C.CONSUMERS):
+        mbarrier.wait(shared.q_free.index(n), q_phase)
+        mbarrier.arrive(shared.q_full.index(n), count=1)
+    if gl.atomic_add(counter + 1, 1, sem="acq_rel") == gl.num_programs(0) - 1:  # the last to leave
+        gl.store(counter, 0)
+        gl.store(counter + 1, 0)
+
+
+@gluon.jit
+def claim(counter):
+    """A number that no other program has. The first ones are the programs' own."""
+    return gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
+
+
+@gluon.jit
+def next_task(number, counter, work, C: gl.constexpr):
+    """The first task that has rows, from this number on."""
+    task = find_task(gl.minimum(number, work.tasks - 1), work, C)
+    if work.lengths.cu_q is not None:
+        while (number < work.tasks) & (task.row >= task.q_len):
+            number = claim(counter)
+            task = find_task(gl.minimum(number, work.tasks - 1), work, C)
+    return task, number
+
+
+@gluon.jit
+def fetch(ring, desc, sequence, head, row, slot, count, C: gl.constexpr):
+    """Send for a tile, once the buffer it goes into is free; count: tiles so far."""
+    if count >= C.STAGES:
+        sync(ring.free + slot, WARP + WARPGROUP * C.CONSUMERS)
+    mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, [sequence, head, row, 0], ring.full.index(slot), ring.tiles.index(slot))
+    slot, _ = advance(slot, 0, C.STAGES)
+    return slot, count + 1
+
+
+# ---- consume ----
+
+
+@gluon.jit
+def give_back(ring, slot, C: gl.constexpr):
+    """A warpgroup has read this buffer; the last one to say so frees it."""
+    arrive(slot + ring.free, WARP + WARPGROUP * C.CONSUMERS)
+
+
+@gluon.jit
+def skip(shared, slot, phase, tiles, C: gl.constexpr):
+    """Give back tiles that other warpgroups see and this one does not."""
+    for _ in range(tiles):
+        slot, phase = advance(slot, phase, C.STAGES)
+        mbarrier.wait(shared.k.full.index(slot), phase)
+        give_back(shared.k, slot, C)
+        mbarrier.wait(shared.v.full.index(slot), phase)
+        give_back(shared.v, slot, C)
+    return slot, phase
+
+
+@gluon.jit
+def key_tile(ring, slot, C: gl.constexpr):
+    return ring.tiles.index(slot).reshape([C.BLOCK_K, C.BLOCK_D]).permute((1, 0))
+
+
+@gluon.jit
+def value_tile(ring, slot, C: gl.constexpr):
+    return ring.tiles.index(slot).reshape([C.BLOCK_K, C.BLOCK_DV])
+
+
+@gluon.jit
+def step(
+    p,
+    m,
+    l,
+    o,
+    factor,
+    slot,
+    phase,
+    j0,
+    q,
+    shared,
+    seen,
+    rule,
+    unit,
+    MASKED: gl.constexpr,
+    C: gl.constexpr,
+):
+    """Take in the keys of the next tile, and the values of the tile before it, whose weights are p.
+
+    factor: what o is to be multiplied with once it contains these values.
+    """
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_K, 16])
+    dtype: gl.constexpr = q.dtype
+    before = slot
+    phase_before = phase
+    slot, phase = advance(slot, phase, C.STAGES)
+    j0 -= C.BLOCK_K
+    mbarrier.wait(shared.k.full.index(slot), phase)
+    zero = gl.zeros([ROWS, C.BLOCK_K], gl.float32, s_layout)
+    s_later = warpgroup_mma(q, key_tile(shared.k, slot, C), zero, use_acc=False, is_async=True)
+    p_operand = operand(p, dtype, gl.DotOperandLayout(0, o.type.layout, 2))
+    mbarrier.wait(shared.v.full.index(before), phase_before)
+    o_later = warpgroup_mma(p_operand, value_tile(shared.v, before, C), o, is_async=True)
+    s = warpgroup_mma_wait(1, deps=(s_later,))
+    give_back(shared.k, slot, C)
+    s = shape_scores(s, rule, seen, j0)
+    if MASKED:
+        s = hide(s, seen, j0, rule.left is not None)
+    due = factor
+    if C.TRUST:
+        p, m, l, factor = weigh_on_trust(s, m, l, unit)
+    else:
+        p, m, l, factor = weigh(s, m, l, unit)
+        due = factor
+    stay_before(l)
+    o, p_operand = warpgroup_mma_wait(0, deps=(o_later, p_operand))  # ptxas must not reuse its registers before that
+    give_back(shared.v, before, C)
+    return carried(p, dtype), m, l, scale_rows(o, due), factor, slot, phase, j0
+
+
+@gluon.jit
+def consume(shared, results, sink, rule, cu_q, ME: gl.constexpr, C: gl.constexpr):
+    """One warpgroup: of each task ROWS rows, from the first product to the stored output."""
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_K, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_DV, 16])
+    in_s: gl.constexpr = gl.SliceLayout(1, s_layout)
+    in_o: gl.constexpr = gl.SliceLayout(1, o_layout)
+    q = shared.q.index(ME).reshape([ROWS, C.BLOCK_D])
+    dtype: gl.constexpr = q.dtype
+    unit = unit_of(rule)
+    slot = gl.to_tensor(C.STAGES - 1)
+    phase = gl.to_tensor(1)
+    q_phase = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
+    mbarrier.wait(shared.q_full.index(ME), 0)
+    orders = Orders(shared.board, turn * FIELDS)
+    while read(orders, GO, ME) != 0:
+        seen = look(orders, rule, in_s, ME, C)
+        o = gl.zeros([ROWS, C.BLOCK_DV], gl.float32, o_layout)
+        clear_mark(orders, results, ME)
+
+        slot, phase = skip(shared, slot, phase, read(orders, SKIP, ME), C)
+        slot, phase = advance(slot, phase, C.STAGES)
+        j0 = read(orders, FIRST_KEY, ME)
+        mbarrier.wait(shared.k.full.index(slot), phase)
+        zero = gl.zeros([ROWS, C.BLOCK_K], gl.float32, s_layout)
+        s_later = warpgroup_mma(q, key_tile(shared.k, slot, C), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(s_later,))
+        give_back(shared.k, slot, C)
+        s = shape_scores(s, rule, seen, j0)
+        if not C.WHOLE:
+            s = hide(s, seen, j0, rule.left is not None)
+        p, m, l = weigh_first(s, unit)
+        factor = m * 0 + 1
+        p = carried(p, dtype)
+        if rule.right is not None and not C.ONE_CUT:
+            for _ in range(read(orders, CUT_RIGHT, ME)):
+                p, m, l, o, factor, slot, phase, j0 = step(
+                    p, m, l, o, factor, slot, phase, j0, q, shared, seen, rule, unit, True, C
+                )
+        for _ in range(read(orders, WHOLE, ME)):
+            p, m, l, o, factor, slot, phase, j0 = step(
+                p, m, l, o, factor, slot, phase, j0, q, shared, seen, rule, unit, False, C
+            )
+        if rule.left is not None:
+            for _ in range(read(orders, CUT_LEFT, ME)):
+                p, m, l, o, factor, slot, phase, j0 = step(
+                    p, m, l, o, factor, slot, phase, j0, q, shared, seen, rule, unit, True, C
+                )
+        if not C.OUT_OVER_Q:
+            mbarrier.arrive(shared.q_free.index(ME), count=1)
+            gl.thread_barrier()
+        mbarrier.wait(shared.v.full.index(slot), phase)
+        p_operand = operand(p, dtype, gl.DotOperandLayout(0, o_layout, 2))
+        o_later = warpgroup_mma(p_operand, value_tile(shared.v, slot, C), o, is_async=True)
+        o_r = gl.arange(0, ROWS, in_s)
+        real = (o_r >= read(orders, REAL_FROM, ME)) & (o_r < read(orders, REAL_TO, ME))
+        weight, row_lse, lost = finish(m, l, sink, seen, real, orders, ME, C)
+        if C.TRUST:
+            weight = weight * factor
+        o, p_operand = warpgroup_mma_wait(0, deps=(o_later, p_operand))
+        give_back(shared.v, slot, C)
+        if rule.left is not None:
+            slot, phase = skip(shared, slot, phase, read(orders, SKIP_AFTER, ME), C)
+        o = o * gl.convert_layout(weight, in_o, assert_trivial=True)[:, None]
+        flaw = gl.convert_layout(gl.sum(o * 0.0, 1), in_s, assert_trivial=True)  # 0, or NaN where o is not finite
+        store(o, row_lse, real & (lost | (flaw != 0)), real, shared.out, results, orders, cu_q, ME, C)
+        if C.OUT_OVER_Q:
+            tma.store_wait(0)
+            gl.thread_barrier()
+            mbarrier.arrive(shared.q_free.index(ME), count=1)
+            gl.thread_barrier()
+        q_phase ^= 1
+        mbarrier.wait(shared.q_full.index(ME), q_phase)
+        turn, _ = advance(turn, 0, BOARDS)
+        orders = Orders(shared.board, turn * FIELDS)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def look(orders, rule, LAYOUT: gl.constexpr, ME: gl.constexpr, C: gl.constexpr):
+    """What the rows of a warpgroup see of the keys."""
+    o_i = gl.arange(0, ROWS, LAYOUT) // C.PACKED_HEADS
+    last = o_i * 0 + read(orders, LAST_KEY, ME)
+    if rule.right is not None:
+        last = gl.minimum(o_i + read(orders, LAST_SEEN, ME), last)
+    first = 0
+    if rule.left is not None:
+        first = o_i + read(orders, FIRST_SEEN, ME)
+    at = 0
+    slope = 0.0
+    if rule.alibi is not None:
+        at = o_i + read(orders, STANDS_AT, ME)
+        in_rows: gl.constexpr = LAYOUT
+        head = heads_of_rows(orders, in_rows, ME, C)
+        slope = gl.load(rule.alibi + read(orders, SEQUENCE, ME) * rule.alibi_sequence + head * rule.alibi_head)
+    return Seen(last, first, at, slope)
+
+
+@gluon.jit
+def heads_of_rows(orders, LAYOUT: gl.constexpr, ME: gl.constexpr, C: gl.constexpr):
+    return read(orders, HEAD, ME) * C.PACKED_HEADS + gl.arange(0, ROWS, LAYOUT) % C.PACKED_HEADS
+
+
+@gluon.jit
+def finish(m, l, sink, seen, real, orders, ME: gl.constexpr, C: gl.constexpr):
+    """What o is to be multiplied with (eq. 7), lse, and the rows whose sum cannot be right although they see keys."""
+    empty = seen.last < gl.maximum(seen.first, 0)
+    lost = (l - l != 0) | ((l == 0) & (empty == 0))
+    weight = 1 / gl.where(l == 0, 1.0, l)
+    if sink is not None:  # one more key, whose value is 0
+        rows: gl.constexpr = m.type.layout
+        logit = gl.load(sink + heads_of_rows(orders, rows, ME, C)).to(gl.float32) * LOG2E
+        top = gl.maximum(m, logit)
+        kept = gl.exp2(m - top)
+        l = l * kept + gl.exp2(logit - top)
+        m = top
+        weight = kept / l
+    return weight, gl.where(l == 0, -float("inf"), (m + gl.log2(l)) * LN2), lost
+
+
+@gluon.jit
+def clear_mark(orders, results, ME: gl.constexpr):
+    """Nothing is spoiled yet."""
+    if (read(orders, REAL_TO, ME) > 0) & (read(orders, REAL_FROM, ME) < ROWS):
+        gl.store(results.marks + read(orders, MARK, ME), 0)
+
+
+@gluon.jit
+def store(o, row_lse, spoiled, real, out_tiles, results, orders, cu_q, ME: gl.constexpr, C: gl.constexpr):
+    """Output, lse and mark of ROWS rows. The output goes by descriptor, which knows where a tensor ends."""
+    out_dtype: gl.constexpr = results.out.ptr.dtype.element_ty
+    sequence = read(orders, SEQUENCE, ME)
+    if cu_q is not None:
+        sequence = 0
+    last = read(orders, REAL_TO, ME)
+    if results.desc is not None:
+        buffer = out_tiles.index(ME)
+        if not C.OUT_OVER_Q:
+            tma.store_wait(0)
+            gl.thread_barrier()
+        buffer.reshape([ROWS, C.BLOCK_DV]).store(o.to(out_dtype))
+        fence_async_shared()
+        gl.thread_barrier()
+        inside = (last > 0) & (read(orders, REAL_FROM, ME) <= 0)
+        if cu_q is not None:  # the next sequence begins where this one ends
+            inside = last >= ROWS
+        if inside:
+            at = [sequence, read(orders, HEAD, ME), read(orders, QUERY, ME), 0, 0]
+            tma.async_copy_shared_to_global(results.desc, at, buffer)
+    in_s: gl.constexpr = real.type.layout
+    o_r = gl.arange(0, ROWS, in_s)
+    if results.desc is None or cu_q is not None:
+        by_hand = real
+        if results.desc is not None:
+            by_hand = real & (last < ROWS)
+        out = results.out
+        head = heads_of_rows(orders, in_s, ME, C)
+        row = read(orders, QUERY, ME) + o_r // C.PACKED_HEADS
+        offset = sequence.to(gl.int64) * out.sequence if cu_q is None else 0
+        offset = offset + head.to(gl.int64) * out.head + row.to(gl.int64) * out.row
+        rows: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+        offset = gl.convert_layout(offset, rows, assert_trivial=True)
+        by_hand = gl.convert_layout(by_hand, rows, assert_trivial=True)
+        o_v = gl.arange(0, C.BLOCK_DV, gl.SliceLayout(0, o.type.layout))
+        there = by_hand[:, None] & (o_v < C.DIM_V)[None, :]
+        gl.store(out.ptr + offset[:, None] + o_v[None, :], o.to(out_dtype), mask=there)
+    lse = results.lse
+    at = read(orders, LSE, ME) + o_r // C.PACKED_HEADS * lse.row
+    if C.PACKED_HEADS > 1:
+        at += o_r % C.PACKED_HEADS * lse.head
+    gl.store(lse.ptr + at, row_lse, mask=real)
+    gl.store(results.marks + (o_r * 0 + read(orders, MARK, ME)), o_r * 0 + 1, mask=spoiled)

@@ -1,0 +1,188 @@
+"""From a Problem to launches of the Hopper kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flashtile.backends.gluon import tuning
+from flashtile.backends.gluon.forward_kernel import forward_kernel
+from flashtile.backends.triton import launch as portable
+from flashtile.backends.triton.arguments import block, lengths, rule
+from flashtile.backends.triton.start import Start
+from flashtile.backends.triton.tensors import Result, outline
+from flashtile.band import FAR
+from flashtile.dtypes import name_of
+from flashtile.inputs import TENSORS, Inputs
+from flashtile.problem import Problem
+from flashtile.results import Gradients
+
+ROWS = 64
+
+
+class Constants(NamedTuple):
+    """What the kernel is compiled for; every field is a constexpr."""
+
+    GROUP: Any
+    PACKED_HEADS: Any
+    DIM_V: Any
+    BLOCK_D: Any
+    BLOCK_DV: Any
+    BLOCK_K: Any
+    STAGES: Any
+    CONSUMERS: Any
+    REGISTERS: Any
+    LOAD_REGISTERS: Any
+    OUT_OVER_Q: Any
+    TRUST: Any  # see softmax.py
+    WHOLE: Any  # no band, no length and no ragged end cuts a tile of keys
+    ONE_CUT: Any  # the band cuts no more than one tile of ROWS rows on the right
+
+
+class Forward:
+    """The launches of a forward pass."""
+
+    def __init__(self, p: Problem, device: Any) -> None:
+        self._device = device
+        config = tuning.forward(max(p.dim, p.dim_v))
+        self.packed_heads = packed_heads(p, config)
+        n_rows, batch, heads = p.q.shape[2], p.q.shape[0], p.heads // self.packed_heads
+        self._out = Result(p, p.heads, n_rows, p.dim_v, p.out_dtype, device)
+        self._lse = Result(p, p.heads, n_rows, None, p.accumulator, device)
+        if p.packed:
+            tiles, mark_tiles = (n_rows // rows + p.sequences for rows in (ROWS * config.consumers, ROWS))
+            section = 1
+        else:
+            mark_tiles = int(triton.cdiv(p.n_q * self.packed_heads, ROWS))
+            tiles = int(triton.cdiv(mark_tiles, config.consumers))
+            section = _section(p, heads * batch)
+        tasks = tiles * heads * batch
+        self._counts = (tiles, heads, section, tasks)
+        self._marks = (mark_tiles * heads * batch, mark_tiles)
+        self._rule, self._lengths = rule(p), lengths(p)
+        width, width_v = block(p.dim), block(p.dim_v)
+        rows_block = [1, 1, ROWS // self.packed_heads, self.packed_heads]
+        self._q = descriptors(p.q, [*rows_block, width], self.packed_heads)
+        self._k = descriptors(p.k, [1, 1, config.block_k, width])
+        self._v = descriptors(p.v, [1, 1, config.block_k, width_v])
+        self._out_desc: Any = lambda tensor: None
+        if p.out_dtype == p.dtype and p.dim_v % 8 == 0:
+            out = torch.empty_strided(
+                (batch, p.heads, n_rows, p.dim_v), (*self._out.strides, 1), dtype=self._out.dtype, device="meta"
+            )
+            self._out_desc = descriptors(out, [*rows_block, width_v], self.packed_heads)
+        self._start = Start(
+            forward_kernel,
+            min(tasks, portable._processors(device)),
+            {"num_warps": 4},
+            C=constants(p, config, self.packed_heads),
+        )
+
+    def __call__(self, x: Inputs) -> tuple[Any, Any]:
+        out, lse = self._out.make(), self._lse.make()
+        count, mark_tiles = self._marks
+        marks = torch.empty(count, dtype=torch.int32, device=self._device)
+        self._start(
+            self._q(x.q),
+            self._k(x.k),
+            self._v(x.v),
+            self._out_desc(out.ptr),
+            out,
+            lse,
+            marks,
+            mark_tiles,
+            counter(self._device),
+            x.sink,
+            portable._rule_of(self._rule, x),
+            portable._lengths_of(self._lengths, x),
+            *self._counts,
+        )
+        return out.ptr, lse.ptr
+
+
+def constants(p: Problem, config: tuning.Config, packed_heads: int) -> Constants:
+    limited = p.band.right < FAR or p.band.left < FAR or p.kv_lengths is not None or p.packed
+    whole = not limited and p.n_k % config.block_k == 0
+    steady = not (p.packed or p.kv_lengths is not None or packed_heads > 1)
+    offset = p.n_k - p.n_q if p.align_end else p.band.offset
+    one_cut = steady and p.band.right < FAR and (p.band.right + offset) % ROWS == 0
+    config = config._replace(out_over_q=config.out_over_q and block(p.dim) == block(p.dim_v))
+    trust = p.dtype == "bfloat16"  # weights of float16 overflow at 2^16
+    sizes = (p.group, packed_heads, p.dim_v, block(p.dim), block(p.dim_v))
+    return Constants(*map(gl.constexpr, (*sizes, *config, trust, whole, one_cut)))
+
+
+def descriptors(x: Any, box: list[int], packed_heads: int | None = None) -> Callable[[Any], Any]:
+    """What makes a descriptor of tensors that lie like x, of rank 4. With packed_heads these have an axis of their own."""
+    shape, stride = list(x.shape), list(x.stride())
+    if packed_heads is not None:
+        shape = [shape[0], shape[1] // packed_heads, shape[2], packed_heads, shape[3]]
+        stride = [stride[0], stride[1] * packed_heads, stride[2], stride[1], 1]
+    stride = [s if n > 1 else 8 for n, s in zip(shape[:-1], stride[:-1], strict=True)] + [
+        1
+    ]  # an axis of 1 has no stride
+    layout = gl.NVMMASharedLayout.get_default_for(box, getattr(gl, name_of(x.dtype)))
+    like = vars(TensorDescriptor(x, shape, stride, box, layout))
+
+    def describe(tensor: Any) -> Any:
+        made = TensorDescriptor.__new__(TensorDescriptor)  # whose checks have been made
+        made.__dict__.update(like, base=tensor)
+        return made
+
+    return describe
+
+
+_counters: dict[tuple[int, int], Any] = {}
+
+
+def counter(device: Any) -> Any:
+    """Two zeros that a launch leaves as zeros: one pair a stream, and one of its own for a launch in a graph.
+
+    A graph may run beside the stream that it was captured on.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
+    found = _counters.get(key)
+    if found is None:
+        found = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
+    return found
+
+
+def packed_heads(p: Problem, config: tuning.Config) -> int:
+    """Query heads of a group that share the rows of a tile, where one head alone would leave most of them empty."""
+    if p.packed or p.group == 1 or p.group & (p.group - 1) or p.group > tuning.MOST_PACKED:
+        return 1
+    rows = ROWS * config.consumers
+    return p.group if p.n_q * 2 <= rows else 1
+
+
+def _section(p: Problem, columns: int) -> int:
+    """Heads that are worked on side by side, a power of two: their keys and values stay in the L2."""
+    fit = max(1, tuning.L2_SECTION // (p.n_k * (p.dim + p.dim_v) * 2))
+    return min(columns, 1 << fit.bit_length() - 1)
+
+
+class Prepared:
+    """A call without its numbers; gradients are the portable kernels' so far."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._device = problem.q.device
+        outlined = replace(problem, **{name: outline(getattr(problem, name)) for name in TENSORS})
+        self._forward = Forward(outlined, self._device)
+        self._portable = portable.Prepared(problem)
+
+    def forward(self, x: Inputs) -> tuple[Any, Any]:
+        """Output and lse, contiguous, in the caller's layout."""
+        with torch.cuda.device(self._device):
+            return self._forward(x)
+
+    def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Gradients:
+        """Gradients from the saved output and lse."""
+        return self._portable.backward(x, dout, out, lse, dlse, bias_grad=bias_grad)

@@ -1,0 +1,139 @@
+"""A tile of scores in registers -> weights, with the running maximum and sum of its rows."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashtile.backends.gluon.assembly import pack_halves
+from flashtile.backends.triton.blocks import number
+from flashtile.backends.triton.scores import LOG2E
+
+SLACK = gl.constexpr(8.0)  # a maximum that has grown by less than this, in base 2, is left as it is
+GROWTH = gl.constexpr(16)  # a tile whose weights add up to more than 2^GROWTH makes the maximum follow
+
+
+class Seen(NamedTuple):
+    """The rows of a warpgroup: the last and the first key that each sees, where it stands, and its alibi slope."""
+
+    last: Any
+    first: Any
+    at: Any
+    slope: Any
+
+
+@gluon.jit
+def in_pairs(s):
+    """[rows, columns] as [rows, columns / 8, 4, 2]: of the last three only the middle one differs between threads."""
+    return gl.reshape(s, [s.shape[0], s.shape[1] // 8, 4, 2])
+
+
+@gluon.jit
+def hide(s, seen, j0, LEFT: gl.constexpr):
+    """-inf for the keys that a row does not see. j0: the first key of the tile.
+
+    Columns differ between the values of a thread by constants, so that limits are compared with immediates, and no
+    register holds a column.
+    """
+    x = in_pairs(s)
+    L: gl.constexpr = x.type.layout
+    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L)))
+    eights = gl.arange(0, x.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
+    threads = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))
+    pairs = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))
+    column = eights[None, :][:, :, None][:, :, :, None] * 8 + pairs[None, :][:, None, :][:, :, None, :]
+    thread = j0 + 2 * threads[None, :][:, None, :][:, :, :, None]
+    last = gl.convert_layout(seen.last, rows, assert_trivial=True)[:, None][:, :, None][:, :, :, None] - thread
+    visible = column <= last
+    if LEFT:
+        first = gl.convert_layout(seen.first, rows, assert_trivial=True)[:, None][:, :, None][:, :, :, None] - thread
+        visible = visible & (column >= first)
+    x = gl.where(visible, x, -float("inf"))
+    return gl.convert_layout(gl.reshape(x, s.shape), s.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def shape_scores(s, rule, seen, j0):
+    """softcap and alibi. s times the rule's unit is the score in base 2."""
+    if rule.softcap is not None:
+        cap = number(rule.softcap, gl.float32)
+        # tanh(x) = 1 - 2 / (1 + exp(2 x)): as exact as a score needs to be, which is not relative to itself
+        e = gl.exp2(s * (number(rule.scale, gl.float32) / cap * 2 * LOG2E))
+        s = cap - gl.fdiv(2 * cap, 1 + e)
+    if rule.alibi is not None:
+        if rule.softcap is None:
+            s = s * number(rule.scale, gl.float32)
+        column = j0 + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+        away = (seen.at[:, None] - column[None, :]).to(gl.float32)
+        s = s - seen.slope[:, None] * gl.abs(away)
+    return s
+
+
+@gluon.jit
+def unit_of(rule):
+    """What a shaped score is multiplied with to be one in base 2."""
+    if rule.softcap is None and rule.alibi is None:
+        return number(rule.scale, gl.float32) * LOG2E
+    else:
+        return gl.to_tensor(1.4426950408889634)
+
+
+@gluon.jit
+def row_sum(p):
+    """[rows], each in the threads that have the row."""
+    return gl.sum(p, 1)
+
+
+@gluon.jit
+def weigh_first(s, unit):
+    """P of a row's first tile, its maximum and its sum. A row that sees none of it measures against 0 from here on."""
+    m = gl.max(s, 1) * unit
+    m = gl.where(m == -float("inf"), 0.0, m)
+    p = gl.exp2(s * unit - m[:, None])
+    return p, m, row_sum(p)
+
+
+@gluon.jit
+def weigh(s, m, l, unit):
+    """P of a later tile, taken from the larger maximum, and what older sums are multiplied with: eq. 4, in base 2.
+
+    A maximum that has grown little stays as it is: it is exact too, and weights stay under 2^SLACK.
+    """
+    m_new = gl.maximum(m, gl.max(s, 1) * unit)
+    m_new = gl.where(m_new - m > SLACK, m_new, m)
+    p = gl.exp2(s * unit - m_new[:, None])
+    factor = gl.exp2(m - m_new)
+    return p, m_new, l * factor + row_sum(p), factor
+
+
+@gluon.jit
+def weigh_on_trust(s, m, l, unit):
+    """The same without a maximum: P is taken from m as it stands, and m follows where the sum of a row has grown.
+
+    Any m gives the same attention as long as nothing overflows, and a weight of 32 or 16 bits of bfloat16's kind does
+    so only past 2^127. Such a row ends with an infinite sum and is mended. The factor is for sums that contain P.
+    """
+    p = gl.exp2(s * unit - m[:, None])
+    new = row_sum(p)
+    exponent = (new.to(gl.int32, bitcast=True) >> 23) - 127
+    exponent = gl.where(exponent > GROWTH, gl.minimum(exponent, 126), 0)
+    factor = ((127 - exponent) << 23).to(gl.float32, bitcast=True)  # a power of two: scaling by it rounds nothing
+    return p, m + exponent.to(gl.float32), (l + new) * factor, factor
+
+
+@gluon.jit
+def carried(p, dtype: gl.constexpr):
+    """P as it crosses the back edge of the loop: pairs of 16-bit numbers in integers. As such they cost permutes."""
+    low, high = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
+    return pack_halves(low, high, dtype)
+
+
+@gluon.jit
+def operand(pairs, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+    """P as the matrix unit takes it from registers."""
+    low = pairs.to(gl.int16).to(dtype, bitcast=True)
+    high = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
+    p = gl.reshape(gl.join(low, high), [pairs.shape[0], 2 * pairs.shape[1]])
+    return gl.convert_layout(p, LAYOUT, assert_trivial=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -32,8 +33,10 @@ VARIED = [
 def no_waiting() -> Iterator[None]:
     """Operations of torch that wait for the device are errors."""
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    try:  # which holds the setting too: it is made before the warning is raised
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that it may miss some
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -19,7 +19,7 @@ class Figures(NamedTuple):
 
     matrix: the matrix instructions in loops over tiles, by name.
     loops: how many instructions go to the stack in each of these loops, where there is a stack at all: partial and full
-    tiles in the order of stretch_of(), and last the walk for spoiled sums, which ordinary data does not take.
+    tiles in the order of stretch_of(), and last a careful walk where the kernel has one, which ordinary data skips.
     """
 
     matrix: list[str]
@@ -29,8 +29,8 @@ class Figures(NamedTuple):
 
     @property
     def spills(self) -> int:
-        """Those of the loop over full tiles, where the time goes: it has no mask to hold, so that it spills least."""
-        return min(self.loops[:-1] or self.loops, default=0)
+        """Those of the loop over full tiles, where the time goes: the first or second, and the one without a mask."""
+        return min(self.loops[:2], default=0)
 
 
 def nvidia(ptx: Path, cubin: Path) -> Figures:

@@ -17,7 +17,7 @@ from flashtile.backends.triton.blocks import (
     wide,
 )
 from flashtile.backends.triton.cuts import cuts, reach, stretch_of
-from flashtile.backends.triton.guard import anew, finite_part, poison, spoiled
+from flashtile.backends.triton.guard import finite_part, poison, spoiled
 from flashtile.backends.triton.scores import LOG2E, Tile, dot, kept, pair_pointers, shape_scores, visible_pairs
 
 
@@ -101,7 +101,7 @@ def dkdv_tile(
     at,
     C: tl.constexpr,
     MASKED: tl.constexpr,
-    GUARD: tl.constexpr,
+    CAREFUL: tl.constexpr,
 ):
     """A tile of queries gives its share to dK and dV; everything is transposed, [bc, br]."""
     b_q = load_rows(queries, q_desc, i0, C.BLOCK_Q, C.DIM, C.BLOCK_D, MASKED)
@@ -118,75 +118,105 @@ def dkdv_tile(
         factor = tl.where(keep, number(rule.keep_scale, C.REAL), 0.0)
         dropped = P * factor
         dP *= factor
-    b_dv = dot(dropped.to(b_do.dtype), finite_part(b_do, GUARD), b_dv, C.PRECISION)  # eq. 10
+    b_dv = dot(dropped.to(b_do.dtype), finite_part(b_do, CAREFUL), b_dv, C.PRECISION)  # eq. 10
     _straight, dS = dscores(P, dP, D[None, :], slope, visible, rule, MASKED)
-    return dot(dS.to(b_q.dtype), finite_part(b_q, GUARD), b_dk, C.PRECISION), b_dv  # eq. 14
+    return dot(dS.to(b_q.dtype), finite_part(b_q, CAREFUL), b_dk, C.PRECISION), b_dv  # eq. 14
 
 
 @triton.jit
-def dkdv_kernel(q, k, v, dout, q_desc, do_desc, log2, delta, dk, dv, rule, lengths, tiles, kv_heads, C: tl.constexpr):
-    """A program owns BLOCK_K keys of one key head and walks the queries of the group that see them."""
+def dkdv_rows(
+    q,
+    k,
+    v,
+    dout,
+    q_desc,
+    do_desc,
+    log2,
+    delta,
+    dk,
+    dv,
+    rule,
+    at,
+    head,
+    j0,
+    C: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):
+    """Make and store dK and dV of BLOCK_K keys from j0 on; whether a NaN or Inf may have spoiled any of them.
+
+    CAREFUL: what guard.py says.
+    """
+    o_j = j0 + tl.arange(0, C.BLOCK_K)
+    in_k = o_j < at.k_len
+    keys = head_of(k, at.sequence, head, at.k_start, at.k_len)
+    values = head_of(v, at.sequence, head, at.k_start, at.k_len)
+    b_k = load_rows(keys, None, j0, C.BLOCK_K, C.DIM, C.BLOCK_D, True)
+    b_v = load_rows(values, None, j0, C.BLOCK_K, C.DIM_V, C.BLOCK_DV, True)
+    b_dk = tl.zeros([C.BLOCK_K, C.BLOCK_D], C.REAL)
+    b_dv = tl.zeros([C.BLOCK_K, C.BLOCK_DV], C.REAL)
+    # The band with the roles swapped says which query tiles see these keys.
+    last = tl.maximum(tl.minimum(j0 + C.BLOCK_K, at.k_len), j0 + 1)
+    cut = cuts(reach(rule.right), reach(rule.left), -at.offset, j0, last, at.q_len * (j0 < at.k_len), C.BLOCK_Q)
+    for h in range(head * C.GROUP, head * C.GROUP + C.GROUP):
+        queries = head_of(q, at.sequence, h, at.q_start, at.q_len)
+        douts = head_of(dout, at.sequence, h, at.q_start, at.q_len)
+        p_log2 = head_of(log2, at.sequence, h, at.q_start, at.q_len)
+        p_delta = head_of(delta, at.sequence, h, at.q_start, at.q_len)
+        for n in tl.static_range(3 if CAREFUL else 1 if rule.right is None else 0, 4 if CAREFUL else 3):
+            begin, end = stretch_of(cut, n)
+            for i in range(begin, end):
+                b_dk, b_dv = dkdv_tile(
+                    *(b_dk, b_dv, b_k, b_v),
+                    *(queries, douts, q_desc, do_desc, p_log2, p_delta),
+                    *(h, i * C.BLOCK_Q, j0, rule, at, C),
+                    MASKED=n != 1,
+                    CAREFUL=CAREFUL,
+                )
+    bad = spoiled(b_dk) | spoiled(b_dv)
+    dkeys = head_of(dk, at.sequence, head, at.k_start, at.k_room)
+    dvalues = head_of(dv, at.sequence, head, at.k_start, at.k_room)
+    b_dk *= number(rule.scale, C.REAL)
+    # Keys that are not in use have no gradient.
+    store_rows(dkeys, j0, tl.where(in_k[:, None], b_dk, 0.0), C.DIM)
+    store_rows(dvalues, j0, tl.where(in_k[:, None], b_dv, 0.0), C.DIM_V)
+    if CAREFUL:
+        tl.debug_barrier()
+        p_dk = dkeys.ptr + wide(o_j) * dkeys.row
+        p_dv = dvalues.ptr + wide(o_j) * dvalues.row
+        for h in range(head * C.GROUP, head * C.GROUP + C.GROUP):
+            queries = head_of(q, at.sequence, h, at.q_start, at.q_len)
+            douts = head_of(dout, at.sequence, h, at.q_start, at.q_len)
+            for i in range(cut[0], cut[3]):
+                i0 = i * C.BLOCK_Q
+                visible = visible_pairs(rule, tile_across(o_j, h, i0, at, C.BLOCK_Q), True)
+                poison(p_dk, in_k, queries, i0, visible, C.DIM, True, C)
+                if rule.seed_low is not None:
+                    o_i = i0 + tl.arange(0, C.BLOCK_Q)
+                    keep = tl.trans(kept(rule, at.sequence, h, o_i[:, None], j0, C.BLOCK_Q, C.BLOCK_K))
+                    poison(p_dv, in_k, douts, i0, visible & (keep == 0), C.DIM_V, True, C)
+                    visible = visible & keep
+                poison(p_dv, in_k, douts, i0, visible, C.DIM_V, False, C)
+    return bad
+
+
+@triton.jit(do_not_specialize=["tiles", "kv_heads"])
+def dkdv_kernel(
+    q, k, v, dout, q_desc, do_desc, log2, delta, dk, dv, marks, rule, lengths, tiles, kv_heads, C: tl.constexpr
+):
+    """A program owns BLOCK_K keys of one key head and walks the queries of the group that see them.
+
+    Where they come out spoiled, it sets their mark for mend_backward_kernel.
+    """
     program = tl.program_id(0)
     head = program // tiles % kv_heads
     sequence, tile = locate(lengths.cu_k, program % tiles, program // tiles // kv_heads, lengths.sequences, C.BLOCK_K)
     at = measure(lengths, rule.offset, sequence)
     j0 = tile * C.BLOCK_K
     if j0 < at.k_room:
-        o_j = j0 + tl.arange(0, C.BLOCK_K)
-        in_k = o_j < at.k_len
-        keys = head_of(k, sequence, head, at.k_start, at.k_len)
-        values = head_of(v, sequence, head, at.k_start, at.k_len)
-        b_k = load_rows(keys, None, j0, C.BLOCK_K, C.DIM, C.BLOCK_D, True)
-        b_v = load_rows(values, None, j0, C.BLOCK_K, C.DIM_V, C.BLOCK_DV, True)
-        b_dk = tl.zeros([C.BLOCK_K, C.BLOCK_D], C.REAL)
-        b_dv = tl.zeros([C.BLOCK_K, C.BLOCK_DV], C.REAL)
-        # The band with the roles swapped says which query tiles see these keys.
-        last = tl.maximum(tl.minimum(j0 + C.BLOCK_K, at.k_len), j0 + 1)
-        cut = cuts(reach(rule.right), reach(rule.left), -at.offset, j0, last, at.q_len * (j0 < at.k_len), C.BLOCK_Q)
-        again = tl.zeros([], tl.int1)
-        for walk in tl.static_range(2):
-            if walk == 1:
-                again = spoiled(b_dk) | spoiled(b_dv)
-                b_dk = anew(again, b_dk)
-                b_dv = anew(again, b_dv)
-            for h in range(head * C.GROUP, head * C.GROUP + C.GROUP):
-                queries = head_of(q, sequence, h, at.q_start, at.q_len)
-                douts = head_of(dout, sequence, h, at.q_start, at.q_len)
-                p_log2 = head_of(log2, sequence, h, at.q_start, at.q_len)
-                p_delta = head_of(delta, sequence, h, at.q_start, at.q_len)
-                for n in tl.static_range(3 * walk, 3 + walk):
-                    begin, end = stretch_of(cut, again, n)
-                    for i in range(begin, end):
-                        b_dk, b_dv = dkdv_tile(
-                            *(b_dk, b_dv, b_k, b_v),
-                            *(queries, douts, q_desc, do_desc, p_log2, p_delta),
-                            *(h, i * C.BLOCK_Q, j0, rule, at, C),
-                            MASKED=n != 1,
-                            GUARD=walk == 1,
-                        )
-        dkeys = head_of(dk, sequence, head, at.k_start, at.k_room)
-        dvalues = head_of(dv, sequence, head, at.k_start, at.k_room)
-        b_dk *= number(rule.scale, C.REAL)
-        # Keys that are not in use have no gradient.
-        store_rows(dkeys, j0, tl.where(in_k[:, None], b_dk, 0.0), C.DIM)
-        store_rows(dvalues, j0, tl.where(in_k[:, None], b_dv, 0.0), C.DIM_V)
-        if again:
-            tl.debug_barrier()
-            for h in range(head * C.GROUP, head * C.GROUP + C.GROUP):
-                queries = head_of(q, sequence, h, at.q_start, at.q_len)
-                douts = head_of(dout, sequence, h, at.q_start, at.q_len)
-                for i in range(cut[0], cut[3]):
-                    i0 = i * C.BLOCK_Q
-                    visible = visible_pairs(rule, tile_across(o_j, h, i0, at, C.BLOCK_Q), True)
-                    p_dk = dkeys.ptr + wide(o_j) * dkeys.row
-                    p_dv = dvalues.ptr + wide(o_j) * dvalues.row
-                    poison(p_dk, in_k, queries, i0, visible, C.DIM, True, C)
-                    if rule.seed_low is not None:
-                        o_i = i0 + tl.arange(0, C.BLOCK_Q)
-                        keep = tl.trans(kept(rule, sequence, h, o_i[:, None], j0, C.BLOCK_Q, C.BLOCK_K))
-                        poison(p_dv, in_k, douts, i0, visible & (keep == 0), C.DIM_V, True, C)
-                        visible = visible & keep
-                    poison(p_dv, in_k, douts, i0, visible, C.DIM_V, False, C)
+        bad = dkdv_rows(q, k, v, dout, q_desc, do_desc, log2, delta, dk, dv, rule, at, head, j0, C, CAREFUL=False)
+        tl.store(marks + program, bad.to(tl.int32))
+    else:
+        tl.store(marks + program, 0)
 
 
 @triton.jit
@@ -216,6 +246,45 @@ def dscores_tile(
 
 
 @triton.jit
+def dq_rows(q, k, v, dout, k_desc, v_desc, log2, delta, dq, rule, at, h, i0, C: tl.constexpr, CAREFUL: tl.constexpr):
+    """Make and store dQ of BLOCK_Q queries from i0 on; whether a NaN or Inf may have spoiled any of them.
+
+    CAREFUL: what guard.py says.
+    """
+    o_i = i0 + tl.arange(0, C.BLOCK_Q)
+    queries = head_of(q, at.sequence, h, at.q_start, at.q_len)
+    douts = head_of(dout, at.sequence, h, at.q_start, at.q_len)
+    b_q = load_rows(queries, None, i0, C.BLOCK_Q, C.DIM, C.BLOCK_D, True)
+    b_do = load_rows(douts, None, i0, C.BLOCK_Q, C.DIM_V, C.BLOCK_DV, True)
+    p_log2 = head_of(log2, at.sequence, h, at.q_start, at.q_len)
+    p_delta = head_of(delta, at.sequence, h, at.q_start, at.q_len)
+    L, D = load_statistics(p_log2, p_delta, i0, C.BLOCK_Q, True)
+    keys = head_of(k, at.sequence, h // C.GROUP, at.k_start, at.k_len)
+    values = head_of(v, at.sequence, h // C.GROUP, at.k_start, at.k_len)
+    b_dq = tl.zeros([C.BLOCK_Q, C.BLOCK_D], C.REAL)
+    last = tl.minimum(i0 + C.BLOCK_Q, at.q_len)
+    cut = cuts(reach(rule.left), reach(rule.right), at.offset, i0, last, at.k_len, C.BLOCK_K)
+    for n in tl.static_range(3 if CAREFUL else 1 if rule.left is None else 0, 4 if CAREFUL else 3):
+        begin, end = stretch_of(cut, n)
+        for j in range(begin, end):
+            _straight, dS, b_k = dscores_tile(
+                b_q, b_do, L, D, keys, values, k_desc, v_desc, i0, j * C.BLOCK_K, h, rule, at, C, MASKED=n != 1
+            )
+            b_dq = dot(dS.to(b_k.dtype), finite_part(b_k, CAREFUL), b_dq, C.PRECISION)
+    bad = spoiled(b_dq)
+    dqueries = head_of(dq, at.sequence, h, at.q_start, at.q_len)
+    store_rows(dqueries, i0, b_dq * number(rule.scale, C.REAL), C.DIM)  # eq. 13
+    if CAREFUL:
+        tl.debug_barrier()
+        p_dq = dqueries.ptr + wide(o_i) * dqueries.row
+        for j in range(cut[0], cut[3]):
+            j0 = j * C.BLOCK_K
+            visible = visible_pairs(rule, tile_down(i0, h, j0, at, C), True)
+            poison(p_dq, o_i < at.q_len, keys, j0, visible, C.DIM, True, C)
+    return bad
+
+
+@triton.jit(do_not_specialize=["first_mark", "tiles", "heads"])
 def dq_kernel(
     q,
     k,
@@ -226,55 +295,27 @@ def dq_kernel(
     log2,
     delta,
     dq,
+    marks,
+    first_mark,
     rule,
     lengths,
     tiles,
     heads,
     C: tl.constexpr,
 ):
-    """A program owns BLOCK_Q queries of one head and walks the keys they see."""
+    """A program owns BLOCK_Q queries of one head and walks the keys they see. It marks them where they are spoiled."""
     program = tl.program_id(0)
     h = program // tiles % heads
-    sequence, tile = locate(
-        lengths.cu_q, tiles - 1 - program % tiles, program // tiles // heads, lengths.sequences, C.BLOCK_Q
-    )
+    tile = tiles - 1 - program % tiles  # see forward_kernel
+    p_mark = marks + first_mark + program // tiles * tiles + tile
+    sequence, tile = locate(lengths.cu_q, tile, program // tiles // heads, lengths.sequences, C.BLOCK_Q)
     at = measure(lengths, rule.offset, sequence)
     i0 = tile * C.BLOCK_Q
     if i0 < at.q_len:
-        o_i = i0 + tl.arange(0, C.BLOCK_Q)
-        queries = head_of(q, sequence, h, at.q_start, at.q_len)
-        douts = head_of(dout, sequence, h, at.q_start, at.q_len)
-        b_q = load_rows(queries, None, i0, C.BLOCK_Q, C.DIM, C.BLOCK_D, True)
-        b_do = load_rows(douts, None, i0, C.BLOCK_Q, C.DIM_V, C.BLOCK_DV, True)
-        p_log2 = head_of(log2, sequence, h, at.q_start, at.q_len)
-        p_delta = head_of(delta, sequence, h, at.q_start, at.q_len)
-        L, D = load_statistics(p_log2, p_delta, i0, C.BLOCK_Q, True)
-        keys = head_of(k, sequence, h // C.GROUP, at.k_start, at.k_len)
-        values = head_of(v, sequence, h // C.GROUP, at.k_start, at.k_len)
-        b_dq = tl.zeros([C.BLOCK_Q, C.BLOCK_D], C.REAL)
-        last = tl.minimum(i0 + C.BLOCK_Q, at.q_len)
-        cut = cuts(reach(rule.left), reach(rule.right), at.offset, i0, last, at.k_len, C.BLOCK_K)
-        again = tl.zeros([], tl.int1)
-        for n in tl.static_range(1 if rule.left is None else 0, 4):
-            if n == 3:
-                again = spoiled(b_dq)
-                b_dq = anew(again, b_dq)
-            begin, end = stretch_of(cut, again, n)
-            for j in range(begin, end):
-                _straight, dS, b_k = dscores_tile(
-                    b_q, b_do, L, D, keys, values, k_desc, v_desc, i0, j * C.BLOCK_K, h, rule, at, C, MASKED=n != 1
-                )
-                b_dq = dot(dS.to(b_k.dtype), finite_part(b_k, n == 3), b_dq, C.PRECISION)
-        b_dq *= number(rule.scale, C.REAL)  # eq. 13
-        dqueries = head_of(dq, sequence, h, at.q_start, at.q_len)
-        store_rows(dqueries, i0, b_dq, C.DIM)
-        if again:
-            tl.debug_barrier()
-            p_dq = dqueries.ptr + wide(o_i) * dqueries.row
-            for j in range(cut[0], cut[3]):
-                j0 = j * C.BLOCK_K
-                visible = visible_pairs(rule, tile_down(i0, h, j0, at, C), True)
-                poison(p_dq, o_i < at.q_len, keys, j0, visible, C.DIM, True, C)
+        bad = dq_rows(q, k, v, dout, k_desc, v_desc, log2, delta, dq, rule, at, h, i0, C, CAREFUL=False)
+        tl.store(p_mark, bad.to(tl.int32))
+    else:
+        tl.store(p_mark, 0)
 
 
 @triton.jit

@@ -35,9 +35,15 @@ def cuts(left, right, offset, first, last, n_cols, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def stretch_of(cut, again, n: tl.constexpr):
-    """Tiles of stretch n: 0 partial, 1 full, 2 partial; 3 is all of them once more, where `again` asks for it."""
+def within(cut, low, high):
+    """The cuts of those tiles alone that lie from `low` to `high`."""
+    return clip(cut[0], low, high), clip(cut[1], low, high), clip(cut[2], low, high), clip(cut[3], low, high)
+
+
+@triton.jit
+def stretch_of(cut, n: tl.constexpr):
+    """Tiles of stretch n: 0 partial, 1 full, 2 partial; 3, the only one of a careful walk, is all of them."""
     if n == 3:
-        return cut[0], tl.where(again, cut[3], cut[0])
+        return cut[0], cut[3]
     else:
         return cut[n], cut[n + 1]

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.triton.blocks import head_of, load_rows, locate, measure, number, wide
-from flashtile.backends.triton.cuts import cuts, reach, stretch_of
-from flashtile.backends.triton.guard import anew, finite_part, poison, spoiled
+from flashtile.backends.triton.cuts import cuts, reach, stretch_of, within
+from flashtile.backends.triton.guard import finite_part, poison, spoiled
 from flashtile.backends.triton.scores import LN2, LOG2E, Tile, dot, kept, shape_scores, visible_pairs
 
 
@@ -45,7 +45,7 @@ def absorb(
     at,
     C: tl.constexpr,
     MASKED: tl.constexpr,
-    GUARD: tl.constexpr,
+    CAREFUL: tl.constexpr,
 ):
     """Take in one tile of keys: eq. 4 and 5 of docs/algorithm.md, in base 2."""
     b_k = load_rows(keys, k_desc, j0, C.BLOCK_K, C.DIM, C.BLOCK_D, MASKED)  # [bc, d]
@@ -53,7 +53,7 @@ def absorb(
     S = dot(b_q, tl.trans(b_k), tl.zeros([C.BLOCK_Q, C.BLOCK_K], C.REAL), C.PRECISION)  # [br, bc]
     tile = tile_of(queries, at, j0, C.BLOCK_K)
     S, unit, _slope = shape_scores(S, rule, tile)
-    if GUARD:  # rounded before the maximum is taken off: then the largest score has weight 1, however large it is
+    if CAREFUL:  # rounded before the maximum is taken off: then the largest score has weight 1, however large it is
         S = S * unit
         unit = unit * 0 + 1
     if MASKED or rule.mask is not None:
@@ -66,11 +66,11 @@ def absorb(
     acc = acc * factor[:, None]
     if rule.seed_low is not None:
         P *= kept(rule, at.sequence, tile.o_h, tile.o_i, j0, C.BLOCK_Q, C.BLOCK_K).to(C.REAL)
-    return m_new, l, dot(P.to(b_v.dtype), finite_part(b_v, GUARD), acc, C.PRECISION)
+    return m_new, l, dot(P.to(b_v.dtype), finite_part(b_v, CAREFUL), acc, C.PRECISION)
 
 
 @triton.jit
-def forward_kernel(
+def forward_rows(
     q,
     k,
     v,
@@ -80,6 +80,112 @@ def forward_kernel(
     lse,
     p_sink,
     rule,
+    at,
+    head,
+    first,
+    split,
+    share,
+    out_split,
+    lse_split,
+    PACKED_HEADS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    C: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):
+    """Make and store BLOCK_Q rows of the output from `first` on; whether a NaN or Inf may have spoiled any of them.
+
+    CAREFUL: what guard.py says. `share`: the keys, from and to, that a split walks.
+    """
+    n_rows = at.q_len * PACKED_HEADS
+    r = first + tl.arange(0, C.BLOCK_Q)
+    queries = Queries(r // PACKED_HEADS, head * PACKED_HEADS + r % PACKED_HEADS, r < n_rows)
+    o_d = tl.arange(0, C.BLOCK_D)
+    p_q = row_pointers(q, queries, at)[:, None] + o_d[None, :]
+    b_q = tl.load(p_q, mask=queries.inside[:, None] & (o_d < C.DIM)[None, :], other=0.0)
+    k_head = head * PACKED_HEADS // C.GROUP
+    keys = head_of(k, at.sequence, k_head, at.k_start, at.k_len)
+    values = head_of(v, at.sequence, k_head, at.k_start, at.k_len)
+    m, l = begin_rows(p_sink, queries.o_h, queries.inside & (split == 0), C.REAL)
+    acc = tl.zeros([C.BLOCK_Q, C.BLOCK_DV], C.REAL)
+    cut = cuts_of_rows(rule, at, first, PACKED_HEADS, C.BLOCK_Q, C.BLOCK_K)
+    if SPLITS > 1:
+        cut = within(cut, share[0] // C.BLOCK_K, share[1] // C.BLOCK_K)
+    for n in tl.static_range(3 if CAREFUL else 1 if rule.left is None else 0, 4 if CAREFUL else 3):
+        begin, end = stretch_of(cut, n)
+        for j in range(begin, end):
+            j0 = j * C.BLOCK_K
+            m, l, acc = absorb(
+                m, l, acc, b_q, queries, keys, values, k_desc, v_desc, j0, rule, at, C, MASKED=n != 1, CAREFUL=CAREFUL
+            )
+    weight = 1 / tl.where(l == 0, 1.0, l)  # eq. 7
+    if rule.seed_low is not None:
+        weight *= number(rule.keep_scale, C.REAL)
+    o_v = tl.arange(0, C.BLOCK_DV)
+    p_out = row_pointers(out, queries, at) + wide(split) * out_split
+    there = queries.inside[:, None] & (o_v < C.DIM_V)[None, :]
+    tl.store(p_out[:, None] + o_v[None, :], (acc * weight[:, None]).to(out.ptr.dtype.element_ty), mask=there)
+    p_lse = row_pointers(lse, queries, at) + wide(split) * lse_split
+    if SPLITS > 1:  # in two parts: their sum would round away what a large maximum leaves of log(l)
+        tl.store(p_lse, m, mask=queries.inside)
+        tl.store(p_lse + wide(SPLITS) * lse_split, l, mask=queries.inside)
+    else:
+        tl.store(p_lse, tl.where(l == 0, float("-inf"), m * LN2 + tl.log(l)), mask=queries.inside)
+    if CAREFUL:
+        tl.debug_barrier()
+        for j in range(cut[0], cut[3]):
+            j0 = j * C.BLOCK_K
+            tile = tile_of(queries, at, j0, C.BLOCK_K)
+            visible = visible_pairs(rule, tile, True)
+            if rule.seed_low is not None:
+                keep = kept(rule, at.sequence, tile.o_h, tile.o_i, j0, C.BLOCK_Q, C.BLOCK_K)
+                poison(p_out, queries.inside, values, j0, visible & (keep == 0), C.DIM_V, True, C)
+                visible = visible & keep
+            poison(p_out, queries.inside, values, j0, visible, C.DIM_V, False, C)
+    return spoiled(acc) | lost(m, l)
+
+
+@triton.jit
+def forward_rows_again(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    p_sink,
+    rule,
+    at,
+    head,
+    first,
+    split,
+    share,
+    out_split,
+    lse_split,
+    ROWS: tl.constexpr,
+    PACKED_HEADS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    C: tl.constexpr,
+):
+    """The careful walk for ROWS rows from `first` on, BLOCK_Q of them at a time."""
+    for part in range(first, tl.minimum(first + ROWS, at.q_len * PACKED_HEADS), C.BLOCK_Q):
+        forward_rows(
+            *(q, k, v, None, None, out, lse, p_sink, rule, at, head, part, split, share, out_split, lse_split),
+            *(PACKED_HEADS, SPLITS, C),
+            CAREFUL=True,
+        )
+
+
+@triton.jit(do_not_specialize=["tiles", "heads"])
+def forward_kernel(
+    q,
+    k,
+    v,
+    k_desc,
+    v_desc,
+    out,
+    lse,
+    p_sink,
+    marks,
+    rule,
     lengths,
     tiles,
     heads,
@@ -88,75 +194,43 @@ def forward_kernel(
     PACKED_HEADS: tl.constexpr,
     SPLITS: tl.constexpr,
     C: tl.constexpr,
+    AGAIN: tl.constexpr,
 ):
     """A program makes BLOCK_Q rows of the output. PACKED_HEADS query heads of a group share the rows of a tile.
 
-    The grid counts tiles, then `heads` (of them packed), then shares of the keys, then sequences.
+    The grid counts tiles, then `heads` (of them packed), then shares of the keys, then sequences. Spoiled rows are
+    marked for mend_forward_kernel; without marks the program mends them itself, by the constants AGAIN.
     """
     program = tl.program_id(0)
     head = program // tiles % heads
     split = program // tiles // heads % SPLITS
-    # Under a causal band the last rows see the most keys: they start first.
-    sequence, row = locate(
-        lengths.cu_q, tiles - 1 - program % tiles, program // tiles // heads // SPLITS, lengths.sequences, C.BLOCK_Q
-    )
+    sequence = program // tiles // heads // SPLITS
+    tile = tiles - 1 - program % tiles  # under a causal band the last rows see the most keys: they start first
+    number_of_tile = (sequence * heads + head) * tiles + tile
+    sequence, tile = locate(lengths.cu_q, tile, sequence, lengths.sequences, C.BLOCK_Q)
     at = measure(lengths, rule.offset, sequence)
-    n_rows = at.q_len * PACKED_HEADS
-    first = row * C.BLOCK_Q
-    if first < n_rows:
-        r = first + tl.arange(0, C.BLOCK_Q)
-        queries = Queries(r // PACKED_HEADS, head * PACKED_HEADS + r % PACKED_HEADS, r < n_rows)
-        o_d = tl.arange(0, C.BLOCK_D)
-        p_q = row_pointers(q, queries, at)[:, None] + o_d[None, :]
-        b_q = tl.load(p_q, mask=queries.inside[:, None] & (o_d < C.DIM)[None, :], other=0.0)
-        k_head = head * PACKED_HEADS // C.GROUP
-        keys = head_of(k, sequence, k_head, at.k_start, at.k_len)
-        values = head_of(v, sequence, k_head, at.k_start, at.k_len)
-        has_sink = queries.inside & (split == 0)
-        m, l = begin_rows(p_sink, queries.o_h, has_sink, C.REAL)
-        acc = tl.zeros([C.BLOCK_Q, C.BLOCK_DV], C.REAL)
-        last = (tl.minimum(first + C.BLOCK_Q, n_rows) - 1) // PACKED_HEADS + 1
-        cut = cuts(reach(rule.left), reach(rule.right), at.offset, first // PACKED_HEADS, last, at.k_len, C.BLOCK_K)
+    first = tile * C.BLOCK_Q
+    if first < at.q_len * PACKED_HEADS:
+        share = 0, at.k_len
         if SPLITS > 1:
-            cut = share_of(cut, split, SPLITS)
-        again = tl.zeros([], tl.int1)
-        for n in tl.static_range(1 if rule.left is None else 0, 4):
-            if n == 3:
-                again = spoiled(acc) | lost(m, l)
-                m_first, l_first = begin_rows(p_sink, queries.o_h, has_sink, C.REAL)
-                m = tl.where(again, m_first, m)
-                l = tl.where(again, l_first, l)
-                acc = anew(again, acc)
-            begin, end = stretch_of(cut, again, n)
-            for j in range(begin, end):
-                j0 = j * C.BLOCK_K
-                m, l, acc = absorb(
-                    m, l, acc, b_q, queries, keys, values, k_desc, v_desc, j0, rule, at, C, MASKED=n != 1, GUARD=n == 3
-                )
-        weight = 1 / tl.where(l == 0, 1.0, l)  # eq. 7
-        if rule.seed_low is not None:
-            weight *= number(rule.keep_scale, C.REAL)
-        o_v = tl.arange(0, C.BLOCK_DV)
-        p_out = row_pointers(out, queries, at) + wide(split) * out_split
-        there = queries.inside[:, None] & (o_v < C.DIM_V)[None, :]
-        tl.store(p_out[:, None] + o_v[None, :], (acc * weight[:, None]).to(out.ptr.dtype.element_ty), mask=there)
-        p_lse = row_pointers(lse, queries, at) + wide(split) * lse_split
-        if SPLITS > 1:  # in two parts: their sum would round away what a large maximum leaves of log(l)
-            tl.store(p_lse, m, mask=queries.inside)
-            tl.store(p_lse + wide(SPLITS) * lse_split, l, mask=queries.inside)
-        else:
-            tl.store(p_lse, tl.where(l == 0, float("-inf"), m * LN2 + tl.log(l)), mask=queries.inside)
-        if again:
+            share = share_of(
+                cuts_of_rows(rule, at, first, PACKED_HEADS, C.BLOCK_Q, C.BLOCK_K), split, SPLITS, C.BLOCK_K
+            )
+        bad = forward_rows(
+            *(q, k, v, k_desc, v_desc, out, lse, p_sink, rule, at, head, first, split, share, out_split, lse_split),
+            *(PACKED_HEADS, SPLITS, C),
+            CAREFUL=False,
+        )
+        if marks is not None:
+            tl.store(marks + number_of_tile, bad.to(tl.int32))
+        elif bad:
             tl.debug_barrier()
-            for j in range(cut[0], cut[3]):
-                j0 = j * C.BLOCK_K
-                tile = tile_of(queries, at, j0, C.BLOCK_K)
-                visible = visible_pairs(rule, tile, True)
-                if rule.seed_low is not None:
-                    keep = kept(rule, sequence, tile.o_h, tile.o_i, j0, C.BLOCK_Q, C.BLOCK_K)
-                    poison(p_out, queries.inside, values, j0, visible & (keep == 0), C.DIM_V, True, C)
-                    visible = visible & keep
-                poison(p_out, queries.inside, values, j0, visible, C.DIM_V, False, C)
+            forward_rows_again(
+                *(q, k, v, out, lse, p_sink, rule, at, head, first, split, share, out_split, lse_split),
+                *(C.BLOCK_Q, PACKED_HEADS, SPLITS, AGAIN),
+            )
+    elif marks is not None:
+        tl.store(marks + number_of_tile, 0)
 
 
 @triton.jit
@@ -182,10 +256,15 @@ def begin_rows(p_sink, o_h, has_sink, REAL: tl.constexpr):
 
 
 @triton.jit
-def share_of(cut, split, SPLITS: tl.constexpr):
-    """The part of a row's tiles that one of SPLITS programs walks."""
+def cuts_of_rows(rule, at, first, PACKED_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The cuts of the key tiles that BLOCK_Q rows from `first` on see."""
+    last = (tl.minimum(first + BLOCK_Q, at.q_len * PACKED_HEADS) - 1) // PACKED_HEADS + 1
+    return cuts(reach(rule.left), reach(rule.right), at.offset, first // PACKED_HEADS, last, at.k_len, BLOCK_K)
+
+
+@triton.jit
+def share_of(cut, split, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The keys, from and to, that one of SPLITS programs walks: whole tiles."""
     share = tl.cdiv(cut[3] - cut[0], SPLITS)
     begin = tl.minimum(cut[0] + split * share, cut[3])
-    end = tl.minimum(begin + share, cut[3])
-    full_begin = tl.minimum(tl.maximum(cut[1], begin), end)
-    return begin, full_begin, tl.minimum(tl.maximum(cut[2], full_begin), end), end
+    return begin * BLOCK_K, tl.minimum(begin + share, cut[3]) * BLOCK_K

@@ -1,8 +1,10 @@
 """Products that a masked NaN cannot spoil.
 
 0 * NaN is NaN, so one NaN in a value would reach every row of its tile, also those that may not see it. Ordinary data
-pays nothing for that: a program whose sums come out finite is done. One whose sums do not walks its tiles again, with
-the finite part of the second factor, and then poison() gives the NaN and Inf to exactly the rows that see them.
+pays nothing for that: rows whose sums come out finite are done. Others are made anew by a careful walk, of the same
+functions with CAREFUL set: all tiles are masked and none comes by a descriptor, products take the finite part of the
+second factor, and then poison() gives the NaN and Inf to exactly the rows that see them. mend_kernels.py does that for
+the tiles that other kernels mark.
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ def spoiled(x):
 
 
 @triton.jit
-def anew(again, x):
-    """x, or 0 where the walk begins again."""
-    return tl.where(again, 0.0, x).to(x.dtype)
+def at_least_single(x):
+    """x in float32, or as it is in float64: the interpreter has no arithmetic in bfloat16."""
+    return x if x.dtype == tl.float64 else x.to(tl.float32)
 
 
 @triton.jit
-def finite_part(x, GUARD: tl.constexpr):
+def finite_part(x, CAREFUL: tl.constexpr):
     """x with 0 for NaN and Inf; x itself on the ordinary walk."""
-    if GUARD:
-        wide_x = x if x.dtype == tl.float64 else x.to(tl.float32)  # the interpreter has no arithmetic in bfloat16
+    if CAREFUL:
+        wide_x = at_least_single(x)
         x = tl.where((wide_x - wide_x) != 0, 0.0, wide_x).to(x.dtype)
     return x
 
@@ -53,7 +55,7 @@ def poison(p_rows, in_target, source, first, visible, DIM: tl.constexpr, INF_IS_
     for c in range(0, DIM, CHUNK):
         o_d = c + tl.arange(0, CHUNK)
         p_block = source.ptr + wide(first) * source.row + o_s[:, None] * source.row + o_d[None, :]
-        B = tl.load(p_block, mask=in_source[:, None] & (o_d < DIM)[None, :], other=0.0).to(tl.float32)
+        B = at_least_single(tl.load(p_block, mask=in_source[:, None] & (o_d < DIM)[None, :], other=0.0))
         if INF_IS_NAN:
             code = tl.where((B - B) != 0, 1.0, 0.0)
         else:

@@ -24,6 +24,7 @@ from flashtile.backends.triton.arguments import (
 )
 from flashtile.backends.triton.backward_kernels import dbias_kernel, dkdv_kernel, dq_kernel, statistics_kernel
 from flashtile.backends.triton.forward_kernel import forward_kernel
+from flashtile.backends.triton.mend_kernels import mend_backward_kernel, mend_forward_kernel
 from flashtile.backends.triton.merge_kernel import merge_kernel
 from flashtile.backends.triton.start import Start
 from flashtile.backends.triton.tensors import Result, aligned, blocks, laid_out, outline, strides
@@ -85,13 +86,18 @@ class Forward:
         self._rule, self._lengths = rule(p), lengths(p)
         self._counts = (tiles, heads)
         self._merge_counts = (n_rows, p.heads)
+        programs = tiles * heads * self._splits * batch
+        # Where each has a processor to itself, a program that mends its own rows is done sooner than another launch.
+        inside = programs <= _processors(device)
+        self._mend = None if inside else MendForward(p, device, config.block_q, packed_heads)
         self._start = Start(
             forward_kernel,
-            tiles * heads * self._splits * batch,
+            programs,
             _options(config),
             PACKED_HEADS=packed_heads,
             SPLITS=self._splits,
             C=constants(p, config, _precision(p)),
+            AGAIN=constants(p, _careful(p, config.block_q, config.block_k), _precision(p)) if inside else None,
         )
         self._merge = Start(
             merge_kernel,
@@ -110,6 +116,7 @@ class Forward:
         if self._splits > 1:
             part, part_lse = self._out.parts(self._splits, self._real), self._lse.parts(2 * self._splits, self._real)
             between = (part.ptr.stride(0), part_lse.ptr.stride(0))
+        marks = None if self._mend is None else self._mend.make()
         q, k, v = self._strides
         self._start(
             Rows(x.q, *q),
@@ -120,14 +127,129 @@ class Forward:
             part,
             part_lse,
             x.sink,
+            marks,
             _rule_of(self._rule, x),
             _lengths_of(self._lengths, x),
             *self._counts,
             *between,
         )
+        if self._mend is not None:
+            self._mend(x, out, lse, marks)
         if self._splits > 1:
             self._merge(part, part_lse, out, lse, *between, *self._merge_counts)
         return out.ptr, lse.ptr
+
+
+class MendForward:
+    """The launch that makes spoiled tiles of a forward pass anew, whichever kernel made them.
+
+    A tile is block_q rows of a head. With packed_heads they are of so many heads, row r of query r // packed_heads, and
+    these heads count as one. That kernel writes a mark for each tile, 0 or 1: mend_kernels.py says where.
+    """
+
+    def __init__(self, p: Problem, device: Any, block_q: int, packed_heads: int = 1) -> None:
+        n_rows, batch = p.q.shape[2], p.q.shape[0]
+        tiles, heads = _tiles(p, p.n_q * packed_heads, n_rows, block_q), p.heads // packed_heads
+        self._marks = Marks(tiles * heads * batch, device)
+        self._strides = tuple(strides(x, p) for x in (p.q, p.k, p.v))
+        self._rule, self._lengths = rule(p), lengths(p)
+        self._counts = (tiles, heads)
+        config = _careful(p, block_q)
+        self._start = Start(
+            mend_forward_kernel,
+            self._marks.programs,
+            _options(config),
+            ROWS=block_q,
+            PACKED_HEADS=packed_heads,
+            C=constants(p, config, _precision(p)),
+        )
+
+    def make(self) -> Any:
+        """Room for the marks. It need not be cleared: each tile has its mark written, also one of no rows."""
+        return self._marks.make()
+
+    def __call__(self, x: Inputs, out: Rows, lse: Rows, marks: Any) -> None:
+        q, k, v = self._strides
+        self._start(
+            Rows(x.q, *q),
+            Rows(x.k, *k),
+            Rows(x.v, *v),
+            out,
+            lse,
+            x.sink,
+            marks,
+            self._marks.count,
+            _rule_of(self._rule, x),
+            _lengths_of(self._lengths, x),
+            *self._counts,
+        )
+
+
+class MendBackward:
+    """The launch that makes spoiled tiles of a backward pass anew: dK and dV of block_k keys, dQ of block_q queries.
+
+    The marks of all tiles of keys come first; those of tiles of queries begin at first_of_queries.
+    """
+
+    def __init__(self, p: Problem, device: Any, block_q: int, block_k: int) -> None:
+        batch = p.q.shape[0]
+        k_tiles, q_tiles = _tiles(p, p.n_k, p.k.shape[2], block_k), _tiles(p, p.n_q, p.q.shape[2], block_q)
+        self.first_of_queries = k_tiles * p.kv_heads * batch
+        self._marks = Marks(self.first_of_queries + q_tiles * p.heads * batch, device)
+        self._strides = tuple(strides(x, p) for x in (p.q, p.k, p.v))
+        self._rule, self._lengths = rule(p), lengths(p)
+        self._counts = (k_tiles, p.kv_heads, q_tiles, p.heads)
+        of_queries, of_keys = _careful(p, block_q), _careful(p, block_k)
+        of_keys = of_keys._replace(block_q=of_keys.block_k, block_k=of_keys.block_q)
+        self._start = Start(
+            mend_backward_kernel,
+            self._marks.programs,
+            _options(min(of_queries, of_keys, key=lambda config: config.warps)),
+            K_ROWS=block_k,
+            Q_ROWS=block_q,
+            OF_KEYS=constants(p, of_keys, _precision(p)),
+            OF_QUERIES=constants(p, of_queries, _precision(p)),
+        )
+
+    def make(self) -> Any:
+        """Room for the marks; see MendForward."""
+        return self._marks.make()
+
+    def __call__(
+        self, x: Inputs, dout: Rows | None, log2: Rows, delta: Rows, dq: Rows, dk: Rows, dv: Rows, marks: Any
+    ) -> None:
+        """log2 and delta: what statistics_kernel made of each row."""
+        q, k, v = self._strides
+        self._start(
+            Rows(x.q, *q),
+            Rows(x.k, *k),
+            Rows(x.v, *v),
+            dout,
+            log2,
+            delta,
+            dq,
+            dk,
+            dv,
+            marks,
+            self._marks.count,
+            self.first_of_queries,
+            _rule_of(self._rule, x),
+            _lengths_of(self._lengths, x),
+            *self._counts,
+        )
+
+
+class Marks:
+    """One int32 a tile, and the programs that look at them: enough to fill the GPU where all are set."""
+
+    __slots__ = ("count", "device", "programs")
+
+    def __init__(self, count: int, device: Any) -> None:
+        self.count, self.device = count, device
+        self.programs = min(count, 2 * _processors(device))
+
+    def make(self) -> Any:
+        return torch.empty(self.count, dtype=torch.int32, device=self.device)
 
 
 class Backward:
@@ -160,7 +282,8 @@ class Backward:
         config = _config("dkdv", p, device)
         self._q_blocks = blocks(p.q, is_aligned["q"], config, config.block_q)
         self._dout_blocks = blocks(dout, is_aligned["dout"], config, config.block_q)
-        self._k_counts = (_tiles(p, p.n_k, p.k.shape[2], config.block_k), p.kv_heads)
+        block_k = config.block_k
+        self._k_counts = (_tiles(p, p.n_k, p.k.shape[2], block_k), p.kv_heads)
         self._dkdv_start = Start(
             dkdv_kernel,
             self._k_counts[0] * p.kv_heads * batch,
@@ -177,6 +300,7 @@ class Backward:
             _options(config),
             C=constants(p, config, _precision(p)),
         )
+        self._mend = MendBackward(p, device, config.block_q, block_k)
         self._bias_shape = p.bias.shape if bias_grad and p.bias is not None else None
         if self._bias_shape is not None:
             config = _config("dbias", p, device)
@@ -206,12 +330,16 @@ class Backward:
         a_rule, a_lengths = _rule_of(self._rule, x), _lengths_of(self._lengths, x)
         if self._delta.numel:
             self._statistics_start(dout, out, lse, dlse, log2, delta, *self._row_counts)
+        marks = self._mend.make()
         if self._dk.numel:
             fetched = self._q_blocks(x.q), self._dout_blocks(given[0])
-            self._dkdv_start(q, k, v, dout, *fetched, log2, delta, dk, dv, a_rule, a_lengths, *self._k_counts)
+            self._dkdv_start(q, k, v, dout, *fetched, log2, delta, dk, dv, marks, a_rule, a_lengths, *self._k_counts)
         if self._dq.numel:
             fetched = self._k_blocks(x.k), self._v_blocks(x.v)
-            self._dq_start(q, k, v, dout, *fetched, log2, delta, dq, a_rule, a_lengths, *self._q_counts)
+            where = marks, self._mend.first_of_queries
+            self._dq_start(q, k, v, dout, *fetched, log2, delta, dq, *where, a_rule, a_lengths, *self._q_counts)
+        if marks.numel():
+            self._mend(x, dout, log2, delta, dq, dk, dv, marks)
         dbias = None
         if self._bias_shape is not None:
             dbias = x.q.new_zeros(self._bias_shape, dtype=self._real)
@@ -259,6 +387,11 @@ def _config(kernel: str, p: Problem, device: Any) -> Config:
     return tuning.choose(kernel, p.dim, p.dim_v, p.q.element_size(), _capability(device), with_pairs)
 
 
+def _careful(p: Problem, rows: int, walked: int = 32) -> Config:
+    """Of the careful walk that makes a tile of so many rows anew, within a kernel whose tiles have `walked` columns."""
+    return tuning.careful(p.dim, p.dim_v, p.q.element_size(), _precision(p) != "tf32", rows, walked)
+
+
 def _options(config: Config) -> dict[str, int]:
     capped = {} if config.registers is None else {"maxnreg": config.registers}
     return {"num_warps": config.warps, "num_stages": config.stages, **capped}
@@ -296,7 +429,7 @@ def _splits(p: Problem, programs: int, config: Config, device: Any) -> int:
 
 def _tiles(p: Problem, rows: int, total: int, block_rows: int) -> int:
     """Tiles along the rows. Packed sequences may begin within a tile, so each of them may need one more."""
-    return total // block_rows + p.sequences if p.packed else int(triton.cdiv(rows, block_rows))
+    return total // block_rows + p.sequences if p.packed and total else int(triton.cdiv(rows, block_rows))
 
 
 def forward(problem: Problem) -> tuple[Any, Any]:

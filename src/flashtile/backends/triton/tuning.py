@@ -55,6 +55,9 @@ ELSEWHERE = {
     "dq": {64: (64, 32, 4, 2), 128: (32, 32, 4, 1), 256: (32, 32, 4, 1), 512: (16, 32, 4, 1), 1024: (16, 16, 8, 1)},
     "decode": {64: (16, 64, 4, 3), 128: (16, 32, 4, 3), 256: (16, 32, 4, 3), 512: (16, 32, 4, 1), 1024: (16, 16, 4, 1)},
 }
+# The careful walk's (guard.py), likewise: the most rows it makes at a time, the rows it walks at a time, and warps.
+CAREFUL = {64: (32, 32, 4), 128: (32, 32, 8), 256: (32, 32, 8), 512: (16, 32, 4), 1024: (16, 16, 4)}
+CAREFUL_EXACT = (16, 16, 8)  # where float32 stays float32 and no matrix unit multiplies
 DBIAS = Config(32, 32, 4, 1)
 STATISTICS_ROWS = 64
 
@@ -75,8 +78,17 @@ def choose(kernel: str, dim: int, dim_v: int, itemsize: int, capability: tuple[i
         if pairs:
             return config._replace(block_q=min(64, config.block_q), block_k=min(64, config.block_k), stages=2)
         return config
-    wide = width * max(1, itemsize // 2)  # a float32 tile takes the room of a 16-bit one of twice the width
-    return Config(*ELSEWHERE[kernel][_step(wide)])
+    return Config(*ELSEWHERE[kernel][_step(_room(width, itemsize))])
+
+
+def careful(dim: int, dim_v: int, itemsize: int, exact: bool, rows: int, walked: int) -> Config:
+    """Of a careful walk in place of a tile of so many `rows`: block_q is a part of them, block_k one of `walked`.
+
+    `exact`: products of float32 are not rounded to TF32.
+    """
+    room = _room(max(dim, dim_v), itemsize)
+    most, across, warps = CAREFUL_EXACT if exact and itemsize > 2 else CAREFUL[_step(room)]
+    return Config(min(most, rows), min(across, walked), warps if rows >= most else 4, 1)
 
 
 @contextmanager
@@ -98,6 +110,11 @@ def forward(problem: Problem, capability: tuple[int, int] | None) -> tuple[Confi
     config, decode = choose("forward", *room), choose("decode", *room)
     heads = p.group if p.group > 1 and not p.packed and p.n_q * 2 <= config.block_q else 1
     return decode if heads * p.n_q <= decode.block_q and not p.packed else config, heads
+
+
+def _room(width: int, itemsize: int) -> int:
+    """A float32 tile takes the room of a 16-bit one of twice the width."""
+    return width * max(1, itemsize // 2)
 
 
 def _step(width: int) -> int:

@@ -7,7 +7,8 @@ import pytest
 
 import flashtile
 from flashtile import ShapeError, UnsupportedError, dispatch, traffic
-from flashtile.backends import native, tiles
+from flashtile.backends import gluon, native, tiles
+from flashtile.backends.gluon import tuning as hopper
 from flashtile.backends.triton import tuning
 from flashtile.band import Band
 from flashtile.hardware import Hardware, Rates
@@ -126,23 +127,73 @@ def test_the_tile_is_the_backends_own():
         assert p.blocks["S"] == p.rows_at_once * p.tile[1] * 4
 
 
-@pytest.mark.parametrize("capability", [(9, 0), (8, 0), None])
-def test_a_gpu_that_is_not_here_has_a_tile_all_the_same(capability):
+def on_gpu(q_shape, k_shape, capability, dtype="bfloat16", **options):
     gpu = Hardware("one", Rates(1e15, 1e12), capability=capability)
-    p = flashtile.plan((1, 8, 4096, 128), (1, 8, 4096, 128), "bfloat16", "cuda", hardware=gpu)
+    return flashtile.plan(q_shape, k_shape, dtype, "cuda", hardware=gpu, **options)
+
+
+@pytest.mark.parametrize("capability", [(10, 0), (8, 0), None])
+def test_a_gpu_that_is_not_here_has_a_tile_all_the_same(capability):
+    p = on_gpu((1, 8, 4096, 128), (1, 8, 4096, 128), capability)
     assert p.tile_of == "triton" and p.tile_heads == 1
     assert p.tile == tuning.choose("forward", 128, 128, 2, capability, False)[:2]
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_hopper_has_tiles_of_its_own(dim):
+    p = on_gpu((2, 8, 4096, dim), (2, 8, 4096, dim), (9, 0), causal=True)
+    config = hopper.forward(dim)
+    assert p.tile_of == "gluon" and p.tile_heads == 1
+    assert p.tile == (hopper.ROWS * config.consumers, config.block_k)
+
+
+SHAPE = (2, 8, 4096, 128)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        (SHAPE, {"dtype": "float32"}),
+        (SHAPE, {"bias": (4096, 4096)}),
+        (SHAPE, {"dropout": 0.1}),
+        ((2, 8, 4096, 36), {}),  # rows that the copy engine cannot fetch
+        ((1, 8, 1, 128), {}),  # too little to do
+    ],
+    ids=["float32", "bias", "dropout", "width", "decode"],
+)
+def test_hopper_leaves_the_rest_to_the_portable_kernels(shape, options):
+    p = on_gpu(shape, (*shape[:2], 4096, shape[3]), (9, 0), **options)
+    assert p.tile_of == "triton"
+
+
+def test_a_gpu_that_was_named_counts_not_the_one_that_is_here(monkeypatch):
+    """With a Hopper GPU in this machine, the tile of another one is still that of the portable kernels, and so on."""
+    for here in ("gluon", "triton"):
+        monkeypatch.setattr(dispatch.Backend, "missing", lambda self, here=here: None if self.name == here else "away")
+        for capability, there in (((8, 0), "triton"), ((9, 0), "gluon"), (None, here)):
+            p = on_gpu(SHAPE, SHAPE, capability)
+            assert (p.backend, p.tile_of) == (here, there)
+        p = on_gpu(SHAPE, SHAPE, (9, 0), backend=here)
+        assert p.backend == p.tile_of == here
+
+
+def test_a_row_that_is_passed_over_says_so(monkeypatch):
+    monkeypatch.setattr(dispatch.Backend, "missing", lambda self: None)
+    assert on_gpu(SHAPE, SHAPE, (9, 0)).reasons["triton"] == "it could, but comes later in the table"
+    monkeypatch.setattr(gluon, "suits", lambda problem: False)
+    p = on_gpu(SHAPE, SHAPE, (9, 0))
+    assert p.backend == p.tile_of == "triton"
+    assert p.reasons["gluon"] == "it could, but another suits this better"
+
+
 def test_heads_that_share_a_tile_share_its_keys():
     """One query of 8 heads on 2 key heads: the cache is loaded once, not four times."""
-    gpu = Hardware("one", Rates(1e15, 1e12), capability=(9, 0))
-    p = flashtile.plan((1, 8, 1, 128), (1, 2, 4096, 128), "bfloat16", "cuda", hardware=gpu)
+    p = on_gpu((1, 8, 1, 128), (1, 2, 4096, 128), (9, 0))
     rows, keys, *_ = tuning.choose("decode", 128, 128, 2, (9, 0), False)
     assert p.tile == (rows // 4, keys) and p.tile_heads == 4
     assert p.tiles["full"] == 2 * 4096 // keys
     assert p.tile_bytes == p.least_bytes
-    wide = flashtile.plan((1, 71, 1, 64), (1, 1, 4096, 64), "bfloat16", "cuda", hardware=gpu)  # more heads than rows
+    wide = on_gpu((1, 71, 1, 64), (1, 1, 4096, 64), (9, 0))  # more heads than rows
     rows, keys, *_ = tuning.choose("forward", 64, 64, 2, (9, 0), False)
     assert wide.tile == (1, keys) and wide.tile_heads == min(rows, 71)
     assert wide.tiles["full"] == -(-71 // wide.tile_heads) * 4096 // keys
@@ -150,10 +201,7 @@ def test_heads_that_share_a_tile_share_its_keys():
 
 def test_the_blocks_of_a_tile_do_not_know_the_length():
     """64 x 64 tiles of 16-bit elements, 128 wide: 16 KiB a block."""
-    gpu = Hardware("one", Rates(1e15, 1e12))
     with tuning.override("forward", tuning.Config(64, 64, 4, 2)):
-        short, long = (
-            flashtile.plan((1, 4, n, 128), (1, 4, n, 128), "float16", "cuda", hardware=gpu) for n in (512, 131072)
-        )
+        short, long = (on_gpu((1, 4, n, 128), (1, 4, n, 128), None, "float16") for n in (512, 131072))
     assert short.blocks == long.blocks
     assert [short.blocks[x] >> 10 for x in "QKVSO"] == [16, 16, 16, 16, 32]

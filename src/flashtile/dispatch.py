@@ -1,8 +1,9 @@
-"""One table: backend -> what it supports, and why not. auto = the first row that supports the Problem."""
+"""One table: backend -> what it supports, and why not. auto = the first row that supports the Problem and suits it."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -17,17 +18,26 @@ def _no_reason(problem: Problem) -> None:
     """For a backend that takes every problem."""
 
 
+def _always(problem: Problem) -> bool:
+    """For a backend that is as good as those after it, whatever the problem."""
+    return True
+
+
 _module = cache(importlib.import_module)  # a small call would notice the look-up
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A row of the table. Its module has why_not(), and forward() and backward(), or, on a GPU, prepare()."""
+    """A row of the table. Its module has why_not(), and forward() and backward(), or, on a GPU, prepare().
+
+    It may have missing(), suits() and tile() too.
+    """
 
     name: str
     module: str
     device: str
     about: str
+    generation: int | None = None  # of NVIDIA's GPUs, by their compute capability; None: any GPU, or none
 
     def load(self) -> ModuleType:
         return _module(self.module)
@@ -43,6 +53,15 @@ class Backend:
             return f"it runs on {self.device}, the tensors are on {device}"
         reason: str | None = getattr(self.load(), "why_not", _no_reason)(problem)
         return reason
+
+    def made_for(self, capability: tuple[int, int] | None) -> bool:
+        """Whether it runs on such a GPU; None: one of which nothing is known."""
+        return self.generation is None or (capability is not None and capability[0] == self.generation)
+
+    def suits(self, problem: Problem) -> bool:
+        """Whether a problem that it supports is also one that it does better than those after it."""
+        fit: bool = getattr(self.load(), "suits", _always)(problem)
+        return fit
 
     def why_not(self, problem: Problem, device: str) -> str | None:
         """Why this backend cannot run this problem here; None where it can."""
@@ -70,7 +89,7 @@ TABLE = (
     Backend("native", "flashtile.backends.native", "cpu", "C++ core, queries in the SIMD lanes"),
     Backend("tiles", "flashtile.backends.tiles", "cpu", "NumPy, tile by tile: the one to read"),
     Backend("reference", "flashtile.backends.reference", "cpu", "NumPy, N x N, float64: the oracle"),
-    Backend("gluon", "flashtile.backends.gluon", "cuda", "Gluon kernels for Hopper"),
+    Backend("gluon", "flashtile.backends.gluon", "cuda", "Gluon kernels for Hopper", generation=9),
     Backend("triton", "flashtile.backends.triton", "cuda", "Triton kernels for any GPU it knows"),
 )
 NAMES = ("auto", *(row.name for row in TABLE))
@@ -78,13 +97,11 @@ NAMES = ("auto", *(row.name for row in TABLE))
 
 def choose(problem: Problem, backend: str = "auto", device: str = "cpu") -> Backend:
     """The row that will run this problem. An explicit backend never falls back silently."""
-    reasons = {}
-    for row in TABLE:
-        if backend in ("auto", row.name):
-            reason = row.why_not(problem, device)
-            if reason is None:
-                return row
-            reasons[row.name] = reason
+    reasons: dict[str, str] = {}
+    rows = [row for row in TABLE if backend in ("auto", row.name)]
+    chosen = preferred(problem, _able(rows, problem, device, reasons))
+    if chosen is not None:
+        return chosen
     if backend not in NAMES:
         raise UnsupportedError(f"backend: expected one of {', '.join(NAMES)}, got {backend!r}")
     if backend == "auto":
@@ -92,6 +109,25 @@ def choose(problem: Problem, backend: str = "auto", device: str = "cpu") -> Back
     able = [row.name for row in TABLE if row.why_not(problem, device) is None]
     could = f"could: {', '.join(able)}" if able else "no other backend could"
     raise UnsupportedError(f"backend: {backend} cannot run this: {reasons[backend]}; {could}")
+
+
+def preferred(problem: Problem, able: Iterable[Backend]) -> Backend | None:
+    """Of rows that support a problem, the first that suits it; the last where none does."""
+    row = None
+    for row in able:
+        if row.suits(problem):
+            break
+    return row
+
+
+def _able(rows: Iterable[Backend], problem: Problem, device: str, reasons: dict[str, str]) -> Iterator[Backend]:
+    """Of these rows, those that can run a problem here; into reasons goes why the others cannot."""
+    for row in rows:
+        reason = row.why_not(problem, device)
+        if reason is None:
+            yield row
+        else:
+            reasons[row.name] = reason
 
 
 def _listed(reasons: dict[str, str]) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,7 +52,7 @@ class Plan:
     tile: tuple[int, int]  # query rows and keys
     tile_heads: int  # query heads that share a tile, each with its own rows
     rows_at_once: int  # of scores, that exist at a time
-    tile_of: str | None  # whose tile: the backend, or the one that only this machine keeps from running; None: no one
+    tile_of: str | None  # whose tile: the backend, or the one that would run on the hardware given; None: no one
     blocks: dict[str, int]  # bytes of what meets in a tile: Q, K and V as they travel, S and O as they are summed
     tiles: dict[str, int]  # skipped, partial, full
     band: Band  # of the longest sequence
@@ -102,9 +103,13 @@ def plan(
         if isinstance(stand_ins.get(key), (tuple, list)):
             stand_ins[key] = stand_in(stand_ins[key], kind)
     problem = describe(*(stand_in(shape, name) for shape in shapes), cu_q=cu_q, cu_k=cu_k, **stand_ins)
-    chosen, reasons = _choose(problem, backend, device)
-    owner = chosen or _but_for_this_machine(problem, device)
-    tile = _tile(problem, owner, hardware)
+    capability = None if hardware is None else hardware.capability
+    asked = problem if device == "cpu" else _outlined(problem)
+    chosen, reasons = _choose(asked, backend, device)
+    owner = chosen
+    if chosen is None or (backend == "auto" and device != "cpu" and capability is not None):
+        owner = _but_for_this_machine(asked, device, capability)
+    tile = _tile(problem, owner, capability)
     counts = _Counts.of(problem, tile)
     flops = counts.pairs * traffic.forward_flops_a_pair(problem.dim, problem.dim_v)
     return Plan(
@@ -178,27 +183,58 @@ class _Counts:
         return counts
 
 
+@dataclass(frozen=True, slots=True)
+class _Outline:
+    """A contiguous tensor without its memory, for backends that ask in torch's words how tensors lie."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def element_size(self) -> int:
+        return self.itemsize
+
+    def stride(self, axis: int | None = None) -> Any:
+        strides = tuple(math.prod(self.shape[n + 1 :]) for n in range(len(self.shape)))
+        return strides if axis is None else strides[axis]
+
+    def data_ptr(self) -> int:
+        return 0
+
+
+def _outlined(problem: Problem) -> Problem:
+    """The problem with tensors for q, k and v."""
+    q, k, v = (_Outline(x.shape, ITEMSIZE[problem.dtype]) for x in (problem.q, problem.k, problem.v))
+    return replace(problem, q=q, k=k, v=v)
+
+
 def _choose(problem: Problem, backend: str, device: str) -> tuple[dispatch.Backend | None, dict[str, str]]:
     """The row that would run, and for every other row the reason why it would not."""
     said = {row.name: row.why_not(problem, device) for row in dispatch.TABLE}
-    chosen = next((row for row in dispatch.TABLE if said[row.name] is None), None)
-    if backend != "auto":
-        chosen = dispatch.choose(problem, backend, device)
-    able = "it could, but another was asked for" if backend != "auto" else "it could, but comes later in the table"
-    return chosen, {name: reason or able for name, reason in said.items() if chosen is None or name != chosen.name}
+    able = [row for row in dispatch.TABLE if said[row.name] is None]
+    chosen = dispatch.preferred(problem, able) if backend == "auto" else dispatch.choose(problem, backend, device)
+    later = False
+    for row in able:
+        later = later or row is chosen
+        why = "comes later in the table" if later else "another suits this better"
+        said[row.name] = f"it could, but {why if backend == 'auto' else 'another was asked for'}"
+    return chosen, {name: str(reason) for name, reason in said.items() if chosen is None or name != chosen.name}
 
 
-def _but_for_this_machine(problem: Problem, device: str) -> dispatch.Backend | None:
-    """The row that would run on such a device, if all it needs were here."""
-    return next((row for row in dispatch.TABLE if row.objection(problem, device) is None), None)
+def _but_for_this_machine(problem: Problem, device: str, capability: tuple[int, int] | None) -> dispatch.Backend | None:
+    """The row that would run on such a GPU, if that and all else it needs were here."""
+    able = (row for row in dispatch.TABLE if row.made_for(capability) and row.objection(problem, device) is None)
+    return dispatch.preferred(problem, able)
 
 
-def _tile(problem: Problem, owner: dispatch.Backend | None, hardware: Hardware | None) -> Tiling:
+def _tile(problem: Problem, owner: dispatch.Backend | None, capability: tuple[int, int] | None) -> Tiling:
     """The backend's own; that of the NumPy tiles where it has none to tell of."""
     of_backend = None if owner is None else getattr(owner.load(), "tile", None)
     if of_backend is None:
         return Tiling(tiles.BLOCK, tiles.BLOCK)
-    tile: Tiling = of_backend(problem, None if hardware is None else hardware.capability)
+    tile: Tiling = of_backend(problem, capability)
     return tile
 
 

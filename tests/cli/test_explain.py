@@ -8,7 +8,8 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from flashtile import machine
+from flashtile import dispatch, machine
+from flashtile.backends.gluon import tuning as hopper
 from flashtile.backends.triton import tuning
 from flashtile.bench import rates
 from flashtile.catalogue import chips, models
@@ -109,11 +110,26 @@ def test_decoding():
     assert "floor of a token" in said("--model", "llama-3-8b", "--decode", "--gpu", "h200")
 
 
-@pytest.mark.parametrize(("gpu", "dtype"), [("h200", "bfloat16"), ("h200", "float32"), ("mi300x", "bfloat16")])
+@pytest.mark.parametrize(("gpu", "dtype"), [("a100-80", "bfloat16"), ("h200", "float32"), ("mi300x", "bfloat16")])
 def test_the_tile_is_the_one_that_gpu_gets(gpu, dtype):
     call = found("--model", "llama-3-8b", "--gpu", gpu, "--dtype", dtype)["call"]
     wanted = tuning.choose("forward", 128, 128, ITEMSIZE[dtype], chips()[gpu].capability, False)
     assert tuple(call["tile"]) == wanted[:2] and call["tile_of"] == "triton" and call["device"] == "cuda"
+
+
+def test_hopper_has_kernels_of_its_own():
+    call = found("--model", "llama-3-8b", "--gpu", "h200")["call"]
+    wanted = hopper.forward(128)
+    assert call["tile"] == [hopper.ROWS * wanted.consumers, wanted.block_k] and call["tile_of"] == "gluon"
+    assert found("--model", "llama-3-8b", "--decode", "--gpu", "h200")["call"]["tile_of"] == "triton"
+
+
+def test_another_kernel_may_run_here(monkeypatch):
+    """Asked about a GPU of another kind than this machine's."""
+    monkeypatch.setattr(dispatch.Backend, "missing", lambda self: "away" if self.name == "gluon" else None)
+    assert "gluon, but triton on this machine" in said("--model", "llama-3-8b", "--gpu", "h200")
+    monkeypatch.setattr(dispatch.Backend, "missing", lambda self: "away")
+    assert "gluon, but not on this machine" in said("--model", "llama-3-8b", "--gpu", "h200")
 
 
 def test_here_is_measured():

@@ -141,7 +141,7 @@ def _show(
 def _of_call(p: Plan, hardware: Hardware | None) -> list[tuple[str, str]]:
     room = "" if hardware is None or hardware.sram_a_tile is None else f" of {output.size(hardware.sram_a_tile)} SRAM"
     rows = [
-        ("kernel", p.backend or (f"{p.tile_of}, but not on this machine" if p.tile_of else "none can run it")),
+        ("kernel", _kernel(p)),
         ("q; k", f"{_times(p.q_shape)}; {_times(p.k_shape)}"),
         ("dtype", p.dtype),
         ("tile", _tile(p)),
@@ -162,6 +162,12 @@ def _of_call(p: Plan, hardware: Hardware | None) -> list[tuple[str, str]]:
         rows.append(("bound by", f"{p.floor.bound}: {side} {p.floor.rates.ridge:.4g} FLOPs a byte"))
         rows.append(("floor", output.seconds(p.floor.seconds)))
     return rows
+
+
+def _kernel(p: Plan) -> str:
+    if p.tile_of is None or p.backend == p.tile_of:
+        return p.backend or "none can run it"
+    return f"{p.tile_of}, but {f'{p.backend} ' if p.backend else 'not '}on this machine"
 
 
 def _tile(p: Plan) -> str:

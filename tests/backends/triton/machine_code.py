@@ -34,9 +34,9 @@ class Figures(NamedTuple):
 
 
 def nvidia(ptx: Path, cubin: Path) -> Figures:
-    usage = re.findall(r"REG:(\d+) STACK:(\d+)", _tool("cuobjdump", "--dump-resource-usage", cubin))
+    usage = re.findall(r"REG:(\d+) STACK:(\d+)", tool("cuobjdump", "--dump-resource-usage", cubin))
     registers, stack = map(int, usage[-1])
-    return Figures(matrix(ptx.read_text()), registers, stack, spills(_tool("nvdisasm", "-c", cubin)) if stack else [])
+    return Figures(matrix(ptx.read_text()), registers, stack, spills(tool("nvdisasm", "-c", cubin)) if stack else [])
 
 
 def amd(assembly: Path) -> Figures:
@@ -72,7 +72,7 @@ def loops(text: str) -> list[list[str]]:
     return [lines[first:last] for first, last in inner]
 
 
-def _tool(name: str, *args: Any) -> str:
+def tool(name: str, *args: Any) -> str:
     """The output of one of the tools in Triton's wheel."""
     import triton
 

@@ -1,0 +1,143 @@
+"""The Hopper kernels compiled without a GPU, from the calls that start them. A program: its cases come by stdin."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+from unittest import mock
+
+from tests.backends.triton.machine_code import loops, nvidia, tool
+from tests.backends.triton.offline import ROOT, TARGETS, Phantom
+
+WAIT = re.compile(r"\bWARPGROUP\.DEPBAR\b")
+PRODUCT = re.compile(r"\bHGMMA\b")
+ADVICE = re.compile(r"\bC75\d\d\b.*")  # by ptxas, where it serialises products
+
+
+class Case(NamedTuple):
+    """One call with these options of attention(), in a row; "gqa" and "packed" say how its tensors lie."""
+
+    dim: int
+    options: str = ""
+    dtype: str = "bfloat16"
+
+
+class Built(NamedTuple):
+    """The forward kernel of a case, as the compilers made it."""
+
+    case: Case
+    shared: int  # bytes
+    stack: int  # bytes that a thread has because its registers are too few
+    splits_registers: bool  # between the warps that load and those that consume
+    waits: list[int]  # for products, in each loop over tiles
+    products: list[int]  # instructions, in each of these loops
+    advice: list[str]
+    seconds: float
+
+
+def build(cases: Iterable[Case]) -> list[Built]:
+    """Compile in a process of its own, without the interpreter, and anew: what ptxas says is not kept in a cache."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    with TemporaryDirectory() as cache:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.backends.gluon.offline"],
+            input=json.dumps(list(cases)),
+            env=env | {"TRITON_CACHE_DIR": cache},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-4000:])
+    return [Built(Case(*case), *rest) for case, *rest in map(json.loads, done.stdout.splitlines())]
+
+
+def build_here(cases: Iterable[Case]) -> Iterator[Built]:
+    """build() in this process, which then knows no other GPU."""
+    import triton
+
+    from flashtile.backends.gluon.forward_kernel import forward_kernel
+    from flashtile.backends.triton.start import Start
+
+    triton.runtime.driver.set_active(Phantom(TARGETS["sm_90"]))
+    kernels: list[dict[str, Any]] = []
+    triton.knobs.compilation.listener = lambda **told: kernels.append(told)
+    triton.knobs.nvidia.dump_ptxas_log = True
+
+    def compile_only(start: Start, *args: Any) -> None:
+        if start.kernel is forward_kernel:  # others are the portable backend's
+            start.kernel[start.grid](*args, **start.constants, **start.options)
+
+    with mock.patch.object(Start, "__call__", compile_only):
+        for case in cases:
+            kernels.clear()
+            log = StringIO()
+            with redirect_stdout(log):
+                start_call(case)
+            (told,) = kernels
+            yield _built(case, log.getvalue(), **told)
+
+
+def _built(case: Case, log: str, *, metadata: Any, metadata_group: Any, times: Any, **_: Any) -> Built:
+    files = {Path(path).suffix: Path(path) for path in metadata_group.values()}
+    assert "ptxas info" in log, "what ptxas says went elsewhere"
+    bodies = loops(tool("nvdisasm", "-c", files[".cubin"]))
+    return Built(
+        case,
+        metadata["shared"],
+        nvidia(files[".ptx"], files[".cubin"]).stack,
+        "setmaxnreg.inc" in (text := files[".ptx"].read_text()) and "setmaxnreg.dec" in text,
+        *([sum(bool(word.search(line)) for line in body) for body in bodies] for word in (WAIT, PRODUCT)),
+        ADVICE.findall(log),
+        times.total / 1e6,
+    )
+
+
+def start_call(case: Case) -> None:
+    """Have the backend start the kernels of a case, on tensors of no particular numbers."""
+    import torch
+
+    from flashtile.backends.gluon import launch, why_not
+    from flashtile.band import Band
+    from flashtile.inputs import Inputs
+    from flashtile.problem import describe
+
+    words = case.options.split()
+    batch, heads, kv_heads, n_q, n_k = (2, 16, 2, 8, 4096) if "gqa" in words else (2, 8, 8, 4096, 4096)
+    q_shape, k_shape = (batch, heads, n_q), (batch, kv_heads, n_k)
+    starts = None
+    if "packed" in words:
+        q_shape, k_shape = (batch * n_q, heads), (batch * n_k, kv_heads)
+        starts = torch.tensor([0, 1000, 1000, 8192], dtype=torch.int32)
+    q, k, v = (torch.empty(*shape, case.dim, dtype=getattr(torch, case.dtype)) for shape in (q_shape, k_shape, k_shape))
+    values: dict[str, dict[str, Any]] = {
+        "causal": {"causal": True},
+        "window": {"window": (1000, 0)},
+        "band": {"band": Band(300, 100, 17)},
+        "softcap": {"softcap": 30.0},
+        "alibi": {"alibi": torch.empty(heads)},
+        "sink": {"sink": torch.empty(heads)},
+        "kv_lengths": {"kv_lengths": torch.zeros(batch, dtype=torch.int32)},
+        "float32": {"out_dtype": torch.float32},
+        "packed": {"cu_q": starts, "cu_k": starts},
+        "gqa": {},
+    }
+    problem = describe(q, k, v, **{name: x for word in words for name, x in values[word].items()})
+    assert why_not(problem) is None
+    device = torch.device("cpu")
+    with mock.patch.object(launch, "counter", lambda _device: torch.zeros(2, dtype=torch.int32)):
+        launch.Forward(problem, device)(Inputs.of(problem))
+
+
+if __name__ == "__main__":
+    for built in build_here([Case(*row) for row in json.load(sys.stdin)]):
+        print(json.dumps(built), flush=True)

@@ -1,0 +1,90 @@
+"""The gate for the Hopper kernels, without a GPU: no spills, no product that waits for more than it must, and they fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.backends.gluon.offline import ADVICE, Built, Case, build
+from tests.backends.triton.offline import TARGETS
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+DIMS = (64, 128, 256)
+EVERYTHING = "causal softcap alibi sink kv_lengths gqa"
+QUICK = {
+    "plain": [Case(dim, options) for dim in DIMS for options in ("", "causal")],
+    "options": [
+        Case(64, "band"),
+        Case(128, "window"),
+        Case(128, EVERYTHING),
+        Case(128, "causal packed"),
+        Case(128, "causal", "float16"),
+        Case(128, "float32"),
+    ],
+}
+FULL = [
+    *(Case(dim, "band") for dim in DIMS),
+    *(Case(dim, options, "float16") for dim in DIMS for options in ("", "causal", "band")),
+    *(Case(dim, f"{options} float32") for dim in DIMS for options in ("", "causal")),
+    *(Case(dim, f"{options} packed") for dim in DIMS for options in ("causal", "band", "kv_lengths sink")),
+    *(Case(dim, options) for dim in DIMS for options in (EVERYTHING, "softcap", "alibi", "gqa")),
+]
+# The tiles of head dim 64 have three warpgroups, with few registers each: bytes of stack that a two-sided band may take.
+STACK = {(64, "band"): 8}
+# Options of little use that one would not tune for.
+SLACK = 64
+
+
+def faults(built: Built, plain: bool = True) -> list[str]:
+    """What is wrong with a kernel, in words."""
+    case, found = built.case, list(built.advice)
+    room = STACK.get((case.dim, case.options), 0) if plain else SLACK
+    if built.stack > room:
+        found.append(f"{built.stack} bytes of stack, of {room}")
+    if built.shared > TARGETS["sm_90"].shared:
+        found.append(f"{built.shared} bytes of shared memory, of {TARGETS['sm_90'].shared}")
+    if not built.splits_registers:
+        found.append("all warps have as many registers")
+    if not built.products or not all(built.products):
+        found.append("no loop over tiles with products in it")
+    if any(waits != 2 for waits in built.waits):
+        found.append(f"{built.waits} waits in loops over tiles, where 2 do")
+    return [f"{case}: {fault}" for fault in found]
+
+
+@pytest.mark.parametrize("group", QUICK)
+def test_kernels(group: str) -> None:
+    rows = build(QUICK[group])
+    assert [built.case for built in rows] == QUICK[group]
+    assert [fault for built in rows for fault in faults(built)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", DIMS)
+def test_more_kernels(dim: int) -> None:
+    rows = build([case for case in FULL if case.dim == dim])
+    assert [fault for built in rows for fault in faults(built, plain=False)] == []
+
+
+BUILT = Built(Case(64), 232448, 0, True, [2, 2], [12, 12], [], 1.0)
+SERIAL = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."
+
+
+@pytest.mark.parametrize(
+    ("built", "fault"),
+    [
+        (BUILT._replace(stack=8), "8 bytes of stack, of 0"),
+        (BUILT._replace(shared=232449), "of shared memory"),
+        (BUILT._replace(splits_registers=False), "as many registers"),
+        (BUILT._replace(products=[], waits=[]), "no loop over tiles"),
+        (BUILT._replace(waits=[2, 3]), "3] waits"),
+        (BUILT._replace(advice=ADVICE.findall(SERIAL)), "C7510"),
+    ],
+    ids=["stack", "shared", "registers", "products", "waits", "advice"],
+)
+def test_the_gate_closes(built: Built, fault: str) -> None:
+    assert faults(BUILT) == []
+    (found,) = faults(built)
+    assert fault in found
+    assert faults(BUILT._replace(case=Case(64, "band"), stack=8)) == []

@@ -18,11 +18,15 @@ from tests.grid import Call
 
 @dataclass(frozen=True)
 class Runner:
-    """forward(call) -> out, lse; backward(call, out, lse) -> Grads; both as the public functions give them."""
+    """forward(call) -> out, lse; backward(call, out, lse) -> Grads; both as the public functions give them.
+
+    refusal(call): why it does not take a call; None where it does.
+    """
 
     name: str
     forward: Callable[[Call], tuple[Any, Any]]
     backward: Callable[[Call, Any, Any], ft.Grads]
+    refusal: Callable[[Call], str | None] = lambda call: None
 
 
 def public(name: str, **more: Any) -> Runner:

@@ -1,4 +1,7 @@
-"""Tests marked gpu skip where there is none; each waits for the GPU, so that an error is told where it belongs."""
+"""Tests marked gpu skip where there is none; each waits for the GPU, so that an error is told where it belongs.
+
+`backend`: the backend that a test's calls go to.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import os
 from collections.abc import Iterator
 
 import pytest
+
+from flashtile import dispatch
 
 
 @pytest.fixture(autouse=True)
@@ -24,3 +29,16 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[None]:
             os.write(2, f"{request.node.nodeid}: {error}\n".encode())
             os._exit(1)
         raise
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest, gpu: None) -> Iterator[str]:
+    """By each_backend: calls that name no backend go to this one, which skips the test where it cannot run here."""
+    from tests.gpu.runner import by
+
+    name: str = request.param
+    row = next(row for row in dispatch.TABLE if row.name == name)
+    if reason := row.missing():
+        pytest.skip(f"{name}: {reason}")
+    with by(name):
+        yield name

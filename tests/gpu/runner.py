@@ -1,8 +1,12 @@
-"""The public functions and autograd on tensors of a device, as a runner for the calls of the grid."""
+"""The public functions and autograd on tensors of a device, by one backend or another, for the calls of the grid."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,14 +15,62 @@ from torch import Tensor
 
 import flashtile as ft
 from flashtile import dispatch
-from flashtile.problem import Problem
+from flashtile.problem import describe
 from flashtile.pytorch.bridge import to_numpy, to_torch
 from tests.gpu.placing import NO_FENCE, Fence, Placed, place, same_bits
 from tests.grid import GRADIENTS, Call, Case, Truth, build, check_backward, check_forward, truth
 from tests.pytorch.samples import run
 from tests.runners import Runner
 
+BACKENDS = tuple(row.name for row in dispatch.TABLE if row.device == "cuda")
+# For `pytestmark`: every test of a module, once by each backend. conftest.py has the fixture.
+each_backend = (
+    pytest.mark.usefixtures("backend"),
+    pytest.mark.parametrize("backend", BACKENDS, indirect=True),
+)
 DIFFERENTIABLE = dict(zip(GRADIENTS, ("q", "k", "v", "bias", "sink"), strict=True))
+
+
+class Route:
+    """The public functions, by one backend for tensors on a GPU.
+
+    What it cannot do makes the test skip, if that comes first; later on it is the portable backend's, so that a test
+    of many calls in turn is still one where these meet.
+    """
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.taken = 0
+
+    def __call__(self, function: Callable[..., Any], q: Any, *args: Any, **options: Any) -> Any:
+        if "backend" in options or not getattr(q, "is_cuda", False):
+            return function(q, *args, **options)
+        try:
+            result = function(q, *args, **options, backend=self.backend)
+        except ft.UnsupportedError as error:
+            if not str(error).startswith(f"backend: {self.backend} cannot"):
+                raise
+            if not self.taken:
+                pytest.skip(str(error))
+            return function(q, *args, **options, backend="triton")
+        self.taken += 1
+        return result
+
+
+_routes: list[Route] = []
+
+
+@contextmanager
+def by(backend: str) -> Iterator[Route]:
+    """While it lasts, calls that name no backend run on this one."""
+    route = Route(backend)
+    functions = {name: partial(route, getattr(ft, name)) for name in ("attention", "attention_packed")}
+    _routes.append(route)
+    try:
+        with mock.patch.multiple(ft, **functions):
+            yield route
+    finally:
+        _routes.pop()
 
 
 class Given:
@@ -32,6 +84,13 @@ class Given:
         }
         self.arguments: dict[str, Any] = whole | {name: p.tensor for name, p in self.placed.items()}
         self.dout, self.dlse = self.arguments.pop("dout"), self.arguments.pop("dlse")
+
+    def refusal(self, device: str) -> str | None:
+        """Why a call on such tensors is not for the backend that it would go to; None where it is."""
+        problem = describe(**self.arguments)
+        wanted = [_routes[-1].backend] if _routes else BACKENDS
+        reasons = [row.why_not(problem, device) for row in dispatch.TABLE if row.name in wanted]
+        return None if None in reasons else "; ".join(str(reason) for reason in reasons)
 
     @property
     def leaves(self) -> dict[str, Tensor]:
@@ -60,6 +119,11 @@ class Given:
             assert placed.unchanged(), f"{name}, or memory beside it, was written to"
 
 
+def refusal(call: Call, device: str = "cuda", fence: Fence = NO_FENCE) -> str | None:
+    """Why a call is not for the backend that it would go to; None where it is. A CPU takes every call."""
+    return None if device == "cpu" else Given(call, device, fence).refusal(device)
+
+
 def on(device: str, fence: Fence = NO_FENCE) -> Runner:
     """A runner that goes by flashtile.attention(), attention_packed() and autograd."""
 
@@ -79,16 +143,10 @@ def on(device: str, fence: Fence = NO_FENCE) -> Runner:
         found = {name: to_numpy(x.cpu()) for name, x in zip(given.leaves, grads, strict=True)}
         return ft.Grads(**(dict.fromkeys(GRADIENTS) | found))
 
-    return Runner(device, forward, backward)
+    return Runner(device, forward, backward, partial(refusal, device=device, fence=fence))
 
 
 CUDA = on("cuda")
-
-
-def refusal(problem: Problem, device: str) -> str | None:
-    """Why no backend of a device takes a problem; None where one does."""
-    reasons = [row.why_not(problem, device) for row in dispatch.TABLE if row.device == device]
-    return None if None in reasons else "; ".join(str(reason) for reason in reasons)
 
 
 def agree(*cases: Case, runner: Runner = CUDA, backward: bool = True) -> None:
@@ -96,7 +154,7 @@ def agree(*cases: Case, runner: Runner = CUDA, backward: bool = True) -> None:
     wrong, refused = [], []
     for case in cases:
         call = build(case)
-        if reason := refusal(call.problem(), runner.name):
+        if reason := runner.refusal(call):
             refused.append(reason)
             continue
         try:

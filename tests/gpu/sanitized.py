@@ -1,6 +1,6 @@
 """A handful of small calls, to be run under compute-sanitizer: every kernel, and the places where tiles end.
 
-python -m tests.gpu.sanitized calls | overrun (the latter is wrong on purpose, to see that it is noticed)
+python -m tests.gpu.sanitized triton | gluon | overrun (the last is wrong on purpose, to see that it is noticed)
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.gpu.runner import Given, refusal
+from tests.gpu.runner import BACKENDS, Given, by
 from tests.gpu.sizes import DECODE, LONG, PACKED, RAGGED
 from tests.grid import Case, Size, build
 
@@ -21,27 +21,29 @@ CASES = (
     Case(RAGGED, "bfloat16", ("window", "bias of keys", "sink")),
     Case(RAGGED, "float32", ("causal",)),
     Case(Size(1, 2, 1, 1, 1, 64, 64), "bfloat16"),
-    Case(Size(1, 2, 1, 129, 127, 128, 128), "bfloat16", ("causal",)),
+    *(Case(RAGGED, "bfloat16", options) for options in (("band",), ("alibi", "softcap", "sink", "kv_lengths"))),
+    *(Case(Size(1, 2, 1, 129, 127, n, n), "bfloat16", ("causal",)) for n in (128, 256)),
+    Case(RAGGED, "float16", ("causal",)),
     Case(Size(1, 2, 1, 65, 63, 80, 33), "bfloat16", ("causal",)),
     Case(Size(1, 2, 1, 65, 63, 1, 1), "float32"),
     Case(Size(1, 1, 1, 17, 33, 512, 512), "bfloat16", ("causal",)),
 )
 
 
-def calls() -> None:
+def calls(backend: str) -> None:
     run = 0
-    for case in CASES:
-        call = build(case)
-        if refusal(call.problem(), "cuda") is None:
-            given = Given(call, "cuda")
-            given.step()
-            torch.cuda.synchronize()
-            run += 1
-    # NaN in a value: the guarded walk runs too.
-    spoiled = Given(build(CASES[0]), "cuda")
-    spoiled.arguments["v"][:, :, 100] = torch.nan
-    spoiled.step()
-    torch.cuda.synchronize()
+    with by(backend):
+        for case in CASES:
+            given = Given(build(case), "cuda")
+            if given.refusal("cuda") is None:
+                given.step()
+                torch.cuda.synchronize()
+                run += 1
+        # NaN in a value: the guarded walk runs too.
+        spoiled = Given(build(CASES[0]), "cuda")
+        spoiled.arguments["v"][:, :, 100] = torch.nan
+        spoiled.step()
+        torch.cuda.synchronize()
     print(run, "calls")
 
 
@@ -57,4 +59,4 @@ def overrun() -> None:
 
 
 if __name__ == "__main__":
-    {"calls": calls, "overrun": overrun}[sys.argv[1]]()
+    calls(sys.argv[1]) if sys.argv[1] in BACKENDS else overrun()

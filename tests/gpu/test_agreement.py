@@ -15,11 +15,11 @@ import torch
 import flashtile as ft
 from tests import test_agreement, test_search
 from tests.gpu.placing import UNALIGNED
-from tests.gpu.runner import CUDA, Given, agree, check, on
+from tests.gpu.runner import CUDA, Given, agree, check, each_backend, on
 from tests.gpu.sizes import DECODE, LONG, PACKED, RAGGED
 from tests.grid import COMBINATIONS, OPTIONS, Call, Case, Size, build, truth
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, *each_backend]
 
 each_dtype = pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 two_dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -7,11 +7,11 @@ import pytest
 pytest.importorskip("torch")
 
 from tests.gpu.placing import FENCE, canaries
-from tests.gpu.runner import Given, agree, on, refusal
+from tests.gpu.runner import Given, agree, each_backend, on, refusal
 from tests.gpu.sizes import DECODE, LONG, PACKED, RAGGED
 from tests.grid import Case, Size, build
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, *each_backend]
 
 BROADCAST = ("window", "bias of keys", "bias of rows", "mask of rows", "sink")
 CASES = [
@@ -40,7 +40,7 @@ def test_inputs_between_poison(case: Case) -> None:
 def test_results_between_poison(case: Case) -> None:
     """New memory is NaN and lies between NaN: all of a result is written, and nothing beside it."""
     call = build(case)
-    if reason := refusal(call.problem(), "cuda"):
+    if reason := refusal(call):
         pytest.skip(reason)
     given = Given(call, "cuda")
     with canaries() as birds:

@@ -13,11 +13,11 @@ pytest.importorskip("torch")
 import torch
 
 from tests.gpu.placing import same_bits
-from tests.gpu.runner import Given
+from tests.gpu.runner import Given, each_backend
 from tests.gpu.sizes import DECODE, LONG, PACKED, RAGGED
 from tests.grid import Case, Size, build
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, *each_backend]
 
 CASES = {
     "causal": Case(LONG, "bfloat16", ("causal",)),

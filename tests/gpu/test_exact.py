@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 import flashtile as ft
+from tests.gpu.runner import each_backend
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, *each_backend]
 
 HALVES = [torch.bfloat16, torch.float16]
 

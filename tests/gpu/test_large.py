@@ -14,8 +14,9 @@ from torch import Tensor
 import flashtile as ft
 from tests.gpu.child import python
 from tests.gpu.oracle import sampled_keys, sampled_rows, standard
+from tests.gpu.runner import each_backend
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, *each_backend]
 
 GIB = 1 << 30
 
@@ -110,7 +111,7 @@ def test_many_packed_sequences() -> None:
 
 
 FAR_APART = """
-import torch, flashtile as ft
+import sys, torch, flashtile as ft
 torch.manual_seed(0)
 rows, step = 65, 1 << 26  # the last row of a tile lies 2^32 elements behind its first
 room = torch.zeros(rows * step, device="cuda", dtype=torch.bfloat16)
@@ -120,15 +121,15 @@ far.copy_(near)
 results = []
 for x in (near, far):
     x = x.detach().requires_grad_()
-    out = ft.attention(x, x, x, causal=True)
+    out = ft.attention(x, x, x, causal=True, backend=sys.argv[1])
     results.append((out, *torch.autograd.grad(out, x, torch.ones_like(out))))
 print(max(float((a - b).abs().max()) for a, b in zip(*results)))
 """
 
 
-def test_rows_far_apart() -> None:
+def test_rows_far_apart(backend: str) -> None:
     """Strides are numbers like any other. In a process of its own: an address gone wrong would end this one's work."""
-    run = python("-c", FAR_APART)
+    run = python("-c", FAR_APART, backend)
     assert run.returncode == 0, run.stderr[-3000:]
     assert float(run.stdout) < 0.05
 

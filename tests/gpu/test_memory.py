@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 import flashtile as ft
+from tests.gpu.runner import each_backend
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, *each_backend]
 
 N, H, D = 16384, 2, 64
 MIB = 1 << 20

@@ -14,10 +14,10 @@ import pytest
 pytest.importorskip("torch")
 
 from tests import test_nonfinite as nonfinite
-from tests.gpu.runner import CUDA, check
+from tests.gpu.runner import CUDA, check, each_backend
 from tests.grid import Case, Size, Truth, build, check_backward, check_forward, same_dtype_error
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, *each_backend]
 
 each_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 

@@ -15,8 +15,9 @@ from torch import Tensor
 import flashtile as ft
 from tests.gpu.oracle import standard
 from tests.gpu.placing import same_bits
+from tests.gpu.runner import each_backend
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, *each_backend]
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:

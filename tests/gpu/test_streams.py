@@ -14,11 +14,11 @@ pytest.importorskip("torch")
 import torch
 
 from tests.gpu.placing import same_bits
-from tests.gpu.runner import Given
+from tests.gpu.runner import Given, each_backend
 from tests.gpu.sizes import DECODE, LONG, PACKED, RAGGED
 from tests.grid import OPTIONS, Case, build
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, *each_backend]
 
 VARIED = [
     *(Case(size, "bfloat16", (option,)) for size in (LONG, DECODE, PACKED) for option in ("causal", "kv_lengths")),

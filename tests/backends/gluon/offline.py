@@ -117,7 +117,7 @@ def start_call(case: Case) -> None:
     starts = None
     if "packed" in words:
         q_shape, k_shape = (batch * n_q, heads), (batch * n_k, kv_heads)
-        starts = torch.tensor([0, 1000, 1000, 8192], dtype=torch.int32)
+        starts = torch.tensor([0, 1000, 8192], dtype=torch.int32)
     q, k, v = (torch.empty(*shape, case.dim, dtype=getattr(torch, case.dtype)) for shape in (q_shape, k_shape, k_shape))
     values: dict[str, dict[str, Any]] = {
         "causal": {"causal": True},

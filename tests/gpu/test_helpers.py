@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ import torch
 import flashtile as ft
 from tests.gpu.oracle import sampled_keys, sampled_rows, standard
 from tests.gpu.placing import FENCE, NO_FENCE, UNALIGNED, Fence, canaries, place, same_bits
-from tests.gpu.runner import Given, agree, on
+from tests.gpu.runner import Given, Route, agree, by, on
 from tests.gpu.test_random import KINDS, problem
 from tests.grid import LAYOUTS, Case, Size, build, laid_out
 from tests.runners import Runner
@@ -97,6 +99,42 @@ def test_the_runner_sees_what_is_written_beside_its_inputs() -> None:
     given.placed["k"].buffer[-1] = 0.0
     with pytest.raises(AssertionError, match=r"^k, or memory beside it"):
         given.check_untouched()
+
+
+ON_GPU, ON_CPU = SimpleNamespace(is_cuda=True), SimpleNamespace(is_cuda=False)
+
+
+def picky(q: Any, backend: str = "auto", can: bool = True) -> str:
+    if backend == "gluon" and not can:
+        raise ft.UnsupportedError("backend: gluon cannot run this: it is Monday; could: triton")
+    return backend
+
+
+def test_calls_go_the_way_they_are_sent() -> None:
+    route = Route("gluon")
+    assert route(picky, ON_GPU) == "gluon"
+    assert route(picky, q=ON_GPU) == "gluon"
+    assert route(picky, ON_CPU) == "auto"
+    assert route(picky, ON_GPU, backend="triton") == "triton"
+    assert route(picky, ON_GPU, can=False) == "triton", "not the first call"
+
+
+def test_a_first_call_that_cannot_be_sent_is_skipped() -> None:
+    with pytest.raises(pytest.skip.Exception, match="Monday"):
+        Route("gluon")(picky, ON_GPU, can=False)
+
+    def broken(q: Any, backend: str) -> None:
+        raise ft.UnsupportedError("mask: not on Mondays")
+
+    with pytest.raises(ft.UnsupportedError, match="mask"):
+        Route("gluon")(broken, ON_GPU)
+
+
+def test_the_public_functions_are_sent_that_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ft, "attention", picky)
+    with by("gluon"):
+        assert ft.attention(ON_GPU) == "gluon"
+    assert ft.attention(ON_GPU) == "auto"
 
 
 def test_problems_of_a_kind_differ_in_numbers_alone() -> None:

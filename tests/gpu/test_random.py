@@ -85,7 +85,7 @@ def shares(rng: np.random.Generator, total: int) -> Any:
     return np.append(few, total - few.sum())
 
 
-def problem(kind: Kind, rng: np.random.Generator) -> Call:
+def problem(kind: Kind, rng: np.random.Generator, lengths: tuple[int, int] = (131, 239)) -> Call:
     """A problem of a kind. Lengths and edges are odd, of two tiles and more: what is not is of another kind."""
 
     def odd(low: int, high: int) -> int:
@@ -106,7 +106,7 @@ def problem(kind: Kind, rng: np.random.Generator) -> Call:
         q_shape, k_shape = (int(cu_q[-1]), heads), (int(cu_k[-1]), kv_heads)
         sequences = len(order)
     else:
-        n_q, n_k, sequences, packed = odd(131, 239), odd(131, 239), int(rng.integers(2, 4)), {}
+        n_q, n_k, sequences, packed = odd(*lengths), odd(*lengths), int(rng.integers(2, 4)), {}
         room = np.full(sequences, n_k)
         q_shape, k_shape = (sequences, heads, n_q), (sequences, kv_heads, n_k)
     pairs = (sequences, heads, n_q, n_k)
@@ -137,12 +137,12 @@ def problem(kind: Kind, rng: np.random.Generator) -> Call:
     return Call(q, k, v, options, array(*q_shape, dim_v), array(*q_shape, dtype=accumulator(kind.dtype)), packed)
 
 
-def try_some(kind: Kind, seed: int, count: int) -> None:
+def try_some(kind: Kind, seed: int, count: int, lengths: tuple[int, int] = (131, 239)) -> None:
     rng = np.random.default_rng([zlib.crc32(str(kind).encode()), seed])
     wrong = []
     runner = RUNNERS[kind.place]
     for n in range(count):
-        call = problem(kind, rng)
+        call = problem(kind, rng, lengths)
         if not n and (reason := runner.refusal(call)):
             pytest.skip(reason)
         try:

@@ -29,6 +29,7 @@ class Case(NamedTuple):
     dim: int
     options: str = ""
     dtype: str = "bfloat16"
+    dim_v: int | None = None  # None: as wide as the keys
 
 
 class Built(NamedTuple):
@@ -118,7 +119,8 @@ def start_call(case: Case) -> None:
     if "packed" in words:
         q_shape, k_shape = (batch * n_q, heads), (batch * n_k, kv_heads)
         starts = torch.tensor([0, 1000, 8192], dtype=torch.int32)
-    q, k, v = (torch.empty(*shape, case.dim, dtype=getattr(torch, case.dtype)) for shape in (q_shape, k_shape, k_shape))
+    shapes = (*q_shape, case.dim), (*k_shape, case.dim), (*k_shape, case.dim_v or case.dim)
+    q, k, v = (torch.empty(shape, dtype=getattr(torch, case.dtype)) for shape in shapes)
     values: dict[str, dict[str, Any]] = {
         "causal": {"causal": True},
         "window": {"window": (1000, 0)},

@@ -30,6 +30,7 @@ FULL = [
     *(Case(dim, f"{options} packed") for dim in DIMS for options in ("causal", "band", "kv_lengths sink")),
     *(Case(dim, options) for dim in DIMS for options in (EVERYTHING, "softcap", "alibi", "gqa")),
 ]
+WIDTHS = [(8, 8), (16, 24), (32, 32), (40, 48), (96, 96), (64, 128), (128, 64), (192, 128), (128, 256), (256, 64)]
 # The tiles of head dim 64 have three warpgroups, with few registers each: bytes of stack that a two-sided band may take.
 STACK = {(64, "band"): 8}
 # Options of little use that one would not tune for.
@@ -64,6 +65,12 @@ def test_kernels(group: str) -> None:
 @pytest.mark.parametrize("dim", DIMS)
 def test_more_kernels(dim: int) -> None:
     rows = build([case for case in FULL if case.dim == dim])
+    assert [fault for built in rows for fault in faults(built, plain=False)] == []
+
+
+@pytest.mark.slow
+def test_other_widths() -> None:
+    rows = build([Case(dim, "causal", dim_v=dim_v) for dim, dim_v in WIDTHS])
     assert [fault for built in rows for fault in faults(built, plain=False)] == []
 
 

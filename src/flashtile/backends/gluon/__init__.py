@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flashtile.backends import triton as portable
 from flashtile.problem import Problem
+from flashtile.tiling import Tiling
 
 if TYPE_CHECKING:
     from flashtile.backends.gluon.launch import Prepared
 
 WIDEST = 256
+SHORT = 64  # queries
+ROWS_TO_FILL = 64 * 128  # about two tiles for three processors in four
 
 
 @cache
@@ -38,6 +41,8 @@ def why_not(problem: Problem) -> str | None:
         return f"its tiles hold head dims up to {WIDEST}"
     if p.scale <= 0:
         return "it takes a positive scale"
+    from flashtile.backends.gluon.descriptors import fetchable
+
     for name in "qkv":
         x = getattr(p, name)
         if not x.numel():
@@ -47,11 +52,22 @@ def why_not(problem: Problem) -> str | None:
     return portable.why_not(problem)
 
 
-def fetchable(x: Any) -> bool:
-    """Whether the copy engine can take x, of rank 4."""
-    item = x.element_size()
-    apart = all(n == 1 or (s > 0 and s * item % 16 == 0) for n, s in zip(x.shape[:3], x.stride()[:3], strict=True))
-    return bool(x.stride(3) == 1 and apart and x.data_ptr() % 16 == 0)
+def suits(problem: Problem) -> bool:
+    """Whether there is enough to do for a kernel that keeps every processor for itself.
+
+    The portable kernels share the keys of few queries out, and start sooner.
+    """
+    rows = problem.n_q * problem.heads * problem.sequences
+    return problem.n_q > SHORT and rows >= ROWS_TO_FILL
+
+
+def tile(problem: Problem, capability: tuple[int, int] | None = None) -> Tiling:
+    """That of a forward pass."""
+    from flashtile.backends.gluon import tuning
+
+    config = tuning.forward(max(problem.dim, problem.dim_v))
+    heads = tuning.packed_heads(problem)
+    return Tiling(tuning.ROWS * config.consumers // heads, config.block_k, heads)
 
 
 def prepare(problem: Problem) -> tuple[Prepared, Problem]:

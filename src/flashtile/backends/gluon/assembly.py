@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 
 # Named barriers of a program, which count threads. Triton itself uses the first few.
 BARRIERS = gl.constexpr(16)
@@ -56,8 +60,8 @@ def _scale_unless_one(columns: int) -> tuple[str, str]:
     """o *= factor for the two rows of a thread, in a branch that a warp takes if any of its factors is not 1."""
     n = columns // 2  # values of a thread; those of a row are neighbours in pairs
     test = (
-        "{ .reg .pred p, q; setp.neu.f32 p, $%d, 0f3F800000; setp.neu.or.f32 p, $%d, 0f3F800000, p;"
-        " vote.sync.any.pred q, p, 0xffffffff; @!q bra L; " % (2 * n, 2 * n + 2)
+        f"{{ .reg .pred p, q; setp.neu.f32 p, ${2 * n}, 0f3F800000; setp.neu.or.f32 p, ${2 * n + 2}, 0f3F800000, p;"
+        " vote.sync.any.pred q, p, 0xffffffff; @!q bra L; "
     )
     products = " ".join(f"mul.f32 ${k}, ${k}, ${2 * n + k};" for k in range(n))
     return test + products + " L: }", ",".join(["=f"] * n + [str(k) for k in range(n)] + ["f"] * n)
@@ -95,3 +99,10 @@ def pack_halves(low, high, dtype: gl.constexpr):
     return gl.inline_asm_elementwise(
         f"cvt.rn.{NAME}.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
     )
+
+
+@builtin
+def reduce_add(desc: Any, coord: Any, source: Any, _semantic: Any = None) -> None:
+    """Let the copy engine add a tile of shared memory to one in memory. Gluon 3.6 has no word for it either."""
+    at = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, at, source.handle)

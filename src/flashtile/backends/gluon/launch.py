@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashtile.backends.gluon import tuning
+from flashtile.backends.gluon.descriptors import descriptors, outline_of
 from flashtile.backends.gluon.forward_kernel import forward_kernel
+from flashtile.backends.gluon.gradients import Backward
+from flashtile.backends.gluon.tuning import ROWS
 from flashtile.backends.triton import launch as portable
 from flashtile.backends.triton.arguments import block, lengths, rule
 from flashtile.backends.triton.start import Start
 from flashtile.backends.triton.tensors import Result, outline
 from flashtile.band import FAR
-from flashtile.dtypes import name_of
 from flashtile.inputs import TENSORS, Inputs
-from flashtile.problem import Problem
+from flashtile.problem import Problem, check_gradients
 from flashtile.results import Gradients
-
-ROWS = 64
 
 
 class Constants(NamedTuple):
@@ -51,7 +49,7 @@ class Forward:
     def __init__(self, p: Problem, device: Any) -> None:
         self._device = device
         config = tuning.forward(max(p.dim, p.dim_v))
-        self.packed_heads = packed_heads(p, config)
+        self.packed_heads = tuning.packed_heads(p)
         n_rows, batch, heads = p.q.shape[2], p.q.shape[0], p.heads // self.packed_heads
         self._out = Result(p, p.heads, n_rows, p.dim_v, p.out_dtype, device)
         self._lse = Result(p, p.heads, n_rows, None, p.accumulator, device)
@@ -64,7 +62,8 @@ class Forward:
             section = _section(p, heads * batch)
         tasks = tiles * heads * batch
         self._counts = (tiles, heads, section, tasks)
-        self._marks = (mark_tiles * heads * batch, mark_tiles)
+        self._mark_tiles = mark_tiles
+        self._mend = portable.MendForward(p, device, ROWS, self.packed_heads)
         self._rule, self._lengths = rule(p), lengths(p)
         width, width_v = block(p.dim), block(p.dim_v)
         rows_block = [1, 1, ROWS // self.packed_heads, self.packed_heads]
@@ -73,9 +72,7 @@ class Forward:
         self._v = descriptors(p.v, [1, 1, config.block_k, width_v])
         self._out_desc: Any = lambda tensor: None
         if p.out_dtype == p.dtype and p.dim_v % 8 == 0:
-            out = torch.empty_strided(
-                (batch, p.heads, n_rows, p.dim_v), (*self._out.strides, 1), dtype=self._out.dtype, device="meta"
-            )
+            out = outline_of(self._out, batch, p.heads, n_rows, p.dim_v)
             self._out_desc = descriptors(out, [*rows_block, width_v], self.packed_heads)
         self._start = Start(
             forward_kernel,
@@ -86,8 +83,7 @@ class Forward:
 
     def __call__(self, x: Inputs) -> tuple[Any, Any]:
         out, lse = self._out.make(), self._lse.make()
-        count, mark_tiles = self._marks
-        marks = torch.empty(count, dtype=torch.int32, device=self._device)
+        marks = self._mend.make()
         self._start(
             self._q(x.q),
             self._k(x.k),
@@ -96,13 +92,14 @@ class Forward:
             out,
             lse,
             marks,
-            mark_tiles,
+            self._mark_tiles,
             counter(self._device),
             x.sink,
             portable._rule_of(self._rule, x),
             portable._lengths_of(self._lengths, x),
             *self._counts,
         )
+        self._mend(x, out, lse, marks)
         return out.ptr, lse.ptr
 
 
@@ -116,26 +113,6 @@ def constants(p: Problem, config: tuning.Config, packed_heads: int) -> Constants
     trust = p.dtype == "bfloat16"  # weights of float16 overflow at 2^16
     sizes = (p.group, packed_heads, p.dim_v, block(p.dim), block(p.dim_v))
     return Constants(*map(gl.constexpr, (*sizes, *config, trust, whole, one_cut)))
-
-
-def descriptors(x: Any, box: list[int], packed_heads: int | None = None) -> Callable[[Any], Any]:
-    """What makes a descriptor of tensors that lie like x, of rank 4. With packed_heads these have an axis of their own."""
-    shape, stride = list(x.shape), list(x.stride())
-    if packed_heads is not None:
-        shape = [shape[0], shape[1] // packed_heads, shape[2], packed_heads, shape[3]]
-        stride = [stride[0], stride[1] * packed_heads, stride[2], stride[1], 1]
-    stride = [s if n > 1 else 8 for n, s in zip(shape[:-1], stride[:-1], strict=True)] + [
-        1
-    ]  # an axis of 1 has no stride
-    layout = gl.NVMMASharedLayout.get_default_for(box, getattr(gl, name_of(x.dtype)))
-    like = vars(TensorDescriptor(x, shape, stride, box, layout))
-
-    def describe(tensor: Any) -> Any:
-        made = TensorDescriptor.__new__(TensorDescriptor)  # whose checks have been made
-        made.__dict__.update(like, base=tensor)
-        return made
-
-    return describe
 
 
 _counters: dict[tuple[int, int], Any] = {}
@@ -155,14 +132,6 @@ def counter(device: Any) -> Any:
     return found
 
 
-def packed_heads(p: Problem, config: tuning.Config) -> int:
-    """Query heads of a group that share the rows of a tile, where one head alone would leave most of them empty."""
-    if p.packed or p.group == 1 or p.group & (p.group - 1) or p.group > tuning.MOST_PACKED:
-        return 1
-    rows = ROWS * config.consumers
-    return p.group if p.n_q * 2 <= rows else 1
-
-
 def _section(p: Problem, columns: int) -> int:
     """Heads that are worked on side by side, a power of two: their keys and values stay in the L2."""
     fit = max(1, tuning.L2_SECTION // (p.n_k * (p.dim + p.dim_v) * 2))
@@ -170,19 +139,39 @@ def _section(p: Problem, columns: int) -> int:
 
 
 class Prepared:
-    """A call without its numbers; gradients are the portable kernels' so far."""
+    """A call without its numbers: what is launched for tensors of these shapes, strides, dtypes and alignments."""
 
     def __init__(self, problem: Problem) -> None:
         self._device = problem.q.device
-        outlined = replace(problem, **{name: outline(getattr(problem, name)) for name in TENSORS})
-        self._forward = Forward(outlined, self._device)
+        self._problem = replace(problem, **{name: outline(getattr(problem, name)) for name in TENSORS})
+        self._forward = Forward(self._problem, self._device)
+        self._backward: dict[Any, Backward] = {}
         self._portable = portable.Prepared(problem)
 
     def forward(self, x: Inputs) -> tuple[Any, Any]:
         """Output and lse, contiguous, in the caller's layout."""
+        if portable._here(self._device):
+            return self._forward(x)
         with torch.cuda.device(self._device):
             return self._forward(x)
 
     def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Gradients:
-        """Gradients from the saved output and lse."""
-        return self._portable.backward(x, dout, out, lse, dlse, bias_grad=bias_grad)
+        """Gradients from the saved output and lse, in the caller's layout; that of a sink is wide."""
+        if not differentiates(self._problem):
+            return self._portable.backward(x, dout, out, lse, dlse, bias_grad=bias_grad)
+        dout = dout.to(x.q.dtype).contiguous()
+        out = out if out.stride(-1) == 1 else out.contiguous()
+        key = tuple(None if y is None else (y.shape, y.stride(), y.dtype) for y in (dout, out, lse, dlse))
+        run = self._backward.get(key)
+        if run is None:
+            outlines = check_gradients(self._problem, *map(outline, (dout, out, lse, dlse)))
+            run = self._backward[key] = Backward(self._problem, self._device, outlines)
+        if portable._here(self._device):
+            return run(x, dout, out, lse, dlse)
+        with torch.cuda.device(self._device):
+            return run(x, dout, out, lse, dlse)
+
+
+def differentiates(p: Problem) -> bool:
+    """Whether the backward kernel here does this problem. It adds dQ up in no fixed order."""
+    return max(p.dim, p.dim_v) <= tuning.WIDEST_BACKWARD and p.dim % 8 == p.dim_v % 8 == 0 and not p.deterministic

@@ -72,6 +72,16 @@ def shape_scores(s, rule, seen, j0):
 
 
 @gluon.jit
+def slope_of(s, rule):
+    """What softcap multiplies the gradient of q.k (s) with; s itself, which nobody reads, where there is none."""
+    if rule.softcap is not None:
+        e = gl.exp2(s * (number(rule.scale, gl.float32) / number(rule.softcap, gl.float32) * 2 * LOG2E))
+        bent = 1 - gl.fdiv(2.0, 1 + e)
+        s = 1 - bent * bent
+    return s
+
+
+@gluon.jit
 def unit_of(rule):
     """What a shaped score is multiplied with to be one in base 2."""
     if rule.softcap is None and rule.alibi is None:

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashtile.backends.gluon import tuning
 from flashtile.backends.triton.blocks import locate, measure
 from flashtile.backends.triton.cuts import clip, cuts, reach
 
-ROWS = gl.constexpr(64)  # of a warpgroup: what a wgmma takes
+ROWS = gl.constexpr(tuning.ROWS)
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 ONE_EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 MOST = gl.constexpr(4)  # warpgroups
@@ -42,7 +43,7 @@ FIELDS = gl.constexpr(18)
 
 
 class Orders(NamedTuple):
-    """A board in shared memory, and where on it the orders of a task begin; those of the next task have another place."""
+    """A board in shared memory, and where on it the orders of a task begin."""
 
     board: Any
     begin: Any

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from flashtile.problem import Problem
+
+ROWS = 64  # of a warpgroup: what its matrix instruction takes
+
 
 class Config(NamedTuple):
     """A tile of 64 rows for each of `consumers` warpgroups by block_k keys, of which `stages` are on their way at once.
@@ -19,11 +23,38 @@ class Config(NamedTuple):
     out_over_q: bool = False  # the output leaves by the buffer of the queries
 
 
+class Steps(NamedTuple):
+    """Tiles of block_q queries in the backward kernel. late: scores are made at the end of the tile before.
+
+    Otherwise warpgroups do not wait for each other when they hand dS over, only for what they read.
+    """
+
+    block_q: int
+    late: bool
+
+
 FORWARD = {64: Config(128, 3, 3, 160, 32), 128: Config(128, 2, 2, 240, 32), 256: Config(64, 2, 2, 240, 32, True)}
+BACKWARD = {64: Steps(128, late=False), 128: Steps(64, late=True)}
+BACKWARD_KEYS = 2 * ROWS  # of a program
+WIDEST_BACKWARD = max(BACKWARD)
 L2_SECTION = 32 << 20  # bytes of keys and values that programs work on at a time
 MOST_PACKED = 16  # query heads that share the rows of a tile
+
+
+def packed_heads(problem: Problem) -> int:
+    """Query heads of a group that share the rows of a tile, where one head alone would leave most of them empty."""
+    p = problem
+    if p.packed or p.group & (p.group - 1) or p.group > MOST_PACKED:
+        return 1
+    rows = ROWS * forward(max(p.dim, p.dim_v)).consumers
+    return p.group if p.n_q * 2 <= rows else 1
 
 
 def forward(width: int) -> Config:
     """For the wider of the two head dims."""
     return FORWARD[next(step for step in FORWARD if width <= step)]
+
+
+def backward(width: int) -> Steps:
+    """For the wider of the two head dims."""
+    return BACKWARD[next(step for step in BACKWARD if width <= step)]

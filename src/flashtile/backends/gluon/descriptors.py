@@ -1,0 +1,49 @@
+"""Descriptors: how the copy engine is told where tiles of a tensor lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flashtile.backends.triton.tensors import Result
+from flashtile.dtypes import name_of
+
+
+def descriptors(x: Any, box: list[int], packed_heads: int | None = None, swizzled: bool = True) -> Callable[[Any], Any]:
+    """What makes a descriptor of tensors that lie like x; the packed_heads of one of rank 4 get an axis of their own.
+
+    Tiles that the matrix unit reads are swizzled in shared memory.
+    """
+    shape, stride = list(x.shape), list(x.stride())
+    if packed_heads is not None:
+        shape = [shape[0], shape[1] // packed_heads, shape[2], packed_heads, shape[3]]
+        stride = [stride[0], stride[1] * packed_heads, stride[2], stride[1], 1]
+    stride = [s if n > 1 else 16 for n, s in zip(shape, stride, strict=True)]  # no one steps along an axis of 1
+    stride[-1] = 1
+    layout = gl.NVMMASharedLayout.get_default_for(box, getattr(gl, name_of(x.dtype)))
+    if not swizzled:
+        layout = gl.NVMMASharedLayout(0, 8 * x.element_size(), len(box))
+    like = vars(TensorDescriptor(x, shape, stride, box, layout))
+
+    def describe(tensor: Any) -> Any:
+        made = TensorDescriptor.__new__(TensorDescriptor)  # whose checks have been made
+        made.__dict__.update(like, base=tensor)
+        return made
+
+    return describe
+
+
+def outline_of(result: Result, batch: int, heads: int, n: int, dim: int) -> Any:
+    """A result as a tensor of rank 4 that holds no memory."""
+    return torch.empty_strided((batch, heads, n, dim), (*result.strides, 1), dtype=result.dtype, device="meta")
+
+
+def fetchable(x: Any) -> bool:
+    """Whether the copy engine can take x, of rank 4."""
+    item = x.element_size()
+    apart = all(n == 1 or (s > 0 and s * item % 16 == 0) for n, s in zip(x.shape[:3], x.stride()[:3], strict=True))
+    return bool(x.stride(3) == 1 and apart and x.data_ptr() % 16 == 0)

@@ -1,0 +1,150 @@
+"""The launches of a backward pass on Hopper."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.experimental.gluon import language as gl
+
+from flashtile.backends.gluon.backward_kernel import backward_kernel
+from flashtile.backends.gluon.descriptors import descriptors, outline_of
+from flashtile.backends.gluon.finish_kernel import finish_kernel
+from flashtile.backends.gluon.tuning import BACKWARD_KEYS, ROWS, backward
+from flashtile.backends.triton import launch as portable
+from flashtile.backends.triton.arguments import Rows, bits, block, lengths, rule
+from flashtile.backends.triton.backward_kernels import statistics_kernel
+from flashtile.backends.triton.start import Start
+from flashtile.backends.triton.tensors import Result, strides
+from flashtile.backends.triton.tuning import STATISTICS_ROWS
+from flashtile.inputs import Inputs
+from flashtile.problem import Problem
+from flashtile.results import Gradients
+
+
+class Constants(NamedTuple):
+    """What the kernel is compiled for; every field is a constexpr."""
+
+    GROUP: Any
+    DIM: Any
+    BLOCK_D: Any
+    BLOCK_Q: Any
+    LATE: Any
+    ALWAYS_CUT: Any  # the first so many tiles of queries are cut, in every column of keys
+    CUT_AT_BEGIN: Any  # tiles may be cut by the right of the band, or see keys that are not in use
+    CUT_AT_END: Any  # tiles may be cut by the left of the band, or by the end of queries
+
+
+class Backward:
+    """Statistics of rows, the kernel, dQ in its dtype, and what is to be mended.
+
+    given: outlines of dout, out, lse and dlse.
+    """
+
+    def __init__(self, p: Problem, device: Any, given: tuple[Any, ...]) -> None:
+        self._device, self._packed = device, p.packed
+        dout = given[0]
+        config, width = backward(max(p.dim, p.dim_v)), max(64, block(max(p.dim, p.dim_v)))
+        n_rows, n_keys, batch = p.q.shape[2], p.k.shape[2], p.q.shape[0]
+        self._rule, self._lengths, self._scale = rule(p), lengths(p), bits(p.scale)
+        self._given_strides = tuple(None if x is None else strides(x, p) for x in given)
+        self._row_counts = (n_rows, p.heads)
+        # lse in base 2 and delta, side by side for one copy; rows padded so that heads begin at 16 bytes
+        padded = -(-n_rows // 4) * 4
+        self._rows = (2, batch, p.heads, padded)
+        self._rows_strides = (p.heads * padded, padded, 1)
+        self._dq = Result(p, p.heads, n_rows, p.dim, p.dtype, device)
+        self._dk = Result(p, p.kv_heads, n_keys, p.dim, p.dtype, device)
+        self._dv = Result(p, p.kv_heads, n_keys, p.dim_v, p.dtype, device)
+        per_block = config.block_q // 64
+        if p.packed:
+            q_tiles = (n_rows // config.block_q + p.sequences) * per_block
+            k_tiles, marks_k = (n_keys // n + p.sequences for n in (BACKWARD_KEYS, ROWS))
+            marks_q = n_rows // ROWS + p.sequences
+        else:
+            q_tiles = int(triton.cdiv(p.n_q, config.block_q)) * per_block
+            k_tiles, marks_k = (int(triton.cdiv(p.n_k, n)) for n in (BACKWARD_KEYS, ROWS))
+            marks_q = int(triton.cdiv(p.n_q, ROWS))
+        self._total = q_tiles * p.heads * batch * 64 * width
+        self._mend = portable.MendBackward(p, device, ROWS, ROWS)
+        q_box, k_box, out_box = ([1, 1, n, width] for n in (config.block_q, BACKWARD_KEYS, ROWS))
+        self._q, self._do = descriptors(p.q, q_box), descriptors(dout, q_box)
+        self._k, self._v = descriptors(p.k, k_box), descriptors(p.v, k_box)
+        self._dk_desc = descriptors(outline_of(self._dk, batch, p.kv_heads, n_keys, p.dim), out_box)
+        self._dv_desc = descriptors(outline_of(self._dv, batch, p.kv_heads, n_keys, p.dim_v), out_box)
+        rows = torch.empty(self._rows, dtype=torch.float32, device="meta")
+        self._rows_desc = descriptors(rows, [2, 1, 1, config.block_q], swizzled=False)
+        total = torch.empty((self._total // 256, 256), dtype=torch.float32, device="meta")
+        self._total_desc = descriptors(total, [16, 256], swizzled=False)
+        ends = p.packed or p.kv_lengths is not None
+        cut_at_end = self._rule.left is not None or ends or p.n_q % config.block_q != 0
+        cut_at_begin = self._rule.right is not None or ends
+        always_cut = 0
+        diagonal = cut_at_begin and not cut_at_end and p.align_end and p.band.right == 0 and p.n_q >= p.n_k
+        if diagonal and p.n_k % BACKWARD_KEYS == p.n_q % BACKWARD_KEYS == 0:
+            cut_at_begin, always_cut = False, BACKWARD_KEYS // config.block_q
+        constants = (p.group, p.dim, width, config.block_q, config.late, always_cut, cut_at_begin, cut_at_end)
+        self._counts = (k_tiles, p.kv_heads, q_tiles, marks_k)
+        self._start = Start(
+            backward_kernel,
+            k_tiles * p.kv_heads * batch,
+            {"num_warps": 4},
+            C=Constants(*map(gl.constexpr, constants)),
+        )
+        self._statistics = Start(
+            statistics_kernel,
+            int(triton.cdiv(n_rows, STATISTICS_ROWS)) * p.heads * batch,
+            DIM_V=p.dim_v,
+            BLOCK_DV=block(p.dim_v),
+            BLOCK=STATISTICS_ROWS,
+        )
+        self._finish_counts = (marks_q, p.heads, q_tiles, marks_q)
+        self._finish = Start(
+            finish_kernel,
+            marks_q * p.heads * batch,
+            BLOCK_Q=config.block_q,
+            DIM=p.dim,
+            BLOCK_D=width,
+        )
+
+    def __call__(self, x: Inputs, *given: Any) -> Gradients:
+        dout, out, lse, dlse = (
+            None if y is None or s is None else Rows(y, *s) for y, s in zip(given, self._given_strides, strict=True)
+        )
+        dq, dk, dv = self._dq.make(), self._dk.make(), self._dv.make()
+        rows = torch.empty(self._rows, dtype=torch.float32, device=self._device)
+        log2, delta = (Rows(half, *self._rows_strides) for half in rows)
+        total = torch.zeros(self._total, dtype=torch.float32, device=self._device)
+        marks = self._mend.make()
+        of_queries = marks[self._mend.first_of_queries :]
+        a_rule, a_lengths = portable._rule_of(self._rule, x), portable._lengths_of(self._lengths, x)
+        self._statistics(dout, out, lse, dlse, log2, delta, *self._row_counts)
+        self._start(
+            self._q(x.q),
+            self._k(x.k),
+            self._v(x.v),
+            self._do(given[0]),
+            self._rows_desc(rows),
+            self._total_desc(total),
+            self._dk_desc(dk.ptr),
+            self._dv_desc(dv.ptr),
+            dk,
+            dv,
+            marks,
+            a_rule,
+            a_lengths,
+            *self._counts,
+        )
+        self._finish(total, dq, of_queries, self._scale, a_lengths, *self._finish_counts)
+        self._mend(x, dout, log2, delta, dq, dk, dv, marks)
+        dsink = None if x.sink is None else self._dsink(x.sink, given[2], delta.ptr)
+        return Gradients(dq.ptr, dk.ptr, dv.ptr, None, dsink)
+
+    def _dsink(self, sink: Any, lse: Any, delta: Any) -> Any:
+        """-sum over rows of exp(sink - lse) * delta; an empty row has no part in it."""
+        n_rows, heads = self._row_counts
+        lse = lse.transpose(0, 1) if self._packed else lse.reshape(-1, heads, n_rows)
+        delta = delta[..., :n_rows]
+        parts = torch.exp(sink.float()[:, None] - lse) * delta
+        return -torch.where(torch.isneginf(lse), 0.0, parts).sum((0, 2))

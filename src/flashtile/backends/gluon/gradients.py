@@ -117,6 +117,8 @@ class Backward:
         log2, delta = (Rows(half, *self._rows_strides) for half in rows)
         total = torch.zeros(self._total, dtype=torch.float32, device=self._device)
         marks = self._mend.make()
+        if self._packed:  # tiles that no sequence has are never written
+            marks.zero_()
         of_queries = marks[self._mend.first_of_queries :]
         a_rule, a_lengths = portable._rule_of(self._rule, x), portable._lengths_of(self._lengths, x)
         self._statistics(dout, out, lse, dlse, log2, delta, *self._row_counts)

@@ -47,7 +47,7 @@ class Forward:
     """The launches of a forward pass."""
 
     def __init__(self, p: Problem, device: Any) -> None:
-        self._device = device
+        self._device, self._packed = device, p.packed
         config = tuning.forward(max(p.dim, p.dim_v))
         self.packed_heads = tuning.packed_heads(p)
         n_rows, batch, heads = p.q.shape[2], p.q.shape[0], p.heads // self.packed_heads
@@ -84,6 +84,8 @@ class Forward:
     def __call__(self, x: Inputs) -> tuple[Any, Any]:
         out, lse = self._out.make(), self._lse.make()
         marks = self._mend.make()
+        if self._packed:  # tiles that no sequence has are never written
+            marks.zero_()
         self._start(
             self._q(x.q),
             self._k(x.k),

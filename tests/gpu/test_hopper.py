@@ -1,0 +1,434 @@
+"""What could go wrong with the Hopper kernels in particular: edges of tiles, jumps of scores, counters, deadlocks.
+
+All that goes for every backend is tested beside this, with this backend too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import torch
+from torch import Tensor
+
+import flashtile as ft
+from flashtile import dispatch
+from flashtile.backends.triton.launch import MendForward
+from flashtile.dtypes import narrow
+from flashtile.problem import describe
+from tests.gpu.child import python
+from tests.gpu.placing import same_bits
+from tests.gpu.runner import CUDA, Given, agree, check, refusal
+from tests.gpu.test_determinism import other_work
+from tests.gpu.test_graphs import capture
+from tests.gpu.test_random import Kind, try_some
+from tests.grid import Call, Case, Size, build, same_dtype_error
+from tests.runners import Runner
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("backend"),
+    pytest.mark.parametrize("backend", ["gluon"], indirect=True),
+]
+
+DIMS = (64, 128, 256)  # each has tiles of its own
+each_dim = pytest.mark.parametrize("dim", DIMS)
+halves = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+
+
+def all_agree(*cases: Case) -> None:
+    """Outputs and lse, and none of these is another backend's business."""
+    for case in cases:
+        assert refusal(build(case)) is None, str(case)
+    agree(*cases, backward=False)
+
+
+# ---- sizes ----
+
+# One more and one less than a warpgroup's rows, a tile of keys, and the rows of two and of three warpgroups.
+NEAR = (1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 383, 384, 385)
+UNLIKE = ((1, 64), (1, 129), (1, 4097), (63, 385), (129, 700), (193, 128), (64, 1), (129, 1), (385, 63), (700, 129))
+
+
+@each_dim
+@pytest.mark.parametrize("option", ["plain", "causal"])
+def test_lengths_about_a_tile(option: str, dim: int) -> None:
+    all_agree(*(Case(Size(1, 2, 2, n, n, dim, dim), "bfloat16", (option,)) for n in NEAR))
+
+
+@each_dim
+@pytest.mark.parametrize("option", ["causal", "window"])
+def test_more_keys_than_queries_and_more_queries_than_keys(option: str, dim: int) -> None:
+    """Where there are fewer keys, the first rows see none."""
+    all_agree(*(Case(Size(2, 2, 1, *lengths, dim, dim), "bfloat16", (option,)) for lengths in UNLIKE))
+
+
+@each_dim
+def test_4097(dim: int) -> None:
+    all_agree(*(Case(Size(1, 1, 1, 4097, 4097, dim, dim), "bfloat16", (option,)) for option in ("plain", "causal")))
+
+
+BANDS = {
+    "wide": ft.Band(200, 100, 17),
+    "narrow": ft.Band(3, 2, -40),
+    "only behind": ft.Band(150, -65, 0),
+    "only ahead": ft.Band(-65, 150, 0),
+    "to the end": ft.Band(1 << 40, 64, 0),
+    "from the start": ft.Band(64, 1 << 40, 0),
+    "of no width": ft.Band(-5, 3, 0),
+    "past the end": ft.Band(10, 10, 5000),
+    "before the start": ft.Band(10, 10, -5000),
+}
+
+
+@each_dim
+@pytest.mark.parametrize("name", BANDS)
+def test_bands(name: str, dim: int) -> None:
+    """Tiles that one warpgroup of a program sees and another does not; rows that see nothing get exactly 0."""
+    call = build(Case(Size(1, 2, 1, 450, 500, dim, dim), "bfloat16"))
+    call = replace(call, options={"band": BANDS[name]})
+    exact = same_dtype_error(call)
+    check(call, exact, backward=False)
+    out, lse = CUDA.forward(call)
+    assert not out[np.isneginf(lse)].any()
+    assert np.isneginf(lse).any() == (name not in ("to the end", "from the start"))
+
+
+@pytest.mark.parametrize("group", range(1, 17))
+def test_groups(group: int) -> None:
+    """Groups of 2, 4, 8 and 16 heads share the rows of a tile while there are few queries."""
+    lengths = (1, 7, 33, 64, 65, 96, 97)
+    all_agree(*(Case(Size(2, 2 * group, 2, n, 301, 64, 64), "bfloat16", ("causal",)) for n in lengths))
+
+
+@pytest.mark.parametrize("group", [2, 8, 16])
+@pytest.mark.parametrize("dim", [128, 256])
+def test_groups_with_every_option(group: int, dim: int) -> None:
+    names = ("causal window", "alibi of batch", "softcap", "sink", "kv_lengths")
+    sizes = [Size(3, 2 * group, 2, n, 301, dim, dim) for n in (1, 5, 63, 65)]
+    all_agree(*(Case(size, "bfloat16", names) for size in sizes))
+    all_agree(*(Case(size, "bfloat16", ("causal",), wide_out=True) for size in sizes))
+
+
+SEQUENCES = {
+    "of all lengths": ((0, 0), (1, 1), (64, 64), (0, 7), (128, 1), (5, 0), (193, 129), (192, 385), (0, 0)),
+    "of none first": ((0, 0), (0, 3), (0, 0), (200, 200)),
+    "of one": tuple((1, n) for n in (1, 0, 64, 129, 300)),
+    "of whole tiles": ((384, 384), (192, 256), (128, 128), (64, 64)),
+    "of nothing but one": ((0, 0), (0, 0), (65, 65), (0, 0), (0, 0)),
+}
+
+
+@each_dim
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_packed_sequences(name: str, dim: int) -> None:
+    size = Size.packed(4, 2, dim, dim, *SEQUENCES[name])
+    all_agree(*(Case(size, "bfloat16", names) for names in (("plain",), ("causal",), ("window", "sink"))))
+    all_agree(Case(size, "bfloat16", ("kv_lengths", "alibi of batch")), Case(size, "bfloat16", wide_out=True))
+
+
+# ---- jumps ----
+
+
+def stairs(levels: list[int], dim: int, dtype: str) -> Call:
+    """Scores that stand at these levels, in base 2, for 128 keys each; every other query sees them upside down."""
+    rng = np.random.default_rng(len(levels))
+    n_q, n_k = 130, 128 * len(levels)
+    q, k, v, dout = (rng.standard_normal((1, 2, n, dim)) for n in (n_q, n_k, n_k, n_q))
+    q, k = q / dim, k / dim
+    q[..., 0], k[..., 0] = np.where(np.arange(n_q) % 2, -1.0, 1.0), np.repeat(levels, 128) * math.log(2)
+    arrays = [narrow(x, dtype) for x in (q, k, v)]
+    return Call(*arrays, {"scale": 1.0}, narrow(dout, dtype), np.zeros((1, 2, n_q), np.float32))
+
+
+def jump(call: Call, runner: Runner = CUDA) -> None:
+    """The same against the oracle."""
+    check(call, same_dtype_error(call), runner, backward=False)
+
+
+@contextmanager
+def marks() -> Iterator[list[Tensor]]:
+    """The marks of the calls that are made meanwhile: not 0 where a tile was spoiled and made anew."""
+    made: list[Tensor] = []
+    make = MendForward.make
+
+    def kept(self: MendForward) -> Any:
+        made.append(make(self))
+        return made[-1]
+
+    with mock.patch.object(MendForward, "make", kept):
+        yield made
+
+
+GENTLE = ([0, 10], [0, 50], [0, 100], [0, 100, 0], [100, 0, 100, 0], [0, 100, 200, 300, 400], [0, 30, 60, 200])
+STEEP = ([0, 300], [0, 0, 300, 0], [0, 2000], [300, 0, 300, 0, 300], [0, 100, 300])
+
+
+@halves
+@each_dim
+@pytest.mark.parametrize("levels", GENTLE, ids=str)
+def test_jumps_that_a_weight_can_hold(levels: list[int], dim: int, dtype: str) -> None:
+    with marks() as made:
+        jump(stairs(levels, dim, dtype))
+    assert made and not any(x.any() for x in made), "nothing had to be made anew"
+
+
+@halves
+@each_dim
+@pytest.mark.parametrize("levels", STEEP, ids=str)
+def test_jumps_past_the_largest_weight(levels: list[int], dim: int, dtype: str) -> None:
+    """In bfloat16 no maximum is searched for after the first tile: these overflow, and are mended."""
+    with marks() as made:
+        jump(stairs(levels, dim, dtype))
+    assert any(x.any() for x in made) == (dtype == "bfloat16")
+
+
+@halves
+@pytest.mark.parametrize("level", [-2000, -250, -100, 100, 250, 2000])
+def test_rows_that_do_not_see_their_first_tile(level: int, dtype: str) -> None:
+    """They measure against 0 until they see a key, and scores may be far from that."""
+    call = stairs([level] * 4, 64, dtype)
+    for band in (ft.Band(20, 0, 300), ft.Band(90, 90, 200), ft.Band(1 << 40, 0, 130)):
+        jump(replace(call, options=call.options | {"band": band}))
+
+
+@halves
+def test_sinks_far_from_the_scores(dtype: str) -> None:
+    call = build(Case(Size(1, 4, 4, 130, 300, 64, 64), dtype, ("causal",)))
+    sink = np.array([300.0, -300.0, -np.inf, 0.0], np.float32)
+    jump(replace(call, options=call.options | {"sink": sink}))
+
+
+# ---- memory that is not in one piece ----
+
+
+def views(kind: str, batch: int, heads: int, n: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v that lie in a larger tensor of NaN."""
+    torch.manual_seed(0)
+    room = {
+        "one projection": (batch, n, 3, heads, dim),
+        "rows first": (3, batch, n, heads, dim),
+        "batch inside": (3, n, batch, heads, dim),
+        "some sequences": (3, 2 * batch + 1, heads, n, dim),
+        "some heads": (3, batch, 3 * heads, n, dim),
+        "some rows": (3, batch, heads, n + 9, dim),
+        "some columns": (3, batch, heads, n, dim + 24),
+    }[kind]
+    x = torch.full(room, torch.nan, device="cuda", dtype=torch.bfloat16)
+    match kind:
+        case "one projection":
+            parts = [y.transpose(1, 2) for y in x.unbind(2)]
+        case "rows first":
+            parts = [y.transpose(1, 2) for y in x]
+        case "batch inside":
+            parts = [y.permute(1, 2, 0, 3) for y in x]
+        case "some sequences":
+            parts = list(x[:, 1::2])
+        case "some heads":
+            parts = list(x[:, :, 1::3])
+        case "some rows":
+            parts = list(x[:, :, :, 4 : 4 + n])
+        case _:
+            parts = list(x[..., 8 : 8 + dim])
+    for y in parts:
+        y.copy_(torch.randn(y.shape, device="cuda"))
+    q, k, v = parts
+    assert q.shape == (batch, heads, n, dim) and not q.is_contiguous()
+    return q, k, v
+
+
+@each_dim
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "one projection",
+        "rows first",
+        "batch inside",
+        "some sequences",
+        "some heads",
+        "some rows",
+        "some columns",
+    ],
+)
+def test_views(kind: str, dim: int) -> None:
+    """The bits of the same numbers in one piece."""
+    for n in (65, 450):
+        q, k, v = views(kind, 2, 3, n, dim)
+        for options in ({}, {"causal": True}):
+            whole = ft.attention(*(x.contiguous() for x in (q, k, v)), return_lse=True, **options)
+            found = ft.attention(q, k, v, return_lse=True, **options)
+            assert all(same_bits(x, y) for x, y in zip(found, whole, strict=True))
+            assert found[0].isfinite().all()
+
+
+# ---- races ----
+
+REPEATED = {
+    "plain": Case(Size(2, 8, 8, 1025, 1025, 64, 64), "bfloat16"),
+    "causal": Case(Size(2, 8, 4, 1025, 1025, 128, 128), "bfloat16", ("causal",)),
+    "wide": Case(Size(2, 4, 4, 577, 1025, 256, 256), "bfloat16", ("causal",)),
+    "window": Case(Size(2, 8, 8, 1025, 1025, 64, 64), "bfloat16", ("causal window",)),
+    "few queries": Case(Size(4, 32, 4, 5, 1025, 128, 128), "bfloat16", ("kv_lengths",)),
+    "packed": Case(
+        Size.packed(8, 8, 64, 64, *((n, n) for n in (300, 0, 17, 700, 64, 1, 450))), "bfloat16", ("causal",)
+    ),
+    "float16": Case(Size(2, 8, 8, 577, 577, 128, 128), "float16", ("causal",)),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_two_hundred_runs(name: str) -> None:
+    given = Given(build(REPEATED[name]), "cuda")
+    assert given.refusal("cuda") is None
+    first = [x.clone() for x in given.forward()]
+    with other_work():
+        for turn in range(20):
+            for found in [given.forward() for _ in range(10)]:
+                assert all(same_bits(x, y) for x, y in zip(found, first, strict=True)), f"of runs {10 * turn} and on"
+
+
+LARGE = """
+import json, sys, torch, flashtile as ft
+torch.manual_seed(0)
+def normal(*shape): return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+for (b, h, kv, n, d), options in json.loads(sys.argv[1]):
+    lengths = options.pop("packed", None)
+    if lengths:
+        cu = torch.tensor([0, *lengths], device="cuda").cumsum(0)
+        q, k, v = (normal(int(cu[-1]), x, d) for x in (h, kv, kv))
+        results = [ft.attention_packed(q, k, v, cu, cu, backend=x, **options) for x in ("gluon", "triton")]
+    else:
+        q, k, v = (normal(b, x, n, d) for x in (h, kv, kv))
+        results = [ft.attention(q, k, v, backend=x, **options) for x in ("gluon", "triton")]
+    torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)
+    print(b, h, n, d, flush=True)
+print("done")
+"""
+LARGE_CALLS: list[tuple[tuple[int, int, int, int, int], dict[str, Any]]] = [
+    ((1, 16, 16, 32768, 128), {"causal": True}),
+    ((2, 32, 8, 16384, 64), {"causal": True}),
+    ((1, 8, 8, 16384, 256), {}),
+    ((4, 16, 16, 8191, 64), {"window": (1000, 0)}),
+    ((64, 16, 16, 513, 128), {"causal": True}),
+    ((0, 16, 16, 0, 128), {"causal": True, "packed": [n * 37 % 1009 for n in range(200)]}),
+    ((133, 1, 1, 193, 64), {}),
+]
+
+
+def test_large_calls_come_back() -> None:
+    """In a process that may be killed: warps that wait for each other would wait for ever."""
+    run = python("-c", LARGE, json.dumps(LARGE_CALLS), timeout=240)
+    assert run.returncode == 0 and run.stdout.endswith("done\n"), run.stdout + run.stderr[-3000:]
+
+
+@pytest.mark.parametrize("alike", [True, False], ids=["the same call", "two calls"])
+def test_two_streams_at_once(alike: bool) -> None:
+    """Fifty launches on each: programs of one must not take tasks of the other."""
+    cases = [REPEATED["causal"], REPEATED["causal"] if alike else REPEATED["packed"]]
+    calls = [Given(build(case), "cuda") for case in cases]
+    alone = [given.forward() for given in calls]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(50):
+        for n, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                results.append((n, calls[n].forward()))
+    torch.cuda.synchronize()
+    for n, found in results:
+        assert all(same_bits(x, y) for x, y in zip(found, alone[n], strict=True)), n
+
+
+@pytest.mark.parametrize("name", ["causal", "packed"])
+def test_a_graph_beside_the_stream_it_was_captured_on(name: str) -> None:
+    given = Given(build(REPEATED[name]), "cuda")
+    want = [x.clone() for x in given.forward()]
+    graph, results = capture(given.forward)
+    again, more = capture(given.forward)
+    aside, further = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(30):
+        for stream, one, filled in ((aside, graph, results), (further, again, more)):
+            with torch.cuda.stream(stream):
+                one.replay()
+                found.append([x.clone() for x in filled])
+        found.append(list(given.forward()))
+    torch.cuda.synchronize()
+    for n, each in enumerate(found):
+        assert all(same_bits(x, y) for x, y in zip(each, want, strict=True)), f"number {n}"
+
+
+def test_a_capture_that_is_given_up() -> None:
+    """Launches that were recorded and never ran leave nothing behind that later ones would count on."""
+    given = Given(build(REPEATED["causal"]), "cuda")
+    want = [x.clone() for x in given.forward()]
+    with pytest.raises(ZeroDivisionError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        given.forward()
+        raise ZeroDivisionError
+    for _ in range(3):
+        assert all(same_bits(x, y) for x, y in zip(given.forward(), want, strict=True))
+
+
+# ---- who is chosen ----
+
+
+def test_auto_takes_it_where_it_suits() -> None:
+    def chosen(*shape: int, dtype: torch.dtype = torch.bfloat16, keys: int = 4096, **options: Any) -> str:
+        q = torch.empty(shape, device="cuda", dtype=dtype)
+        k = torch.empty(*shape[:2], keys, shape[3], device="cuda", dtype=dtype)
+        return dispatch.choose(describe(q, k, k, **options), "auto", "cuda").name
+
+    assert chosen(2, 16, 4096, 128, causal=True) == "gluon"
+    assert chosen(2, 16, 4096, 64, dtype=torch.float16) == "gluon"
+    assert chosen(2, 16, 1, 128) == "triton"
+    assert chosen(2, 16, 4096, 128, dtype=torch.float32) == "triton"
+    assert chosen(2, 16, 4096, 128, dropout=0.1) == "triton"
+    assert chosen(2, 16, 4096, 512) == "triton"
+
+
+# ---- a thousand ----
+
+KINDS = (
+    Kind("bfloat16", (64, 64), 1),
+    Kind("bfloat16", (64, 64), 2, ("band",), place="fenced"),
+    Kind("bfloat16", (64, 64), 4, ("window", "sink"), layout="rows first"),
+    Kind("bfloat16", (64, 64), 8, ("kv_lengths", "softcap"), place="fenced"),
+    Kind("bfloat16", (64, 64), 3, ("window", "alibi")),
+    Kind("bfloat16", (64, 64), 2, ("window",), packed=True, place="fenced"),
+    Kind("bfloat16", (64, 64), 1, ("band", "kv_lengths", "alibi"), packed=True),
+    Kind("bfloat16", (128, 128), 1, ("window",), place="fenced"),
+    Kind("bfloat16", (128, 128), 4, ("band", "softcap"), layout="rows first"),
+    Kind("bfloat16", (128, 128), 8, ("kv_lengths",), packed=True, place="fenced"),
+    Kind("bfloat16", (128, 128), 2, ("window", "kv_lengths", "sink", "alibi", "softcap", "scale")),
+    Kind("bfloat16", (128, 64), 2, ("window",)),
+    Kind("bfloat16", (64, 128), 1, ("band",), packed=True),
+    Kind("bfloat16", (192, 128), 1, ("window", "softcap")),
+    Kind("bfloat16", (256, 256), 2, ("band", "sink"), packed=True),
+    Kind("bfloat16", (256, 256), 4, ("window",), place="fenced"),
+    Kind("bfloat16", (80, 96), 2, ("band", "scale")),
+    Kind("float16", (64, 64), 1, ("window", "alibi", "softcap")),
+    Kind("float16", (128, 128), 2, ("band", "kv_lengths"), place="fenced"),
+    Kind("float16", (256, 256), 1, ("window", "sink"), packed=True),
+)
+CHUNKS = 2
+assert len(KINDS) * CHUNKS * 25 >= 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_thousand_problems(kind: Kind, chunk: int) -> None:
+    """Lengths from 1 up, unlike those of test_random.py."""
+    try_some(kind, 2 + chunk, 25, (1, 700))

@@ -44,8 +44,11 @@ def _direct(compiled: Any, grid: tuple[int, int, int], constants: tuple[Any, ...
     before = (compiled.packed_metadata, None, None, None)
     stream, device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
     described = [n for n, x in enumerate(args) if hasattr(x, "block_shape")]
-    raw = getclosurevars(launcher.launch).nonlocals.get("launcher") if described else launcher.launch
-    if raw is None or launcher.global_scratch_size or launcher.profile_scratch_size:
+    raw = None
+    on_nvidia = type(launcher).__name__ == "CudaLauncher"
+    if on_nvidia and launcher.global_scratch_size == launcher.profile_scratch_size == 0:
+        raw = getclosurevars(launcher.launch).nonlocals.get("launcher") if described else launcher.launch
+    if raw is None:
 
         def by_triton(*given: Any) -> None:
             launcher(*grid, stream(device()), compiled.function, *before, *given, *constants)

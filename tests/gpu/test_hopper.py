@@ -102,7 +102,7 @@ def test_bands(name: str, dim: int) -> None:
     check(call, exact, backward=False)
     out, lse = CUDA.forward(call)
     assert not out[np.isneginf(lse)].any()
-    assert np.isneginf(lse).any() == (name not in ("to the end", "from the start"))
+    assert np.isneginf(lse).any() == (name not in ("wide", "to the end", "from the start"))
 
 
 @pytest.mark.parametrize("group", range(1, 17))
@@ -171,7 +171,7 @@ def marks() -> Iterator[list[Tensor]]:
         yield made
 
 
-GENTLE = ([0, 10], [0, 50], [0, 100], [0, 100, 0], [100, 0, 100, 0], [0, 100, 200, 300, 400], [0, 30, 60, 200])
+GENTLE = ([0, 10], [0, 50], [0, 100], [0, 100, 0], [100, 0, 100, 0], [0, 100, 200, 300, 400], [0, 30, 60, 150])
 STEEP = ([0, 300], [0, 0, 300, 0], [0, 2000], [300, 0, 300, 0, 300], [0, 100, 300])
 
 
@@ -274,15 +274,14 @@ def test_views(kind: str, dim: int) -> None:
 
 # ---- races ----
 
+RAGGED = (300, 0, 17, 700, 64, 1, 450)
 REPEATED = {
     "plain": Case(Size(2, 8, 8, 1025, 1025, 64, 64), "bfloat16"),
     "causal": Case(Size(2, 8, 4, 1025, 1025, 128, 128), "bfloat16", ("causal",)),
     "wide": Case(Size(2, 4, 4, 577, 1025, 256, 256), "bfloat16", ("causal",)),
     "window": Case(Size(2, 8, 8, 1025, 1025, 64, 64), "bfloat16", ("causal window",)),
     "few queries": Case(Size(4, 32, 4, 5, 1025, 128, 128), "bfloat16", ("kv_lengths",)),
-    "packed": Case(
-        Size.packed(8, 8, 64, 64, *((n, n) for n in (300, 0, 17, 700, 64, 1, 450))), "bfloat16", ("causal",)
-    ),
+    "packed": Case(Size.packed(8, 8, 64, 64, *((n, n) for n in RAGGED)), "bfloat16", ("causal",)),
     "float16": Case(Size(2, 8, 8, 577, 577, 128, 128), "float16", ("causal",)),
 }
 
@@ -304,6 +303,7 @@ torch.manual_seed(0)
 def normal(*shape): return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 for (b, h, kv, n, d), options in json.loads(sys.argv[1]):
     lengths = options.pop("packed", None)
+    options = {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}
     if lengths:
         cu = torch.tensor([0, *lengths], device="cuda").cumsum(0)
         q, k, v = (normal(int(cu[-1]), x, d) for x in (h, kv, kv))

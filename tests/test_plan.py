@@ -1,6 +1,8 @@
 """plan.py: counts from shapes alone, the sizes of real models, and the reasons of the dispatch table."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -175,6 +177,19 @@ def test_a_gpu_that_was_named_counts_not_the_one_that_is_here(monkeypatch):
             assert (p.backend, p.tile_of) == (here, there)
         p = on_gpu(SHAPE, SHAPE, (9, 0), backend=here)
         assert p.backend == p.tile_of == here
+
+
+def test_the_tile_of_a_gpu_needs_neither_torch_nor_triton():
+    code = """
+import sys
+sys.modules |= dict.fromkeys(("torch", "triton"))  # importing them fails
+import flashtile
+from flashtile.catalogue.chip import chips
+shape = (2, 8, 4096, 128)
+print(flashtile.plan(shape, shape, "bfloat16", "cuda", hardware=chips()["h200"].hardware()).tile_of)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout == "gluon\n", run.stderr
 
 
 def test_a_row_that_is_passed_over_says_so(monkeypatch):

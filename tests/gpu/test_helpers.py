@@ -137,6 +137,22 @@ def test_the_public_functions_are_sent_that_way(monkeypatch: pytest.MonkeyPatch)
     assert ft.attention(ON_GPU) == "auto"
 
 
+def test_a_sum_in_no_fixed_order_is_told_from_a_wrong_one() -> None:
+    x = torch.randn(100).bfloat16()
+    once_more = (x.view(torch.int16) + (torch.arange(100) == 7)).view(torch.bfloat16)  # one unit in the last place
+    wrong = torch.where(torch.arange(100) == 7, x + 0.5, x)
+    results = [x, x, x, x]
+    given = Given(build(Case(SMALL, "float32")), "cpu")
+    with by("gluon"):
+        assert given.alike([x, x, once_more, x], results)
+        assert not given.alike([x, x, wrong, x], results)
+        assert not given.alike([once_more, x, x, x], results) and not given.alike([x, x, x, once_more], results)
+        given.arguments["deterministic"] = True
+        assert not given.alike([x, x, once_more, x], results)
+    with by("triton"):
+        assert not given.alike([x, x, once_more, x], results)
+
+
 def test_problems_of_a_kind_differ_in_numbers_alone() -> None:
     rng = np.random.default_rng(0)
     for kind in KINDS:

@@ -1,4 +1,4 @@
-"""The gate for the Hopper kernels, without a GPU: no spills, no product that waits for more than it must, and they fit."""
+"""The gate for the Hopper kernels, without a GPU: no spills, no products that wait without need, and they fit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FULL = [
     *(Case(dim, options) for dim in DIMS for options in (EVERYTHING, "softcap", "alibi", "gqa")),
 ]
 WIDTHS = [(8, 8), (16, 24), (32, 32), (40, 48), (96, 96), (64, 128), (128, 64), (192, 128), (128, 256), (256, 64)]
-# The tiles of head dim 64 have three warpgroups, with few registers each: bytes of stack that a two-sided band may take.
+# Bytes that may go to the stack. At head dim 64 three warpgroups share the registers, and a band has two sides.
 STACK = {(64, "band"): 8}
 # Options of little use that one would not tune for.
 SLACK = 64

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashtile.backends.gluon.assembly import arrive, reduce_add, sync
 from flashtile.backends.gluon.softmax import Seen, hide, shape_scores, slope_of, unit_of
-from flashtile.backends.gluon.tasks import ONE_EACH
+from flashtile.backends.gluon.tasks import LANES, ONE_EACH
 from flashtile.backends.triton.blocks import locate, measure, number
 from flashtile.backends.triton.cuts import cuts, reach
 
@@ -78,6 +78,16 @@ DQ_STEP = gl.constexpr(16)  # to the same tile of the next head, less the tiles 
 FIELDS = gl.constexpr(17)
 
 
+class Sources(NamedTuple):
+    """Where tiles come from."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    rows: Any
+
+
 class Targets(NamedTuple):
     """Where gradients go; dk and dv also by hand, where packed sequences end within a tile."""
 
@@ -115,11 +125,6 @@ def backward_kernel(
     A tile that has no keys, as packed sequences make some, sees no queries and stores nothing.
     """
     dtype: gl.constexpr = q_desc.dtype
-    program = gl.program_id(0)
-    head = program // tiles % kv_heads
-    sequence, tile = locate(lengths.cu_k, program % tiles, program // tiles // kv_heads, lengths.sequences, 2 * KEYS)
-    at = measure(lengths, rule.offset, sequence)
-    key = tile * 2 * KEYS
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     k = gl.allocate_shared_memory(dtype, [1, 1, 2 * KEYS, C.BLOCK_D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [1, 1, 2 * KEYS, C.BLOCK_D], v_desc.layout)
@@ -130,59 +135,24 @@ def backward_kernel(
         dtype, [2, 2 * KEYS, C.BLOCK_Q], gl.NVMMASharedLayout.get_default_for([2 * KEYS, C.BLOCK_Q], dtype)
     )
     dq = gl.allocate_shared_memory(gl.float32, [2, 16, 256], dq_desc.layout)
+    board = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     dout_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     mbarrier.init(k_full, count=1)
     mbarrier.init(v_full, count=1)
-    place = 0 if lengths.cu_q is not None else sequence  # as descriptors count sequences
-    mbarrier.expect(k_full, k_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_desc, [place, head, at.k_start + key, 0], k_full, k)
-    mbarrier.expect(v_full, v_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(v_desc, [place, head, at.k_start + key, 0], v_full, v)
     for n in gl.static_range(2):
         mbarrier.init(q_full.index(n), count=1)
         mbarrier.init(dout_full.index(n), count=1)
     shared = Tiles(k, v, q, dout, rows, ds, dq, k_full, v_full, q_full, dout_full)
-    # The band with the roles swapped says which query tiles see these keys.
-    last = gl.maximum(gl.minimum(key + 2 * KEYS, at.k_len), key + 1)
-    n_q = at.q_len * (key < at.k_len).to(gl.int32)
-    begin, full_begin, full_end, end = cuts(reach(rule.right), reach(rule.left), -at.offset, key, last, n_q, C.BLOCK_Q)
-    if lengths.cu_q is not None or lengths.kv is not None:  # keys that are not in use: no tile is whole
-        full_begin = gl.where(key + 2 * KEYS > at.k_len, end, full_begin)
-        full_end = gl.maximum(full_begin, full_end)
-    mark = key // KEYS
-    dq_tile = 0
-    slope = sequence * rule.alibi_sequence + head * C.GROUP * rule.alibi_head
-    if lengths.cu_q is not None:
-        mark += at.k_start // KEYS + sequence
-        dq_tile = (at.q_start // C.BLOCK_Q + sequence) * (C.BLOCK_Q // 64)
-    dq_tile = ((place * kv_heads + head) * C.GROUP * q_tiles + dq_tile) * (C.BLOCK_D // 64)
-    board = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    put(board, KEY, key)
-    put(board, ROOM, at.k_room - key)
-    put(board, IN_USE, at.k_len - key)
-    put(board, N_QUERIES, at.q_len)
-    put(board, OFFSET, at.offset)
-    put(board, SEQUENCE, place)
-    put(board, HEAD, head)
-    put(board, ROW, at.k_start + key)
-    put(board, MARK, (place * kv_heads + head) * mark_tiles + mark)
-    put(board, SLOPE, slope)
-    put(board, BEGIN, begin)
-    put(board, CUT, 0)
-    put(board, CUT + 1, full_begin - begin)
-    put(board, CUT + 2, full_end - begin)
-    put(board, CUT + 3, end - begin)
-    put(board, DQ_AT, (dq_tile + 2 * begin) * 16)
-    put(board, DQ_STEP, q_tiles * (C.BLOCK_D // 64) * 16 - (end - begin) * 32)
+    sources = Sources(q_desc, k_desc, v_desc, dout_desc, rows_desc)
     targets = Targets(dq_desc, dk_desc, dv_desc, dk, dv, marks)
     gl.warp_specialize(
         [
             (consume, (shared, board, targets, rule, lengths.cu_q, 0, C)),
             (consume, (shared, board, targets, rule, lengths.cu_q, 1, C)),
-            (load, (shared, place, head, at.q_start, begin, end, q_desc, dout_desc, rows_desc, C)),
+            (load, (shared, board, sources, rule, lengths, tiles, kv_heads, q_tiles, mark_tiles, C)),
         ],
         [4, 1],
         [240, 24],
@@ -190,25 +160,37 @@ def backward_kernel(
 
 
 @gluon.jit
-def load(shared, sequence, head, q_start, begin, end, q_desc, dout_desc, rows_desc, C: gl.constexpr):
-    """Fetch one tile of queries after the other, of one head of the group after the other."""
+def load(shared, board, sources, rule, lengths, tiles, kv_heads, q_tiles, mark_tiles, C: gl.constexpr):
+    """Fetch keys and values, then one tile of queries after the other, of one head of the group after the other."""
+    program = gl.program_id(0)
+    head = program // tiles % kv_heads
+    sequence, tile = locate(lengths.cu_k, program % tiles, program // tiles // kv_heads, lengths.sequences, 2 * KEYS)
+    at = measure(lengths, rule.offset, sequence)
+    key = tile * 2 * KEYS
+    place = 0 if lengths.cu_q is not None else sequence  # as descriptors count sequences
+    mbarrier.expect(shared.k_full, sources.k.block_type.nbytes)
+    tma.async_copy_global_to_shared(sources.k, [place, head, at.k_start + key, 0], shared.k_full, shared.k)
+    begin, end = post(board, sequence, place, head, key, at, rule, lengths, kv_heads, q_tiles, mark_tiles, C)
+    mbarrier.expect(shared.v_full, sources.v.block_type.nbytes)  # after the board, for which it speaks too
+    tma.async_copy_global_to_shared(sources.v, [place, head, at.k_start + key, 0], shared.v_full, shared.v)
     t = gl.to_tensor(0)
     for h in range(head * C.GROUP, head * C.GROUP + C.GROUP):
-        for i in range(begin, end):
+        row = at.q_start + begin * C.BLOCK_Q
+        for _ in range(begin, end):
             half = t & 1
-            row = q_start + i * C.BLOCK_Q
             q_full = shared.q_full.index(half)
             dout_full = shared.dout_full.index(half)
             if t >= 2:
                 sync(Q_FREE + half, ALL)
-            mbarrier.expect(q_full, q_desc.block_type.nbytes + rows_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(q_desc, [sequence, h, row, 0], q_full, shared.q.index(half))
-            tma.async_copy_global_to_shared(rows_desc, [0, sequence, h, row], q_full, shared.rows.index(half))
+            mbarrier.expect(q_full, sources.q.block_type.nbytes + sources.rows.block_type.nbytes)
+            tma.async_copy_global_to_shared(sources.q, [place, h, row, 0], q_full, shared.q.index(half))
+            tma.async_copy_global_to_shared(sources.rows, [0, place, h, row], q_full, shared.rows.index(half))
             if t >= 2:
                 sync(DO_FREE + half, ALL)
-            mbarrier.expect(dout_full, dout_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(dout_desc, [sequence, h, row, 0], dout_full, shared.dout.index(half))
+            mbarrier.expect(dout_full, sources.dout.block_type.nbytes)
+            tma.async_copy_global_to_shared(sources.dout, [place, h, row, 0], dout_full, shared.dout.index(half))
             t += 1
+            row += C.BLOCK_Q
     half = t & 1
     if t >= 2:
         sync(Q_FREE + half, ALL)
@@ -218,6 +200,44 @@ def load(shared, sequence, head, q_start, begin, end, q_desc, dout_desc, rows_de
     if t >= 1:
         sync(Q_FREE + (half ^ 1), ALL)
         sync(DO_FREE + (half ^ 1), ALL)
+
+
+@gluon.jit
+def post(board, sequence, place, head, key, at, rule, lengths, kv_heads, q_tiles, mark_tiles, C: gl.constexpr):
+    """Write what warpgroups have to know; the first and the last tile of queries that see these keys."""
+    # The band with the roles swapped says which.
+    last = gl.maximum(gl.minimum(key + 2 * KEYS, at.k_len), key + 1)
+    n_q = at.q_len * (key < at.k_len).to(gl.int32)
+    begin, full_begin, full_end, end = cuts(reach(rule.right), reach(rule.left), -at.offset, key, last, n_q, C.BLOCK_Q)
+    if lengths.cu_q is not None or lengths.kv is not None:  # keys that are not in use: no tile is whole
+        full_begin = gl.where(key + 2 * KEYS > at.k_len, end, full_begin)
+        full_end = gl.maximum(full_begin, full_end)
+    put(board, KEY, key)
+    put(board, ROOM, at.k_room - key)
+    put(board, IN_USE, at.k_len - key)
+    put(board, N_QUERIES, at.q_len)
+    put(board, OFFSET, at.offset)
+    put(board, SEQUENCE, place)
+    put(board, HEAD, head)
+    put(board, ROW, at.k_start + key)
+    put(board, SLOPE, sequence * rule.alibi_sequence + head * C.GROUP * rule.alibi_head)
+    put(board, BEGIN, begin)
+    put(board, CUT, 0)
+    put(board, CUT + 1, full_begin - begin)
+    put(board, CUT + 2, full_end - begin)
+    put(board, CUT + 3, end - begin)
+    mark = key // KEYS
+    dq_tile = 0
+    if lengths.cu_q is not None:
+        mark += at.k_start // KEYS + sequence
+        dq_tile = (at.q_start // C.BLOCK_Q + sequence) * (C.BLOCK_Q // 64)
+    column = place * kv_heads + head
+    put(board, MARK, column * mark_tiles + mark)
+    dq_tile = (column * C.GROUP * q_tiles + dq_tile) * (C.BLOCK_D // 64) + 2 * begin
+    put(board, DQ_AT, dq_tile * 16)
+    put(board, DQ_STEP, q_tiles * (C.BLOCK_D // 64) * 16 - (end - begin) * 32)
+    gl.thread_barrier()  # the lane that speaks next speaks for all of them
+    return begin, end
 
 
 @gluon.jit
@@ -334,6 +354,7 @@ def consume(shared, board, targets, rule, cu_q, ME: gl.constexpr, C: gl.constexp
     dv = gl.zeros([KEYS, C.BLOCK_D], gl.float32, layout)
     s = gl.zeros([KEYS, C.BLOCK_Q], gl.float32, s_layout)
     unit = unit_of(rule)
+    mbarrier.wait(shared.v_full, 0)
     if get(board, ROOM) > ME * KEYS:
         gl.store(targets.marks + get(board, MARK) + ME, 0)
     mbarrier.wait(shared.k_full, 0)
@@ -342,7 +363,6 @@ def consume(shared, board, targets, rule, cu_q, ME: gl.constexpr, C: gl.constexp
         after = queries(shared, 0, C).permute((1, 0))
         s_later = warpgroup_mma(mine(shared.k, ME, C), after, s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s_later,))
-    mbarrier.wait(shared.v_full, 0)
     first = gl.to_tensor(0)
     dq_at = get(board, DQ_AT) + ME * 16
     for h in range(C.GROUP):
@@ -410,7 +430,7 @@ def seen_by(board, rule, h, LAYOUT: gl.constexpr, ME: gl.constexpr):
 
 @gluon.jit
 def put(board, FIELD: gl.constexpr, x):
-    board.index(FIELD).store(gl.full([1], x, gl.int32, ONE_EACH))
+    board.index(FIELD).store(gl.full([1], x, gl.int32, LANES))
 
 
 @gluon.jit

@@ -11,7 +11,8 @@ from triton.experimental.gluon import language as gl
 from flashtile.backends.gluon.backward_kernel import backward_kernel
 from flashtile.backends.gluon.descriptors import descriptors, outline_of
 from flashtile.backends.gluon.finish_kernel import finish_kernel
-from flashtile.backends.gluon.tuning import BACKWARD_KEYS, ROWS, backward
+from flashtile.backends.gluon.tuning import ROWS, backward
+from flashtile.backends.gluon.wide_backward_kernel import wide_backward_kernel
 from flashtile.backends.triton import launch as portable
 from flashtile.backends.triton.arguments import Rows, bits, block, lengths, rule
 from flashtile.backends.triton.backward_kernels import statistics_kernel
@@ -30,6 +31,9 @@ class Constants(NamedTuple):
     DIM: Any
     BLOCK_D: Any
     BLOCK_Q: Any
+    KEYS: Any  # of a program
+    DOUT_STAGES: Any
+    DQ_TILES: Any  # of 64 x 64, in a tile of queries
     LATE: Any
     ALWAYS_CUT: Any  # the first so many tiles of queries are cut, in every column of keys
     CUT_AT_BEGIN: Any  # tiles may be cut by the right of the band, or see keys that are not in use
@@ -60,15 +64,16 @@ class Backward:
         per_block = config.block_q // 64
         if p.packed:
             q_tiles = (n_rows // config.block_q + p.sequences) * per_block
-            k_tiles, marks_k = (n_keys // n + p.sequences for n in (BACKWARD_KEYS, ROWS))
+            k_tiles, marks_k = (n_keys // n + p.sequences for n in (config.keys, ROWS))
             marks_q = n_rows // ROWS + p.sequences
         else:
             q_tiles = int(triton.cdiv(p.n_q, config.block_q)) * per_block
-            k_tiles, marks_k = (int(triton.cdiv(p.n_k, n)) for n in (BACKWARD_KEYS, ROWS))
+            k_tiles, marks_k = (int(triton.cdiv(p.n_k, n)) for n in (config.keys, ROWS))
             marks_q = int(triton.cdiv(p.n_q, ROWS))
         self._total = q_tiles * p.heads * batch * 64 * width
         self._mend = portable.MendBackward(p, device, ROWS, ROWS)
-        q_box, k_box, out_box = ([1, 1, n, width] for n in (config.block_q, BACKWARD_KEYS, ROWS))
+        q_box, k_box = ([1, 1, n, width] for n in (config.block_q, config.keys))
+        out_box = [1, 1, ROWS, min(width, 128)]  # what a warpgroup has
         self._q, self._do = descriptors(p.q, q_box), descriptors(dout, q_box)
         self._k, self._v = descriptors(p.k, k_box), descriptors(p.v, k_box)
         self._dk_desc = descriptors(outline_of(self._dk, batch, p.kv_heads, n_keys, p.dim), out_box)
@@ -82,12 +87,13 @@ class Backward:
         cut_at_begin = self._rule.right is not None or ends
         always_cut = 0
         diagonal = cut_at_begin and not cut_at_end and p.align_end and p.band.right == 0 and p.n_q >= p.n_k
-        if diagonal and p.n_k % BACKWARD_KEYS == p.n_q % BACKWARD_KEYS == 0:
-            cut_at_begin, always_cut = False, BACKWARD_KEYS // config.block_q
-        constants = (p.group, p.dim, width, config.block_q, config.late, always_cut, cut_at_begin, cut_at_end)
+        if diagonal and p.n_k % config.keys == p.n_q % config.keys == 0:
+            cut_at_begin, always_cut = False, config.keys // config.block_q
+        constants = (p.group, p.dim, width, config.block_q, config.keys, config.dout_stages)
+        constants += (config.block_q * width // 64**2, config.late, always_cut, cut_at_begin, cut_at_end)
         self._counts = (k_tiles, p.kv_heads, q_tiles, marks_k)
         self._start = Start(
-            backward_kernel,
+            backward_kernel if config.keys > ROWS else wide_backward_kernel,
             k_tiles * p.kv_heads * batch,
             {"num_warps": 4},
             C=Constants(*map(gl.constexpr, constants)),

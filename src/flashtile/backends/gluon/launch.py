@@ -176,4 +176,7 @@ class Prepared:
 
 def differentiates(p: Problem) -> bool:
     """Whether the backward kernel here does this problem. It adds dQ up in no fixed order."""
-    return max(p.dim, p.dim_v) <= tuning.WIDEST_BACKWARD and p.dim % 8 == p.dim_v % 8 == 0 and not p.deterministic
+    width = max(p.dim, p.dim_v)
+    if width > 128 and p.softcap:  # two warpgroups share the scores of a tile, and one would need softcap's slope
+        return False
+    return width <= tuning.WIDEST_BACKWARD and p.dim % 8 == p.dim_v % 8 == 0 and not p.deterministic

@@ -89,8 +89,16 @@ class Backward:
         diagonal = cut_at_begin and not cut_at_end and p.align_end and p.band.right == 0 and p.n_q >= p.n_k
         if diagonal and p.n_k % config.keys == p.n_q % config.keys == 0:
             cut_at_begin, always_cut = False, config.keys // config.block_q
-        constants = (p.group, p.dim, width, config.block_q, config.keys, config.dout_stages)
-        constants += (config.block_q * width // 64**2, config.late, always_cut, cut_at_begin, cut_at_end)
+        sizes = (
+            p.group,
+            p.dim,
+            width,
+            config.block_q,
+            config.keys,
+            config.dout_stages,
+            config.block_q * width // 64**2,
+        )
+        constants = (*sizes, config.late, always_cut, cut_at_begin, cut_at_end)
         self._counts = (k_tiles, p.kv_heads, q_tiles, marks_k)
         self._start = Start(
             backward_kernel if config.keys > ROWS else wide_backward_kernel,

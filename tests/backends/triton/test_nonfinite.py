@@ -1,36 +1,83 @@
-"""NaN and Inf through the Triton kernels under the interpreter: the second walk, and who is given what."""
+"""NaN and Inf through the Triton kernels under the interpreter: who marks, who mends, and who is given what."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from tests import test_nonfinite as nonfinite
 from tests.backends.triton import kernels
-from tests.grid import Call, Truth, check_backward, check_forward, same_dtype_error
+from tests.grid import Call, Case, Size, Truth, build, check_backward, check_forward, same_dtype_error
+
+torch = pytest.importorskip("torch")
+launch = kernels.launch
+
+from flashtile.backends.triton import mend_kernels  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning"),
     pytest.mark.skipif(kernels.DEVICE == "cuda", reason="tests/gpu does this on the GPU"),
 ]
+MEND, INSIDE = 1, 1000  # processors: with 1 tiles are marked for another kernel, with 1000 programs mend their own rows
+TARGETS = ("q", "k", "v", "dout")  # one a sequence
+LONG = Size(4, 2, 1, 37, 48, 16, 16)
+DECODE = Size(4, 2, 1, 1, 270, 16, 16)
+PACKED = Size.packed(2, 1, 16, 16, (17, 30), (37, 45), (0, 9), (5, 40))
+BAD = (slice(17, 54), slice(30, 75))  # queries and keys of its second sequence
+OPTIONS = [
+    ("causal",),
+    ("window",),
+    ("kv_lengths", "causal"),
+    ("mask",),
+    ("causal", "dropout"),
+    ("causal", "softcap"),
+    ("causal", "alibi"),
+    ("causal", "bias"),
+    ("causal", "sink"),
+    ("everything",),
+]
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.launch.tuning, "choose", lambda *_: kernels.launch.Config(32, 32, 4, 1))
+    """Tiles of two careful ones each where the dtype is float32, and more marks than a program looks at together."""
+    monkeypatch.setattr(launch.tuning, "choose", lambda *_: launch.Config(32, 32, 4, 1))
+    monkeypatch.setattr(mend_kernels, "MARKS", type(mend_kernels.MARKS)(4))
+
+
+def processors(n: int) -> Any:
+    return mock.patch.object(launch, "_processors", lambda _device: n)
+
+
+def forward(call: Call, exact: Truth, where: int = MEND) -> tuple[Any, Any]:
+    with processors(where):
+        out, lse = kernels.forward(call)
+    check_forward(call, exact, out, lse)
+    return out, lse
 
 
 def check(call: Call, exact: Truth, backward: bool = True) -> None:
-    out, lse = kernels.forward(call)
-    check_forward(call, exact, out, lse)
+    """Both ways to mend a forward pass, and the one of a backward pass."""
+    forward(call, exact, INSIDE)
+    out, lse = forward(call, exact)
     if backward:
-        check_backward(call, exact, kernels.backward(call, out, lse))
+        with processors(MEND):
+            check_backward(call, exact, kernels.backward(call, out, lse))
 
 
 @pytest.mark.parametrize(
-    ("hider", "dtype"), [("causal", "bfloat16"), ("kv_lengths", "float32"), ("everything", "float32")]
+    ("hider", "dtype"),
+    [
+        ("mask", "bfloat16"),
+        ("window", "float32"),
+        ("band", "float32"),
+        ("kv_lengths", "float16"),
+        ("everything", "float32"),
+    ],
 )
 def test_hidden_things_have_no_effect(hider: str, dtype: str) -> None:
     call, seen = nonfinite.case("ragged", hider, dtype)
@@ -44,18 +91,145 @@ def test_hidden_things_have_no_effect(hider: str, dtype: str) -> None:
     check(poisoned, same_dtype_error(clean))
 
 
-@pytest.mark.parametrize(("hider", "dtype"), [("causal", "bfloat16"), ("everything", "float32")])
-@pytest.mark.parametrize("target", ["q", "k", "v", "dout"])
-def test_visible_things_reach_those_who_see_them(target: str, hider: str, dtype: str) -> None:
-    call, seen = nonfinite.case("ragged", hider, dtype)
+def one_bad_number(
+    size: Size, options: tuple[str, ...], dtype: str, value: float, targets: tuple[str, ...] = TARGETS
+) -> tuple[Call, Truth]:
+    """In each sequence one input is bad, in a place that some see and others do not."""
+    call = build(Case(size, dtype, options))
+    if "kv_lengths" in call.options:
+        call = replace(call, options=call.options | {"kv_lengths": np.array([size.n_k - 9, size.n_k, 20, 31])})
     error = same_dtype_error(call).error
-    seen_by = (0, 1) if target in "kv" else 1
-    at = (seen[0, :2] if target in "kv" else seen[0, 0]).any(axis=seen_by).nonzero()[0]
-    for value in (np.nan, np.inf):
-        poisoned = nonfinite.changed(call, target, (0, 0, at[len(at) // 2], 3), value)
-        exact = replace(same_dtype_error(poisoned), error=error)
-        assert not all(np.isfinite(x).all() for x in (exact.out, *exact.grads.values()) if x is not None)
-        check(poisoned, exact, backward=bool(np.isnan(value)))  # of 0 * Inf each order of sums has its own
+    group = nonfinite.by_key_head(nonfinite.visible(call), call)[:, 0]  # (batch, group, n_q, n_k)
+    for b, target in enumerate(targets):
+        seen = group[b].any(axis=(0, 1)) if target in "kv" else group[b, 0].any(axis=1)
+        at = seen.nonzero()[0]
+        call = nonfinite.changed(call, target, (b, 0, at[len(at) // 2], 3), value)
+    return call, spoiled(call, error)
+
+
+def spoiled(call: Call, error: dict[str, float]) -> Truth:
+    """What the oracle says of a call with NaN or Inf, to be met as closely as that without."""
+    exact = replace(same_dtype_error(call), error=error)
+    results = [exact.out, *(exact.grads[name] for name in ("dq", "dk", "dv"))]
+    assert all(np.isfinite(x).any() for x in results) and not all(np.isfinite(x).all() for x in results)
+    return exact
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids="+".join)
+def test_visible_things_reach_those_who_see_them(options: tuple[str, ...]) -> None:
+    check(*one_bad_number(LONG, options, "float32", np.nan))
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf])
+@pytest.mark.parametrize("options", [("causal",), ("window", "dropout"), ("everything",)], ids="+".join)
+def test_infinities_reach_those_who_see_them(options: tuple[str, ...], value: float) -> None:
+    """Forward alone: of 0 * Inf each order of sums has its own."""
+    check(*one_bad_number(LONG, options, "bfloat16", value), backward=False)
+
+
+def test_an_infinite_query_or_key_under_a_softcap() -> None:
+    """Scores are finite and have no slope, so that the gradient of those who see it is 0 * Inf."""
+    call, exact = one_bad_number(LONG, ("causal", "softcap"), "float32", np.inf, ("q", "k"))
+    assert np.isfinite(exact.out).all() and np.isnan(exact.grads["dq"]).any() and np.isnan(exact.grads["dk"]).any()
+    check(call, exact)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("options", [("kv_lengths", "causal"), ("mask", "dropout"), ("everything",)], ids="+".join)
+def test_split_decode(options: tuple[str, ...], value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.tuning, "choose", lambda *_: launch.Config(16, 32, 4, 1))
+    call, exact = one_bad_number(DECODE, options, "float32", value)
+    with processors(INSIDE):
+        problem = launch.laid_out(kernels.problem_of(call))
+        assert launch.Prepared(problem)._forward._splits > 1
+    check(call, exact, backward=bool(np.isnan(value)) and options == ("everything",))
+
+
+@pytest.mark.parametrize("options", [("causal",), ("kv_lengths",), ("window", "dropout", "sink")], ids="+".join)
+def test_packed_neighbours(options: tuple[str, ...]) -> None:
+    """One sequence is NaN, and so are the keys of others beyond kv_lengths: these do not notice."""
+    call = build(Case(PACKED, "float32", options))
+    if "kv_lengths" in options:
+        call = replace(call, options={"kv_lengths": np.array([20, 45, 9, 33])})
+    exact = same_dtype_error(call)
+    poisoned = call
+    for name in ("q", "dout", "dlse"):
+        poisoned = nonfinite.changed(poisoned, name, BAD[0], np.nan)
+    for name in ("k", "v"):
+        for where in (BAD[1], *([slice(20, 30), slice(117, None)] if "kv_lengths" in options else [])):
+            poisoned = nonfinite.changed(poisoned, name, where, np.nan)
+    for where in (INSIDE, MEND):
+        with processors(where):
+            out, lse = kernels.forward(poisoned)
+        assert np.isnan(out[BAD[0]]).all() and np.isnan(lse[BAD[0]]).all()
+        others = (nonfinite.put(x, BAD[0], right[BAD[0]]) for x, right in ((out, exact.out), (lse, exact.lse)))
+        check_forward(call, exact, *others)
+    with processors(MEND):
+        grads = kernels.backward(poisoned, out, lse)
+    found: dict[str, Any] = {}
+    for name, where in zip(("dq", "dk", "dv"), (BAD[0], BAD[1], BAD[1]), strict=True):
+        assert np.isnan(getattr(grads, name)[where]).any()
+        found[name] = nonfinite.put(getattr(grads, name), where, exact.grads[name][where])
+    if grads.dsink is not None:
+        found["dsink"] = exact.grads["dsink"].astype(np.float32)  # to which the bad sequence gives its NaN
+    check_backward(call, exact, grads._replace(**found))
+
+
+def test_a_bad_number_in_a_packed_sequence() -> None:
+    """Near the end of the keys, or early among the queries, of sequences that begin within a tile."""
+    call = build(Case(Size.packed(2, 1, 16, 16, (5, 9), (37, 45), (0, 3), (40, 41)), "float32", ("causal",)))
+    error = same_dtype_error(call).error
+    for name, at in (("v", 9 + 40), ("q", 5 + 3), ("k", 57 + 35), ("dout", 42 + 2)):
+        call = nonfinite.changed(call, name, (at, 0, 3), np.nan)
+    check(call, spoiled(call, error))
+
+
+def test_large_doubles_are_not_infinite() -> None:
+    call = build(Case(LONG, "float64", ("causal",)))
+    big = nonfinite.changed(call, "v", (0, 0, 5, 3), 1e300)
+    call = nonfinite.changed(big, "v", (0, 0, 5, 4), np.nan)
+    out, _ = kernels.forward(call)
+    right, _ = kernels.forward(big)
+    np.testing.assert_allclose(out[..., :4], right[..., :4], rtol=1e-12)
+    assert np.isnan(out[0, :, :, 4]).any()
+
+
+@pytest.fixture
+def marks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Those of the calls in a test, each 7 until a kernel writes it."""
+    made: list[Any] = []
+
+    def make(self: Any) -> Any:
+        made.append(torch.full((self.count,), 7, dtype=torch.int32))
+        return made[-1]
+
+    monkeypatch.setattr(launch.Marks, "make", make)
+    return made
+
+
+def test_which_tiles_are_marked(marks: list[Any]) -> None:
+    """Number (sequence * heads + head) * tiles + tile, where the tiles of rows 0.., 32.., 64.. are 0, 1, 2."""
+    call = build(Case(Size(2, 4, 2, 70, 70, 16, 16), "float32", ("causal",)))
+    bad = nonfinite.changed(call, "v", (1, 0, 40, 3), np.nan)
+    with processors(MEND):
+        kernels.forward(bad)
+        kernels.backward(nonfinite.changed(call, "k", (1, 0, 40, 3), np.nan), *kernels.forward(call))
+    expected = np.zeros((2, 4, 3), np.int32)
+    expected[1, :2, 1:] = 1
+    np.testing.assert_array_equal(marks[0].reshape(2, 4, 3), expected)
+    assert not marks[1].any()
+    of_keys, of_queries = marks[2][:12].reshape(2, 2, 3), marks[2][12:].reshape(2, 4, 3)
+    np.testing.assert_array_equal(of_queries, expected)
+    np.testing.assert_array_equal(of_keys[0], 0)  # the lse that was given knows of no NaN: only its own key has one
+    np.testing.assert_array_equal(of_keys[1], [[0, 1, 0], [0, 0, 0]])
+
+
+@pytest.mark.parametrize("size", [LONG, PACKED], ids=str)
+def test_finite_numbers_leave_no_mark(size: Size, marks: list[Any]) -> None:
+    call = build(Case(size, "float32", ("kv_lengths", "causal")))
+    with processors(MEND):
+        kernels.backward(call, *kernels.forward(call))
+    assert len(marks) == 2 and not any(x.any() for x in marks)
 
 
 @pytest.mark.parametrize("size", [1e3, -1e3, 1e30])

@@ -10,12 +10,13 @@ import triton.language as tl
 
 from flashtile import dropout
 from flashtile.backends.triton.cuts import NEAR
+from flashtile.backends.triton.steady import STEADY
 from flashtile.backends.triton.tuning import Config
 from flashtile.band import FAR
 from flashtile.problem import Problem
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-SEED_MARK = 1 << 40  # see steady()
+ALIGNED = 16  # Triton compiles for integers and addresses that are multiples of it, and for others
 
 
 class Rows(NamedTuple):
@@ -38,7 +39,10 @@ class Pairs(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """The longest sequence, and device pointers to where packed sequences begin and to the keys in use, or None."""
+    """Rows of a sequence, or of all packed ones, which begin at cu_q and cu_k; kv: the keys in use. For plain().
+
+    The pointers are to device memory, or None.
+    """
 
     n_q: int
     n_k: int
@@ -59,8 +63,8 @@ class Rule(NamedTuple):
     scale: int
     scale_first: int | None  # not None where scale <= 0: a maximum does not survive such a factor
     softcap: int | None
-    left: int | None
-    right: int | None
+    left: int | None  # steady()
+    right: int | None  # steady()
     offset: int | None  # 0, left and right being counted from the query's own number; None: see above
     mask: Any
     mask_sequence: int
@@ -75,12 +79,12 @@ class Rule(NamedTuple):
     alibi: Any
     alibi_sequence: int
     alibi_head: int
-    alibi_offset: int  # of the band, where it is not None
+    alibi_offset: int  # of the band, where it is not None; steady()
     seed_low: int | None  # of dropout, in two steady() halves
     seed_high: int
     threshold: int
     keep_scale: int  # of 1 / (1 - dropout)
-    heads: int
+    heads: int  # steady()
 
 
 class Constants(NamedTuple):
@@ -109,7 +113,8 @@ def pairs(x: Any) -> Pairs:
 
 
 def lengths(p: Problem) -> Lengths:
-    return Lengths(p.n_q, p.n_k, p.sequences, p.cu_q, p.cu_k, p.kv_lengths)
+    n_q, n_k = (p.q.shape[2], p.k.shape[2]) if p.packed else (p.n_q, p.n_k)
+    return Lengths(length(n_q), length(n_k), steady(p.sequences), p.cu_q, p.cu_k, p.kv_lengths)
 
 
 def rule(p: Problem) -> Rule:
@@ -117,10 +122,10 @@ def rule(p: Problem) -> Rule:
     alibi: tuple[Any, int, int, int] = (None, 0, 0, 0)
     if p.alibi is not None:
         at = max(-NEAR.value, min(offset, NEAR.value))
-        alibi = (p.alibi, 0 if p.alibi.shape[0] == 1 else p.alibi.stride(0), p.alibi.stride(1), at)
+        alibi = (p.alibi, 0 if p.alibi.shape[0] == 1 else p.alibi.stride(0), p.alibi.stride(1), steady(at))
     drop: tuple[Any, int, int, int, int] = (None, 0, 0, 0, 0)
     if p.dropout:
-        drop = (*steady(p.seed), dropout.threshold(p.dropout), bits(1 / (1 - p.dropout)), p.heads)
+        drop = (*halves(p.seed), dropout.threshold(p.dropout), bits(1 / (1 - p.dropout)), steady(p.heads))
     return Rule(
         bits(p.scale),
         None if p.scale > 0 else 0,
@@ -147,10 +152,23 @@ def block(dim: int) -> int:
     return max(16, int(triton.next_power_of_2(dim)))
 
 
-def steady(seed: int) -> tuple[int, int]:
-    """A seed as two odd numbers of 41 bits: Triton compiles anew when an integer's width or alignment changes."""
-    low, high = seed & 0xFFFFFFFF, seed >> 32
-    return SEED_MARK | low << 1 | 1, SEED_MARK | high << 1 | 1
+def steady(n: int) -> int:
+    """A number of 32 bits as an odd one of 41 bits.
+
+    Triton compiles anew for an integer that is 1, or of another width or alignment; do_not_specialize does not reach
+    into tuples.
+    """
+    return int(STEADY.value) + 2 * n + 1
+
+
+def length(n: int) -> int:
+    """As it is where it is a multiple, which is worth a kernel of its own: of fewer registers and wider loads."""
+    return n if n % ALIGNED == 0 else steady(n)
+
+
+def halves(seed: int) -> tuple[int, int]:
+    """The low and the high half of a seed."""
+    return steady(seed & 0xFFFFFFFF), steady(seed >> 32)
 
 
 def bits(x: float) -> int:
@@ -159,5 +177,5 @@ def bits(x: float) -> int:
 
 
 def limit(x: int, offset: int) -> int | None:
-    """A limit of the band counted from a query's own number, or None where no sequence is so long."""
-    return None if x >= FAR or x + offset >= NEAR.value else max(x + offset, -NEAR.value)
+    """A limit of the band counted from a query's own number, steady(), or None where no sequence is so long."""
+    return None if x >= FAR or x + offset >= NEAR.value else steady(max(x + offset, -NEAR.value))

@@ -19,9 +19,10 @@ from flashtile.backends.triton.blocks import (
 from flashtile.backends.triton.cuts import cuts, reach, stretch_of
 from flashtile.backends.triton.guard import finite_part, poison, spoiled
 from flashtile.backends.triton.scores import LOG2E, Tile, dot, kept, pair_pointers, shape_scores, visible_pairs
+from flashtile.backends.triton.steady import plain
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows", "heads"])
 def statistics_kernel(
     dout, out, lse, dlse, log2, delta, n_rows, heads, DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -209,7 +210,9 @@ def dkdv_kernel(
     """
     program = tl.program_id(0)
     head = program // tiles % kv_heads
-    sequence, tile = locate(lengths.cu_k, program % tiles, program // tiles // kv_heads, lengths.sequences, C.BLOCK_K)
+    sequence, tile = locate(
+        lengths.cu_k, lengths.n_k, program % tiles, program // tiles // kv_heads, lengths, C.BLOCK_K
+    )
     at = measure(lengths, rule.offset, sequence)
     j0 = tile * C.BLOCK_K
     if j0 < at.k_room:
@@ -308,7 +311,7 @@ def dq_kernel(
     h = program // tiles % heads
     tile = tiles - 1 - program % tiles  # see forward_kernel
     p_mark = marks + first_mark + program // tiles * tiles + tile
-    sequence, tile = locate(lengths.cu_q, tile, program // tiles // heads, lengths.sequences, C.BLOCK_Q)
+    sequence, tile = locate(lengths.cu_q, lengths.n_q, tile, program // tiles // heads, lengths, C.BLOCK_Q)
     at = measure(lengths, rule.offset, sequence)
     i0 = tile * C.BLOCK_Q
     if i0 < at.q_len:
@@ -318,7 +321,7 @@ def dq_kernel(
         tl.store(p_mark, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "n_rows"])
 def dbias_kernel(
     q,
     k,
@@ -348,13 +351,13 @@ def dbias_kernel(
     row = tl.program_id(0) // across % down
     rest = tl.program_id(0) // across // down
     first_sequence = 0 if SHARE_SEQUENCES else rest // (1 if SHARE_HEADS else heads)
-    last_sequence = lengths.sequences if SHARE_SEQUENCES else first_sequence + 1
+    last_sequence = plain(lengths.sequences) if SHARE_SEQUENCES else first_sequence + 1
     first_head = 0 if SHARE_HEADS else rest % heads
     last_head = heads if SHARE_HEADS else first_head + 1
     first_i = 0 if SHARE_ROWS else row
-    last_i = tl.cdiv(lengths.n_q, C.BLOCK_Q) if SHARE_ROWS else first_i + 1
+    last_i = tl.cdiv(plain(lengths.n_q), C.BLOCK_Q) if SHARE_ROWS else first_i + 1
     first_j = 0 if SHARE_KEYS else column
-    last_j = tl.cdiv(lengths.n_k, C.BLOCK_K) if SHARE_KEYS else first_j + 1
+    last_j = tl.cdiv(plain(lengths.n_k), C.BLOCK_K) if SHARE_KEYS else first_j + 1
     total = tl.zeros([C.BLOCK_Q, C.BLOCK_K], C.REAL)
     for sequence in range(first_sequence, last_sequence):
         at = measure(lengths, rule.offset, sequence)

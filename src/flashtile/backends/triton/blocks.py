@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from flashtile.backends.triton.cuts import clip
+from flashtile.backends.triton.steady import plain
+
 
 class Place(NamedTuple):
     """One sequence: where its rows begin, how many there are, how many keys are in use, and the band's offset."""
@@ -98,24 +101,30 @@ def store_column(x, first, column):
 
 
 @triton.jit
-def find_sequence(p_cu, tile, sequences, BLOCK: tl.constexpr):
+def start_of(p_cu, sequence, total):
+    """Where a packed sequence begins: nowhere outside of the rows that there are, whatever was given."""
+    return clip(tl.load(p_cu + sequence).to(tl.int32), 0, total)
+
+
+@triton.jit
+def find_sequence(p_cu, tile, sequences, total, BLOCK: tl.constexpr):
     """The packed sequence that owns a tile. Sequence s has the tiles from cu[s] // BLOCK + s on."""
     low = 0
     high = sequences - 1
     while low < high:
         middle = (low + high + 1) // 2
-        starts = tl.load(p_cu + middle).to(tl.int32) // BLOCK + middle
+        starts = start_of(p_cu, middle, total) // BLOCK + middle
         low = tl.where(starts <= tile, middle, low)
         high = tl.where(starts <= tile, high, middle - 1)
     return low
 
 
 @triton.jit
-def locate(p_cu, tile, sequence, sequences, BLOCK: tl.constexpr):
+def locate(p_cu, total, tile, sequence, lengths, BLOCK: tl.constexpr):
     """The sequence of a program and its tile there. In a packed layout the grid only counts tiles."""
     if p_cu is not None:
-        sequence = find_sequence(p_cu, tile, sequences, BLOCK)
-        tile -= tl.load(p_cu + sequence).to(tl.int32) // BLOCK + sequence
+        sequence = find_sequence(p_cu, tile, plain(lengths.sequences), plain(total), BLOCK)
+        tile = tl.maximum(tile - start_of(p_cu, sequence, plain(total)) // BLOCK - sequence, 0)
     return sequence, tile
 
 
@@ -125,15 +134,15 @@ def extent(p_cu, sequence, n):
     if p_cu is None:
         return 0, n
     else:
-        start = tl.load(p_cu + sequence).to(tl.int32)
-        return start, tl.load(p_cu + sequence + 1).to(tl.int32) - start
+        start = start_of(p_cu, sequence, n)
+        return start, tl.maximum(start_of(p_cu, sequence + 1, n) - start, 0)
 
 
 @triton.jit
 def measure(lengths, offset, sequence):
     """The Place of a sequence. With no offset its last query stands at its last key."""
-    q_start, q_len = extent(lengths.cu_q, sequence, lengths.n_q)
-    k_start, k_room = extent(lengths.cu_k, sequence, lengths.n_k)
+    q_start, q_len = extent(lengths.cu_q, sequence, plain(lengths.n_q))
+    k_start, k_room = extent(lengths.cu_k, sequence, plain(lengths.n_k))
     k_len = k_room
     if lengths.kv is not None:
         k_len = tl.minimum(tl.maximum(tl.load(lengths.kv + sequence).to(tl.int32), 0), k_room)

@@ -174,7 +174,7 @@ def forward_rows_again(
         )
 
 
-@triton.jit(do_not_specialize=["tiles", "heads"])
+@triton.jit(do_not_specialize=["tiles", "heads", "lse_split"])
 def forward_kernel(
     q,
     k,
@@ -207,7 +207,7 @@ def forward_kernel(
     sequence = program // tiles // heads // SPLITS
     tile = tiles - 1 - program % tiles  # under a causal band the last rows see the most keys: they start first
     number_of_tile = (sequence * heads + head) * tiles + tile
-    sequence, tile = locate(lengths.cu_q, tile, sequence, lengths.sequences, C.BLOCK_Q)
+    sequence, tile = locate(lengths.cu_q, lengths.n_q, tile, sequence, lengths, C.BLOCK_Q)
     at = measure(lengths, rule.offset, sequence)
     first = tile * C.BLOCK_Q
     if first < at.q_len * PACKED_HEADS:

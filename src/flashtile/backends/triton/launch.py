@@ -11,16 +11,17 @@ import triton
 
 from flashtile.backends.triton import tuning
 from flashtile.backends.triton.arguments import (
+    ALIGNED,
     INTERPRETED,
     Lengths,
     Rows,
     Rule,
     block,
     constants,
+    halves,
     lengths,
     pairs,
     rule,
-    steady,
 )
 from flashtile.backends.triton.backward_kernels import dbias_kernel, dkdv_kernel, dq_kernel, statistics_kernel
 from flashtile.backends.triton.forward_kernel import forward_kernel
@@ -265,7 +266,9 @@ class Backward:
         self._given_strides = tuple(None if x is None else strides(x, p) for x in given)
         self._rule, self._lengths = rule(p), lengths(p)
         self._real = getattr(torch, p.accumulator)
-        self._delta = Result(p, p.heads, n_rows, None, p.accumulator, device)
+        # Padded, so that strides are multiples of it whatever the length: there would be kernels for both kinds.
+        room = n_rows if p.packed else int(triton.cdiv(n_rows, ALIGNED)) * ALIGNED
+        self._delta = Result(p, p.heads, room, None, p.accumulator, device)
         self._dq = Result(p, p.heads, n_rows, p.dim, p.dtype, device)
         self._dk = Result(p, p.kv_heads, p.k.shape[2], p.dim, p.dtype, device)
         self._dv = Result(p, p.kv_heads, p.k.shape[2], p.dim_v, p.dtype, device)
@@ -346,7 +349,7 @@ class Backward:
             if dbias.numel():
                 heads, shape = self._row_counts[1], self._bias_shape
                 self._dbias_start(q, k, v, dout, log2, delta, pairs(dbias), a_rule, a_lengths, heads, *shape[2:])
-        dsink = None if x.sink is None else self._dsink(x.sink, given[2], delta.ptr)
+        dsink = None if x.sink is None else self._dsink(x.sink, given[2], delta.ptr[..., : given[2].shape[-1]])
         return Gradients(dq.ptr, dk.ptr, dv.ptr, dbias, dsink)
 
     def _dsink(self, sink: Any, lse: Any, delta: Any) -> Any:
@@ -370,7 +373,7 @@ def _rule_of(a_rule: Rule, x: Inputs) -> Rule:
     """The rule with the tensors and the seed of this call."""
     if x.mask is None and x.bias is None and x.alibi is None and a_rule.seed_low is None:
         return a_rule
-    low, high = (None, 0) if a_rule.seed_low is None else steady(x.seed)
+    low, high = (None, 0) if a_rule.seed_low is None else halves(x.seed)
     return a_rule._replace(mask=x.mask, bias=x.bias, alibi=x.alibi, seed_low=low, seed_high=high)
 
 

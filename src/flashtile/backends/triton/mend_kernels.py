@@ -49,7 +49,7 @@ def mend_forward_kernel(
             for n in range(begin, tl.minimum(begin + step * MARKS, count), step):
                 if tl.load(marks + n) != 0:
                     head = n // tiles % heads
-                    sequence, tile = locate(lengths.cu_q, n % tiles, n // tiles // heads, lengths.sequences, ROWS)
+                    sequence, tile = locate(lengths.cu_q, lengths.n_q, n % tiles, n // tiles // heads, lengths, ROWS)
                     at = measure(lengths, rule.offset, sequence)
                     forward_rows_again(
                         *(q, k, v, out, lse, p_sink, rule, at, head, tile * ROWS, 0, (0, at.k_len), 0, 0),
@@ -91,7 +91,7 @@ def mend_backward_kernel(
                     if n < first_of_queries:
                         head = n // k_tiles % kv_heads
                         sequence = n // k_tiles // kv_heads
-                        sequence, tile = locate(lengths.cu_k, n % k_tiles, sequence, lengths.sequences, K_ROWS)
+                        sequence, tile = locate(lengths.cu_k, lengths.n_k, n % k_tiles, sequence, lengths, K_ROWS)
                         at = measure(lengths, rule.offset, sequence)
                         for j0 in range(tile * K_ROWS, tl.minimum((tile + 1) * K_ROWS, at.k_room), OF_KEYS.BLOCK_K):
                             dkdv_rows(
@@ -102,7 +102,7 @@ def mend_backward_kernel(
                         n_q = n - first_of_queries
                         head = n_q // q_tiles % heads
                         sequence = n_q // q_tiles // heads
-                        sequence, tile = locate(lengths.cu_q, n_q % q_tiles, sequence, lengths.sequences, Q_ROWS)
+                        sequence, tile = locate(lengths.cu_q, lengths.n_q, n_q % q_tiles, sequence, lengths, Q_ROWS)
                         at = measure(lengths, rule.offset, sequence)
                         for i0 in range(tile * Q_ROWS, tl.minimum((tile + 1) * Q_ROWS, at.q_len), OF_QUERIES.BLOCK_Q):
                             dq_rows(

@@ -8,7 +8,7 @@ import triton.language as tl
 from flashtile.backends.triton.scores import LN2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lse_split", "n_rows", "n_heads"])
 def merge_kernel(
     part,
     part_lse,

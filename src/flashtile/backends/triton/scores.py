@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.triton.blocks import number, wide
+from flashtile.backends.triton.steady import half_of_seed, plain
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -87,7 +88,7 @@ def shape_scores(S, rule, tile):
         S += tl.load(p_bias, mask=inside(tile), other=0.0).to(S.dtype)
     if rule.alibi is not None:
         weight = tl.load(rule.alibi + tile.sequence * rule.alibi_sequence + tile.o_h * rule.alibi_head).to(S.dtype)
-        S -= weight * tl.abs(tile.o_i + tile.offset + rule.alibi_offset - tile.o_j).to(S.dtype)
+        S -= weight * tl.abs(tile.o_i + tile.offset + plain(rule.alibi_offset) - tile.o_j).to(S.dtype)
     return S, unit, slope
 
 
@@ -101,11 +102,11 @@ def visible_pairs(rule, tile, MASKED: tl.constexpr):
     if MASKED:
         at = tile.o_i + tile.offset
         if rule.right is not None:
-            visible = tile.o_j <= tl.where(tile.real_i, tl.minimum(at + rule.right, tile.k_len - 1), -1)
+            visible = tile.o_j <= tl.where(tile.real_i, tl.minimum(at + plain(rule.right), tile.k_len - 1), -1)
         else:
             visible = tile.o_j < tl.where(tile.real_i, tile.k_len, 0)
         if rule.left is not None:
-            visible = visible & (tile.o_j >= at - rule.left)
+            visible = visible & (tile.o_j >= at - plain(rule.left))
     if rule.mask is not None:
         p_mask = pair_pointers(
             rule.mask,
@@ -123,12 +124,6 @@ def visible_pairs(rule, tile, MASKED: tl.constexpr):
 
 
 @triton.jit
-def half_of_seed(steady):
-    """One half of a seed, out of the form that arguments.py gives it."""
-    return (tl.cast(steady, tl.uint64) >> 1) & 0xFFFFFFFF
-
-
-@triton.jit
 def kept(rule, sequence, o_h, o_i, j0, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr):
     """Which weights of a tile [BLOCK_I, BLOCK_J] dropout keeps, the twin of dropout.py; j0 is a multiple of 4.
 
@@ -137,7 +132,7 @@ def kept(rule, sequence, o_h, o_i, j0, BLOCK_I: tl.constexpr, BLOCK_J: tl.conste
     quads = (j0 // 4 + tl.arange(0, BLOCK_J // 4))[None, :]
     c0 = tl.broadcast_to(quads, (BLOCK_I, BLOCK_J // 4))
     c1 = tl.broadcast_to(o_i, (BLOCK_I, BLOCK_J // 4))
-    c2 = tl.broadcast_to(sequence * rule.heads + o_h, (BLOCK_I, BLOCK_J // 4))
+    c2 = tl.broadcast_to(sequence * plain(rule.heads) + o_h, (BLOCK_I, BLOCK_J // 4))
     seed = half_of_seed(rule.seed_high) << 32 | half_of_seed(rule.seed_low)
     r0, r1, r2, r3 = tl.philox(seed, c0, c1, c2, c0 * 0)
     bits = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), (BLOCK_I, BLOCK_J))

@@ -53,7 +53,7 @@ DS_READY = gl.constexpr(5)
 TOGETHER = gl.constexpr(9)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["tiles", "kv_heads", "q_tiles", "mark_tiles"])
 def backward_kernel(
     q_desc,
     k_desc,

@@ -17,6 +17,7 @@ from flashtile.backends.gluon.softmax import Seen, hide, shape_scores, slope_of
 from flashtile.backends.gluon.tasks import LANES, ONE_EACH
 from flashtile.backends.triton.blocks import locate, measure
 from flashtile.backends.triton.cuts import cuts, reach
+from flashtile.backends.triton.steady import plain
 
 KEYS = gl.constexpr(64)  # of a tile that a warpgroup works on
 WARPGROUPS = gl.constexpr(256)  # threads
@@ -94,7 +95,7 @@ def load(shared, board, sources, rule, lengths, tiles, kv_heads, q_tiles, mark_t
     """Fetch keys and values, then one tile of queries after the other, of one head of the group after the other."""
     program = gl.program_id(0)
     head = program // tiles % kv_heads
-    sequence, tile = locate(lengths.cu_k, program % tiles, program // tiles // kv_heads, lengths.sequences, C.KEYS)
+    sequence, tile = locate(lengths.cu_k, lengths.n_k, program % tiles, program // tiles // kv_heads, lengths, C.KEYS)
     at = measure(lengths, rule.offset, sequence)
     key = tile * C.KEYS
     place = 0 if lengths.cu_q is not None else sequence  # as descriptors count sequences
@@ -202,14 +203,14 @@ def seen_by(board, rule, h, LAYOUT: gl.constexpr, ME: gl.constexpr):
     o_j += get(board, KEY) - get(board, OFFSET)
     last = o_j * 0 + (get(board, N_QUERIES) - 1)
     if rule.left is not None:
-        last = gl.minimum(o_j + rule.left, last)
+        last = gl.minimum(o_j + reach(rule.left), last)
     first = o_j * 0
     if rule.right is not None:
-        first = o_j - rule.right
+        first = o_j - reach(rule.right)
     at = 0
     slope = 0.0
     if rule.alibi is not None:
-        at = o_j - rule.alibi_offset
+        at = o_j - plain(rule.alibi_offset)
         slope = o_j * 0.0 + gl.load(rule.alibi + get(board, SLOPE) + h * rule.alibi_head).to(gl.float32)
     return Seen(gl.where(in_use, last, -1), first, at, slope)
 

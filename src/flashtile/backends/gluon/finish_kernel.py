@@ -6,9 +6,10 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.triton.blocks import extent, locate, number, wide
+from flashtile.backends.triton.steady import plain
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "heads", "q_tiles", "mark_tiles"])
 def finish_kernel(
     total,
     dq,
@@ -26,8 +27,8 @@ def finish_kernel(
     """A program makes 64 rows. The grid counts tiles of them, then heads, then sequences."""
     program = tl.program_id(0)
     head = program // tiles % heads
-    sequence, tile = locate(lengths.cu_q, program % tiles, program // tiles // heads, lengths.sequences, 64)
-    q_start, q_len = extent(lengths.cu_q, sequence, lengths.n_q)
+    sequence, tile = locate(lengths.cu_q, lengths.n_q, program % tiles, program // tiles // heads, lengths, 64)
+    q_start, q_len = extent(lengths.cu_q, sequence, plain(lengths.n_q))
     if tile * 64 < q_len:
         mark = tile
         at = tile

@@ -101,7 +101,7 @@ class Results(NamedTuple):
     mark_tiles: Any  # of one head
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["mark_tiles", "tiles", "heads", "section", "tasks"])
 def forward_kernel(
     q_desc,
     k_desc,

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from flashtile.backends.gluon import tuning
 from flashtile.backends.triton.blocks import locate, measure
 from flashtile.backends.triton.cuts import clip, cuts, reach
+from flashtile.backends.triton.steady import plain
 
 ROWS = gl.constexpr(tuning.ROWS)
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
@@ -84,13 +85,13 @@ def find_task(number, work, C: gl.constexpr):
     if work.lengths.cu_q is not None:
         head = number % work.heads
         tile = work.tiles - 1 - number // work.heads
-        sequence, tile = locate(work.lengths.cu_q, tile, 0, work.lengths.sequences, TILE)
+        sequence, tile = locate(work.lengths.cu_q, work.lengths.n_q, tile, 0, work.lengths, TILE)
         at = measure(work.lengths, work.rule.offset, sequence)
         row = tile * TILE
     else:
         at_once = work.tiles * work.section
         first = number // at_once * work.section
-        beside = gl.minimum(work.section, work.heads * work.lengths.sequences - first)
+        beside = gl.minimum(work.section, work.heads * plain(work.lengths.sequences) - first)
         inside = number % at_once
         column = first + inside % beside
         sequence = column // work.heads
@@ -131,12 +132,12 @@ def post(orders, task, tiles, results, work, C: gl.constexpr):
     query = row // C.PACKED_HEADS
     at = query + task.offset
     if rule.right is not None:
-        put(orders, LAST_SEEN, at + rule.right)
+        put(orders, LAST_SEEN, at + reach(rule.right))
     put(orders, LAST_KEY, row * 0 + task.k_len - 1)
     if rule.left is not None:
-        put(orders, FIRST_SEEN, at - rule.left)
+        put(orders, FIRST_SEEN, at - reach(rule.left))
     if rule.alibi is not None:
-        put(orders, STANDS_AT, at + rule.alibi_offset)
+        put(orders, STANDS_AT, at + plain(rule.alibi_offset))
     put(orders, REAL_FROM, -row)
     put(orders, REAL_TO, task.q_len * C.PACKED_HEADS - row)
     put(orders, SEQUENCE, row * 0 + task.sequence)

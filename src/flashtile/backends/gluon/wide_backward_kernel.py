@@ -51,7 +51,7 @@ DS_READY = gl.constexpr(14)
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["tiles", "kv_heads", "q_tiles", "mark_tiles"])
 def wide_backward_kernel(
     q_desc,
     k_desc,

@@ -24,16 +24,17 @@ ADVICE = re.compile(r"\bC75\d\d\b.*")  # by ptxas, where it serialises products
 
 
 class Case(NamedTuple):
-    """One call with these options of attention(), in a row; "gqa" and "packed" say how its tensors lie."""
+    """One call with these options of attention(), in a row; "gqa", "packed" and "ragged" say how its tensors lie."""
 
     dim: int
     options: str = ""
     dtype: str = "bfloat16"
     dim_v: int | None = None  # None: as wide as the keys
+    work: str = "forward"  # or "backward"
 
 
 class Built(NamedTuple):
-    """The forward kernel of a case, as the compilers made it."""
+    """The main kernel of a case, as the compilers made it."""
 
     case: Case
     shared: int  # bytes
@@ -66,6 +67,7 @@ def build_here(cases: Iterable[Case]) -> Iterator[Built]:
     """build() in this process, which then knows no other GPU."""
     import triton
 
+    from flashtile.backends.gluon.backward_kernel import backward_kernel
     from flashtile.backends.gluon.forward_kernel import forward_kernel
     from flashtile.backends.triton.start import Start
 
@@ -75,7 +77,7 @@ def build_here(cases: Iterable[Case]) -> Iterator[Built]:
     triton.knobs.nvidia.dump_ptxas_log = True
 
     def compile_only(start: Start, *args: Any) -> None:
-        if start.kernel is forward_kernel:  # others are the portable backend's
+        if start.kernel in (forward_kernel, backward_kernel):  # others are plain Triton, most of them portable
             start.kernel[start.grid](*args, **start.constants, **start.options)
 
     with mock.patch.object(Start, "__call__", compile_only):
@@ -107,18 +109,19 @@ def start_call(case: Case) -> None:
     """Have the backend start the kernels of a case, on tensors of no particular numbers."""
     import torch
 
-    from flashtile.backends.gluon import launch, why_not
+    from flashtile.backends.gluon import gradients, launch, why_not
     from flashtile.band import Band
     from flashtile.inputs import Inputs
-    from flashtile.problem import describe
+    from flashtile.problem import check_gradients, describe
 
     words = case.options.split()
-    batch, heads, kv_heads, n_q, n_k = (2, 16, 2, 8, 4096) if "gqa" in words else (2, 8, 8, 4096, 4096)
+    length = 4001 if "ragged" in words else 4096
+    batch, heads, kv_heads, n_q, n_k = (2, 16, 2, 8, length) if "gqa" in words else (2, 8, 8, length, length)
     q_shape, k_shape = (batch, heads, n_q), (batch, kv_heads, n_k)
     starts = None
     if "packed" in words:
         q_shape, k_shape = (batch * n_q, heads), (batch * n_k, kv_heads)
-        starts = torch.tensor([0, 1000, 8192], dtype=torch.int32)
+        starts = torch.tensor([0, 1000, batch * n_q], dtype=torch.int32)
     shapes = (*q_shape, case.dim), (*k_shape, case.dim), (*k_shape, case.dim_v or case.dim)
     q, k, v = (torch.empty(shape, dtype=getattr(torch, case.dtype)) for shape in shapes)
     values: dict[str, dict[str, Any]] = {
@@ -131,13 +134,19 @@ def start_call(case: Case) -> None:
         "kv_lengths": {"kv_lengths": torch.zeros(batch, dtype=torch.int32)},
         "float32": {"out_dtype": torch.float32},
         "packed": {"cu_q": starts, "cu_k": starts},
-        "gqa": {},
+        **{word: {} for word in ("gqa", "ragged")},
     }
     problem = describe(q, k, v, **{name: x for word in words for name, x in values[word].items()})
     assert why_not(problem) is None
-    device = torch.device("cpu")
-    with mock.patch.object(launch, "counter", lambda _device: torch.zeros(2, dtype=torch.int32)):
-        launch.Forward(problem, device)(Inputs.of(problem))
+    device, inputs = torch.device("cpu"), Inputs.of(problem)
+    if case.work == "forward":
+        with mock.patch.object(launch, "counter", lambda _device: torch.zeros(2, dtype=torch.int32)):
+            launch.Forward(problem, device)(inputs)
+    else:
+        assert launch.differentiates(problem)
+        dout = torch.empty(*q_shape, shapes[2][-1], dtype=q.dtype)
+        given = check_gradients(problem, dout, dout, torch.empty(q_shape), None)
+        gradients.Backward(problem, device, given)(inputs, *given)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 DIMS = (64, 128, 256)
 EVERYTHING = "causal softcap alibi sink kv_lengths gqa"
+CUT = ("causal ragged", "band", "causal packed")  # tiles that gradients need masks for
 QUICK = {
     "plain": [Case(dim, options) for dim in DIMS for options in ("", "causal")],
     "options": [
@@ -22,6 +23,7 @@ QUICK = {
         Case(128, "causal", "float16"),
         Case(128, "float32"),
     ],
+    "gradients": [Case(dim, options, work="backward") for dim in (64, 128) for options in ("", "causal")],
 }
 FULL = [
     *(Case(dim, "band") for dim in DIMS),
@@ -29,18 +31,32 @@ FULL = [
     *(Case(dim, f"{options} float32") for dim in DIMS for options in ("", "causal")),
     *(Case(dim, f"{options} packed") for dim in DIMS for options in ("causal", "band", "kv_lengths sink")),
     *(Case(dim, options) for dim in DIMS for options in (EVERYTHING, "softcap", "alibi", "gqa")),
+    *(Case(dim, options, work="backward") for dim in (64, 128) for options in (*CUT, EVERYTHING)),
 ]
 WIDTHS = [(8, 8), (16, 24), (32, 32), (40, 48), (96, 96), (64, 128), (128, 64), (192, 128), (128, 256), (256, 64)]
-# Bytes that may go to the stack. At head dim 64 three warpgroups share the registers, and a band has two sides.
-STACK = {(64, "band"): 8}
-# Options of little use that one would not tune for.
-SLACK = 64
+# Bytes that may go to the stack; none where nothing is said.
+STACK = {
+    ("forward", 64, "band"): 8,  # three warpgroups share the registers, and a band has two sides
+    # As measured, so that they do not grow unseen:
+    ("forward", 64, "alibi"): 8,
+    ("forward", 64, EVERYTHING): 24,
+    ("backward", 128, ""): 8,
+    ("backward", 128, "causal"): 24,
+    **{("backward", 64, options): 80 for options in CUT},
+    **{("backward", 128, options): 144 for options in CUT},
+    ("backward", 64, EVERYTHING): 320,
+    ("backward", 128, EVERYTHING): 288,
+}
+# Head dim 256 is to have no stack at all, and has 40 and 8 bytes here.
+SPILLING = [Case(256, EVERYTHING), Case(256, "softcap")]
+# For products, in a loop over tiles: S and P V; S, dP, dV and dK, dQ.
+WAITS = {"forward": 2, "backward": 4}
 
 
-def faults(built: Built, plain: bool = True) -> list[str]:
+def faults(built: Built) -> list[str]:
     """What is wrong with a kernel, in words."""
     case, found = built.case, list(built.advice)
-    room = STACK.get((case.dim, case.options), 0) if plain else SLACK
+    room = STACK.get((case.work, case.dim, case.options), 0)
     if built.stack > room:
         found.append(f"{built.stack} bytes of stack, of {room}")
     if built.shared > TARGETS["sm_90"].shared:
@@ -49,8 +65,8 @@ def faults(built: Built, plain: bool = True) -> list[str]:
         found.append("all warps have as many registers")
     if not built.products or not all(built.products):
         found.append("no loop over tiles with products in it")
-    if any(waits != 2 for waits in built.waits):
-        found.append(f"{built.waits} waits in loops over tiles, where 2 do")
+    if any(waits != WAITS[case.work] for waits in built.waits):
+        found.append(f"{built.waits} waits in loops over tiles, where {WAITS[case.work]} do")
     return [f"{case}: {fault}" for fault in found]
 
 
@@ -64,14 +80,21 @@ def test_kernels(group: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dim", DIMS)
 def test_more_kernels(dim: int) -> None:
-    rows = build([case for case in FULL if case.dim == dim])
-    assert [fault for built in rows for fault in faults(built, plain=False)] == []
+    rows = build([case for case in FULL if case.dim == dim and case not in SPILLING])
+    assert [fault for built in rows for fault in faults(built)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(reason="they spill", strict=True)
+@pytest.mark.parametrize("case", SPILLING, ids=str)
+def test_kernels_that_are_to_keep_to_registers(case: Case) -> None:
+    assert [fault for built in build([case]) for fault in faults(built)] == []
 
 
 @pytest.mark.slow
 def test_other_widths() -> None:
     rows = build([Case(dim, "causal", dim_v=dim_v) for dim, dim_v in WIDTHS])
-    assert [fault for built in rows for fault in faults(built, plain=False)] == []
+    assert [fault for built in rows for fault in faults(built)] == []
 
 
 BUILT = Built(Case(64), 232448, 0, True, [2, 2], [12, 12], [], 1.0)

@@ -69,6 +69,7 @@ def build_here(cases: Iterable[Case]) -> Iterator[Built]:
 
     from flashtile.backends.gluon.backward_kernel import backward_kernel
     from flashtile.backends.gluon.forward_kernel import forward_kernel
+    from flashtile.backends.gluon.wide_backward_kernel import wide_backward_kernel
     from flashtile.backends.triton.start import Start
 
     triton.runtime.driver.set_active(Phantom(TARGETS["sm_90"]))
@@ -77,7 +78,11 @@ def build_here(cases: Iterable[Case]) -> Iterator[Built]:
     triton.knobs.nvidia.dump_ptxas_log = True
 
     def compile_only(start: Start, *args: Any) -> None:
-        if start.kernel in (forward_kernel, backward_kernel):  # others are plain Triton, most of them portable
+        if start.kernel in (
+            forward_kernel,
+            backward_kernel,
+            wide_backward_kernel,
+        ):  # others are Triton
             start.kernel[start.grid](*args, **start.constants, **start.options)
 
     with mock.patch.object(Start, "__call__", compile_only):

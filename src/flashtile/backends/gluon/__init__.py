@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flashtile.backends import triton as portable
 from flashtile.problem import Problem
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from flashtile.backends.gluon.launch import Prepared
 
 WIDEST = 256
+MOST_ROWS = 1 << 30
 SHORT = 64  # queries
 ROWS_TO_FILL = 64 * 128  # about two tiles for three processors in four
 
@@ -41,14 +42,14 @@ def why_not(problem: Problem) -> str | None:
         return f"its tiles hold head dims up to {WIDEST}"
     if p.scale <= 0:
         return "it takes a positive scale"
-    from flashtile.backends.gluon.descriptors import fetchable
-
     for name in "qkv":
         x = getattr(p, name)
         if not x.numel():
             return f"{name} is empty"
         if not fetchable(x):
             return f"{name}: the copy engine wants columns side by side, and rows, heads and batches 16 bytes apart"
+    if p.n_q * p.heads * p.sequences > MOST_ROWS:
+        return f"it counts rows in 32 bits: there are more than {MOST_ROWS}"
     return portable.why_not(problem)
 
 
@@ -77,3 +78,10 @@ def prepare(problem: Problem) -> tuple[Prepared, Problem]:
 
     problem = laid_out(problem)
     return Prepared(problem), problem
+
+
+def fetchable(x: Any) -> bool:
+    """Whether the copy engine can take x, of rank 4."""
+    item = x.element_size()
+    apart = all(n == 1 or (s > 0 and s * item % 16 == 0) for n, s in zip(x.shape[:3], x.stride()[:3], strict=True))
+    return bool(x.stride(3) == 1 and apart and x.data_ptr() % 16 == 0)

@@ -28,11 +28,11 @@ from flashtile.backends.gluon.columns import (
     END_OF_LOOP,
     FIELDS,
     HEAD,
+    KEY,
     KEYS,
     MARK,
     Q_FREE,
     ROOM,
-    ROW,
     SEQUENCE,
     WARPGROUPS,
     Sources,
@@ -42,7 +42,6 @@ from flashtile.backends.gluon.columns import (
     get,
     load,
     shaped,
-    store_rows,
 )
 from flashtile.backends.gluon.softmax import unit_of
 from flashtile.backends.triton.blocks import number
@@ -63,8 +62,6 @@ def backward_kernel(
     dq_desc,
     dk_desc,
     dv_desc,
-    dk,
-    dv,
     marks,
     rule,
     lengths,
@@ -74,10 +71,7 @@ def backward_kernel(
     mark_tiles,
     C: gl.constexpr,
 ):
-    """The grid counts tiles of keys, then key heads, then sequences. q_tiles: of 64 rows, of one head, in dQ.
-
-    A tile that has no keys, as packed sequences make some, sees no queries and stores nothing.
-    """
+    """The grid counts tiles of keys, then key heads, then sequences. q_tiles: of 64 rows, of one head, in dQ."""
     dtype: gl.constexpr = q_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     k = gl.allocate_shared_memory(dtype, [1, 1, 2 * KEYS, C.BLOCK_D], k_desc.layout)
@@ -101,11 +95,11 @@ def backward_kernel(
         mbarrier.init(dout_full.index(n), count=1)
     shared = Tiles(k, v, q, dout, rows, ds, dq, k_full, v_full, q_full, dout_full)
     sources = Sources(q_desc, k_desc, v_desc, dout_desc, rows_desc)
-    targets = Targets(dq_desc, dk_desc, dv_desc, dk, dv, marks)
+    targets = Targets(dq_desc, dk_desc, dv_desc, marks)
     gl.warp_specialize(
         [
-            (consume, (shared, board, targets, rule, lengths.cu_q, 0, C)),
-            (consume, (shared, board, targets, rule, lengths.cu_q, 1, C)),
+            (consume, (shared, board, targets, rule, 0, C)),
+            (consume, (shared, board, targets, rule, 1, C)),
             (load, (shared, board, sources, rule, lengths, tiles, kv_heads, q_tiles, mark_tiles, C)),
         ],
         [4, 1],
@@ -195,7 +189,7 @@ def step(
 
 
 @gluon.jit
-def consume(shared, board, targets, rule, cu_q, ME: gl.constexpr, C: gl.constexpr):
+def consume(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
     """One warpgroup: 64 keys, from the first product to the stored gradients."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_Q, 16])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
@@ -217,10 +211,10 @@ def consume(shared, board, targets, rule, cu_q, ME: gl.constexpr, C: gl.constexp
     dq_at = get(board, DQ_AT) + ME * 16
     for h in range(C.GROUP):
         for n in gl.static_range(C.ALWAYS_CUT):
-            s, dk, dv = step(first + n, h, s, dk, dv, shared, board, rule, unit, targets.dq_desc, dq_at, ME, True, C)
+            s, dk, dv = step(first + n, h, s, dk, dv, shared, board, rule, unit, targets.dq, dq_at, ME, True, C)
         for n in gl.static_range(0 if C.CUT_AT_BEGIN else 1, 3 if C.CUT_AT_END else 2):
             for t in range(first + get(board, CUT + n), first + get(board, CUT + n + 1)):
-                s, dk, dv = step(t, h, s, dk, dv, shared, board, rule, unit, targets.dq_desc, dq_at, ME, n != 1, C)
+                s, dk, dv = step(t, h, s, dk, dv, shared, board, rule, unit, targets.dq, dq_at, ME, n != 1, C)
         first += get(board, CUT + 3)
         dq_at += get(board, DQ_STEP)
     sync(END_OF_LOOP, WARPGROUPS)
@@ -232,19 +226,13 @@ def consume(shared, board, targets, rule, cu_q, ME: gl.constexpr, C: gl.constexp
     gl.thread_barrier()
     room = get(board, ROOM) - ME * KEYS
     whole = room > 0
-    if cu_q is not None:  # the next sequence begins where this one ends
-        whole = room >= KEYS
-    row = get(board, ROW) + ME * KEYS
+    row = get(board, KEY) + ME * KEYS
     head = get(board, HEAD)
     if whole:
         at = [get(board, SEQUENCE), head, row, 0]
-        tma.async_copy_shared_to_global(targets.dv_desc, at, shared.v.slice(ME * KEYS, KEYS, 2))
-        tma.async_copy_shared_to_global(targets.dk_desc, at, shared.k.slice(ME * KEYS, KEYS, 2))
+        tma.async_copy_shared_to_global(targets.dv, at, shared.v.slice(ME * KEYS, KEYS, 2))
+        tma.async_copy_shared_to_global(targets.dk, at, shared.k.slice(ME * KEYS, KEYS, 2))
     o_j = gl.arange(0, KEYS, gl.SliceLayout(1, layout))
-    if cu_q is not None:
-        there = (o_j < room) & (room < KEYS)
-        store_rows(targets.dk, dk.to(dtype), head, row + o_j, there, 0, C)
-        store_rows(targets.dv, dv.to(dtype), head, row + o_j, there, 0, C)
     mark = targets.marks + (o_j * 0 + get(board, MARK) + ME)
     gl.store(mark, o_j * 0 + 1, mask=(o_j < room) & (flaw != 0))
     tma.store_wait(0)

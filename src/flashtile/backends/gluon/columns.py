@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from flashtile.backends.gluon.assembly import reduce_add, sync
 from flashtile.backends.gluon.softmax import Seen, hide, shape_scores, slope_of
 from flashtile.backends.gluon.tasks import LANES, ONE_EACH
-from flashtile.backends.triton.blocks import locate, measure
+from flashtile.backends.triton.blocks import measure
 from flashtile.backends.triton.cuts import cuts, reach
 from flashtile.backends.triton.steady import plain
 
@@ -57,16 +57,15 @@ ROOM = gl.constexpr(1)  # keys from there to the end of the sequence
 IN_USE = gl.constexpr(2)  # likewise, of those in use
 N_QUERIES = gl.constexpr(3)
 OFFSET = gl.constexpr(4)  # of the band
-SEQUENCE = gl.constexpr(5)  # as descriptors count: 0 where sequences are packed
+SEQUENCE = gl.constexpr(5)
 HEAD = gl.constexpr(6)
-ROW = gl.constexpr(7)  # of the first key, where the tensor begins being 0
-MARK = gl.constexpr(8)
-SLOPE = gl.constexpr(9)  # where alibi has that of the group's first head
-BEGIN = gl.constexpr(10)  # the first tile of queries
-CUT = gl.constexpr(11)  # 0, and how many tiles later whole ones begin, whole ones end, and all end
-DQ_AT = gl.constexpr(15)  # where the first tile of dQ lies
-DQ_STEP = gl.constexpr(16)  # to the same tile of the next head, less the tiles of this one
-FIELDS = gl.constexpr(17)
+MARK = gl.constexpr(7)
+SLOPE = gl.constexpr(8)  # where alibi has that of the group's first head
+BEGIN = gl.constexpr(9)  # the first tile of queries
+CUT = gl.constexpr(10)  # 0, and how many tiles later whole ones begin, whole ones end, and all end
+DQ_AT = gl.constexpr(14)  # where the first tile of dQ lies
+DQ_STEP = gl.constexpr(15)  # to the same tile of the next head, less the tiles of this one
+FIELDS = gl.constexpr(16)
 
 
 class Sources(NamedTuple):
@@ -80,11 +79,9 @@ class Sources(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """Where gradients go; dk and dv also by hand, where packed sequences end within a tile."""
+    """Where gradients go, and the marks of tiles that came out spoiled."""
 
-    dq_desc: Any
-    dk_desc: Any
-    dv_desc: Any
+    dq: Any
     dk: Any
     dv: Any
     marks: Any
@@ -94,19 +91,18 @@ class Targets(NamedTuple):
 def load(shared, board, sources, rule, lengths, tiles, kv_heads, q_tiles, mark_tiles, C: gl.constexpr):
     """Fetch keys and values, then one tile of queries after the other, of one head of the group after the other."""
     program = gl.program_id(0)
+    sequence = program // tiles // kv_heads
     head = program // tiles % kv_heads
-    sequence, tile = locate(lengths.cu_k, lengths.n_k, program % tiles, program // tiles // kv_heads, lengths, C.KEYS)
     at = measure(lengths, rule.offset, sequence)
-    key = tile * C.KEYS
-    place = 0 if lengths.cu_q is not None else sequence  # as descriptors count sequences
+    key = program % tiles * C.KEYS
     mbarrier.expect(shared.k_full, sources.k.block_type.nbytes)
-    tma.async_copy_global_to_shared(sources.k, [place, head, at.k_start + key, 0], shared.k_full, shared.k)
-    begin, end = post(board, sequence, place, head, key, at, rule, lengths, kv_heads, q_tiles, mark_tiles, C)
+    tma.async_copy_global_to_shared(sources.k, [sequence, head, key, 0], shared.k_full, shared.k)
+    begin, end = post(board, sequence, head, key, at, rule, lengths, kv_heads, q_tiles, mark_tiles, C)
     mbarrier.expect(shared.v_full, sources.v.block_type.nbytes)  # after the board, for which it speaks too
-    tma.async_copy_global_to_shared(sources.v, [place, head, at.k_start + key, 0], shared.v_full, shared.v)
+    tma.async_copy_global_to_shared(sources.v, [sequence, head, key, 0], shared.v_full, shared.v)
     t = gl.to_tensor(0)
     for h in range(head * C.GROUP, head * C.GROUP + C.GROUP):
-        row = at.q_start + begin * C.BLOCK_Q
+        row = begin * C.BLOCK_Q
         for _ in range(begin, end):
             half = t & 1
             slot = t % C.DOUT_STAGES
@@ -115,12 +111,12 @@ def load(shared, board, sources, rule, lengths, tiles, kv_heads, q_tiles, mark_t
             if t >= 2:
                 sync(Q_FREE + half, ALL)
             mbarrier.expect(q_full, sources.q.block_type.nbytes + sources.rows.block_type.nbytes)
-            tma.async_copy_global_to_shared(sources.q, [place, h, row, 0], q_full, shared.q.index(half))
-            tma.async_copy_global_to_shared(sources.rows, [0, place, h, row], q_full, shared.rows.index(half))
+            tma.async_copy_global_to_shared(sources.q, [sequence, h, row, 0], q_full, shared.q.index(half))
+            tma.async_copy_global_to_shared(sources.rows, [0, sequence, h, row], q_full, shared.rows.index(half))
             if t >= C.DOUT_STAGES:
                 sync(DO_FREE + slot, ALL)
             mbarrier.expect(dout_full, sources.dout.block_type.nbytes)
-            tma.async_copy_global_to_shared(sources.dout, [place, h, row, 0], dout_full, shared.dout.index(slot))
+            tma.async_copy_global_to_shared(sources.dout, [sequence, h, row, 0], dout_full, shared.dout.index(slot))
             t += 1
             row += C.BLOCK_Q
     # Meet all arrivals. Where scores are made LATE, the last tile waits for one more, which nobody reads.
@@ -139,13 +135,13 @@ def load(shared, board, sources, rule, lengths, tiles, kv_heads, q_tiles, mark_t
 
 
 @gluon.jit
-def post(board, sequence, place, head, key, at, rule, lengths, kv_heads, q_tiles, mark_tiles, C: gl.constexpr):
+def post(board, sequence, head, key, at, rule, lengths, kv_heads, q_tiles, mark_tiles, C: gl.constexpr):
     """Write what warpgroups have to know; the first and the last tile of queries that see these keys."""
     # The band with the roles swapped says which.
     last = gl.maximum(gl.minimum(key + C.KEYS, at.k_len), key + 1)
     n_q = at.q_len * (key < at.k_len).to(gl.int32)
     begin, full_begin, full_end, end = cuts(reach(rule.right), reach(rule.left), -at.offset, key, last, n_q, C.BLOCK_Q)
-    if lengths.cu_q is not None or lengths.kv is not None:  # keys that are not in use: no tile is whole
+    if lengths.kv is not None:  # keys that are not in use: no tile is whole
         full_begin = gl.where(key + C.KEYS > at.k_len, end, full_begin)
         full_end = gl.maximum(full_begin, full_end)
     put(board, KEY, key)
@@ -153,23 +149,17 @@ def post(board, sequence, place, head, key, at, rule, lengths, kv_heads, q_tiles
     put(board, IN_USE, at.k_len - key)
     put(board, N_QUERIES, at.q_len)
     put(board, OFFSET, at.offset)
-    put(board, SEQUENCE, place)
+    put(board, SEQUENCE, sequence)
     put(board, HEAD, head)
-    put(board, ROW, at.k_start + key)
     put(board, SLOPE, sequence * rule.alibi_sequence + head * C.GROUP * rule.alibi_head)
     put(board, BEGIN, begin)
     put(board, CUT, 0)
     put(board, CUT + 1, full_begin - begin)
     put(board, CUT + 2, full_end - begin)
     put(board, CUT + 3, end - begin)
-    mark = key // KEYS
-    dq_tile = 0
-    if lengths.cu_q is not None:
-        mark += at.k_start // KEYS + sequence
-        dq_tile = (at.q_start // C.BLOCK_Q + sequence) * (C.BLOCK_Q // 64)
-    column = place * kv_heads + head
-    put(board, MARK, column * mark_tiles + mark)
-    dq_tile = (column * C.GROUP * q_tiles + dq_tile) * (C.BLOCK_D // 64) + begin * C.DQ_TILES
+    column = sequence * kv_heads + head
+    put(board, MARK, column * mark_tiles + key // KEYS)
+    dq_tile = column * C.GROUP * q_tiles * (C.BLOCK_D // 64) + begin * C.DQ_TILES
     put(board, DQ_AT, dq_tile * 16)
     put(board, DQ_STEP, q_tiles * (C.BLOCK_D // 64) * 16 - (end - begin) * C.DQ_TILES * 16)
     gl.thread_barrier()  # the lane that speaks next speaks for all of them
@@ -222,14 +212,6 @@ def add_to_dq(dq, buffer, desc, at):
     fence_async_shared()
     gl.thread_barrier()
     reduce_add(desc, [at, 0], buffer)
-
-
-@gluon.jit
-def store_rows(x, block, head, o_r, there, first_column, C: gl.constexpr):
-    """Rows of a packed tensor, without the copy engine."""
-    o_d = first_column + gl.arange(0, block.shape[1], gl.SliceLayout(0, block.type.layout))
-    p = x.ptr + head.to(gl.int64) * x.head + o_r.to(gl.int64) * x.row
-    gl.store(p[:, None] + o_d[None, :], block, mask=there[:, None] & (o_d < C.DIM)[None, :])
 
 
 @gluon.jit

@@ -40,10 +40,3 @@ def descriptors(x: Any, box: list[int], packed_heads: int | None = None, swizzle
 def outline_of(result: Result, batch: int, heads: int, n: int, dim: int) -> Any:
     """A result as a tensor of rank 4 that holds no memory."""
     return torch.empty_strided((batch, heads, n, dim), (*result.strides, 1), dtype=result.dtype, device="meta")
-
-
-def fetchable(x: Any) -> bool:
-    """Whether the copy engine can take x, of rank 4."""
-    item = x.element_size()
-    apart = all(n == 1 or (s > 0 and s * item % 16 == 0) for n, s in zip(x.shape[:3], x.stride()[:3], strict=True))
-    return bool(x.stride(3) == 1 and apart and x.data_ptr() % 16 == 0)

@@ -330,11 +330,12 @@ def step(
     if MASKED:
         s = hide(s, seen, j0, rule.left is not None)
     due = factor
-    if C.TRUST:
+    if C.TRUST and not MASKED:
         p, m, l, factor = weigh_on_trust(s, m, l, unit)
     else:
-        p, m, l, factor = weigh(s, m, l, unit)
-        due = factor
+        p, m, l, now = weigh(s, m, l, unit)
+        due = factor * now
+        factor = factor * 0 + 1
     stay_before(l)
     o, p_operand = warpgroup_mma_wait(0, deps=(o_later, p_operand))  # ptxas must not reuse its registers before that
     give_back(shared.v, before, C)
@@ -376,7 +377,7 @@ def consume(shared, results, sink, rule, cu_q, ME: gl.constexpr, C: gl.constexpr
         p, m, l = weigh_first(s, unit)
         factor = m * 0 + 1
         p = carried(p, dtype)
-        if rule.right is not None and not C.ONE_CUT:
+        if not C.SEEN_FIRST:
             for _ in range(read(orders, CUT_RIGHT, ME)):
                 p, m, l, o, factor, slot, phase, j0 = step(
                     p, m, l, o, factor, slot, phase, j0, q, shared, seen, rule, unit, True, C
@@ -399,8 +400,7 @@ def consume(shared, results, sink, rule, cu_q, ME: gl.constexpr, C: gl.constexpr
         o_r = gl.arange(0, ROWS, in_s)
         real = (o_r >= read(orders, REAL_FROM, ME)) & (o_r < read(orders, REAL_TO, ME))
         weight, row_lse, lost = finish(m, l, sink, seen, real, orders, ME, C)
-        if C.TRUST:
-            weight = weight * factor
+        weight = weight * factor
         o, p_operand = warpgroup_mma_wait(0, deps=(o_later, p_operand))
         give_back(shared.v, slot, C)
         if rule.left is not None:

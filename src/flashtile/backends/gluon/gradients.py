@@ -47,7 +47,7 @@ class Backward:
     """
 
     def __init__(self, p: Problem, device: Any, given: tuple[Any, ...]) -> None:
-        self._device, self._packed = device, p.packed
+        self._device = device
         dout = given[0]
         config, width = backward(max(p.dim, p.dim_v)), max(64, block(max(p.dim, p.dim_v)))
         n_rows, n_keys, batch = p.q.shape[2], p.k.shape[2], p.q.shape[0]
@@ -61,15 +61,9 @@ class Backward:
         self._dq = Result(p, p.heads, n_rows, p.dim, p.dtype, device)
         self._dk = Result(p, p.kv_heads, n_keys, p.dim, p.dtype, device)
         self._dv = Result(p, p.kv_heads, n_keys, p.dim_v, p.dtype, device)
-        per_block = config.block_q // 64
-        if p.packed:
-            q_tiles = (n_rows // config.block_q + p.sequences) * per_block
-            k_tiles, marks_k = (n_keys // n + p.sequences for n in (config.keys, ROWS))
-            marks_q = n_rows // ROWS + p.sequences
-        else:
-            q_tiles = int(triton.cdiv(p.n_q, config.block_q)) * per_block
-            k_tiles, marks_k = (int(triton.cdiv(p.n_k, n)) for n in (config.keys, ROWS))
-            marks_q = int(triton.cdiv(p.n_q, ROWS))
+        q_tiles = int(triton.cdiv(p.n_q, config.block_q)) * (config.block_q // 64)
+        k_tiles, marks_k = (int(triton.cdiv(p.n_k, n)) for n in (config.keys, ROWS))
+        marks_q = int(triton.cdiv(p.n_q, ROWS))
         self._total = q_tiles * p.heads * batch * 64 * width
         self._mend = portable.MendBackward(p, device, ROWS, ROWS)
         q_box, k_box = ([1, 1, n, width] for n in (config.block_q, config.keys))
@@ -82,7 +76,7 @@ class Backward:
         self._rows_desc = descriptors(rows, [2, 1, 1, config.block_q], swizzled=False)
         total = torch.empty((self._total // 256, 256), dtype=torch.float32, device="meta")
         self._total_desc = descriptors(total, [16, 256], swizzled=False)
-        ends = p.packed or p.kv_lengths is not None
+        ends = p.kv_lengths is not None
         cut_at_end = self._rule.left is not None or ends or p.n_q % config.block_q != 0
         cut_at_begin = self._rule.right is not None or ends
         always_cut = 0
@@ -113,11 +107,10 @@ class Backward:
             BLOCK_DV=block(p.dim_v),
             BLOCK=STATISTICS_ROWS,
         )
-        self._finish_counts = (marks_q, p.heads, q_tiles, marks_q)
+        self._finish_counts = (p.n_q, marks_q, p.heads, q_tiles)
         self._finish = Start(
             finish_kernel,
             marks_q * p.heads * batch,
-            BLOCK_Q=config.block_q,
             DIM=p.dim,
             BLOCK_D=width,
         )
@@ -131,8 +124,6 @@ class Backward:
         log2, delta = (Rows(half, *self._rows_strides) for half in rows)
         total = torch.zeros(self._total, dtype=torch.float32, device=self._device)
         marks = self._mend.make()
-        if self._packed:  # tiles that no sequence has are never written
-            marks.zero_()
         of_queries = marks[self._mend.first_of_queries :]
         a_rule, a_lengths = portable._rule_of(self._rule, x), portable._lengths_of(self._lengths, x)
         self._statistics(dout, out, lse, dlse, log2, delta, *self._row_counts)
@@ -145,14 +136,12 @@ class Backward:
             self._total_desc(total),
             self._dk_desc(dk.ptr),
             self._dv_desc(dv.ptr),
-            dk,
-            dv,
             marks,
             a_rule,
             a_lengths,
             *self._counts,
         )
-        self._finish(total, dq, of_queries, self._scale, a_lengths, *self._finish_counts)
+        self._finish(total, dq, of_queries, self._scale, *self._finish_counts)
         self._mend(x, dout, log2, delta, dq, dk, dv, marks)
         dsink = None if x.sink is None else self._dsink(x.sink, given[2], delta.ptr)
         return Gradients(dq.ptr, dk.ptr, dv.ptr, None, dsink)
@@ -160,7 +149,7 @@ class Backward:
     def _dsink(self, sink: Any, lse: Any, delta: Any) -> Any:
         """-sum over rows of exp(sink - lse) * delta; an empty row has no part in it."""
         n_rows, heads = self._row_counts
-        lse = lse.transpose(0, 1) if self._packed else lse.reshape(-1, heads, n_rows)
+        lse = lse.reshape(-1, heads, n_rows)
         delta = delta[..., :n_rows]
         parts = torch.exp(sink.float()[:, None] - lse) * delta
         return -torch.where(torch.isneginf(lse), 0.0, parts).sum((0, 2))

@@ -40,7 +40,7 @@ class Constants(NamedTuple):
     OUT_OVER_Q: Any
     TRUST: Any  # see softmax.py
     WHOLE: Any  # no band, no length and no ragged end cuts a tile of keys
-    ONE_CUT: Any  # the band cuts no more than one tile of ROWS rows on the right
+    SEEN_FIRST: Any  # the first tile that a warpgroup takes is the only one cut on the right, and all its rows see it
 
 
 class Forward:
@@ -111,10 +111,11 @@ def constants(p: Problem, config: tuning.Config, packed_heads: int) -> Constants
     steady = not (p.packed or p.kv_lengths is not None or packed_heads > 1)
     offset = p.n_k - p.n_q if p.align_end else p.band.offset
     one_cut = steady and p.band.right < FAR and (p.band.right + offset) % ROWS == 0
+    seen_first = one_cut or p.band.left >= FAR <= p.band.right
     config = config._replace(out_over_q=config.out_over_q and block(p.dim) == block(p.dim_v))
     trust = p.dtype == "bfloat16"  # weights of float16 overflow at 2^16
     sizes = (p.group, packed_heads, p.dim_v, block(p.dim), block(p.dim_v))
-    return Constants(*map(gl.constexpr, (*sizes, *config, trust, whole, one_cut)))
+    return Constants(*map(gl.constexpr, (*sizes, *config, trust, whole, seen_first)))
 
 
 _counters: dict[tuple[int, int], Any] = {}
@@ -177,6 +178,8 @@ class Prepared:
 def differentiates(p: Problem) -> bool:
     """Whether the backward kernel here does this problem. It adds dQ up in no fixed order."""
     width = max(p.dim, p.dim_v)
+    if p.packed or p.deterministic:  # packed ones fail on a GPU so far
+        return False
     if width > 128 and p.softcap:  # two warpgroups share the scores of a tile, and one would need softcap's slope
         return False
-    return width <= tuning.WIDEST_BACKWARD and p.dim % 8 == p.dim_v % 8 == 0 and not p.deterministic
+    return width <= tuning.WIDEST_BACKWARD and p.dim % 8 == p.dim_v % 8 == 0

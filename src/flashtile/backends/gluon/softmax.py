@@ -11,6 +11,7 @@ from flashtile.backends.gluon.assembly import pack_halves
 from flashtile.backends.triton.blocks import number
 from flashtile.backends.triton.scores import LOG2E
 
+NOTHING = gl.constexpr(-1e30)  # the maximum of no scores: finite, so that it can be taken off -inf
 SLACK = gl.constexpr(8.0)  # a maximum that has grown by less than this, in base 2, is left as it is
 GROWTH = gl.constexpr(16)  # a tile whose weights add up to more than 2^GROWTH makes the maximum follow
 
@@ -98,9 +99,8 @@ def row_sum(p):
 
 @gluon.jit
 def weigh_first(s, unit):
-    """P of a row's first tile, its maximum and its sum. A row that sees none of it measures against 0 from here on."""
-    m = gl.max(s, 1) * unit
-    m = gl.where(m == -float("inf"), 0.0, m)
+    """P of a row's first tile, its maximum and its sum; NOTHING is the maximum of a row that sees none of it."""
+    m = gl.maximum(gl.max(s, 1) * unit, NOTHING)
     p = gl.exp2(s * unit - m[:, None])
     return p, m, row_sum(p)
 
@@ -122,8 +122,9 @@ def weigh(s, m, l, unit):
 def weigh_on_trust(s, m, l, unit):
     """The same without a maximum: P is taken from m as it stands, and m follows where the sum of a row has grown.
 
-    Any m gives the same attention as long as nothing overflows, and a weight of 32 or 16 bits of bfloat16's kind does
-    so only past 2^127. Such a row ends with an infinite sum and is mended. The factor is for sums that contain P.
+    Any m that is not above the maximum gives the same attention as long as nothing overflows, and in bfloat16, as in
+    float32, a weight does so only past 2^127. Such a row ends with an infinite sum and is mended. m must be that of
+    keys that the row sees. The factor is for sums that contain P.
     """
     p = gl.exp2(s * unit - m[:, None])
     new = row_sum(p)

@@ -121,6 +121,8 @@ def post(orders, task, tiles, results, work, C: gl.constexpr):
     end = clip(end, tiles[0] + 1, tiles[3])
     begin = clip(begin, tiles[0], end - 1)
     full_end = clip(full_end, begin, end - 1)  # the first tile is always taken for a cut one
+    if not C.SEEN_FIRST:  # and the first whole one too, so that every row has seen a key before the others
+        full_end = gl.maximum(full_end - 1, begin)
     full_begin = clip(full_begin, begin, full_end)
     put(orders, GO, row * 0 + 1)
     put(orders, SKIP, tiles[3] - end)

@@ -27,11 +27,11 @@ from flashtile.backends.gluon.columns import (
     END_OF_LOOP,
     FIELDS,
     HEAD,
+    KEY,
     KEYS,
     MARK,
     Q_FREE,
     ROOM,
-    ROW,
     SEQUENCE,
     WARPGROUPS,
     Sources,
@@ -41,7 +41,6 @@ from flashtile.backends.gluon.columns import (
     get,
     load,
     shaped,
-    store_rows,
 )
 from flashtile.backends.gluon.softmax import unit_of
 from flashtile.backends.triton.blocks import number
@@ -61,8 +60,6 @@ def wide_backward_kernel(
     dq_desc,
     dk_desc,
     dv_desc,
-    dk,
-    dv,
     marks,
     rule,
     lengths,
@@ -95,11 +92,11 @@ def wide_backward_kernel(
         mbarrier.init(q_full.index(n), count=1)
     shared = Tiles(k, v, q, dout, rows, p_ds, dq, k_full, v_full, q_full, dout_full)
     sources = Sources(q_desc, k_desc, v_desc, dout_desc, rows_desc)
-    targets = Targets(dq_desc, dk_desc, dv_desc, dk, dv, marks)
+    targets = Targets(dq_desc, dk_desc, dv_desc, marks)
     gl.warp_specialize(
         [
-            (consume, (shared, board, targets, rule, lengths.cu_q, 0, C)),
-            (consume, (shared, board, targets, rule, lengths.cu_q, 1, C)),
+            (consume, (shared, board, targets, rule, 0, C)),
+            (consume, (shared, board, targets, rule, 1, C)),
             (load, (shared, board, sources, rule, lengths, tiles, kv_heads, q_tiles, mark_tiles, C)),
         ],
         [4, 1],
@@ -192,7 +189,7 @@ def step(
 
 
 @gluon.jit
-def consume(shared, board, targets, rule, cu_q, ME: gl.constexpr, C: gl.constexpr):
+def consume(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
     """One warpgroup: half of the columns of 64 keys."""
     HALF: gl.constexpr = C.BLOCK_D // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -210,35 +207,29 @@ def consume(shared, board, targets, rule, cu_q, ME: gl.constexpr, C: gl.constexp
     dq_at = get(board, DQ_AT) + ME * 32
     for h in range(C.GROUP):
         for n in gl.static_range(C.ALWAYS_CUT):
-            s, dk, dv = step(first + n, h, s, dk, dv, shared, board, rule, unit, targets.dq_desc, dq_at, ME, True, C)
+            s, dk, dv = step(first + n, h, s, dk, dv, shared, board, rule, unit, targets.dq, dq_at, ME, True, C)
         for n in gl.static_range(0 if C.CUT_AT_BEGIN else 1, 3 if C.CUT_AT_END else 2):
             for t in range(first + get(board, CUT + n), first + get(board, CUT + n + 1)):
-                s, dk, dv = step(t, h, s, dk, dv, shared, board, rule, unit, targets.dq_desc, dq_at, ME, n != 1, C)
+                s, dk, dv = step(t, h, s, dk, dv, shared, board, rule, unit, targets.dq, dq_at, ME, n != 1, C)
         first += get(board, CUT + 3)
         dq_at += get(board, DQ_STEP)
     sync(END_OF_LOOP, WARPGROUPS)
     dk = dk * number(rule.scale, gl.float32)
     flaw = gl.sum((dk + dv) * 0.0, 1)  # 0, or NaN where a gradient is not finite
-    v_out = shared.dout.index(0)._reinterpret(dtype, [2, 1, 1, KEYS, HALF], targets.dv_desc.layout).index(ME)
-    k_out = shared.q.index(0)._reinterpret(dtype, [2, 1, 1, KEYS, HALF], targets.dk_desc.layout).index(ME)
+    v_out = shared.dout.index(0)._reinterpret(dtype, [2, 1, 1, KEYS, HALF], targets.dv.layout).index(ME)
+    k_out = shared.q.index(0)._reinterpret(dtype, [2, 1, 1, KEYS, HALF], targets.dk.layout).index(ME)
     v_out.reshape([KEYS, HALF]).store(dv.to(dtype))
     k_out.reshape([KEYS, HALF]).store(dk.to(dtype))
     fence_async_shared()
     gl.thread_barrier()
     room = get(board, ROOM)
     inside = room > 0
-    if cu_q is not None:  # the next sequence begins where this one ends
-        inside = room >= KEYS
-    row = get(board, ROW)
+    row = get(board, KEY)
     head = get(board, HEAD)
     if inside:
         at = [get(board, SEQUENCE), head, row, ME * HALF]
-        tma.async_copy_shared_to_global(targets.dv_desc, at, v_out)
-        tma.async_copy_shared_to_global(targets.dk_desc, at, k_out)
+        tma.async_copy_shared_to_global(targets.dv, at, v_out)
+        tma.async_copy_shared_to_global(targets.dk, at, k_out)
     o_j = gl.arange(0, KEYS, gl.SliceLayout(1, layout))
-    if cu_q is not None:
-        there = (o_j < room) & (room < KEYS)
-        store_rows(targets.dk, dk.to(dtype), head, row + o_j, there, ME * HALF, C)
-        store_rows(targets.dv, dv.to(dtype), head, row + o_j, there, ME * HALF, C)
     gl.store(targets.marks + (o_j * 0 + get(board, MARK)), o_j * 0 + 1, mask=(o_j < room) & (flaw != 0))
     tma.store_wait(0)

@@ -1,6 +1,6 @@
 """NaN and Inf on a GPU: what is masked, unused or a neighbour's has no effect; what is seen reaches those who see it.
 
-Held to the oracle's numbers, not to the bits of a call without NaN: who meets one walks the keys again and rounds anew.
+Held to the oracle's numbers, not to the bits of a call without NaN: rows that meet one are made anew, in other tiles.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("torch")
 
 from tests import test_nonfinite as nonfinite
+from tests.backends.triton.test_nonfinite import one_bad_number
 from tests.gpu.runner import CUDA, check, each_backend, refusal
 from tests.grid import Call, Case, Size, Truth, build, check_backward, check_forward, same_dtype_error
 
@@ -76,6 +77,13 @@ def test_visible_things_reach_those_who_see_them(size: str, hider: str, dtype: s
             exact = replace(same_dtype_error(poisoned), error=error)
             assert not all(np.isfinite(x).all() for x in (exact.out, *exact.grads.values()) if x is not None)
             check(poisoned, exact, backward=bool(np.isnan(value)))  # of 0 * Inf each order of sums has its own
+
+
+@pytest.mark.parametrize(("option", "dim"), [("causal", 64), ("causal", 128), ("causal", 256), ("everything", 64)])
+@pytest.mark.parametrize("heads", [(2, 1), (8, 4)], ids=["few programs", "many programs"])
+def test_long_sequences(heads: tuple[int, int], option: str, dim: int) -> None:
+    """Keys by the copy engine. Few programs mend their own rows of the output; many leave that to another kernel."""
+    check(*one_bad_number(Size(4, *heads, 577, 641, dim, dim), (option,), "bfloat16", np.nan))
 
 
 @each_dtype

@@ -153,8 +153,11 @@ def stairs(levels: list[int], dim: int, dtype: str) -> Call:
 
 
 def jump(call: Call, runner: Runner = CUDA) -> None:
-    """The same against the oracle."""
-    check(call, same_dtype_error(call), runner, backward=False)
+    """The same against the oracle. Scores are large here, and the matrix unit cuts the digits off that others round."""
+    exact = same_dtype_error(call)
+    finite = exact.lse[np.isfinite(exact.lse)]
+    exact.error["lse"] += float(np.abs(finite).max(initial=0.0)) * 2.0**-22
+    check(call, exact, runner, backward=False)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from flashtile.backends.triton import tuning
+from flashtile.backends.gluon import tuning
 from flashtile.band import Band
 from flashtile.budget import budget
 from flashtile.catalogue import chips, length, models
@@ -24,8 +24,9 @@ def test_a_prompt_of_llama_3_8b():
     assert found.flops == pytest.approx(32 * 549_755_813_888, rel=2 / 8192)
     assert found.flops == 32 * 32 * (4 * 128) * (8192 * 8193 // 2)
     (layers,) = found.layers
-    assert layers.count == 32 and layers.plan.tile_of == "triton"
-    assert layers.plan.tile == tuning.choose("forward", 128, 128, 2, (9, 0), False)[:2]
+    config = tuning.forward(128)
+    assert layers.count == 32 and layers.plan.tile_of == "gluon"
+    assert layers.plan.tile == (tuning.ROWS * config.consumers, config.block_k)
     assert found.seconds == found.flops / H200.rates.flops
     assert found.tokens_a_second == 8192 / found.seconds
 

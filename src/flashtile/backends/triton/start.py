@@ -42,7 +42,6 @@ def _direct(compiled: Any, grid: tuple[int, int, int], constants: tuple[Any, ...
     """The compiled kernel as a function of its arguments, past all of Triton that it can do without."""
     launcher = compiled.run
     before = (compiled.packed_metadata, None, None, None)
-    stream, device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
     described = [n for n, x in enumerate(args) if hasattr(x, "block_shape")]
     raw = None
     on_nvidia = type(launcher).__name__ == "CudaLauncher"
@@ -51,13 +50,13 @@ def _direct(compiled: Any, grid: tuple[int, int, int], constants: tuple[Any, ...
     if raw is None:
 
         def by_triton(*given: Any) -> None:
-            launcher(*grid, stream(device()), compiled.function, *before, *given, *constants)
+            launcher(*grid, _stream(), compiled.function, *before, *given, *constants)
 
         return by_triton
     fixed = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, *before)
 
     def straight(*given: Any) -> None:
-        raw(*grid, stream(device()), *fixed, *given, *constants)
+        raw(*grid, _stream(), *fixed, *given, *constants)
 
     if not described:
         return straight
@@ -79,9 +78,13 @@ def _direct(compiled: Any, grid: tuple[int, int, int], constants: tuple[Any, ...
             flat += given[done:n]
             flat += found
             done = n + 1
-        raw(*grid, stream(device()), *fixed, *flat, *given[done:], *constants)
+        raw(*grid, _stream(), *fixed, *flat, *given[done:], *constants)
 
     return with_descriptors
+
+
+def _stream() -> Any:
+    return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
 
 
 def _watched() -> bool:

@@ -8,10 +8,11 @@ import torch
 import triton
 from triton.experimental.gluon import language as gl
 
+from flashtile.backends.gluon import tuning
 from flashtile.backends.gluon.backward_kernel import backward_kernel
 from flashtile.backends.gluon.descriptors import descriptors, outline_of
 from flashtile.backends.gluon.finish_kernel import finish_kernel
-from flashtile.backends.gluon.tuning import ROWS, backward
+from flashtile.backends.gluon.tuning import ROWS
 from flashtile.backends.gluon.wide_backward_kernel import wide_backward_kernel
 from flashtile.backends.triton import launch as portable
 from flashtile.backends.triton.arguments import Rows, bits, block, lengths, rule
@@ -49,7 +50,7 @@ class Backward:
     def __init__(self, p: Problem, device: Any, given: tuple[Any, ...]) -> None:
         self._device = device
         dout = given[0]
-        config, width = backward(max(p.dim, p.dim_v)), max(64, block(max(p.dim, p.dim_v)))
+        config, width = tuning.backward(max(p.dim, p.dim_v)), max(64, block(max(p.dim, p.dim_v)))
         n_rows, n_keys, batch = p.q.shape[2], p.k.shape[2], p.q.shape[0]
         self._rule, self._lengths, self._scale = rule(p), lengths(p), bits(p.scale)
         self._given_strides = tuple(None if x is None else strides(x, p) for x in given)
@@ -77,21 +78,11 @@ class Backward:
         total = torch.empty((self._total // 256, 256), dtype=torch.float32, device="meta")
         self._total_desc = descriptors(total, [16, 256], swizzled=False)
         ends = p.kv_lengths is not None
+        always_cut = tuning.always_cut(p)
+        cut_at_begin = (self._rule.right is not None or ends) and not always_cut
         cut_at_end = self._rule.left is not None or ends or p.n_q % config.block_q != 0
-        cut_at_begin = self._rule.right is not None or ends
-        always_cut = 0
-        diagonal = cut_at_begin and not cut_at_end and p.align_end and p.band.right == 0 and p.n_q >= p.n_k
-        if diagonal and p.n_k % config.keys == p.n_q % config.keys == 0:
-            cut_at_begin, always_cut = False, config.keys // config.block_q
-        sizes = (
-            p.group,
-            p.dim,
-            width,
-            config.block_q,
-            config.keys,
-            config.dout_stages,
-            config.block_q * width // 64**2,
-        )
+        dq_tiles = config.block_q * width // 64**2
+        sizes = (p.group, p.dim, width, config.block_q, config.keys, config.dout_stages, dq_tiles)
         constants = (*sizes, config.late, always_cut, cut_at_begin, cut_at_end)
         self._counts = (k_tiles, p.kv_heads, q_tiles, marks_k)
         self._start = Start(

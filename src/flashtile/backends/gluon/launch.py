@@ -108,14 +108,10 @@ class Forward:
 def constants(p: Problem, config: tuning.Config, packed_heads: int) -> Constants:
     limited = p.band.right < FAR or p.band.left < FAR or p.kv_lengths is not None or p.packed
     whole = not limited and p.n_k % config.block_k == 0
-    steady = not (p.packed or p.kv_lengths is not None or packed_heads > 1)
-    offset = p.n_k - p.n_q if p.align_end else p.band.offset
-    one_cut = steady and p.band.right < FAR and (p.band.right + offset) % ROWS == 0
-    seen_first = one_cut or p.band.left >= FAR <= p.band.right
     config = config._replace(out_over_q=config.out_over_q and block(p.dim) == block(p.dim_v))
     trust = p.dtype == "bfloat16"  # weights of float16 overflow at 2^16
     sizes = (p.group, packed_heads, p.dim_v, block(p.dim), block(p.dim_v))
-    return Constants(*map(gl.constexpr, (*sizes, *config, trust, whole, seen_first)))
+    return Constants(*map(gl.constexpr, (*sizes, *config, trust, whole, tuning.seen_first(p))))
 
 
 _counters: dict[tuple[int, int], Any] = {}

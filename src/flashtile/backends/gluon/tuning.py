@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from flashtile.band import FAR
 from flashtile.problem import Problem
 
 ROWS = 64  # of a warpgroup: what its matrix instruction takes
@@ -55,6 +56,29 @@ def packed_heads(problem: Problem) -> int:
 def forward(width: int) -> Config:
     """For the wider of the two head dims."""
     return FORWARD[next(step for step in FORWARD if width <= step)]
+
+
+def seen_first(problem: Problem) -> bool:
+    """Whether, of the key tiles that 64 rows see, only the last is cut on the right, and every row sees some of it.
+
+    True may be said only where it is sure; a kernel for it is leaner.
+    """
+    p = problem
+    if p.band.right >= FAR:
+        return p.band.left >= FAR
+    if p.packed or p.kv_lengths is not None or packed_heads(p) > 1:
+        return False
+    offset = p.n_k - p.n_q if p.align_end else p.band.offset
+    return (p.band.right + offset) % ROWS == 0
+
+
+def always_cut(problem: Problem) -> int:
+    """How many of the tiles of queries that see some keys the diagonal cuts, if as many in each column; else 0."""
+    p, steps = problem, backward(max(problem.dim, problem.dim_v))
+    causal = p.align_end and p.band.right == 0 and p.band.left >= FAR and p.kv_lengths is None
+    if not causal or p.n_q < p.n_k or p.n_q % steps.keys or p.n_k % steps.keys:
+        return 0
+    return steps.keys // steps.block_q
 
 
 def backward(width: int) -> Steps:

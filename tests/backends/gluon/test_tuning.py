@@ -1,0 +1,79 @@
+"""What the host promises the Hopper kernels of a band, against the band itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashtile.backends.gluon import tuning
+from flashtile.band import FAR, Band
+from flashtile.problem import Problem, describe
+
+LIMITS = st.one_of(st.just(FAR), st.integers(-70, 300), st.sampled_from([-64, 0, 64, 128]))
+LENGTHS = st.one_of(st.integers(1, 400), st.sampled_from([64, 128, 192, 256, 384]))
+DIMS = st.sampled_from([64, 128, 256])
+
+
+def problem(n_q: int, n_k: int, dim: int = 64, **options: Any) -> Problem:
+    return describe(*(np.zeros((1, 2, n, dim), np.float16) for n in (n_q, n_k, n_k)), **options)
+
+
+def visible(p: Problem) -> Any:
+    """[n_q, n_k]: who sees whom."""
+    band = p.band_for(p.n_q, p.n_k)
+    distance = np.arange(p.n_k)[None, :] - (np.arange(p.n_q)[:, None] + band.offset)
+    return (distance >= -band.left) & (distance <= band.right)
+
+
+def check_seen_first(p: Problem) -> None:
+    """64 rows from a multiple of 64 on: the last tile that any of them sees is seen by all that see anything."""
+    if not tuning.seen_first(p):
+        return
+    block_k = tuning.forward(p.dim).block_k
+    sees = visible(p)
+    ends = np.where(sees.any(1), p.n_k - np.argmax(sees[:, ::-1], 1), 0)  # beyond the last key that a row sees
+    for row in range(0, p.n_q, tuning.ROWS):
+        rows = ends[row : row + tuning.ROWS]
+        last = -(-rows.max() // block_k)
+        assert ((rows > (last - 1) * block_k) | (rows == 0)).all(), (p.band, p.n_q, p.n_k, row)
+
+
+@given(LENGTHS, LENGTHS, LIMITS, LIMITS, st.integers(-200, 200), DIMS)
+def test_rows_see_their_first_tile(n_q: int, n_k: int, left: int, right: int, offset: int, dim: int) -> None:
+    check_seen_first(problem(n_q, n_k, dim, band=Band(left, right, offset)))
+
+
+@given(LENGTHS, LENGTHS, DIMS, st.booleans())
+def test_rows_see_their_first_tile_when_the_ends_meet(n_q: int, n_k: int, dim: int, windowed: bool) -> None:
+    options: dict[str, Any] = {"window": (10, 0)} if windowed else {"causal": True}
+    check_seen_first(problem(n_q, n_k, dim, **options))
+
+
+def test_where_it_is_promised() -> None:
+    assert tuning.seen_first(problem(256, 256)) and tuning.seen_first(problem(100, 256))
+    assert tuning.seen_first(problem(256, 256, causal=True)) and tuning.seen_first(problem(64, 256, causal=True))
+    assert tuning.seen_first(problem(256, 256, window=(100, 0)))
+    assert not tuning.seen_first(problem(256, 255, causal=True))
+    assert not tuning.seen_first(problem(256, 256, window=(100, None)))
+    assert not tuning.seen_first(problem(256, 256, causal=True, kv_lengths=np.array([3], np.int32)))
+
+
+@given(LENGTHS, LENGTHS, DIMS, st.booleans())
+def test_the_diagonal_cuts_the_same_tiles_of_every_column(n_q: int, n_k: int, dim: int, causal: bool) -> None:
+    p = problem(n_q, n_k, dim, causal=causal)
+    cut = tuning.always_cut(p)
+    steps = tuning.backward(dim)
+    assert cut == 0 or causal
+    assert cut or not (causal and n_q == n_k and n_q % steps.keys == 0)
+    if not cut:
+        return
+    sees = visible(p)
+    for key in range(0, n_k, steps.keys):
+        column = sees[:, key : key + steps.keys]
+        tiles = [column[row : row + steps.block_q] for row in range(0, n_q, steps.block_q)]
+        kinds = ["all" if tile.all() else "some" if tile.any() else "none" for tile in tiles]
+        seen = [kind for kind in kinds if kind != "none"]
+        assert seen == ["some"] * cut + ["all"] * (len(seen) - cut), (n_q, n_k, key)

@@ -174,7 +174,7 @@ class Prepared:
 def differentiates(p: Problem) -> bool:
     """Whether the backward kernel here does this problem. It adds dQ up in no fixed order."""
     width = max(p.dim, p.dim_v)
-    if p.packed or p.deterministic:  # packed ones fail on a GPU so far
+    if p.packed or p.deterministic:  # the copy engine could not fetch statistics that begin anywhere
         return False
     if width > 128 and p.softcap:  # two warpgroups share the scores of a tile, and one would need softcap's slope
         return False

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flashtile.bench.gpu import bars
-from flashtile.bench.gpu.peers import CUDNN, FLEX, OURS
+from flashtile.bench.gpu.peers import CUDNN, FLEX, OURS, PORTABLE
 
 
 def row(suite: str, direction: str = "forward", *, us: float = 1.0, **more: Any) -> dict[str, Any]:
@@ -41,6 +41,19 @@ def test_every_row_beats_flex(direction: str) -> None:
     assert only(bars.judge([train(direction, cudnn=2.0)]), f"{direction}-flex")["holds"] is None
     best = only(bars.judge(good), f"{direction}-best")
     assert best["worst"] == 0.9 and best["holds"] is None and best["worst_bar"] is None
+
+
+def test_portable_kernels_beat_flex_too_and_are_no_peer() -> None:
+    times = {OURS: {"median_s": 1.0}, PORTABLE: {"median_s": 1.5}, FLEX: {"median_s": 2.0}, CUDNN: {"median_s": 1.7}}
+    ratios = {name: {"value": time["median_s"]} for name, time in times.items() if name != OURS}
+    fast = row("train", times=times, ratios=ratios)
+    found = bars.judge([fast])
+    assert only(found, "forward-portable")["worst"] == pytest.approx(2 / 1.5)
+    assert only(found, "forward-portable")["holds"] is True
+    assert only(found, "forward-best")["worst"] == 1.7
+    slow = row("train", times=times | {PORTABLE: {"median_s": 1.95}}, ratios=ratios)
+    assert only(bars.judge([fast, slow]), "forward-portable")["holds"] is False
+    assert not any(line["group"] == "forward-portable" for line in bars.judge([train("forward", flex=2.0)]))
 
 
 def test_a_row_that_we_cannot_do_is_no_success() -> None:

@@ -14,8 +14,9 @@ torch = pytest.importorskip("torch")
 
 from torch._functorch import config  # noqa: E402
 
+from flashtile.backends import gluon  # noqa: E402
 from flashtile.bench.gpu import peers  # noqa: E402
-from flashtile.bench.gpu.peers import CUDNN, FA2, FA3, FA4, FLEX, OURS, PEERS, SDPA_FLASH  # noqa: E402
+from flashtile.bench.gpu.peers import CUDNN, FA2, FA3, FA4, FLEX, OURS, PEERS, PORTABLE, SDPA_FLASH  # noqa: E402
 from flashtile.bench.gpu.rows import Row  # noqa: E402
 from flashtile.bench.gpu.suite import difference  # noqa: E402
 from tests.bench.gpu.fakes import one_thread, row_of  # noqa: E402
@@ -109,10 +110,13 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     peers._not_importable.cache_clear()
 
 
+ON_CPU = [peer for peer in PEERS if peer.name != PORTABLE]
+
+
 def results(row: Row) -> tuple[dict[str, Any], dict[str, str]]:
     sets = [peers.tensors(row, "cpu", seed) for seed in (0, 1)]
     found, unfit = {}, {}
-    for peer in PEERS:
+    for peer in ON_CPU:
         try:
             found[peer.name] = peer.prepare(row, sets).result()
         except peers.UnfitError as error:
@@ -145,7 +149,7 @@ def test_the_right_function_is_called(libraries: SimpleNamespace) -> None:
 def test_sets_of_inputs_share_nothing(libraries: SimpleNamespace) -> None:
     row = row_of("decode B16", small)
     sets = [peers.tensors(row, "cpu", seed) for seed in (0, 1)]
-    for peer in PEERS:
+    for peer in ON_CPU:
         contender = peer.prepare(row, sets)
         with contender.context():
             first, second, again = contender.calls[0](), contender.calls[1](), contender.calls[0]()
@@ -160,12 +164,24 @@ def test_backward_alone_is_what_is_called(libraries: SimpleNamespace) -> None:
     assert len(libraries.fa2.called) == before
 
 
+def test_portable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[Any] = []
+    monkeypatch.setattr(peers.flashtile, "attention", lambda *_, **options: called.append(options))
+    (peer,) = [peer for peer in PEERS if peer.name == PORTABLE]
+    row = row_of("train forward D64 causal", small)
+    peer.build(row, peers.tensors(row, "cpu", 0))[1](None, None, None)
+    assert [options["backend"] for options in called] == ["triton"]
+    with pytest.raises(peers.UnfitError, match="it is what flashtile runs here"):
+        peer.build(row_of("decode B16", small), peers.tensors(row, "cpu", 0))
+
+
 def test_who_is_not_here_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     peers._not_importable.cache_clear()
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))  # all that FlashAttention-4 leaves of it
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", Library(None))
     here, absent = peers.present()
+    assert absent[PORTABLE] == gluon.missing()
     assert absent[FA2] == "flash_attn has no attention function"
     assert absent[FA3].startswith("flash_attn_interface cannot be imported: ModuleNotFoundError")
     assert [peer.name for peer in here] == [OURS, CUDNN, SDPA_FLASH, FLEX, FA4]

@@ -8,15 +8,15 @@ import pytest
 
 from flashtile.bench import workers
 from flashtile.bench.gpu import peers, warm
-from flashtile.bench.gpu.peers import FA4, FLEX, OURS, PEERS
+from flashtile.bench.gpu.peers import FA4, FLEX, OURS, PEERS, PORTABLE
 from flashtile.bench.gpu.rows import ROWS
 
 
 def test_only_those_that_keep_what_they_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", raising=False)
-    assert [job["peer"] for job in warm.jobs(ROWS[:1], PEERS)] == [OURS, FLEX]
+    assert [job["peer"] for job in warm.jobs(ROWS[:1], PEERS)] == [OURS, PORTABLE, FLEX]
     monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    assert [job["peer"] for job in warm.jobs(ROWS[:1], PEERS)] == [OURS, FLEX, FA4]
+    assert [job["peer"] for job in warm.jobs(ROWS[:1], PEERS)] == [OURS, PORTABLE, FLEX, FA4]
 
 
 def test_failures_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,9 +28,9 @@ def test_failures_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
             done(job, {"failed": "no memory"} if job["peer"] == FLEX else {"seconds": 1})
 
     monkeypatch.setattr(workers, "run", run)
-    failed = warm.compile_ahead(ROWS[:2], PEERS[:4], count=3, progress=lambda *step: steps.append(step))
+    failed = warm.compile_ahead(ROWS[:2], PEERS[:5], count=3, progress=lambda *step: steps.append(step))
     assert failed == {f"{FLEX}: {row.name}": "no memory" for row in ROWS[:2]}
-    assert [step[1:] for step in steps] == [(n, 4) for n in (1, 2, 3, 4)]
+    assert [step[1:] for step in steps] == [(n, 6) for n in range(1, 7)]
 
 
 def test_a_worker_finds_its_row_and_peer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from flashtile.bench.cases import FORWARD
-from flashtile.bench.gpu.peers import CUDNN, FLEX, OURS
+from flashtile.bench.gpu.peers import CUDNN, FLEX, OURS, PORTABLE
 from flashtile.bench.gpu.rows import DECODE, MEMORY, SMALL, TRAIN
 from flashtile.bench.memory import BACKWARD
 from flashtile.bench.timing import geometric_mean
@@ -30,6 +30,7 @@ def judge(rows: Sequence[Row], failed: Collection[str] = ()) -> list[Row]:
         trained = [row for row in rows if row["suite"] == TRAIN and row["direction"] == direction]
         if trained:
             found += [_against_flex(direction, trained), _against_best(direction, trained)]
+            found += _portable_against_flex(direction, trained)
         found += [_window(row) for row in trained if "unwindowed" in row]
     found += _decode([row for row in rows if row["suite"] == DECODE])
     found += [_host(row) for row in rows if row["suite"] == SMALL]
@@ -76,7 +77,8 @@ def _ratios(rows: Iterable[Row], peer: str) -> list[float]:
 
 def best_peer(row: Row) -> str | None:
     """The fastest of the others."""
-    return min(row["ratios"], key=lambda name: row["ratios"][name]["value"], default=None)
+    others = {name: ratio["value"] for name, ratio in row["ratios"].items() if name != PORTABLE}
+    return min(others, key=lambda name: others[name], default=None)
 
 
 def _against_flex(direction: str, rows: Sequence[Row]) -> Row:
@@ -89,6 +91,18 @@ def _against_flex(direction: str, rows: Sequence[Row]) -> Row:
         at_least=True,
         failed=_without_us(rows),
     )
+
+
+def _portable_against_flex(direction: str, rows: Sequence[Row]) -> list[Row]:
+    """The same of the portable kernels, where others run by default."""
+    times = [row["times"] for row in rows if PORTABLE in row["times"] and FLEX in row["times"]]
+    if not times:
+        return []
+    values = [time[FLEX]["median_s"] / time[PORTABLE]["median_s"] for time in times]
+    title = f"{direction} by Triton, {len(values)} shapes"
+    return [
+        line(f"{direction}-portable", title, f"{FLEX} time / time", values, worst_bar=OVER_FLEX, at_least=True),
+    ]
 
 
 def _against_best(direction: str, rows: Sequence[Row]) -> Row:

@@ -11,10 +11,11 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import flashtile
-from flashtile.bench.gpu.rows import DECODE, Row
+from flashtile.bench.gpu.rows import DECODE, TRAIN, Row
 from flashtile.bench.timing import Call
 
 OURS, CUDNN, SDPA_FLASH, FLEX = "flashtile", "cuDNN", "SDPA flash", "FlexAttention"
+PORTABLE = "flashtile, Triton"  # its portable kernels, where it has others
 FA2, FA3, FA4 = "FlashAttention-2", "FlashAttention-3", "FlashAttention-4"
 SDPA_BACKENDS = {CUDNN: "CUDNN_ATTENTION", SDPA_FLASH: "FLASH_ATTENTION"}
 FLASH_MODULES = {FA2: "flash_attn", FA3: "flash_attn_interface", FA4: "flash_attn.cute"}
@@ -117,11 +118,24 @@ def _call(row: Row, given: Tensors, layout: Layout, forward: Forward) -> Call:
     return partial(torch.autograd.grad, forward(*leaves), leaves, layout.lay(given.dout), retain_graph=True)
 
 
-def _ours(row: Row, given: Tensors) -> tuple[Layout, Forward]:
-    options = row.case.options
+def _ours(row: Row, given: Tensors, backend: str = "auto") -> tuple[Layout, Forward]:
+    options = {**row.case.options, "backend": backend}
     if given.cu is not None:
         return PACKED, lambda q, k, v: flashtile.attention_packed(q, k, v, given.cu, given.cu, **options)
     return HEADS_FIRST, lambda q, k, v: flashtile.attention(q, k, v, **options)
+
+
+def _portable(row: Row, given: Tensors) -> tuple[Layout, Forward]:
+    if row.suite != TRAIN:
+        raise UnfitError(f"it is what {OURS} runs here")
+    return _ours(row, given, "triton")
+
+
+def _no_others() -> str | None:
+    """Why there are no kernels here besides the portable ones; None where there are."""
+    from flashtile.backends import gluon
+
+    return gluon.missing()
 
 
 def _sdpa(row: Row, given: Tensors) -> tuple[Layout, Forward]:
@@ -220,6 +234,7 @@ def _fa4_keeps() -> bool:
 
 PEERS = (
     Peer(OURS, _ours, compiles=lambda: True),
+    Peer(PORTABLE, _portable, _no_others, compiles=lambda: True),
     *(Peer(name, _sdpa, context=partial(_sdpa_kernel, name)) for name in SDPA_BACKENDS),
     Peer(FLEX, _flex, compiles=lambda: True),
     *(

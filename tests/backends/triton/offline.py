@@ -114,8 +114,8 @@ def build_here(name: str, cases: Iterable[Case]) -> Iterator[Built]:
     kernels: list[dict[str, Any]] = []
     triton.knobs.compilation.listener = lambda **told: kernels.append(told)
     # The tensors are on the CPU; the table of tiles is asked for the GPU they stand for.
-    capability = divmod(target.arch, 10) if isinstance(target.arch, int) else None
-    with mock.patch.object(launch, "_capability", lambda _device: capability):
+    gpu = divmod(target.arch, 10) if isinstance(target.arch, int) else target.arch
+    with mock.patch.object(launch, "_gpu", lambda _device: gpu):
         for case in cases:
             kernels.clear()
             start(case)

@@ -31,11 +31,9 @@ KERNELS = {
 # Spills allowed in the loop over full tiles of a plain call; none where nothing is said. Options and float32 may spill,
 # and so may kernels that mend.
 SPILLS = {
-    ("sm_80", "dkdv_kernel"): 4,
     ("sm_90", "dkdv_kernel"): 32,  # measured to be the fastest tiles all the same
-    ("gfx1100", "forward_kernel"): 32,
-    ("gfx1100", "dkdv_kernel"): 64,
-    ("gfx1100", "dq_kernel"): 32,
+    ("gfx1100", "forward_kernel"): 8,
+    ("gfx1100", "dkdv_kernel"): 8,
 }
 
 

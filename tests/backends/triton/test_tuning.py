@@ -7,13 +7,46 @@ from flashtile.backends.triton.tuning import KERNELS, Config
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("capability", [None, (8, 0), (9, 0), (10, 0)])
+@pytest.mark.parametrize(
+    "gpu", [None, (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), "gfx942", "gfx1100"], ids=str
+)
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
-def test_there_is_a_tile_for_everything(kernel, capability, itemsize):
+def test_there_is_a_tile_for_everything(kernel, gpu, itemsize):
     for dim in (1, 64, 65, 128, 200, 256, 512):
         for pairs in (False, True):
-            config = tuning.choose(kernel, dim, dim, itemsize, capability, pairs)
+            config = tuning.choose(kernel, dim, dim, itemsize, gpu, pairs)
             assert config.block_q >= 16 and config.block_k >= 16 and config.warps and config.stages
+
+
+def test_reasoned_rows_are_for_plain_calls_of_16_bits():
+    for gpu, family in {(8, 0): "ampere", (8, 6): "ada", (12, 0): "ada", (10, 3): "blackwell"}.items():
+        check_family(gpu, family)
+    for gpu, family in {"gfx90a": "cdna", "gfx942": "cdna", "gfx1100": "rdna", "gfx1201": "rdna"}.items():
+        check_family(gpu, family)
+    elsewhere = Config(*tuning.ELSEWHERE["forward"][128])
+    for gpu in (None, (7, 5)):
+        assert tuning.choose("forward", 128, 128, 2, gpu, False) == elsewhere
+    assert tuning.choose("forward", 128, 128, 2, (8, 0), True) == elsewhere
+
+
+def check_family(gpu, family):
+    for kernel, dims in tuning.REASONED[family].items():
+        for dim, config in dims.items():
+            assert tuning.choose(kernel, dim, dim, 2, gpu, False) == config
+    assert tuning.choose("forward", 64, 64, 4, gpu, False) == Config(*tuning.ELSEWHERE["forward"][128])
+
+
+@pytest.mark.parametrize("dim", [16, 64, 128, 256, 512])
+def test_careful_tiles_are_parts_of_others(dim):
+    """And no two warps share columns of a product, where the matrix unit makes it: 16 rows and 8 columns a warp."""
+    for itemsize, exact in ((2, True), (4, True), (4, False), (8, True)):
+        for rows in (16, 32, 64, 128):
+            for walked in (16, 32, 128):
+                config = tuning.careful(dim, dim, itemsize, exact, rows, walked)
+                assert rows % config.block_q == 0 and walked % config.block_k == 0 and config.stages == 1
+            config = tuning.careful(dim, dim, itemsize, exact, rows, 32)
+            if itemsize == 2:
+                assert config.block_q // 16 * config.block_k // 8 >= config.warps
 
 
 def test_measured_rows_are_used_where_they_were_measured():

@@ -35,7 +35,7 @@ def why_not(problem: Problem) -> str | None:
     return None
 
 
-def tile(problem: Problem, capability: tuple[int, int] | None = None) -> Tiling:
+def tile(problem: Problem, capability: tuple[int, int] | str | None = None) -> Tiling:
     """That of a forward pass on such a GPU."""
     from flashtile.backends.triton import tuning
 

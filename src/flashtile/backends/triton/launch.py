@@ -78,7 +78,7 @@ class Forward:
         self._out = Result(p, p.heads, n_rows, p.dim_v, p.out_dtype, device)
         self._lse = Result(p, p.heads, n_rows, None, p.accumulator, device)
         self._real = getattr(torch, p.accumulator)
-        config, packed_heads = tuning.forward(p, _capability(device))
+        config, packed_heads = tuning.forward(p, _gpu(device))
         tiles, heads = _tiles(p, p.n_q * packed_heads, n_rows, config.block_q), p.heads // packed_heads
         self._splits = _splits(p, tiles * heads * batch, config, device)
         self._strides = tuple(strides(x, p) for x in (p.q, p.k, p.v))
@@ -387,7 +387,7 @@ def _config(kernel: str, p: Problem, device: Any) -> Config:
     if kernel == "dbias":
         return tuning.DBIAS if max(p.dim, p.dim_v) <= 128 else tuning.DBIAS._replace(block_q=16)
     with_pairs = p.mask is not None or p.bias is not None
-    return tuning.choose(kernel, p.dim, p.dim_v, p.q.element_size(), _capability(device), with_pairs)
+    return tuning.choose(kernel, p.dim, p.dim_v, p.q.element_size(), _gpu(device), with_pairs)
 
 
 def _careful(p: Problem, rows: int, walked: int = 32) -> Config:
@@ -401,9 +401,13 @@ def _options(config: Config) -> dict[str, int]:
 
 
 @cache
-def _capability(device: Any) -> tuple[int, int] | None:
-    nvidia = device.type == "cuda" and torch.version.cuda is not None
-    return torch.cuda.get_device_capability(device) if nvidia else None
+def _gpu(device: Any) -> tuple[int, int] | str | None:
+    """What tuning.choose() knows a GPU by."""
+    if device.type != "cuda":
+        return None
+    if torch.version.cuda is None:
+        return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
+    return torch.cuda.get_device_capability(device)
 
 
 @cache

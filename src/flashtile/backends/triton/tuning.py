@@ -40,6 +40,44 @@ MEASURED: dict[tuple[int, int], dict[str, dict[int, Config]]] = {
         "decode": {64: Config(16, 128, 4, 4), 128: Config(16, 64, 4, 4), 256: Config(16, 32, 4, 4)},
     },
 }
+# Not measured: tiles that fit the shared memory of these GPUs and keep the loop over full tiles in registers, as the
+# compiler tells (tests/backends/triton/test_targets.py). 16-bit types, by kernel and padded head dim.
+REASONED: dict[str, dict[str, dict[int, Config]]] = {
+    "ampere": {  # 163 KB
+        "forward": {64: Config(128, 64, 4, 3), 128: Config(128, 64, 8, 3), 256: Config(64, 64, 8, 2)},
+        "dkdv": {64: Config(64, 128, 8, 2), 128: Config(64, 64, 8, 2), 256: Config(64, 32, 8, 1)},
+        "dq": {64: Config(128, 64, 8, 2), 128: Config(128, 64, 8, 2), 256: Config(64, 64, 8, 2)},
+        "decode": {64: Config(16, 64, 4, 3), 128: Config(16, 64, 4, 3)},
+    },
+    "ada": {  # 99 KB
+        "forward": {64: Config(128, 64, 4, 3), 128: Config(128, 64, 8, 2), 256: Config(64, 64, 8, 1)},
+        "dkdv": {64: Config(64, 128, 8, 2), 128: Config(64, 64, 8, 2)},
+        "dq": {64: Config(128, 64, 8, 2), 128: Config(64, 64, 4, 2), 256: Config(32, 32, 4, 2)},
+        "decode": {64: Config(16, 64, 4, 3)},
+    },
+    "blackwell": {  # 227 KB, and 512 columns of tensor memory, which dkdv at 256 overflows
+        "forward": {
+            64: Config(128, 64, 4, 3, True),
+            128: Config(128, 64, 8, 3, True),
+            256: Config(128, 64, 8, 2, True),
+        },
+        "dkdv": {64: Config(64, 128, 8, 2, True), 128: Config(64, 128, 8, 2, True)},
+        "dq": {64: Config(128, 64, 8, 2), 128: Config(128, 64, 8, 2, True), 256: Config(64, 32, 4, 2)},
+        "decode": {64: Config(16, 64, 4, 3), 128: Config(16, 64, 4, 3)},
+    },
+    "cdna": {  # 64 KB; with 4 warps a lane has 512 registers, with 8 half of them
+        "forward": {64: Config(128, 64, 4, 1), 128: Config(128, 64, 4, 1), 256: Config(64, 64, 4, 1)},
+        "dkdv": {64: Config(64, 128, 4, 1), 128: Config(32, 64, 4, 1)},
+        "dq": {64: Config(128, 64, 4, 1), 128: Config(64, 64, 4, 1), 256: Config(64, 32, 4, 1)},
+        "decode": {256: Config(16, 32, 4, 2)},
+    },
+    "rdna": {  # 64 KB, 256 registers
+        "forward": {64: Config(64, 32, 4, 1), 128: Config(128, 32, 8, 1), 256: Config(128, 16, 8, 1)},
+        "dkdv": {64: Config(16, 64, 4, 1), 128: Config(16, 128, 8, 1), 256: Config(16, 128, 8, 1)},
+        "dq": {64: Config(64, 16, 4, 1), 128: Config(128, 16, 8, 1), 256: Config(128, 16, 8, 1)},
+        "decode": {64: Config(16, 64, 4, 1), 128: Config(16, 32, 4, 1), 256: Config(16, 32, 4, 1)},
+    },
+}
 # Anything else, by padded head dim of a 16-bit type: small enough for the shared memory of every GPU that Triton knows.
 # A tile has at least 8 keys a warp (dkdv: queries): where warps share columns of a product, Triton 3.6 gave wrong
 # numbers with a mask and dropout. The last column is for float32 alone, whose products there are of another kind.
@@ -57,27 +95,30 @@ ELSEWHERE = {
 }
 # The careful walk's (guard.py), likewise: the most rows it makes at a time, the rows it walks at a time, and warps.
 CAREFUL = {64: (32, 32, 4), 128: (32, 32, 8), 256: (32, 32, 8), 512: (16, 32, 4), 1024: (16, 16, 4)}
-CAREFUL_EXACT = (16, 16, 8)  # where float32 stays float32 and no matrix unit multiplies
+CAREFUL_EXACT = (16, 16, 8)  # where float32 stays float32, which on NVIDIA's GPUs no matrix unit multiplies
 DBIAS = Config(32, 32, 4, 1)
 STATISTICS_ROWS = 64
 
 _overrides: dict[str, Config] = {}
 
 
-def choose(kernel: str, dim: int, dim_v: int, itemsize: int, capability: tuple[int, int] | None, pairs: bool) -> Config:
-    """The tile for one of KERNELS. capability is None where the GPU is not NVIDIA's.
+def choose(kernel: str, dim: int, dim_v: int, itemsize: int, gpu: tuple[int, int] | str | None, pairs: bool) -> Config:
+    """The tile for one of KERNELS. gpu: the compute capability of NVIDIA's, the architecture of AMD's ("gfx942").
 
     `pairs`: there is a mask or a bias, whose tiles want shared memory too.
     """
     if kernel in _overrides:
         return _overrides[kernel]
     width = max(dim, dim_v)
-    measured = MEASURED.get((capability[0], itemsize), {}).get(kernel, {}) if capability is not None else {}
+    measured = MEASURED.get((gpu[0], itemsize), {}).get(kernel, {}) if isinstance(gpu, tuple) else {}
     if _step(width) in measured and not (pairs and width > 128):
         config = measured[_step(width)]
         if pairs:
             return config._replace(block_q=min(64, config.block_q), block_k=min(64, config.block_k), stages=2)
         return config
+    reasoned = REASONED.get(_family(gpu), {}).get(kernel, {})
+    if _step(width) in reasoned and itemsize == 2 and not pairs:
+        return reasoned[_step(width)]
     return Config(*ELSEWHERE[kernel][_step(_room(width, itemsize))])
 
 
@@ -103,13 +144,22 @@ def override(kernel: str, config: Config) -> Iterator[None]:
         _overrides.update(before)
 
 
-def forward(problem: Problem, capability: tuple[int, int] | None) -> tuple[Config, int]:
+def forward(problem: Problem, gpu: tuple[int, int] | str | None) -> tuple[Config, int]:
     """The tile of a forward pass, and how many query heads of a group share its rows, which they would leave empty."""
     p = problem
-    room = (p.dim, p.dim_v, ITEMSIZE[p.dtype], capability, p.mask is not None or p.bias is not None)
+    room = (p.dim, p.dim_v, ITEMSIZE[p.dtype], gpu, p.mask is not None or p.bias is not None)
     config, decode = choose("forward", *room), choose("decode", *room)
     heads = p.group if p.group > 1 and not p.packed and p.n_q * 2 <= config.block_q else 1
     return decode if heads * p.n_q <= decode.block_q and not p.packed else config, heads
+
+
+def _family(gpu: tuple[int, int] | str | None) -> str:
+    """The row of REASONED: GPUs of one instruction set and shared memory. The small Blackwells (12.x) are as Ada."""
+    if isinstance(gpu, str):
+        return "cdna" if gpu.startswith("gfx9") else "rdna"
+    if gpu is None:
+        return ""
+    return "ampere" if gpu in ((8, 0), (8, 7)) else {8: "ada", 10: "blackwell", 12: "ada"}.get(gpu[0], "")
 
 
 def _room(width: int, itemsize: int) -> int:

@@ -47,7 +47,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def processors(n: int) -> Any:
-    return mock.patch.object(launch, "_processors", lambda _device: n)
+    return mock.patch.object(launch, "processors", lambda _device: n)
 
 
 def forward(call: Call, exact: Truth, where: int = MEND) -> tuple[Any, Any]:

@@ -14,29 +14,21 @@ BARRIERS = gl.constexpr(16)
 
 
 @gluon.jit
+def named_barrier(WORD: gl.constexpr, barrier, THREADS: gl.constexpr):
+    code: gl.constexpr = f"bar.{WORD} $1, {THREADS}; mov.u32 $0, $1;"
+    gl.inline_asm_elementwise(code, "=r,r", [gl.to_tensor(barrier)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def arrive(barrier, THREADS: gl.constexpr):
     """Tell those who sync on a named barrier, and go on. Unlike mbarrier.arrive it gathers no warpgroup before it."""
-    gl.inline_asm_elementwise(
-        f"bar.arrive $1, {THREADS}; mov.u32 $0, $1;",
-        "=r,r",
-        [gl.to_tensor(barrier)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    named_barrier("arrive", barrier, THREADS)
 
 
 @gluon.jit
 def sync(barrier, THREADS: gl.constexpr):
     """Wait until THREADS threads, these among them, have come to a named barrier."""
-    gl.inline_asm_elementwise(
-        f"bar.sync $1, {THREADS}; mov.u32 $0, $1;",
-        "=r,r",
-        [gl.to_tensor(barrier)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    named_barrier("sync", barrier, THREADS)
 
 
 @gluon.jit

@@ -9,7 +9,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashtile.backends.triton.tensors import Result
+from flashtile.backends.triton.tensors import Result, maker
 from flashtile.dtypes import name_of
 
 
@@ -27,14 +27,7 @@ def descriptors(x: Any, box: list[int], packed_heads: int | None = None, swizzle
     layout = gl.NVMMASharedLayout.get_default_for(box, getattr(gl, name_of(x.dtype)))
     if not swizzled:
         layout = gl.NVMMASharedLayout(0, 8 * x.element_size(), len(box))
-    like = vars(TensorDescriptor(x, shape, stride, box, layout))
-
-    def describe(tensor: Any) -> Any:
-        made = TensorDescriptor.__new__(TensorDescriptor)  # whose checks have been made
-        made.__dict__.update(like, base=tensor)
-        return made
-
-    return describe
+    return maker(TensorDescriptor(x, shape, stride, box, layout))
 
 
 def outline_of(result: Result, batch: int, heads: int, n: int, dim: int) -> Any:

@@ -35,8 +35,6 @@ from flashtile.backends.gluon.softmax import (
     weigh_on_trust,
 )
 from flashtile.backends.gluon.tasks import (
-    CUT_LEFT,
-    CUT_RIGHT,
     FIELDS,
     FIRST_KEY,
     FIRST_SEEN,
@@ -55,7 +53,7 @@ from flashtile.backends.gluon.tasks import (
     SKIP,
     SKIP_AFTER,
     STANDS_AT,
-    WHOLE,
+    STRETCHES,
     Orders,
     Work,
     dismiss,
@@ -377,19 +375,10 @@ def consume(shared, results, sink, rule, cu_q, ME: gl.constexpr, C: gl.constexpr
         p, m, l = weigh_first(s, unit)
         factor = m * 0 + 1
         p = carried(p, dtype)
-        if not C.SEEN_FIRST:
-            for _ in range(read(orders, CUT_RIGHT, ME)):
+        for n in gl.static_range(1 if C.SEEN_FIRST else 0, 2 if rule.left is None else 3):
+            for _ in range(read(orders, STRETCHES + n, ME)):
                 p, m, l, o, factor, slot, phase, j0 = step(
-                    p, m, l, o, factor, slot, phase, j0, q, shared, seen, rule, unit, True, C
-                )
-        for _ in range(read(orders, WHOLE, ME)):
-            p, m, l, o, factor, slot, phase, j0 = step(
-                p, m, l, o, factor, slot, phase, j0, q, shared, seen, rule, unit, False, C
-            )
-        if rule.left is not None:
-            for _ in range(read(orders, CUT_LEFT, ME)):
-                p, m, l, o, factor, slot, phase, j0 = step(
-                    p, m, l, o, factor, slot, phase, j0, q, shared, seen, rule, unit, True, C
+                    p, m, l, o, factor, slot, phase, j0, q, shared, seen, rule, unit, n != 1, C
                 )
         if not C.OUT_OVER_Q:
             mbarrier.arrive(shared.q_free.index(ME), count=1)

@@ -16,10 +16,8 @@ from flashtile.backends.gluon.tuning import ROWS
 from flashtile.backends.gluon.wide_backward_kernel import wide_backward_kernel
 from flashtile.backends.triton import launch as portable
 from flashtile.backends.triton.arguments import Rows, bits, block, lengths, rule
-from flashtile.backends.triton.backward_kernels import statistics_kernel
 from flashtile.backends.triton.start import Start
 from flashtile.backends.triton.tensors import Result, strides
-from flashtile.backends.triton.tuning import STATISTICS_ROWS
 from flashtile.inputs import Inputs
 from flashtile.problem import Problem
 from flashtile.results import Gradients
@@ -91,13 +89,7 @@ class Backward:
             {"num_warps": 4},
             C=Constants(*map(gl.constexpr, constants)),
         )
-        self._statistics = Start(
-            statistics_kernel,
-            int(triton.cdiv(n_rows, STATISTICS_ROWS)) * p.heads * batch,
-            DIM_V=p.dim_v,
-            BLOCK_DV=block(p.dim_v),
-            BLOCK=STATISTICS_ROWS,
-        )
+        self._statistics = portable.statistics(p)
         self._finish_counts = (p.n_q, marks_q, p.heads, q_tiles)
         self._finish = Start(
             finish_kernel,
@@ -116,7 +108,7 @@ class Backward:
         total = torch.zeros(self._total, dtype=torch.float32, device=self._device)
         marks = self._mend.make()
         of_queries = marks[self._mend.first_of_queries :]
-        a_rule, a_lengths = portable._rule_of(self._rule, x), portable._lengths_of(self._lengths, x)
+        a_rule, a_lengths = portable.rule_of(self._rule, x), portable.lengths_of(self._lengths, x)
         self._statistics(dout, out, lse, dlse, log2, delta, *self._row_counts)
         self._start(
             self._q(x.q),
@@ -134,13 +126,8 @@ class Backward:
         )
         self._finish(total, dq, of_queries, self._scale, *self._finish_counts)
         self._mend(x, dout, log2, delta, dq, dk, dv, marks)
-        dsink = None if x.sink is None else self._dsink(x.sink, given[2], delta.ptr)
+        dsink = None
+        if x.sink is not None:
+            n_rows, heads = self._row_counts
+            dsink = portable.sink_gradient(x.sink, given[2].reshape(-1, heads, n_rows), delta.ptr[..., :n_rows], 1)
         return Gradients(dq.ptr, dk.ptr, dv.ptr, None, dsink)
-
-    def _dsink(self, sink: Any, lse: Any, delta: Any) -> Any:
-        """-sum over rows of exp(sink - lse) * delta; an empty row has no part in it."""
-        n_rows, heads = self._row_counts
-        lse = lse.reshape(-1, heads, n_rows)
-        delta = delta[..., :n_rows]
-        parts = torch.exp(sink.float()[:, None] - lse) * delta
-        return -torch.where(torch.isneginf(lse), 0.0, parts).sum((0, 2))

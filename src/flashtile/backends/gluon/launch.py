@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gluon import tuning
@@ -49,36 +48,31 @@ class Forward:
     def __init__(self, p: Problem, device: Any) -> None:
         self._device, self._packed = device, p.packed
         config = tuning.forward(max(p.dim, p.dim_v))
-        self.packed_heads = tuning.packed_heads(p)
-        n_rows, batch, heads = p.q.shape[2], p.q.shape[0], p.heads // self.packed_heads
+        packed_heads = tuning.packed_heads(p)
+        n_rows, batch, heads = p.q.shape[2], p.q.shape[0], p.heads // packed_heads
         self._out = Result(p, p.heads, n_rows, p.dim_v, p.out_dtype, device)
         self._lse = Result(p, p.heads, n_rows, None, p.accumulator, device)
-        if p.packed:
-            tiles, mark_tiles = (n_rows // rows + p.sequences for rows in (ROWS * config.consumers, ROWS))
-            section = 1
-        else:
-            mark_tiles = int(triton.cdiv(p.n_q * self.packed_heads, ROWS))
-            tiles = int(triton.cdiv(mark_tiles, config.consumers))
-            section = _section(p, heads * batch)
+        tiles, self._mark_tiles = (
+            portable.count_tiles(p, p.n_q * packed_heads, n_rows, n) for n in (ROWS * config.consumers, ROWS)
+        )
         tasks = tiles * heads * batch
-        self._counts = (tiles, heads, section, tasks)
-        self._mark_tiles = mark_tiles
-        self._mend = portable.MendForward(p, device, ROWS, self.packed_heads)
+        self._counts = (tiles, heads, _section(p, heads * batch), tasks)
+        self._mend = portable.MendForward(p, device, ROWS, packed_heads)
         self._rule, self._lengths = rule(p), lengths(p)
         width, width_v = block(p.dim), block(p.dim_v)
-        rows_block = [1, 1, ROWS // self.packed_heads, self.packed_heads]
-        self._q = descriptors(p.q, [*rows_block, width], self.packed_heads)
+        rows_block = [1, 1, ROWS // packed_heads, packed_heads]
+        self._q = descriptors(p.q, [*rows_block, width], packed_heads)
         self._k = descriptors(p.k, [1, 1, config.block_k, width])
         self._v = descriptors(p.v, [1, 1, config.block_k, width_v])
         self._out_desc: Any = lambda tensor: None
         if p.out_dtype == p.dtype and p.dim_v % 8 == 0:
             out = outline_of(self._out, batch, p.heads, n_rows, p.dim_v)
-            self._out_desc = descriptors(out, [*rows_block, width_v], self.packed_heads)
+            self._out_desc = descriptors(out, [*rows_block, width_v], packed_heads)
         self._start = Start(
             forward_kernel,
-            min(tasks, portable._processors(device)),
+            min(tasks, portable.processors(device)),
             {"num_warps": 4},
-            C=constants(p, config, self.packed_heads),
+            C=constants(p, config, packed_heads),
         )
 
     def __call__(self, x: Inputs) -> tuple[Any, Any]:
@@ -97,8 +91,8 @@ class Forward:
             self._mark_tiles,
             counter(self._device),
             x.sink,
-            portable._rule_of(self._rule, x),
-            portable._lengths_of(self._lengths, x),
+            portable.rule_of(self._rule, x),
+            portable.lengths_of(self._lengths, x),
             *self._counts,
         )
         self._mend(x, out, lse, marks)
@@ -145,18 +139,15 @@ class Prepared:
         self._problem = replace(problem, **{name: outline(getattr(problem, name)) for name in TENSORS})
         self._forward = Forward(self._problem, self._device)
         self._backward: dict[Any, Backward] = {}
-        self._portable = portable.Prepared(problem)
+        self._portable = None if differentiates(problem) else portable.Prepared(problem)
 
     def forward(self, x: Inputs) -> tuple[Any, Any]:
         """Output and lse, contiguous, in the caller's layout."""
-        if portable._here(self._device):
-            return self._forward(x)
-        with torch.cuda.device(self._device):
-            return self._forward(x)
+        return portable.on_device(self._device, self._forward, x)
 
     def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Gradients:
         """Gradients from the saved output and lse, in the caller's layout; that of a sink is wide."""
-        if not differentiates(self._problem):
+        if self._portable is not None:
             return self._portable.backward(x, dout, out, lse, dlse, bias_grad=bias_grad)
         dout = dout.to(x.q.dtype).contiguous()
         out = out if out.stride(-1) == 1 else out.contiguous()
@@ -165,10 +156,7 @@ class Prepared:
         if run is None:
             outlines = check_gradients(self._problem, *map(outline, (dout, out, lse, dlse)))
             run = self._backward[key] = Backward(self._problem, self._device, outlines)
-        if portable._here(self._device):
-            return run(x, dout, out, lse, dlse)
-        with torch.cuda.device(self._device):
-            return run(x, dout, out, lse, dlse)
+        return portable.on_device(self._device, run, x, dout, out, lse, dlse)
 
 
 def differentiates(p: Problem) -> bool:

@@ -24,9 +24,9 @@ MOST = gl.constexpr(4)  # warpgroups
 # What an order says, in the place that it is posted. Tiles come in falling order.
 GO = gl.constexpr(0)  # 0: there is no task any more
 SKIP = gl.constexpr(1)  # tiles that only other warpgroups see, before this one's first
-CUT_RIGHT = gl.constexpr(2)  # tiles after the first that the band cuts on the right
-WHOLE = gl.constexpr(3)  # tiles that need no mask
-CUT_LEFT = gl.constexpr(4)
+STRETCHES = gl.constexpr(
+    2
+)  # tiles after the first that the band cuts on the right, then whole ones, then cut on the left
 SKIP_AFTER = gl.constexpr(5)
 FIRST_KEY = gl.constexpr(6)  # of the first tile
 LAST_SEEN = gl.constexpr(7)  # by the first row, were there no end of keys
@@ -126,9 +126,9 @@ def post(orders, task, tiles, results, work, C: gl.constexpr):
     full_begin = clip(full_begin, begin, full_end)
     put(orders, GO, row * 0 + 1)
     put(orders, SKIP, tiles[3] - end)
-    put(orders, CUT_RIGHT, end - 1 - full_end)
-    put(orders, WHOLE, full_end - full_begin)
-    put(orders, CUT_LEFT, full_begin - begin)
+    put(orders, STRETCHES, end - 1 - full_end)
+    put(orders, STRETCHES + 1, full_end - full_begin)
+    put(orders, STRETCHES + 2, full_begin - begin)
     put(orders, SKIP_AFTER, begin - tiles[0])
     put(orders, FIRST_KEY, (end - 1) * C.BLOCK_K)
     query = row // C.PACKED_HEADS

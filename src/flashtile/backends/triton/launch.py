@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -35,6 +36,7 @@ from flashtile.problem import Problem, check_gradients
 from flashtile.results import Gradients
 
 MOST_SPLITS = 64
+T = TypeVar("T")
 
 
 class Prepared:
@@ -49,10 +51,7 @@ class Prepared:
 
     def forward(self, x: Inputs) -> tuple[Any, Any]:
         """Output and lse, contiguous, in the caller's layout."""
-        if _here(self._device):
-            return self._forward(x)
-        with torch.cuda.device(self._device):
-            return self._forward(x)
+        return on_device(self._device, self._forward, x)
 
     def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Gradients:
         """Gradients from the saved output and lse, in the caller's layout, those of bias (of rank 4) and sink wide."""
@@ -63,11 +62,7 @@ class Prepared:
             outlines = check_gradients(self._problem, *map(outline, (dout, out, lse, dlse)))
             run = Backward(self._problem, self._device, self._aligned | {"dout": aligned(dout)}, outlines, bias_grad)
             self._backward[key] = run
-        given = (run.narrowed(dout), out, lse, dlse)
-        if _here(self._device):
-            return run(x, *given)
-        with torch.cuda.device(self._device):
-            return run(x, *given)
+        return on_device(self._device, run, x, run.narrowed(dout), out, lse, dlse)
 
 
 class Forward:
@@ -79,7 +74,7 @@ class Forward:
         self._lse = Result(p, p.heads, n_rows, None, p.accumulator, device)
         self._real = getattr(torch, p.accumulator)
         config, packed_heads = tuning.forward(p, _gpu(device))
-        tiles, heads = _tiles(p, p.n_q * packed_heads, n_rows, config.block_q), p.heads // packed_heads
+        tiles, heads = count_tiles(p, p.n_q * packed_heads, n_rows, config.block_q), p.heads // packed_heads
         self._splits = _splits(p, tiles * heads * batch, config, device)
         self._strides = tuple(strides(x, p) for x in (p.q, p.k, p.v))
         self._k_blocks = blocks(p.k, is_aligned["k"], config, config.block_k)
@@ -89,7 +84,7 @@ class Forward:
         self._merge_counts = (n_rows, p.heads)
         programs = tiles * heads * self._splits * batch
         # Where each has a processor to itself, a program that mends its own rows is done sooner than another launch.
-        inside = programs <= _processors(device)
+        inside = programs <= processors(device)
         self._mend = None if inside else MendForward(p, device, config.block_q, packed_heads)
         self._start = Start(
             forward_kernel,
@@ -129,8 +124,8 @@ class Forward:
             part_lse,
             x.sink,
             marks,
-            _rule_of(self._rule, x),
-            _lengths_of(self._lengths, x),
+            rule_of(self._rule, x),
+            lengths_of(self._lengths, x),
             *self._counts,
             *between,
         )
@@ -150,7 +145,7 @@ class MendForward:
 
     def __init__(self, p: Problem, device: Any, block_q: int, packed_heads: int = 1) -> None:
         n_rows, batch = p.q.shape[2], p.q.shape[0]
-        tiles, heads = _tiles(p, p.n_q * packed_heads, n_rows, block_q), p.heads // packed_heads
+        tiles, heads = count_tiles(p, p.n_q * packed_heads, n_rows, block_q), p.heads // packed_heads
         self._marks = Marks(tiles * heads * batch, device)
         self._strides = tuple(strides(x, p) for x in (p.q, p.k, p.v))
         self._rule, self._lengths = rule(p), lengths(p)
@@ -180,8 +175,8 @@ class MendForward:
             x.sink,
             marks,
             self._marks.count,
-            _rule_of(self._rule, x),
-            _lengths_of(self._lengths, x),
+            rule_of(self._rule, x),
+            lengths_of(self._lengths, x),
             *self._counts,
         )
 
@@ -194,7 +189,7 @@ class MendBackward:
 
     def __init__(self, p: Problem, device: Any, block_q: int, block_k: int) -> None:
         batch = p.q.shape[0]
-        k_tiles, q_tiles = _tiles(p, p.n_k, p.k.shape[2], block_k), _tiles(p, p.n_q, p.q.shape[2], block_q)
+        k_tiles, q_tiles = count_tiles(p, p.n_k, p.k.shape[2], block_k), count_tiles(p, p.n_q, p.q.shape[2], block_q)
         self.first_of_queries = k_tiles * p.kv_heads * batch
         self._marks = Marks(self.first_of_queries + q_tiles * p.heads * batch, device)
         self._strides = tuple(strides(x, p) for x in (p.q, p.k, p.v))
@@ -234,8 +229,8 @@ class MendBackward:
             marks,
             self._marks.count,
             self.first_of_queries,
-            _rule_of(self._rule, x),
-            _lengths_of(self._lengths, x),
+            rule_of(self._rule, x),
+            lengths_of(self._lengths, x),
             *self._counts,
         )
 
@@ -247,7 +242,7 @@ class Marks:
 
     def __init__(self, count: int, device: Any) -> None:
         self.count, self.device = count, device
-        self.programs = min(count, 2 * _processors(device))
+        self.programs = min(count, 2 * processors(device))
 
     def make(self) -> Any:
         return torch.empty(self.count, dtype=torch.int32, device=self.device)
@@ -273,20 +268,13 @@ class Backward:
         self._dk = Result(p, p.kv_heads, p.k.shape[2], p.dim, p.dtype, device)
         self._dv = Result(p, p.kv_heads, p.k.shape[2], p.dim_v, p.dtype, device)
         self._row_counts = (n_rows, p.heads)
-        heads_at = 1 if p.packed else p.rank - 3  # among the axes of an lse; a call of rank 2 has one head and no axis
-        self._rows_at = tuple(axis for axis in range(len(self._delta.shape)) if axis != heads_at)
-        self._statistics_start = Start(
-            statistics_kernel,
-            int(triton.cdiv(n_rows, tuning.STATISTICS_ROWS)) * p.heads * batch,
-            DIM_V=p.dim_v,
-            BLOCK_DV=block(p.dim_v),
-            BLOCK=tuning.STATISTICS_ROWS,
-        )
+        self._heads_at = 1 if p.packed else p.rank - 3  # among the axes of an lse; a call of rank 2 has no such axis
+        self._statistics_start = statistics(p)
         config = _config("dkdv", p, device)
         self._q_blocks = blocks(p.q, is_aligned["q"], config, config.block_q)
         self._dout_blocks = blocks(dout, is_aligned["dout"], config, config.block_q)
         block_k = config.block_k
-        self._k_counts = (_tiles(p, p.n_k, p.k.shape[2], block_k), p.kv_heads)
+        self._k_counts = (count_tiles(p, p.n_k, p.k.shape[2], block_k), p.kv_heads)
         self._dkdv_start = Start(
             dkdv_kernel,
             self._k_counts[0] * p.kv_heads * batch,
@@ -296,7 +284,7 @@ class Backward:
         config = _config("dq", p, device)
         self._k_blocks = blocks(p.k, is_aligned["k"], config, config.block_k)
         self._v_blocks = blocks(p.v, is_aligned["v"], config, config.block_k)
-        self._q_counts = (_tiles(p, p.n_q, n_rows, config.block_q), p.heads)
+        self._q_counts = (count_tiles(p, p.n_q, n_rows, config.block_q), p.heads)
         self._dq_start = Start(
             dq_kernel,
             self._q_counts[0] * p.heads * batch,
@@ -330,7 +318,7 @@ class Backward:
         )
         log2, delta = self._delta.make(), self._delta.make()
         dq, dk, dv = self._dq.make(), self._dk.make(), self._dv.make()
-        a_rule, a_lengths = _rule_of(self._rule, x), _lengths_of(self._lengths, x)
+        a_rule, a_lengths = rule_of(self._rule, x), lengths_of(self._lengths, x)
         if self._delta.numel:
             self._statistics_start(dout, out, lse, dlse, log2, delta, *self._row_counts)
         marks = self._mend.make()
@@ -349,27 +337,46 @@ class Backward:
             if dbias.numel():
                 heads, shape = self._row_counts[1], self._bias_shape
                 self._dbias_start(q, k, v, dout, log2, delta, pairs(dbias), a_rule, a_lengths, heads, *shape[2:])
-        dsink = None if x.sink is None else self._dsink(x.sink, given[2], delta.ptr[..., : given[2].shape[-1]])
+        dsink = (
+            None
+            if x.sink is None
+            else sink_gradient(x.sink, given[2], delta.ptr[..., : given[2].shape[-1]], self._heads_at)
+        )
         return Gradients(dq.ptr, dk.ptr, dv.ptr, dbias, dsink)
 
-    def _dsink(self, sink: Any, lse: Any, delta: Any) -> Any:
-        """-sum over rows of exp(sink - lse) * delta; an empty row has no part in it."""
-        heads = sink.to(self._real).reshape([-1 if axis not in self._rows_at else 1 for axis in range(lse.ndim)])
-        weight = torch.exp(heads - lse)
-        parts = torch.where(torch.isneginf(lse), torch.zeros_like(delta), weight * delta)
-        return -parts.sum(self._rows_at).reshape(sink.shape)
+
+def statistics(p: Problem) -> Start:
+    """What makes the statistics of rows that a backward pass begins with."""
+    return Start(
+        statistics_kernel,
+        int(triton.cdiv(p.q.shape[2], tuning.STATISTICS_ROWS)) * p.heads * p.q.shape[0],
+        DIM_V=p.dim_v,
+        BLOCK_DV=block(p.dim_v),
+        BLOCK=tuning.STATISTICS_ROWS,
+    )
+
+
+def sink_gradient(sink: Any, lse: Any, delta: Any, heads_at: int) -> Any:
+    """-sum over rows of exp(sink - lse) * delta, whose axis of heads is this one; an empty row has no part in it."""
+    rows_at = tuple(axis for axis in range(lse.ndim) if axis != heads_at)
+    weight = torch.exp(sink.to(lse.dtype).reshape([1 if axis in rows_at else -1 for axis in range(lse.ndim)]) - lse)
+    parts = torch.where(torch.isneginf(lse), torch.zeros_like(delta), weight * delta)
+    return -parts.sum(rows_at).reshape(sink.shape)
 
 
 def _kind(x: Any) -> tuple[Any, ...]:
     return x.shape, x.stride(), x.dtype, aligned(x)
 
 
-def _here(device: Any) -> bool:
-    """Whether Triton, which launches on the current device, would launch on this one."""
-    return device.type != "cuda" or bool(device.index == torch._C._cuda_getDevice())
+def on_device(device: Any, run: Callable[..., T], *args: Any) -> T:
+    """run(*args) with this device current, on which Triton then launches."""
+    if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
+        return run(*args)
+    with torch.cuda.device(device):
+        return run(*args)
 
 
-def _rule_of(a_rule: Rule, x: Inputs) -> Rule:
+def rule_of(a_rule: Rule, x: Inputs) -> Rule:
     """The rule with the tensors and the seed of this call."""
     if x.mask is None and x.bias is None and x.alibi is None and a_rule.seed_low is None:
         return a_rule
@@ -377,7 +384,7 @@ def _rule_of(a_rule: Rule, x: Inputs) -> Rule:
     return a_rule._replace(mask=x.mask, bias=x.bias, alibi=x.alibi, seed_low=low, seed_high=high)
 
 
-def _lengths_of(some: Lengths, x: Inputs) -> Lengths:
+def lengths_of(some: Lengths, x: Inputs) -> Lengths:
     if x.cu_q is None and x.kv_lengths is None:
         return some
     return some._replace(cu_q=x.cu_q, cu_k=x.cu_k, kv=x.kv_lengths)
@@ -411,7 +418,7 @@ def _gpu(device: Any) -> tuple[int, int] | str | None:
 
 
 @cache
-def _processors(device: Any) -> int:
+def processors(device: Any) -> int:
     if device.type != "cuda":
         return 8  # so that the interpreter meets splits too
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -430,11 +437,11 @@ def _splits(p: Problem, programs: int, config: Config, device: Any) -> int:
 
     A power of two: each number of shares is a kernel of its own.
     """
-    wanted = min(_processors(device) // max(programs, 1), MOST_SPLITS, p.n_k // (4 * config.block_k))
+    wanted = min(processors(device) // max(programs, 1), MOST_SPLITS, p.n_k // (4 * config.block_k))
     return 1 << max(wanted, 1).bit_length() - 1
 
 
-def _tiles(p: Problem, rows: int, total: int, block_rows: int) -> int:
+def count_tiles(p: Problem, rows: int, total: int, block_rows: int) -> int:
     """Tiles along the rows. Packed sequences may begin within a tile, so each of them may need one more."""
     return total // block_rows + p.sequences if p.packed and total else int(triton.cdiv(rows, block_rows))
 

@@ -74,11 +74,17 @@ def blocks(x: Any, is_aligned: bool, config: Config, rows: int) -> Callable[[Any
     fits = is_aligned and x.stride(3) == 1 and all(s and s * item % 16 == 0 for s in x.stride()[:3])
     if not (config.descriptors and fits and x.shape[2] > SHORT and x.numel()):
         return lambda tensor: None
-    like = vars(TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, block(x.shape[3])]))
+    return maker(TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, block(x.shape[3])]))
 
-    def describe(tensor: Any) -> Any:
-        made = TensorDescriptor.__new__(TensorDescriptor)  # whose checks have been made
+
+def maker(descriptor: Any) -> Callable[[Any], Any]:
+    """What makes a descriptor like this one, whose checks have been made, of another tensor."""
+    kind: Any = type(descriptor)
+    like = vars(descriptor)
+
+    def make(tensor: Any) -> Any:
+        made = kind.__new__(kind)
         made.__dict__.update(like, base=tensor)
         return made
 
-    return describe
+    return make

@@ -109,7 +109,11 @@ def canaries() -> Iterator[Canaries]:
 
         return new
 
+    plainly = torch.empty
+
     def empty(*size: Any, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+        if torch.device(device or "cpu").type == "meta":
+            return plainly(*size, dtype=dtype, device=device)  # it has no memory
         shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
         return birds.allocate(shape, dtype or torch.get_default_dtype(), device or "cpu", None)
 

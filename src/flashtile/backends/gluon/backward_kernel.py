@@ -207,15 +207,14 @@ def consume(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
         after = queries(shared, 0, C).permute((1, 0))
         s_later = warpgroup_mma(mine(shared.k, ME, C), after, s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s_later,))
-    first = gl.to_tensor(0)
     dq_at = get(board, DQ_AT) + ME * 16
     for h in range(C.GROUP):
+        first = h * get(board, CUT + 3)
         for n in gl.static_range(C.ALWAYS_CUT):
             s, dk, dv = step(first + n, h, s, dk, dv, shared, board, rule, unit, targets.dq, dq_at, ME, True, C)
         for n in gl.static_range(0 if C.CUT_AT_BEGIN else 1, 3 if C.CUT_AT_END else 2):
             for t in range(first + get(board, CUT + n), first + get(board, CUT + n + 1)):
                 s, dk, dv = step(t, h, s, dk, dv, shared, board, rule, unit, targets.dq, dq_at, ME, n != 1, C)
-        first += get(board, CUT + 3)
         dq_at += get(board, DQ_STEP)
     sync(END_OF_LOOP, WARPGROUPS)
     dk = dk * number(rule.scale, gl.float32)

@@ -221,4 +221,4 @@ def put(board, FIELD: gl.constexpr, x):
 
 @gluon.jit
 def get(board, FIELD: gl.constexpr):
-    return gl.sum(board.index(FIELD).load(ONE_EACH), 0)
+    return board.index(FIELD).load(ONE_EACH).item()

@@ -172,4 +172,4 @@ def put(orders, FIELD: gl.constexpr, column):
 @gluon.jit
 def read(orders, FIELD: gl.constexpr, ME: gl.constexpr):
     """What one warpgroup is told."""
-    return gl.sum(orders.board.index(orders.begin + FIELD).slice(ME, 1).load(ONE_EACH), 0)
+    return orders.board.index(orders.begin + FIELD).slice(ME, 1).load(ONE_EACH).item()

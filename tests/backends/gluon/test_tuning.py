@@ -61,19 +61,33 @@ def test_where_it_is_promised() -> None:
     assert not tuning.seen_first(problem(256, 256, causal=True, kv_lengths=np.array([3], np.int32)))
 
 
+@given(LENGTHS, LENGTHS, LIMITS, LIMITS, st.integers(-200, 200), DIMS)
+def test_the_diagonal_cuts_the_same_tiles_of_every_column(
+    n_q: int, n_k: int, left: int, right: int, offset: int, dim: int
+) -> None:
+    check_always_cut(problem(n_q, n_k, dim, band=Band(left, right, offset)))
+
+
 @given(LENGTHS, LENGTHS, DIMS, st.booleans())
-def test_the_diagonal_cuts_the_same_tiles_of_every_column(n_q: int, n_k: int, dim: int, causal: bool) -> None:
+def test_the_diagonal_when_the_ends_meet(n_q: int, n_k: int, dim: int, causal: bool) -> None:
     p = problem(n_q, n_k, dim, causal=causal)
+    check_always_cut(p)
+    assert tuning.always_cut(p) == 0 or causal
+    assert tuning.always_cut(p) or not (causal and n_q == n_k)
+
+
+def check_always_cut(p: Problem) -> None:
+    """So many tiles in every column, none of them beyond the padded rows; whole tiles follow to the last query."""
     cut = tuning.always_cut(p)
-    steps = tuning.backward(dim)
-    assert cut == 0 or causal
-    assert cut or not (causal and n_q == n_k and n_q % steps.keys == 0)
     if not cut:
         return
-    sees = visible(p)
-    for key in range(0, n_k, steps.keys):
+    steps = tuning.backward(p.dim)
+    padded = -(-p.n_q // steps.keys) * steps.keys
+    sees = np.concatenate([visible(p), np.zeros((padded - p.n_q, p.n_k), bool)])
+    for key in range(0, p.n_k, steps.keys):
         column = sees[:, key : key + steps.keys]
-        tiles = [column[row : row + steps.block_q] for row in range(0, n_q, steps.block_q)]
-        kinds = ["all" if tile.all() else "some" if tile.any() else "none" for tile in tiles]
-        seen = [kind for kind in kinds if kind != "none"]
-        assert seen == ["some"] * cut + ["all"] * (len(seen) - cut), (n_q, n_k, key)
+        tiles = [column[row : row + steps.block_q] for row in range(0, padded, steps.block_q)]
+        begin = next(n for n, tile in enumerate(tiles) if tile.any())
+        assert begin + cut <= len(tiles), (p.band, p.n_q, p.n_k, key)
+        for n, tile in enumerate(tiles[begin + cut :], begin + cut):
+            assert tile[: max(p.n_q - n * steps.block_q, 0)].all(), (p.band, p.n_q, p.n_k, key, n)

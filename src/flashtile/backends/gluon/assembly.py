@@ -93,6 +93,27 @@ def pack_halves(low, high, dtype: gl.constexpr):
     )
 
 
+@gluon.jit
+def added():
+    """Wait until what this thread had the copy engine add has been added; tma.store_wait() only until it was read."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def await_count(counter, count):
+    """Wait until a counter in memory has come to `count`."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; L: ld.acquire.gpu.global.u32 $0, [$1]; setp.lt.u32 p, $0, $2; @p bra L; }",
+        "=r,l,r",
+        [counter, count],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 @builtin
 def reduce_add(desc: Any, coord: Any, source: Any, _semantic: Any = None) -> None:
     """Let the copy engine add a tile of shared memory to one in memory. Gluon 3.6 has no word for it either."""

@@ -21,38 +21,41 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flashtile.backends.gluon.assembly import arrive, sync
 from flashtile.backends.gluon.columns import (
     ALL,
-    CUT,
     DO_FREE,
     DQ_AT,
-    DQ_STEP,
-    END_OF_LOOP,
     FIELDS,
-    HEAD,
-    KEY,
+    IN_USE,
     KEYS,
     MARK,
     Q_FREE,
     ROOM,
-    SEQUENCE,
+    TILE_FIELDS,
+    TOGETHER,
+    TURN,
     WARPGROUPS,
+    Extent,
     Sources,
     Targets,
     Tiles,
     add_to_dq,
+    await_last,
+    clear_unused,
+    counter_of,
     get,
     load,
+    pass_turn,
     shaped,
+    store_columns,
+    walk,
 )
-from flashtile.backends.gluon.softmax import unit_of
 from flashtile.backends.triton.blocks import number
 
 # Named barriers. "dS is there": one for each warpgroup and parity, so that an arrival for the next tile never completes
 # the barrier of this one.
 DS_READY = gl.constexpr(5)
-TOGETHER = gl.constexpr(9)
 
 
-@gluon.jit(do_not_specialize=["tiles", "kv_heads", "q_tiles", "mark_tiles"])
+@gluon.jit(do_not_specialize=["tiles", "kv_heads", "padded", "mark_tiles"])
 def backward_kernel(
     q_desc,
     k_desc,
@@ -62,28 +65,33 @@ def backward_kernel(
     dq_desc,
     dk_desc,
     dv_desc,
+    dk,
+    dv,
     marks,
+    turns,
     rule,
     lengths,
     tiles,
     kv_heads,
-    q_tiles,
+    padded,
     mark_tiles,
     C: gl.constexpr,
 ):
-    """The grid counts tiles of keys, then key heads, then sequences. q_tiles: of 64 rows, of one head, in dQ."""
+    """The grid counts tiles of keys, then key heads, then sequences. padded: rows of a head in dQ."""
     dtype: gl.constexpr = q_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k = gl.allocate_shared_memory(dtype, [1, 1, 2 * KEYS, C.BLOCK_D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [1, 1, 2 * KEYS, C.BLOCK_D], v_desc.layout)
     q = gl.allocate_shared_memory(dtype, [2, 1, 1, C.BLOCK_Q, C.BLOCK_D], q_desc.layout)
     dout = gl.allocate_shared_memory(dtype, [2, 1, 1, C.BLOCK_Q, C.BLOCK_D], dout_desc.layout)
     rows = gl.allocate_shared_memory(gl.float32, [2, 2, 1, 1, C.BLOCK_Q], rows_desc.layout)
+    orders = gl.allocate_shared_memory(gl.int32, [2 * TILE_FIELDS, 1], numbers)
     ds = gl.allocate_shared_memory(
         dtype, [2, 2 * KEYS, C.BLOCK_Q], gl.NVMMASharedLayout.get_default_for([2 * KEYS, C.BLOCK_Q], dtype)
     )
     dq = gl.allocate_shared_memory(gl.float32, [2, 16, 256], dq_desc.layout)
-    board = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    board = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], numbers)
     k_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
@@ -93,14 +101,15 @@ def backward_kernel(
     for n in gl.static_range(2):
         mbarrier.init(q_full.index(n), count=1)
         mbarrier.init(dout_full.index(n), count=1)
-    shared = Tiles(k, v, q, dout, rows, ds, dq, k_full, v_full, q_full, dout_full)
+    shared = Tiles(k, v, q, dout, rows, orders, ds, dq, k_full, v_full, q_full, dout_full)
     sources = Sources(q_desc, k_desc, v_desc, dout_desc, rows_desc)
-    targets = Targets(dq_desc, dk_desc, dv_desc, marks)
+    targets = Targets(dq_desc, dk_desc, dv_desc, dk, dv, marks, turns)
+    work = Extent(rule, lengths, tiles, kv_heads, padded, mark_tiles)
     gl.warp_specialize(
         [
             (consume, (shared, board, targets, rule, 0, C)),
             (consume, (shared, board, targets, rule, 1, C)),
-            (load, (shared, board, sources, rule, lengths, tiles, kv_heads, q_tiles, mark_tiles, C)),
+            (load, (shared, board, sources, turns, work, C)),
         ],
         [4, 1],
         [240, 24],
@@ -124,9 +133,9 @@ def mine(tile, ME: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def step(
-    t, h, s, dk, dv, shared, board, rule, unit, dq_desc, dq_at, ME: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr
+    t, s, dk, dv, due, shared, board, targets, rule, unit, ME: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr
 ):
-    """Tile t of queries, of head h of the group. s: its scores already, where LATE. dq_at: where tile 0 of dQ lies."""
+    """Tile t of queries. s: its scores already, where LATE. due: the counter of the tile of dQ before it."""
     dtype: gl.constexpr = shared.q.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_Q, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
@@ -142,7 +151,7 @@ def step(
     dp_later = warpgroup_mma(mine(shared.v, ME, C), dout.permute((1, 0)), zero, use_acc=False, is_async=True)
     if not C.LATE:
         s = warpgroup_mma_wait(1, deps=(s_later,))
-    s, slope = shaped(s, t, h, board, rule, ME, MASKED, C)
+    s, slope = shaped(s, half, shared, board, rule, ME, MASKED, C)
     rows = shared.rows.index(half).reshape([2, C.BLOCK_Q])
     p = gl.exp2(s * unit - rows.slice(0, 1, 0).load(s_layout))
     p_operand = gl.convert_layout(p.to(dtype), a_layout, assert_trivial=True)
@@ -158,11 +167,13 @@ def step(
         arrive(DS_READY + 2 * ME + half, WARPGROUPS)
     dv_later = warpgroup_mma(p_operand, dout, dv, is_async=True)
     ds_operand = gl.convert_layout(ds, a_layout, assert_trivial=True)
-    tma.store_wait(0)  # the tile of dQ before this one has left its buffer
+    await_last(targets)
     if not C.LATE:
         sync(DS_READY + 2 * (1 - ME) + half, WARPGROUPS)
     else:
         sync(TOGETHER, WARPGROUPS)
+    if targets.turns is not None:
+        pass_turn(targets.turns, due)
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     nothing = gl.zeros([64, 64], gl.float32, dq_layout)
     if C.BLOCK_Q == 128:  # half of the rows each
@@ -174,7 +185,12 @@ def step(
     dk_later = warpgroup_mma(ds_operand, q, dk, is_async=True)
     dv, dq, p_operand = warpgroup_mma_wait(1, deps=(dv_later, dq_later, p_operand))
     arrive(DO_FREE + half, ALL)
-    add_to_dq(dq, shared.dq.index(ME), dq_desc, dq_at + 32 * t)
+    dq_at = get(shared.orders, half * TILE_FIELDS + DQ_AT) + ME * 16
+    turn = None
+    if targets.turns is not None:
+        due = counter_of(dq_at)
+        turn = get(shared.orders, half * TILE_FIELDS + TURN)
+    add_to_dq(dq, shared.dq.index(ME), targets, dq_at, None, turn)
     if C.LATE:  # scores of the next tile, behind dK; registers of dQ are free by now
         mbarrier.wait(shared.q_full.index(half ^ 1), ((t + 1) >> 1) & 1)
         after = queries(shared, half ^ 1, C).permute((1, 0))
@@ -185,53 +201,62 @@ def step(
         dk, ds_operand = warpgroup_mma_wait(0, deps=(dk_later, ds_operand))
         s = zero
     arrive(Q_FREE + half, ALL)
-    return s, dk, dv
+    return s, dk, dv, due
 
 
 @gluon.jit
 def consume(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
+    """One warpgroup."""
+    mbarrier.wait(shared.v_full, 0)
+    mbarrier.wait(shared.k_full, 0)
+    if not C.PACKED:
+        own_keys(shared, board, targets, rule, ME, C)
+    else:  # there may be more programs than tiles of keys
+        if get(board, ROOM) > 0:
+            own_keys(shared, board, targets, rule, ME, C)
+
+
+@gluon.jit
+def own_keys(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
     """One warpgroup: 64 keys, from the first product to the stored gradients."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_Q, 16])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
     dtype: gl.constexpr = shared.k.dtype
+    if get(board, ROOM) > ME * KEYS:
+        gl.store(targets.marks + get(board, MARK) + ME, 0)
+    if C.ENDS:
+        in_use = get(board, IN_USE)
+        if in_use < 2 * KEYS:
+            clear_unused(mine(shared.k, ME, C), KEYS, in_use - ME * KEYS)
+            clear_unused(mine(shared.v, ME, C), KEYS, in_use - ME * KEYS)
+            fence_async_shared()
+            sync(TOGETHER, WARPGROUPS)
     dk = gl.zeros([KEYS, C.BLOCK_D], gl.float32, layout)
     dv = gl.zeros([KEYS, C.BLOCK_D], gl.float32, layout)
     s = gl.zeros([KEYS, C.BLOCK_Q], gl.float32, s_layout)
-    unit = unit_of(rule)
-    mbarrier.wait(shared.v_full, 0)
-    if get(board, ROOM) > ME * KEYS:
-        gl.store(targets.marks + get(board, MARK) + ME, 0)
-    mbarrier.wait(shared.k_full, 0)
     if C.LATE:
         mbarrier.wait(shared.q_full.index(0), 0)
         after = queries(shared, 0, C).permute((1, 0))
         s_later = warpgroup_mma(mine(shared.k, ME, C), after, s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s_later,))
-    dq_at = get(board, DQ_AT) + ME * 16
-    for h in range(C.GROUP):
-        first = h * get(board, CUT + 3)
-        for n in gl.static_range(C.ALWAYS_CUT):
-            s, dk, dv = step(first + n, h, s, dk, dv, shared, board, rule, unit, targets.dq, dq_at, ME, True, C)
-        for n in gl.static_range(0 if C.CUT_AT_BEGIN else 1, 3 if C.CUT_AT_END else 2):
-            for t in range(first + get(board, CUT + n), first + get(board, CUT + n + 1)):
-                s, dk, dv = step(t, h, s, dk, dv, shared, board, rule, unit, targets.dq, dq_at, ME, n != 1, C)
-        dq_at += get(board, DQ_STEP)
-    sync(END_OF_LOOP, WARPGROUPS)
+    dk, dv = walk(step, s, dk, dv, shared, board, targets, rule, ME, C)
+    sync(TOGETHER, WARPGROUPS)  # nobody reads K any more
     dk = dk * number(rule.scale, gl.float32)
+    o_j = gl.arange(0, KEYS, gl.SliceLayout(1, layout))
+    if C.ENDS:
+        used = (o_j < get(board, IN_USE) - ME * KEYS)[:, None]
+        dk = gl.where(used, dk, 0.0)
+        dv = gl.where(used, dv, 0.0)
     flaw = gl.sum((dk + dv) * 0.0, 1)  # 0, or NaN where a gradient is not finite
-    mine(shared.v, ME, C).store(dv.to(dtype))
-    mine(shared.k, ME, C).store(dk.to(dtype))
+    dk = dk.to(dtype)
+    dv = dv.to(dtype)
+    mine(shared.v, ME, C).store(dv)
+    mine(shared.k, ME, C).store(dk)
     fence_async_shared()
     gl.thread_barrier()
-    room = get(board, ROOM) - ME * KEYS
-    whole = room > 0
-    row = get(board, KEY) + ME * KEYS
-    head = get(board, HEAD)
-    if whole:
-        at = [get(board, SEQUENCE), head, row, 0]
-        tma.async_copy_shared_to_global(targets.dv, at, shared.v.slice(ME * KEYS, KEYS, 2))
-        tma.async_copy_shared_to_global(targets.dk, at, shared.k.slice(ME * KEYS, KEYS, 2))
-    o_j = gl.arange(0, KEYS, gl.SliceLayout(1, layout))
+    row: gl.constexpr = ME * KEYS
+    store_columns(targets.dv_desc, targets.dv, dv, shared.v.slice(row, KEYS, 2), row, board, 0, C.DIM_V, C)
+    store_columns(targets.dk_desc, targets.dk, dk, shared.k.slice(row, KEYS, 2), row, board, 0, C.DIM, C)
     mark = targets.marks + (o_j * 0 + get(board, MARK) + ME)
-    gl.store(mark, o_j * 0 + 1, mask=(o_j < room) & (flaw != 0))
+    gl.store(mark, o_j * 0 + 1, mask=(o_j < get(board, ROOM) - row) & (flaw != 0))
     tma.store_wait(0)

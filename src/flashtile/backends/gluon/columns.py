@@ -12,22 +12,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from flashtile.backends.gluon.assembly import reduce_add, sync
-from flashtile.backends.gluon.softmax import Seen, hide, shape_scores, slope_of
+from flashtile.backends.gluon.assembly import added, await_count, reduce_add, sync
+from flashtile.backends.gluon.softmax import Seen, hide, shape_scores, slope_of, unit_of
 from flashtile.backends.gluon.tasks import LANES, ONE_EACH
-from flashtile.backends.triton.blocks import measure
+from flashtile.backends.triton.blocks import locate, measure
 from flashtile.backends.triton.cuts import cuts, reach
 from flashtile.backends.triton.steady import plain
 
 KEYS = gl.constexpr(64)  # of a tile that a warpgroup works on
 WARPGROUPS = gl.constexpr(256)  # threads
 ALL = gl.constexpr(288)  # and the warp that loads
-# Named barriers; those under 10 are the kernels' own.
+# Named barriers; the others are the kernels' own.
 Q_FREE = gl.constexpr(10)
 DO_FREE = gl.constexpr(12)
-END_OF_LOOP = gl.constexpr(15)
+TOGETHER = gl.constexpr(15)
 # A 64 x 64 tile of dQ lies as 128 threads hold it, so that it is stored without conflicts and leaves in one piece;
-# finish_kernel.py undoes the order.
+# row_kernels.py undoes the order.
 BY_THREAD = gl.constexpr(
     gl.SharedLinearLayout(
         [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0], [0, 8], [0, 16], [0, 32]], [], 128
@@ -36,13 +36,14 @@ BY_THREAD = gl.constexpr(
 
 
 class Tiles(NamedTuple):
-    """What is in shared memory. q and rows come in two buffers, by parity; dout in C.DOUT_STAGES."""
+    """What is in shared memory. q, rows and orders come in two buffers, by parity; dout in C.DOUT_STAGES."""
 
     k: Any
     v: Any
     q: Any
     dout: Any
     rows: Any  # lse in base 2, and delta
+    orders: Any  # TILE_FIELDS numbers for each tile of queries
     ds: Any
     dq: Any
     k_full: Any
@@ -51,21 +52,23 @@ class Tiles(NamedTuple):
     dout_full: Any
 
 
-# What warpgroups need before and after their loops, and would otherwise keep in registers.
+# What warpgroups have to know of their keys.
 KEY = gl.constexpr(0)  # the program's first
 ROOM = gl.constexpr(1)  # keys from there to the end of the sequence
 IN_USE = gl.constexpr(2)  # likewise, of those in use
-N_QUERIES = gl.constexpr(3)
-OFFSET = gl.constexpr(4)  # of the band
-SEQUENCE = gl.constexpr(5)
-HEAD = gl.constexpr(6)
+OFFSET = gl.constexpr(3)  # of the band
+SEQUENCE = gl.constexpr(4)  # as descriptors count: 0 where sequences are packed
+HEAD = gl.constexpr(5)
+ROW = gl.constexpr(6)  # of the first key, where the tensor begins being 0
 MARK = gl.constexpr(7)
-SLOPE = gl.constexpr(8)  # where alibi has that of the group's first head
-BEGIN = gl.constexpr(9)  # the first tile of queries
-CUT = gl.constexpr(10)  # 0, and how many tiles later whole ones begin, whole ones end, and all end
-DQ_AT = gl.constexpr(14)  # where the first tile of dQ lies
-DQ_STEP = gl.constexpr(15)  # to the same tile of the next head, less the tiles of this one
-FIELDS = gl.constexpr(16)
+CUT = gl.constexpr(8)  # 0, and how many tiles of queries later whole ones begin, whole ones end, and all end
+FIELDS = gl.constexpr(12)
+# And of a tile of queries.
+QUERY = gl.constexpr(0)  # its first
+DQ_AT = gl.constexpr(1)  # where its dQ lies
+SLOPE = gl.constexpr(2)  # where alibi has that of its head
+TURN = gl.constexpr(3)  # how many programs add to this tile of dQ before this one, where their order is fixed
+TILE_FIELDS = gl.constexpr(4)
 
 
 class Sources(NamedTuple):
@@ -79,30 +82,54 @@ class Sources(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """Where gradients go, and the marks of tiles that came out spoiled."""
+    """Where gradients go, dk and dv also by hand; marks of tiles that came out spoiled; and counters of turns at dQ, or None."""
 
     dq: Any
+    dk_desc: Any
+    dv_desc: Any
     dk: Any
     dv: Any
     marks: Any
+    turns: Any
+
+
+class Extent(NamedTuple):
+    """What there is to do: tiles of keys (of all sequences where they are packed), heads, rows of a head in dQ."""
+
+    rule: Any
+    lengths: Any
+    tiles: Any
+    kv_heads: Any
+    padded: Any
+    mark_tiles: Any
 
 
 @gluon.jit
-def load(shared, board, sources, rule, lengths, tiles, kv_heads, q_tiles, mark_tiles, C: gl.constexpr):
+def load(shared, board, sources, turns, work, C: gl.constexpr):
     """Fetch keys and values, then one tile of queries after the other, of one head of the group after the other."""
+    lengths = work.lengths
     program = gl.program_id(0)
-    sequence = program // tiles // kv_heads
-    head = program // tiles % kv_heads
-    at = measure(lengths, rule.offset, sequence)
-    key = program % tiles * C.KEYS
+    if turns is not None:  # in the order in which programs begin, the last keys first: nobody waits for a later one
+        program = gl.num_programs(0) - 1 - gl.atomic_add(turns, 1, sem="relaxed")
+    head = program // work.tiles % work.kv_heads
+    sequence = program // work.tiles // work.kv_heads
+    sequence, tile = locate(lengths.cu_k, lengths.n_k, program % work.tiles, sequence, lengths, C.KEYS)
+    at = measure(lengths, work.rule.offset, sequence)
+    key = tile * C.KEYS
+    place = sequence  # as descriptors count sequences
+    dq_row = 0
+    if lengths.cu_q is not None:
+        place = 0
+        dq_row = (at.q_start // C.KEYS + sequence) * C.KEYS
     mbarrier.expect(shared.k_full, sources.k.block_type.nbytes)
-    tma.async_copy_global_to_shared(sources.k, [sequence, head, key, 0], shared.k_full, shared.k)
-    begin, end = post(board, sequence, head, key, at, rule, lengths, kv_heads, q_tiles, mark_tiles, C)
+    tma.async_copy_global_to_shared(sources.k, [place, head, at.k_start + key, 0], shared.k_full, shared.k)
+    begin, end = post(board, sequence, place, head, key, at, work, C)
     mbarrier.expect(shared.v_full, sources.v.block_type.nbytes)  # after the board, for which it speaks too
-    tma.async_copy_global_to_shared(sources.v, [sequence, head, key, 0], shared.v_full, shared.v)
+    tma.async_copy_global_to_shared(sources.v, [place, head, at.k_start + key, 0], shared.v_full, shared.v)
     t = gl.to_tensor(0)
     for h in range(head * C.GROUP, head * C.GROUP + C.GROUP):
         row = begin * C.BLOCK_Q
+        dq_head = (place * work.kv_heads * C.GROUP + h) * work.padded + dq_row
         for _ in range(begin, end):
             half = t & 1
             slot = t % C.DOUT_STAGES
@@ -110,13 +137,22 @@ def load(shared, board, sources, rule, lengths, tiles, kv_heads, q_tiles, mark_t
             dout_full = shared.dout_full.index(slot)
             if t >= 2:
                 sync(Q_FREE + half, ALL)
+            order = half * TILE_FIELDS
+            put(shared.orders, order + QUERY, row)
+            put(shared.orders, order + DQ_AT, (dq_head + row) // 64 * (C.BLOCK_D // 64) * 16)
+            put(shared.orders, order + SLOPE, sequence * work.rule.alibi_sequence + h * work.rule.alibi_head)
+            if turns is not None:
+                put(shared.orders, order + TURN, turn_of(tile, row, at, work, C))
+            gl.thread_barrier()  # the lane that speaks next speaks for all of them
             mbarrier.expect(q_full, sources.q.block_type.nbytes + sources.rows.block_type.nbytes)
-            tma.async_copy_global_to_shared(sources.q, [sequence, h, row, 0], q_full, shared.q.index(half))
-            tma.async_copy_global_to_shared(sources.rows, [0, sequence, h, row], q_full, shared.rows.index(half))
+            tma.async_copy_global_to_shared(sources.q, [place, h, at.q_start + row, 0], q_full, shared.q.index(half))
+            tma.async_copy_global_to_shared(sources.rows, [0, place, h, dq_row + row], q_full, shared.rows.index(half))
             if t >= C.DOUT_STAGES:
                 sync(DO_FREE + slot, ALL)
             mbarrier.expect(dout_full, sources.dout.block_type.nbytes)
-            tma.async_copy_global_to_shared(sources.dout, [sequence, h, row, 0], dout_full, shared.dout.index(slot))
+            tma.async_copy_global_to_shared(
+                sources.dout, [place, h, at.q_start + row, 0], dout_full, shared.dout.index(slot)
+            )
             t += 1
             row += C.BLOCK_Q
     # Meet all arrivals. Where scores are made LATE, the last tile waits for one more, which nobody reads.
@@ -135,39 +171,79 @@ def load(shared, board, sources, rule, lengths, tiles, kv_heads, q_tiles, mark_t
 
 
 @gluon.jit
-def post(board, sequence, head, key, at, rule, lengths, kv_heads, q_tiles, mark_tiles, C: gl.constexpr):
+def post(board, sequence, place, head, key, at, work, C: gl.constexpr):
     """Write what warpgroups have to know; the first and the last tile of queries that see these keys."""
-    # The band with the roles swapped says which.
+    # The band with the roles swapped says which. Rows beyond the last query have no weights: no tile is cut by it.
+    rule = work.rule
     last = gl.maximum(gl.minimum(key + C.KEYS, at.k_len), key + 1)
     n_q = at.q_len * (key < at.k_len).to(gl.int32)
     begin, full_begin, full_end, end = cuts(reach(rule.right), reach(rule.left), -at.offset, key, last, n_q, C.BLOCK_Q)
-    if lengths.kv is not None:  # keys that are not in use: no tile is whole
-        full_begin = gl.where(key + C.KEYS > at.k_len, end, full_begin)
-        full_end = gl.maximum(full_begin, full_end)
+    if rule.left is None:
+        full_end = end
+    if C.ALWAYS_CUT > 0:
+        end = gl.maximum(end, begin + C.ALWAYS_CUT * (key < at.k_len).to(gl.int32))
+        full_begin = begin + C.ALWAYS_CUT
+        full_end = end
     put(board, KEY, key)
     put(board, ROOM, at.k_room - key)
     put(board, IN_USE, at.k_len - key)
-    put(board, N_QUERIES, at.q_len)
     put(board, OFFSET, at.offset)
-    put(board, SEQUENCE, sequence)
+    put(board, SEQUENCE, place)
     put(board, HEAD, head)
-    put(board, SLOPE, sequence * rule.alibi_sequence + head * C.GROUP * rule.alibi_head)
-    put(board, BEGIN, begin)
+    put(board, ROW, at.k_start + key)
     put(board, CUT, 0)
     put(board, CUT + 1, full_begin - begin)
     put(board, CUT + 2, full_end - begin)
     put(board, CUT + 3, end - begin)
-    column = sequence * kv_heads + head
-    put(board, MARK, column * mark_tiles + key // KEYS)
-    dq_tile = column * C.GROUP * q_tiles * (C.BLOCK_D // 64) + begin * C.DQ_TILES
-    put(board, DQ_AT, dq_tile * 16)
-    put(board, DQ_STEP, q_tiles * (C.BLOCK_D // 64) * 16 - (end - begin) * C.DQ_TILES * 16)
+    mark = key // KEYS
+    if work.lengths.cu_q is not None:
+        mark += at.k_start // KEYS + sequence
+    put(board, MARK, (place * work.kv_heads + head) * work.mark_tiles + mark)
     gl.thread_barrier()  # the lane that speaks next speaks for all of them
     return begin, end
 
 
 @gluon.jit
-def shaped(s, t, h, board, rule, ME: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
+def turn_of(tile, row, at, work, C: gl.constexpr):
+    """How many programs come before that of this tile of keys at a tile of queries: those of all later keys it sees."""
+    rule = work.rule
+    last = gl.minimum(row + C.BLOCK_Q, at.q_len)
+    end = cuts(reach(rule.left), reach(rule.right), at.offset, row, last, at.k_len, C.KEYS)[3]
+    return gl.maximum(end - 1 - tile, 0)
+
+
+@gluon.jit
+def clear_unused(tile, ROWS: gl.constexpr, in_use):
+    """0 for the rows of a tile that are not in use: whatever stood there could reach dQ."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    o_r = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    x = tile.load(layout)
+    tile.store(gl.where((o_r < in_use)[:, None], x, gl.zeros_like(x)))
+
+
+@gluon.jit
+def walk(STEP: gl.constexpr, s, dk, dv, shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
+    """All tiles of queries that see a program's keys, of one head of the group after the other."""
+    unit = unit_of(rule)
+    t = gl.to_tensor(0)
+    due = gl.to_tensor(-1)
+    for _ in range(C.GROUP):
+        for n in gl.static_range(C.ALWAYS_CUT):
+            s, dk, dv, due = STEP(t + n, s, dk, dv, due, shared, board, targets, rule, unit, ME, True, C)
+        t += C.ALWAYS_CUT
+        for n in gl.static_range(0 if C.CUT_AT_BEGIN else 1, 3 if C.CUT_AT_END else 2):
+            for _ in range(get(board, CUT + n), get(board, CUT + n + 1)):
+                s, dk, dv, due = STEP(t, s, dk, dv, due, shared, board, targets, rule, unit, ME, n != 1, C)
+                t += 1
+    if targets.turns is not None:
+        await_last(targets)
+        gl.thread_barrier()
+        pass_turn(targets.turns, due)
+    return dk, dv
+
+
+@gluon.jit
+def shaped(s, half, shared, board, rule, ME: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
     """Scores of a tile as the softmax takes them, and softcap's slope.
 
     What is known of the keys is read from the board where it is needed: few tiles are cut, and registers are scarce.
@@ -175,50 +251,99 @@ def shaped(s, t, h, board, rule, ME: gl.constexpr, MASKED: gl.constexpr, C: gl.c
     slope = slope_of(s, rule)
     if MASKED or rule.alibi is not None:
         in_rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
-        seen = seen_by(board, rule, h, in_rows, ME)
-        i0 = (t - h * get(board, CUT + 3) + get(board, BEGIN)) * C.BLOCK_Q
+        order = half * TILE_FIELDS
+        seen = seen_by(board, rule, get(shared.orders, order + SLOPE), in_rows, ME)
+        i0 = get(shared.orders, order + QUERY)
         s = shape_scores(s, rule, seen, i0)
         if MASKED:
-            s = hide(s, seen, i0, True)
+            s = hide(s, seen, i0, rule.left is not None, rule.right is not None)
     else:
         s = shape_scores(s, rule, None, 0)
     return s, slope
 
 
 @gluon.jit
-def seen_by(board, rule, h, LAYOUT: gl.constexpr, ME: gl.constexpr):
-    """The queries that see each key: from `first` to `last`; none where a key is not in use."""
+def seen_by(board, rule, slope_at, LAYOUT: gl.constexpr, ME: gl.constexpr):
+    """The queries that see each key, were there no end of queries: from `first` to `last`."""
     o_j = ME * KEYS + gl.arange(0, KEYS, LAYOUT)
-    in_use = o_j < get(board, IN_USE)
     o_j += get(board, KEY) - get(board, OFFSET)
-    last = o_j * 0 + (get(board, N_QUERIES) - 1)
+    last = 0
     if rule.left is not None:
-        last = gl.minimum(o_j + reach(rule.left), last)
-    first = o_j * 0
+        last = o_j + reach(rule.left)
+    first = 0
     if rule.right is not None:
         first = o_j - reach(rule.right)
     at = 0
     slope = 0.0
     if rule.alibi is not None:
         at = o_j - plain(rule.alibi_offset)
-        slope = o_j * 0.0 + gl.load(rule.alibi + get(board, SLOPE) + h * rule.alibi_head).to(gl.float32)
-    return Seen(gl.where(in_use, last, -1), first, at, slope)
+        slope = o_j * 0.0 + gl.load(rule.alibi + slope_at).to(gl.float32)
+    return Seen(last, first, at, slope)
 
 
 @gluon.jit
-def add_to_dq(dq, buffer, desc, at):
-    """Have the copy engine add a 64 x 64 tile to dQ. The buffer is free."""
+def add_to_dq(dq, buffer, targets, at, due=None, turn=None):
+    """Have the copy engine add a 64 x 64 tile to dQ, in its turn if it has one. The buffer is free.
+
+    due: the counter of a tile that was added before, if nobody has been told yet.
+    """
     buffer._reinterpret(gl.float32, [64, 64], BY_THREAD).store(dq)
     fence_async_shared()
     gl.thread_barrier()
-    reduce_add(desc, [at, 0], buffer)
+    if due is not None:
+        pass_turn(targets.turns, due)
+    if turn is not None:
+        await_count(targets.turns + counter_of(at), turn)
+    reduce_add(targets.dq, [at, 0], buffer)
 
 
 @gluon.jit
-def put(board, FIELD: gl.constexpr, x):
-    board.index(FIELD).store(gl.full([1], x, gl.int32, LANES))
+def await_last(targets):
+    """The last tile of dQ has left its buffer, and is in memory where the next program waits for it."""
+    if targets.turns is not None:
+        added()
+    else:
+        tma.store_wait(0)
 
 
 @gluon.jit
-def get(board, FIELD: gl.constexpr):
-    return board.index(FIELD).load(ONE_EACH).item()
+def counter_of(at):
+    """The counter, among turns, of those who have added to a tile of dQ. The first one of all counts programs."""
+    return 1 + at // 16
+
+
+@gluon.jit
+def pass_turn(turns, due):
+    """What this warpgroup added is in memory: the next may add. due: the counter of that tile, or -1."""
+    if due >= 0:
+        gl.atomic_add(turns + due, 1, sem="release")
+
+
+@gluon.jit
+def store_columns(
+    desc, x, block, tile, row, board, FIRST_COLUMN: gl.constexpr, WIDTH: gl.constexpr, C: gl.constexpr
+):
+    """dK or dV, of WIDTH columns, of KEYS keys: in registers, and in shared memory. row: counted in the program."""
+    room = get(board, ROOM) - row
+    head = get(board, HEAD)
+    whole = room > 0
+    if C.PACKED:  # the next sequence begins where this one ends
+        whole = room >= KEYS
+    if whole:
+        tma.async_copy_shared_to_global(desc, [get(board, SEQUENCE), head, get(board, ROW) + row, FIRST_COLUMN], tile)
+    if C.PACKED:
+        o_j = gl.arange(0, KEYS, gl.SliceLayout(1, block.type.layout))
+        o_d = FIRST_COLUMN + gl.arange(0, block.shape[1], gl.SliceLayout(0, block.type.layout))
+        p = x.ptr + head.to(gl.int64) * x.head + (get(board, ROW) + row + o_j).to(gl.int64) * x.row
+        there = (o_j < room) & (room < KEYS)
+        gl.store(p[:, None] + o_d[None, :], block, mask=there[:, None] & (o_d < WIDTH)[None, :])
+
+
+@gluon.jit
+def put(board, field, x):
+    board.index(field).store(gl.full([1], x, gl.int32, LANES))
+
+
+@gluon.jit
+def get(board, field):
+    return board.index(field).load(ONE_EACH).item()

@@ -326,7 +326,7 @@ def step(
     give_back(shared.k, slot, C)
     s = shape_scores(s, rule, seen, j0)
     if MASKED:
-        s = hide(s, seen, j0, rule.left is not None)
+        s = hide(s, seen, j0, True, rule.left is not None)
     due = factor
     if C.TRUST and not MASKED:
         p, m, l, factor = weigh_on_trust(s, m, l, unit)
@@ -371,7 +371,7 @@ def consume(shared, results, sink, rule, cu_q, ME: gl.constexpr, C: gl.constexpr
         give_back(shared.k, slot, C)
         s = shape_scores(s, rule, seen, j0)
         if not C.WHOLE:
-            s = hide(s, seen, j0, rule.left is not None)
+            s = hide(s, seen, j0, True, rule.left is not None)
         p, m, l = weigh_first(s, unit)
         factor = m * 0 + 1
         p = carried(p, dtype)

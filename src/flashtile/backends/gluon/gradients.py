@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gluon import tuning
 from flashtile.backends.gluon.backward_kernel import backward_kernel
 from flashtile.backends.gluon.descriptors import descriptors, outline_of
-from flashtile.backends.gluon.finish_kernel import finish_kernel
+from flashtile.backends.gluon.row_kernels import begin_kernel, finish_kernel
 from flashtile.backends.gluon.tuning import ROWS
 from flashtile.backends.gluon.wide_backward_kernel import wide_backward_kernel
 from flashtile.backends.triton import launch as portable
@@ -28,15 +27,17 @@ class Constants(NamedTuple):
 
     GROUP: Any
     DIM: Any
+    DIM_V: Any
     BLOCK_D: Any
     BLOCK_Q: Any
     KEYS: Any  # of a program
     DOUT_STAGES: Any
-    DQ_TILES: Any  # of 64 x 64, in a tile of queries
     LATE: Any
+    PACKED: Any
+    ENDS: Any  # of a tile of keys some may not be in use, though they are in memory
     ALWAYS_CUT: Any  # the first so many tiles of queries are cut, in every column of keys
-    CUT_AT_BEGIN: Any  # tiles may be cut by the right of the band, or see keys that are not in use
-    CUT_AT_END: Any  # tiles may be cut by the left of the band, or by the end of queries
+    CUT_AT_BEGIN: Any  # tiles may be cut by the right of the band
+    CUT_AT_END: Any  # tiles may be cut by the left of the band
 
 
 class Backward:
@@ -46,24 +47,24 @@ class Backward:
     """
 
     def __init__(self, p: Problem, device: Any, given: tuple[Any, ...]) -> None:
-        self._device = device
-        dout = given[0]
+        self._device, self._packed, self._ordered = device, p.packed, p.deterministic
+        dout = given[0].to(p.q.dtype)  # as the copy engine fetches it
+        given = (dout, *given[1:])
         config, width = tuning.backward(max(p.dim, p.dim_v)), max(64, block(max(p.dim, p.dim_v)))
         n_rows, n_keys, batch = p.q.shape[2], p.k.shape[2], p.q.shape[0]
         self._rule, self._lengths, self._scale = rule(p), lengths(p), bits(p.scale)
         self._given_strides = tuple(None if x is None else strides(x, p) for x in given)
-        self._row_counts = (n_rows, p.heads)
-        # lse in base 2 and delta, side by side for one copy; rows padded so that heads begin at 16 bytes
-        padded = -(-n_rows // 4) * 4
-        self._rows = (2, batch, p.heads, padded)
-        self._rows_strides = (p.heads * padded, padded, 1)
+        pads = portable.count_tiles(p, p.n_q, n_rows, config.keys)
+        padded, columns = pads * config.keys, p.heads * batch
+        self._rows = (2, batch, p.heads, padded)  # lse in base 2 and delta, side by side for one copy
+        self._padded_strides = (p.heads * padded, padded, 1)
+        self._statistics = Result(p, p.heads, n_rows, None, "float32", device)
         self._dq = Result(p, p.heads, n_rows, p.dim, p.dtype, device)
         self._dk = Result(p, p.kv_heads, n_keys, p.dim, p.dtype, device)
         self._dv = Result(p, p.kv_heads, n_keys, p.dim_v, p.dtype, device)
-        q_tiles = int(triton.cdiv(p.n_q, config.block_q)) * (config.block_q // 64)
-        k_tiles, marks_k = (int(triton.cdiv(p.n_k, n)) for n in (config.keys, ROWS))
-        marks_q = int(triton.cdiv(p.n_q, ROWS))
-        self._total = q_tiles * p.heads * batch * 64 * width
+        k_tiles, marks_k = (portable.count_tiles(p, p.n_k, n_keys, n) for n in (config.keys, ROWS))
+        marks_q = portable.count_tiles(p, p.n_q, n_rows, ROWS)
+        self._total = columns * padded * width
         self._mend = portable.MendBackward(p, device, ROWS, ROWS)
         q_box, k_box = ([1, 1, n, width] for n in (config.block_q, config.keys))
         out_box = [1, 1, ROWS, min(width, 128)]  # what a warpgroup has
@@ -75,28 +76,29 @@ class Backward:
         self._rows_desc = descriptors(rows, [2, 1, 1, config.block_q], swizzled=False)
         total = torch.empty((self._total // 256, 256), dtype=torch.float32, device="meta")
         self._total_desc = descriptors(total, [16, 256], swizzled=False)
-        ends = p.kv_lengths is not None
-        always_cut = tuning.always_cut(p)
-        cut_at_begin = (self._rule.right is not None or ends) and not always_cut
-        cut_at_end = self._rule.left is not None or ends or p.n_q % config.block_q != 0
-        dq_tiles = config.block_q * width // 64**2
-        sizes = (p.group, p.dim, width, config.block_q, config.keys, config.dout_stages, dq_tiles)
-        constants = (*sizes, config.late, always_cut, cut_at_begin, cut_at_end)
-        self._counts = (k_tiles, p.kv_heads, q_tiles, marks_k)
-        self._start = Start(
-            backward_kernel if config.keys > ROWS else wide_backward_kernel,
-            k_tiles * p.kv_heads * batch,
-            {"num_warps": 4},
-            C=Constants(*map(gl.constexpr, constants)),
-        )
-        self._statistics = portable.statistics(p)
-        self._finish_counts = (p.n_q, marks_q, p.heads, q_tiles)
-        self._finish = Start(
-            finish_kernel,
-            marks_q * p.heads * batch,
-            DIM=p.dim,
+        self._begin_counts = (pads, p.heads, padded, columns)
+        self._begin = Start(
+            begin_kernel,
+            pads * columns,
+            {"num_warps": 8},
+            DIM_V=p.dim_v,
+            BLOCK_DV=block(p.dim_v),
             BLOCK_D=width,
+            PAD=config.keys,
         )
+        self._counts = (k_tiles, p.kv_heads, padded, marks_k)
+        # Where packed queries and keys begin at the same places, as told by their being one tensor, each has a diagonal.
+        self._starts = {
+            alike: Start(
+                backward_kernel if config.keys > ROWS else wide_backward_kernel,
+                k_tiles * p.kv_heads * batch,
+                {"num_warps": 4},
+                C=constants(p, config, width, alike),
+            )
+            for alike in (False, True)
+        }
+        self._finish_counts = (marks_q, p.heads, padded)
+        self._finish = Start(finish_kernel, marks_q * columns, DIM=p.dim, BLOCK_D=width, PAD=config.keys)
 
     def __call__(self, x: Inputs, *given: Any) -> Gradients:
         dout, out, lse, dlse = (
@@ -104,13 +106,21 @@ class Backward:
         )
         dq, dk, dv = self._dq.make(), self._dk.make(), self._dv.make()
         rows = torch.empty(self._rows, dtype=torch.float32, device=self._device)
-        log2, delta = (Rows(half, *self._rows_strides) for half in rows)
-        total = torch.zeros(self._total, dtype=torch.float32, device=self._device)
+        total = torch.empty(self._total, dtype=torch.float32, device=self._device)
+        turns = None
+        if self._ordered:
+            turns = torch.empty(1 + self._total // 4096, dtype=torch.int32, device=self._device)
         marks = self._mend.make()
+        plain: tuple[Rows | None, Rows | None] = (None, None)
+        log2, delta = (Rows(half, *self._padded_strides) for half in rows)
+        if self._packed:
+            marks.zero_()  # tiles that no sequence has are never written
+            plain = log2, delta = self._statistics.make(), self._statistics.make()
         of_queries = marks[self._mend.first_of_queries :]
         a_rule, a_lengths = portable.rule_of(self._rule, x), portable.lengths_of(self._lengths, x)
-        self._statistics(dout, out, lse, dlse, log2, delta, *self._row_counts)
-        self._start(
+        self._begin(dout, out, lse, dlse, rows, *plain, total, turns, a_lengths, *self._begin_counts)
+        alike = x.cu_q is not None and x.cu_q.data_ptr() == x.cu_k.data_ptr()
+        self._starts[alike](
             self._q(x.q),
             self._k(x.k),
             self._v(x.v),
@@ -119,15 +129,28 @@ class Backward:
             self._total_desc(total),
             self._dk_desc(dk.ptr),
             self._dv_desc(dv.ptr),
+            dk,
+            dv,
             marks,
+            turns,
             a_rule,
             a_lengths,
             *self._counts,
         )
-        self._finish(total, dq, of_queries, self._scale, *self._finish_counts)
+        self._finish(total, dq, of_queries, self._scale, a_lengths, *self._finish_counts)
         self._mend(x, dout, log2, delta, dq, dk, dv, marks)
         dsink = None
         if x.sink is not None:
-            n_rows, heads = self._row_counts
-            dsink = portable.sink_gradient(x.sink, given[2].reshape(-1, heads, n_rows), delta.ptr[..., :n_rows], 1)
+            found = delta.ptr if self._packed else delta.ptr[..., : lse.ptr.shape[-1]]
+            dsink = portable.sink_gradient(x.sink, given[2].reshape(found.shape), found, 1)
         return Gradients(dq.ptr, dk.ptr, dv.ptr, None, dsink)
+
+
+def constants(p: Problem, config: tuning.Steps, width: int, alike: bool) -> Constants:
+    """alike: packed queries and keys begin at the same places."""
+    always_cut = tuning.always_cut(p, alike)
+    a_rule = rule(p)
+    sizes = (p.group, p.dim, p.dim_v, width, config.block_q, config.keys, config.dout_stages, config.late)
+    ends = p.packed or p.kv_lengths is not None
+    cut = (always_cut, a_rule.right is not None and not always_cut, a_rule.left is not None)
+    return Constants(*map(gl.constexpr, (*sizes, p.packed, ends, *cut)))

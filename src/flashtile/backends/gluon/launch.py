@@ -149,21 +149,19 @@ class Prepared:
         """Gradients from the saved output and lse, in the caller's layout; that of a sink is wide."""
         if self._portable is not None:
             return self._portable.backward(x, dout, out, lse, dlse, bias_grad=bias_grad)
-        dout = dout.to(x.q.dtype).contiguous()
+        dout = dout.contiguous()
         out = out if out.stride(-1) == 1 else out.contiguous()
         key = tuple(None if y is None else (y.shape, y.stride(), y.dtype) for y in (dout, out, lse, dlse))
         run = self._backward.get(key)
         if run is None:
             outlines = check_gradients(self._problem, *map(outline, (dout, out, lse, dlse)))
             run = self._backward[key] = Backward(self._problem, self._device, outlines)
-        return portable.on_device(self._device, run, x, dout, out, lse, dlse)
+        return portable.on_device(self._device, run, x, dout.to(x.q.dtype), out, lse, dlse)
 
 
 def differentiates(p: Problem) -> bool:
-    """Whether the backward kernel here does this problem. It adds dQ up in no fixed order."""
+    """Whether the backward kernels here do this problem."""
     width = max(p.dim, p.dim_v)
-    if p.packed or p.deterministic:  # the copy engine could not fetch statistics that begin anywhere
-        return False
     if width > 128 and p.softcap:  # two warpgroups share the scores of a tile, and one would need softcap's slope
         return False
     return width <= tuning.WIDEST_BACKWARD and p.dim % 8 == p.dim_v % 8 == 0

@@ -32,8 +32,8 @@ def in_pairs(s):
 
 
 @gluon.jit
-def hide(s, seen, j0, LEFT: gl.constexpr):
-    """-inf for the keys that a row does not see. j0: the first key of the tile.
+def hide(s, seen, j0, LAST: gl.constexpr, FIRST: gl.constexpr):
+    """-inf for the keys that a row does not see. j0: the first key of the tile. LAST, FIRST: whether there is a limit.
 
     Columns differ between the values of a thread by constants, so that limits are compared with immediates, and no
     register holds a column.
@@ -46,12 +46,12 @@ def hide(s, seen, j0, LEFT: gl.constexpr):
     pairs = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))
     column = eights[None, :][:, :, None][:, :, :, None] * 8 + pairs[None, :][:, None, :][:, :, None, :]
     thread = j0 + 2 * threads[None, :][:, None, :][:, :, :, None]
-    last = gl.convert_layout(seen.last, rows, assert_trivial=True)[:, None][:, :, None][:, :, :, None] - thread
-    visible = column <= last
-    if LEFT:
+    if LAST:
+        last = gl.convert_layout(seen.last, rows, assert_trivial=True)[:, None][:, :, None][:, :, :, None] - thread
+        x = gl.where(column <= last, x, -float("inf"))
+    if FIRST:
         first = gl.convert_layout(seen.first, rows, assert_trivial=True)[:, None][:, :, None][:, :, :, None] - thread
-        visible = visible & (column >= first)
-    x = gl.where(visible, x, -float("inf"))
+        x = gl.where(column >= first, x, -float("inf"))
     return gl.convert_layout(gl.reshape(x, s.shape), s.type.layout, assert_trivial=True)
 
 

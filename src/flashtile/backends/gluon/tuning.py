@@ -72,13 +72,20 @@ def seen_first(problem: Problem) -> bool:
     return (p.band.right + offset) % ROWS == 0
 
 
-def always_cut(problem: Problem) -> int:
-    """How many of the tiles of queries that see some keys the diagonal cuts, if as many in each column; else 0."""
+def always_cut(problem: Problem, alike: bool = False) -> int:
+    """How many of the tiles of queries that see some keys the diagonal cuts, if as many in each column; else 0.
+
+    The last of them may lie beyond the last query. alike: packed queries and keys begin at the same places.
+    """
     p, steps = problem, backward(max(problem.dim, problem.dim_v))
-    causal = p.align_end and p.band.right == 0 and p.band.left >= FAR and p.kv_lengths is None
-    if not causal or p.n_q < p.n_k or p.n_q % steps.keys or p.n_k % steps.keys:
+    if p.kv_lengths is not None or p.band.right >= FAR or p.band.left < FAR:
         return 0
-    return steps.keys // steps.block_q
+    if p.packed:
+        regular = alike and p.align_end and p.band.right == 0
+    else:
+        diagonal = p.band.right + (p.n_k - p.n_q if p.align_end else p.band.offset)
+        regular = diagonal <= 0 and diagonal % steps.keys == 0 and p.n_k - diagonal <= p.n_q
+    return steps.keys // steps.block_q if regular else 0
 
 
 def backward(width: int) -> Steps:

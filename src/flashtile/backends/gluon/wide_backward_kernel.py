@@ -20,29 +20,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flashtile.backends.gluon.assembly import arrive, sync
 from flashtile.backends.gluon.columns import (
     ALL,
-    CUT,
     DO_FREE,
     DQ_AT,
-    DQ_STEP,
-    END_OF_LOOP,
     FIELDS,
-    HEAD,
-    KEY,
+    IN_USE,
     KEYS,
     MARK,
     Q_FREE,
     ROOM,
-    SEQUENCE,
+    TILE_FIELDS,
+    TOGETHER,
+    TURN,
     WARPGROUPS,
+    Extent,
     Sources,
     Targets,
     Tiles,
     add_to_dq,
+    await_last,
+    clear_unused,
+    counter_of,
     get,
     load,
     shaped,
+    store_columns,
+    walk,
 )
-from flashtile.backends.gluon.softmax import unit_of
 from flashtile.backends.triton.blocks import number
 
 P_READY = gl.constexpr(9)  # named barriers
@@ -50,7 +53,7 @@ DS_READY = gl.constexpr(14)
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
 
-@gluon.jit(do_not_specialize=["tiles", "kv_heads", "q_tiles", "mark_tiles"])
+@gluon.jit(do_not_specialize=["tiles", "kv_heads", "padded", "mark_tiles"])
 def wide_backward_kernel(
     q_desc,
     k_desc,
@@ -60,27 +63,32 @@ def wide_backward_kernel(
     dq_desc,
     dk_desc,
     dv_desc,
+    dk,
+    dv,
     marks,
+    turns,
     rule,
     lengths,
     tiles,
     kv_heads,
-    q_tiles,
+    padded,
     mark_tiles,
     C: gl.constexpr,
 ):
-    """The grid counts tiles of keys, then key heads, then sequences. q_tiles: of 64 rows, of one head, in dQ."""
+    """The grid counts tiles of keys, then key heads, then sequences. padded: rows of a head in dQ."""
     dtype: gl.constexpr = q_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
     k = gl.allocate_shared_memory(dtype, [1, 1, KEYS, C.BLOCK_D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [1, 1, KEYS, C.BLOCK_D], v_desc.layout)
     q = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, C.BLOCK_D], q_desc.layout)
     dout = gl.allocate_shared_memory(dtype, [1, 1, 1, 64, C.BLOCK_D], dout_desc.layout)
     rows = gl.allocate_shared_memory(gl.float32, [2, 2, 1, 1, 64], rows_desc.layout)
+    orders = gl.allocate_shared_memory(gl.int32, [2 * TILE_FIELDS, 1], numbers)
     p_ds = gl.allocate_shared_memory(dtype, [2, 64, 64], square)
     dq = gl.allocate_shared_memory(gl.float32, [2, 16, 256], dq_desc.layout)
-    board = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    board = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], numbers)
     k_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
@@ -90,14 +98,15 @@ def wide_backward_kernel(
     mbarrier.init(dout_full.index(0), count=1)
     for n in gl.static_range(2):
         mbarrier.init(q_full.index(n), count=1)
-    shared = Tiles(k, v, q, dout, rows, p_ds, dq, k_full, v_full, q_full, dout_full)
+    shared = Tiles(k, v, q, dout, rows, orders, p_ds, dq, k_full, v_full, q_full, dout_full)
     sources = Sources(q_desc, k_desc, v_desc, dout_desc, rows_desc)
-    targets = Targets(dq_desc, dk_desc, dv_desc, marks)
+    targets = Targets(dq_desc, dk_desc, dv_desc, dk, dv, marks, turns)
+    work = Extent(rule, lengths, tiles, kv_heads, padded, mark_tiles)
     gl.warp_specialize(
         [
             (consume, (shared, board, targets, rule, 0, C)),
             (consume, (shared, board, targets, rule, 1, C)),
-            (load, (shared, board, sources, rule, lengths, tiles, kv_heads, q_tiles, mark_tiles, C)),
+            (load, (shared, board, sources, turns, work, C)),
         ],
         [4, 1],
         [240, 24],
@@ -126,9 +135,9 @@ def make_first(shared, t, ME: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def step(
-    t, h, s, dk, dv, shared, board, rule, unit, dq_desc, dq_at, ME: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr
+    t, s, dk, dv, due, shared, board, targets, rule, unit, ME: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr
 ):
-    """Tile t of queries, of head h of the group. s: its S or dP already. dq_at: where tile 0 of dQ lies."""
+    """Tile t of queries. s: its S or dP already. due: the counter of the tile of dQ before it."""
     dtype: gl.constexpr = shared.q.dtype
     HALF: gl.constexpr = C.BLOCK_D // 2
     a_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
@@ -142,14 +151,14 @@ def step(
     p_shared = shared.ds.index(0)
     ds_shared = shared.ds.index(1)
     if ME == 0:
-        s, _slope = shaped(s, t, h, board, rule, 0, MASKED, C)
+        s, _slope = shaped(s, half, shared, board, rule, 0, MASKED, C)
         p = gl.exp2(s * unit - rows.slice(0, 1, 0).load(S_LAYOUT)).to(dtype)
         p_shared.store(p)
         arrive(P_READY, WARPGROUPS)
         p_operand = gl.convert_layout(p, a_layout, assert_trivial=True)
         mbarrier.wait(shared.dout_full.index(0), t & 1)
         dv_later = warpgroup_mma(p_operand, dout, dv, is_async=True)
-        tma.store_wait(0)  # the last tile of dQ has left its buffer
+        await_last(targets)
         sync(DS_READY, WARPGROUPS)
         first = k.slice(0, 64, 1)
         dq_later = warpgroup_mma(ds_shared.permute((1, 0)), first, nothing, use_acc=False, is_async=True)
@@ -164,7 +173,7 @@ def step(
         ds_shared.store(ds)
         fence_async_shared()
         arrive(DS_READY, WARPGROUPS)
-        tma.store_wait(0)
+        await_last(targets)
         ds_operand = gl.convert_layout(ds, a_layout, assert_trivial=True)
         first = k.slice(HALF, 64, 1)
         dq_later = warpgroup_mma(ds_shared.permute((1, 0)), first, nothing, use_acc=False, is_async=True)
@@ -172,7 +181,12 @@ def step(
     dv, dq, p_operand = warpgroup_mma_wait(1, deps=(dv_later, dq_later, p_operand))
     arrive(DO_FREE, ALL)
     buffer = shared.dq.index(ME)
-    add_to_dq(dq, buffer, dq_desc, dq_at + 64 * t)
+    dq_at = get(shared.orders, half * TILE_FIELDS + DQ_AT) + ME * 32
+    if targets.turns is not None:
+        add_to_dq(dq, buffer, targets, dq_at, due, get(shared.orders, half * TILE_FIELDS + TURN))
+        due = counter_of(dq_at)
+    else:
+        add_to_dq(dq, buffer, targets, dq_at)
     second = k.slice(ME * HALF + 64, 64, 1)
     dq_later = warpgroup_mma(ds_shared.permute((1, 0)), second, nothing, use_acc=False, is_async=True)
     if ME == 0:
@@ -183,52 +197,61 @@ def step(
     s_later = make_first(shared, t + 1, ME, C)
     dq = warpgroup_mma_wait(1, deps=(dq_later,))
     tma.store_wait(0)
-    add_to_dq(dq, buffer, dq_desc, dq_at + 64 * t + 16)
+    add_to_dq(dq, buffer, targets, dq_at + 16)
     s = warpgroup_mma_wait(0, deps=(s_later,))
-    return s, dk, dv
+    return s, dk, dv, due
 
 
 @gluon.jit
 def consume(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
+    """One warpgroup."""
+    mbarrier.wait(shared.v_full, 0)
+    mbarrier.wait(shared.k_full, 0)
+    if not C.PACKED:
+        own_keys(shared, board, targets, rule, ME, C)
+    else:  # there may be more programs than tiles of keys
+        if get(board, ROOM) > 0:
+            own_keys(shared, board, targets, rule, ME, C)
+
+
+@gluon.jit
+def own_keys(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
     """One warpgroup: half of the columns of 64 keys."""
     HALF: gl.constexpr = C.BLOCK_D // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     dtype: gl.constexpr = shared.k.dtype
-    dk = gl.zeros([KEYS, HALF], gl.float32, layout)
-    dv = gl.zeros([KEYS, HALF], gl.float32, layout)
-    unit = unit_of(rule)
-    mbarrier.wait(shared.v_full, 0)
     mine = (get(board, ROOM) > 0) & (ME == 0)
     if mine:
         gl.store(targets.marks + get(board, MARK), 0)
-    mbarrier.wait(shared.k_full, 0)
+    if C.ENDS:
+        in_use = get(board, IN_USE)
+        if in_use < KEYS:
+            clear_unused(whole(shared.k, C).slice(ME * HALF, HALF, 1), KEYS, in_use)
+            clear_unused(whole(shared.v, C).slice(ME * HALF, HALF, 1), KEYS, in_use)
+            fence_async_shared()
+            sync(TOGETHER, WARPGROUPS)
+    dk = gl.zeros([KEYS, HALF], gl.float32, layout)
+    dv = gl.zeros([KEYS, HALF], gl.float32, layout)
     s = warpgroup_mma_wait(0, deps=(make_first(shared, gl.to_tensor(0), ME, C),))
-    dq_at = get(board, DQ_AT) + ME * 32
-    for h in range(C.GROUP):
-        first = h * get(board, CUT + 3)
-        for n in gl.static_range(C.ALWAYS_CUT):
-            s, dk, dv = step(first + n, h, s, dk, dv, shared, board, rule, unit, targets.dq, dq_at, ME, True, C)
-        for n in gl.static_range(0 if C.CUT_AT_BEGIN else 1, 3 if C.CUT_AT_END else 2):
-            for t in range(first + get(board, CUT + n), first + get(board, CUT + n + 1)):
-                s, dk, dv = step(t, h, s, dk, dv, shared, board, rule, unit, targets.dq, dq_at, ME, n != 1, C)
-        dq_at += get(board, DQ_STEP)
-    sync(END_OF_LOOP, WARPGROUPS)
+    dk, dv = walk(step, s, dk, dv, shared, board, targets, rule, ME, C)
+    sync(TOGETHER, WARPGROUPS)  # nobody reads queries any more
     dk = dk * number(rule.scale, gl.float32)
+    o_j = gl.arange(0, KEYS, gl.SliceLayout(1, layout))
+    if C.ENDS:
+        used = (o_j < get(board, IN_USE))[:, None]
+        dk = gl.where(used, dk, 0.0)
+        dv = gl.where(used, dv, 0.0)
     flaw = gl.sum((dk + dv) * 0.0, 1)  # 0, or NaN where a gradient is not finite
-    v_out = shared.dout.index(0)._reinterpret(dtype, [2, 1, 1, KEYS, HALF], targets.dv.layout).index(ME)
-    k_out = shared.q.index(0)._reinterpret(dtype, [2, 1, 1, KEYS, HALF], targets.dk.layout).index(ME)
-    v_out.reshape([KEYS, HALF]).store(dv.to(dtype))
-    k_out.reshape([KEYS, HALF]).store(dk.to(dtype))
+    dk = dk.to(dtype)
+    dv = dv.to(dtype)
+    v_out = shared.dout.index(0)._reinterpret(dtype, [2, 1, 1, KEYS, HALF], targets.dv_desc.layout).index(ME)
+    k_out = shared.q.index(0)._reinterpret(dtype, [2, 1, 1, KEYS, HALF], targets.dk_desc.layout).index(ME)
+    v_out.reshape([KEYS, HALF]).store(dv)
+    k_out.reshape([KEYS, HALF]).store(dk)
     fence_async_shared()
     gl.thread_barrier()
-    room = get(board, ROOM)
-    inside = room > 0
-    row = get(board, KEY)
-    head = get(board, HEAD)
-    if inside:
-        at = [get(board, SEQUENCE), head, row, ME * HALF]
-        tma.async_copy_shared_to_global(targets.dv, at, v_out)
-        tma.async_copy_shared_to_global(targets.dk, at, k_out)
-    o_j = gl.arange(0, KEYS, gl.SliceLayout(1, layout))
-    gl.store(targets.marks + (o_j * 0 + get(board, MARK)), o_j * 0 + 1, mask=(o_j < room) & (flaw != 0))
+    store_columns(targets.dv_desc, targets.dv, dv, v_out, 0, board, ME * HALF, C.DIM_V, C)
+    store_columns(targets.dk_desc, targets.dk, dk, k_out, 0, board, ME * HALF, C.DIM, C)
+    mark = targets.marks + (o_j * 0 + get(board, MARK))
+    gl.store(mark, o_j * 0 + 1, mask=(o_j < get(board, ROOM)) & (flaw != 0))
     tma.store_wait(0)

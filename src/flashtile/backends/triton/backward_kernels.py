@@ -34,15 +34,35 @@ def statistics_kernel(
     first = tl.program_id(0) % blocks * BLOCK
     head = tl.program_id(0) // blocks % heads
     sequence = tl.program_id(0) // blocks // heads
-    b_out = load_rows(head_of(out, sequence, head, 0, n_rows), None, first, BLOCK, DIM_V, BLOCK_DV, True)
-    b_do = load_rows(head_of(dout, sequence, head, 0, n_rows), None, first, BLOCK, DIM_V, BLOCK_DV, True)
-    L = load_column(head_of(lse, sequence, head, 0, n_rows), first, BLOCK, 0.0, True)
+    L, D = row_statistics(dout, out, lse, dlse, sequence, head, 0, n_rows, first, DIM_V, BLOCK_DV, BLOCK)
+    store_column(head_of(log2, sequence, head, 0, n_rows), first, L)
+    store_column(head_of(delta, sequence, head, 0, n_rows), first, D)
+
+
+@triton.jit
+def row_statistics(
+    dout,
+    out,
+    lse,
+    dlse,
+    sequence,
+    head,
+    start,
+    length,
+    first,
+    DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """lse in base 2 and delta of BLOCK rows from `first` on, of the rows start .. start + length of a head."""
+    b_out = load_rows(head_of(out, sequence, head, start, length), None, first, BLOCK, DIM_V, BLOCK_DV, True)
+    b_do = load_rows(head_of(dout, sequence, head, start, length), None, first, BLOCK, DIM_V, BLOCK_DV, True)
+    L = load_column(head_of(lse, sequence, head, start, length), first, BLOCK, 0.0, True)
     D = tl.sum(b_out.to(L.dtype) * b_do.to(L.dtype), 1)
     if dlse is not None:
-        D -= load_column(head_of(dlse, sequence, head, 0, n_rows), first, BLOCK, 0.0, True)
+        D -= load_column(head_of(dlse, sequence, head, start, length), first, BLOCK, 0.0, True)
     empty = float("-inf") == L
-    store_column(head_of(log2, sequence, head, 0, n_rows), first, tl.where(empty, float("inf"), L * LOG2E))
-    store_column(head_of(delta, sequence, head, 0, n_rows), first, tl.where(empty, 0.0, D))
+    return tl.where(empty, float("inf"), L * LOG2E), tl.where(empty, 0.0, D)
 
 
 @triton.jit

@@ -1,0 +1,121 @@
+"""The kernels before and after a backward pass on Hopper: statistics of rows and room for dQ, then dQ in its dtype.
+
+In between, rows lie in an order of their own: each head's padded to whole tiles of keys, and so each sequence's where
+they are packed. Sequence s then has the rows from (cu[s] // PAD + s) * PAD on.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.triton.backward_kernels import row_statistics
+from flashtile.backends.triton.blocks import extent, head_of, locate, number, store_column, wide
+from flashtile.backends.triton.steady import plain
+
+ZEROS = tl.constexpr(4096)  # a 64 x 64 tile of dQ
+
+
+@triton.jit
+def place_of(lengths, tile, sequence, ROWS: tl.constexpr, PAD: tl.constexpr):
+    """Of a tile of ROWS rows: its sequence, where that begins and how long it is, the tile there, its padded row."""
+    sequence, tile = locate(lengths.cu_q, lengths.n_q, tile, sequence, lengths, ROWS)
+    start, length = extent(lengths.cu_q, sequence, plain(lengths.n_q))
+    row = tile * ROWS
+    if lengths.cu_q is not None:
+        row += (start // PAD + sequence) * PAD
+    return sequence, start, length, tile, row
+
+
+@triton.jit(do_not_specialize=["tiles", "heads", "padded", "columns"])
+def begin_kernel(
+    dout,
+    out,
+    lse,
+    dlse,
+    rows,
+    log2,
+    delta,
+    total,
+    turns,
+    lengths,
+    tiles,
+    heads,
+    padded,
+    columns,
+    DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAD: tl.constexpr,
+):
+    """Of PAD rows a program: lse in base 2 and delta, +inf and 0 beyond the last row; dQ and turns cleared.
+
+    The grid counts tiles, then heads, then sequences. columns: heads of all sequences. log2 and delta: where the
+    statistics of packed rows go once more, row by row.
+    """
+    program = tl.program_id(0)
+    head = program // tiles % heads
+    sequence = program // tiles // heads
+    column = sequence * heads + head
+    sequence, start, length, tile, row = place_of(lengths, program % tiles, sequence, PAD, PAD)
+    if lengths.cu_q is not None:
+        column = head
+    if turns is not None:
+        tl.store(turns, 0)
+    if tile * PAD < length:
+        first = tile * PAD
+        L, D = row_statistics(dout, out, lse, dlse, sequence, head, start, length, first, DIM_V, BLOCK_DV, PAD)
+        o_r = tl.arange(0, PAD)
+        at = wide(column) * padded + row
+        tl.store(rows + at + o_r, tl.where(first + o_r < length, L, float("inf")))
+        tl.store(rows + wide(columns) * padded + at + o_r, D)
+        if log2 is not None:
+            store_column(head_of(log2, sequence, head, start, length), first, L)
+            store_column(head_of(delta, sequence, head, start, length), first, D)
+        squares: tl.constexpr = PAD * BLOCK_D // ZEROS
+        for n in tl.static_range(squares):
+            tl.store(total + at * BLOCK_D + n * ZEROS + tl.arange(0, ZEROS), tl.zeros([ZEROS], tl.float32))
+        if turns is not None:
+            tl.store(turns + 1 + at * BLOCK_D // ZEROS + tl.arange(0, squares), tl.zeros([squares], tl.int32))
+
+
+@triton.jit(do_not_specialize=["tiles", "heads", "padded"])
+def finish_kernel(
+    total,
+    dq,
+    marks,
+    scale,
+    lengths,
+    tiles,
+    heads,
+    padded,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAD: tl.constexpr,
+):
+    """dQ from float32, in the order of threads, to the caller's dtype and rows; a program makes 64 of them.
+
+    The grid counts tiles, then heads, then sequences, and so do marks.
+    """
+    program = tl.program_id(0)
+    head = program // tiles % heads
+    sequence = program // tiles // heads
+    column = sequence * heads + head
+    sequence, start, length, tile, row = place_of(lengths, program % tiles, sequence, 64, PAD)
+    if lengths.cu_q is not None:
+        column = head
+    o_r = tile * 64 + tl.arange(0, 64)
+    there = o_r < length
+    x_dq = head_of(dq, sequence, head, start, length)
+    p_dq = x_dq.ptr + wide(o_r) * x_dq.row
+    flaw = tl.zeros([64], tl.float32)
+    for part in tl.static_range(BLOCK_D // 64):
+        # bits of a place: column 0, row 3, columns 1 and 2, rows 0 to 2, rows 4 and 5, columns 3 to 5
+        p = total + (wide(column) * padded + row) * BLOCK_D + part * 4096
+        x = tl.load(p + tl.arange(0, 4096), mask=tile * 64 < length, other=0.0) * number(scale, tl.float32)
+        x = tl.reshape(tl.permute(tl.reshape(x, [8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5]), [64, 64])
+        o_d = part * 64 + tl.arange(0, 64)
+        kept = there[:, None] & (o_d < DIM)[None, :]
+        tl.store(p_dq[:, None] + o_d[None, :], x.to(dq.ptr.dtype.element_ty), mask=kept)
+        flaw += tl.sum(x * 0.0, 1)
+    tl.store(marks + program, tl.max(((flaw != 0) & there).to(tl.int32), 0))

@@ -22,31 +22,29 @@ from flashtile.backends.gluon.assembly import arrive, sync
 from flashtile.backends.gluon.columns import (
     ALL,
     DO_FREE,
-    DQ_AT,
     FIELDS,
     IN_USE,
     KEYS,
     MARK,
+    ORDERS,
     Q_FREE,
     ROOM,
     TILE_FIELDS,
     TOGETHER,
-    TURN,
     WARPGROUPS,
     Extent,
     Sources,
     Targets,
     Tiles,
     add_to_dq,
-    await_last,
+    await_buffer,
     clear_unused,
-    counter_of,
     get,
     load,
-    pass_turn,
     shaped,
     store_columns,
     walk,
+    write,
 )
 from flashtile.backends.triton.blocks import number
 
@@ -86,11 +84,11 @@ def backward_kernel(
     q = gl.allocate_shared_memory(dtype, [2, 1, 1, C.BLOCK_Q, C.BLOCK_D], q_desc.layout)
     dout = gl.allocate_shared_memory(dtype, [2, 1, 1, C.BLOCK_Q, C.BLOCK_D], dout_desc.layout)
     rows = gl.allocate_shared_memory(gl.float32, [2, 2, 1, 1, C.BLOCK_Q], rows_desc.layout)
-    orders = gl.allocate_shared_memory(gl.int32, [2 * TILE_FIELDS, 1], numbers)
+    orders = gl.allocate_shared_memory(gl.int32, [ORDERS * TILE_FIELDS, 1], numbers)
     ds = gl.allocate_shared_memory(
         dtype, [2, 2 * KEYS, C.BLOCK_Q], gl.NVMMASharedLayout.get_default_for([2 * KEYS, C.BLOCK_Q], dtype)
     )
-    dq = gl.allocate_shared_memory(gl.float32, [2, 16, 256], dq_desc.layout)
+    dq = gl.allocate_shared_memory(gl.float32, [2 * C.DQ_BUFFERS, 16, 256], dq_desc.layout)
     board = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], numbers)
     k_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
@@ -98,22 +96,40 @@ def backward_kernel(
     dout_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     mbarrier.init(k_full, count=1)
     mbarrier.init(v_full, count=1)
+    dq_full = gl.allocate_shared_memory(gl.int64, [2 * C.DQ_BUFFERS, 1], barrier)
+    dq_free = gl.allocate_shared_memory(gl.int64, [2 * C.DQ_BUFFERS, 1], barrier)
+    for n in gl.static_range(2 * C.DQ_BUFFERS):
+        mbarrier.init(dq_full.index(n), count=1)
+        mbarrier.init(dq_free.index(n), count=1)
     for n in gl.static_range(2):
         mbarrier.init(q_full.index(n), count=1)
         mbarrier.init(dout_full.index(n), count=1)
-    shared = Tiles(k, v, q, dout, rows, orders, ds, dq, k_full, v_full, q_full, dout_full)
+    shared = Tiles(k, v, q, dout, rows, orders, ds, dq, k_full, v_full, q_full, dout_full, dq_full, dq_free)
     sources = Sources(q_desc, k_desc, v_desc, dout_desc, rows_desc)
-    targets = Targets(dq_desc, dk_desc, dv_desc, dk, dv, marks, turns)
+    targets = Targets(dq_desc, dk_desc, dv_desc, dk, dv, marks)
     work = Extent(rule, lengths, tiles, kv_heads, padded, mark_tiles)
-    gl.warp_specialize(
-        [
-            (consume, (shared, board, targets, rule, 0, C)),
-            (consume, (shared, board, targets, rule, 1, C)),
-            (load, (shared, board, sources, turns, work, C)),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+    if C.WRITERS:
+        gl.warp_specialize(
+            [
+                (consume, (shared, board, targets, rule, 0, C)),
+                (consume, (shared, board, targets, rule, 1, C)),
+                (load, (shared, board, sources, turns, work, C)),
+                (write, (shared, board, dq_desc, turns, 0, C)),
+                (write, (shared, board, dq_desc, turns, 1, C)),
+            ],
+            [4, 1, 1, 1],
+            [240, 24, 24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (shared, board, targets, rule, 0, C)),
+                (consume, (shared, board, targets, rule, 1, C)),
+                (load, (shared, board, sources, turns, work, C)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
 
 
 @gluon.jit
@@ -132,10 +148,8 @@ def mine(tile, ME: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def step(
-    t, s, dk, dv, due, shared, board, targets, rule, unit, ME: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr
-):
-    """Tile t of queries. s: its scores already, where LATE. due: the counter of the tile of dQ before it."""
+def step(t, s, dk, dv, shared, board, targets, rule, unit, ME: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
+    """Tile t of queries. s: its scores already, where LATE."""
     dtype: gl.constexpr = shared.q.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_Q, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
@@ -151,7 +165,7 @@ def step(
     dp_later = warpgroup_mma(mine(shared.v, ME, C), dout.permute((1, 0)), zero, use_acc=False, is_async=True)
     if not C.LATE:
         s = warpgroup_mma_wait(1, deps=(s_later,))
-    s, slope = shaped(s, half, shared, board, rule, ME, MASKED, C)
+    s, slope = shaped(s, t, shared, board, rule, ME, MASKED, C)
     rows = shared.rows.index(half).reshape([2, C.BLOCK_Q])
     p = gl.exp2(s * unit - rows.slice(0, 1, 0).load(s_layout))
     p_operand = gl.convert_layout(p.to(dtype), a_layout, assert_trivial=True)
@@ -167,13 +181,11 @@ def step(
         arrive(DS_READY + 2 * ME + half, WARPGROUPS)
     dv_later = warpgroup_mma(p_operand, dout, dv, is_async=True)
     ds_operand = gl.convert_layout(ds, a_layout, assert_trivial=True)
-    await_last(targets)
+    await_buffer(shared, t, 0, ME, C)
     if not C.LATE:
         sync(DS_READY + 2 * (1 - ME) + half, WARPGROUPS)
     else:
         sync(TOGETHER, WARPGROUPS)
-    if targets.turns is not None:
-        pass_turn(targets.turns, due)
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     nothing = gl.zeros([64, 64], gl.float32, dq_layout)
     if C.BLOCK_Q == 128:  # half of the rows each
@@ -185,12 +197,7 @@ def step(
     dk_later = warpgroup_mma(ds_operand, q, dk, is_async=True)
     dv, dq, p_operand = warpgroup_mma_wait(1, deps=(dv_later, dq_later, p_operand))
     arrive(DO_FREE + half, ALL)
-    dq_at = get(shared.orders, half * TILE_FIELDS + DQ_AT) + ME * 16
-    turn = None
-    if targets.turns is not None:
-        due = counter_of(dq_at)
-        turn = get(shared.orders, half * TILE_FIELDS + TURN)
-    add_to_dq(dq, shared.dq.index(ME), targets, dq_at, None, turn)
+    add_to_dq(dq, shared, targets.dq, t, 0, ME, C)
     if C.LATE:  # scores of the next tile, behind dK; registers of dQ are free by now
         mbarrier.wait(shared.q_full.index(half ^ 1), ((t + 1) >> 1) & 1)
         after = queries(shared, half ^ 1, C).permute((1, 0))
@@ -201,7 +208,7 @@ def step(
         dk, ds_operand = warpgroup_mma_wait(0, deps=(dk_later, ds_operand))
         s = zero
     arrive(Q_FREE + half, ALL)
-    return s, dk, dv, due
+    return s, dk, dv
 
 
 @gluon.jit

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flashtile.backends.gluon.assembly import added, await_count, reduce_add, sync
 from flashtile.backends.gluon.softmax import Seen, hide, shape_scores, slope_of, unit_of
-from flashtile.backends.gluon.tasks import LANES, ONE_EACH
+from flashtile.backends.gluon.tasks import LANES
 from flashtile.backends.triton.blocks import locate, measure
 from flashtile.backends.triton.cuts import cuts, reach
 from flashtile.backends.triton.steady import plain
@@ -36,7 +36,10 @@ BY_THREAD = gl.constexpr(
 
 
 class Tiles(NamedTuple):
-    """What is in shared memory. q, rows and orders come in two buffers, by parity; dout in C.DOUT_STAGES."""
+    """What is in shared memory. q and rows come in two buffers, by parity; dout in C.DOUT_STAGES; orders in ORDERS.
+
+    dq has C.DQ_BUFFERS a warpgroup; full and free are said of them where other warps write them to memory.
+    """
 
     k: Any
     v: Any
@@ -50,6 +53,8 @@ class Tiles(NamedTuple):
     v_full: Any
     q_full: Any
     dout_full: Any
+    dq_full: Any
+    dq_free: Any
 
 
 # What warpgroups have to know of their keys.
@@ -69,6 +74,7 @@ DQ_AT = gl.constexpr(1)  # where its dQ lies
 SLOPE = gl.constexpr(2)  # where alibi has that of its head
 TURN = gl.constexpr(3)  # how many programs add to this tile of dQ before this one, where their order is fixed
 TILE_FIELDS = gl.constexpr(4)
+ORDERS = gl.constexpr(4)  # tiles whose orders are kept: a warp that writes dQ is up to three tiles behind
 
 
 class Sources(NamedTuple):
@@ -82,7 +88,7 @@ class Sources(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """Where gradients go, dk and dv also by hand; marks of tiles that came out spoiled; and counters of turns at dQ, or None."""
+    """Where gradients go, dK and dV also by hand, and marks of tiles that came out spoiled."""
 
     dq: Any
     dk_desc: Any
@@ -90,7 +96,6 @@ class Targets(NamedTuple):
     dk: Any
     dv: Any
     marks: Any
-    turns: Any
 
 
 class Extent(NamedTuple):
@@ -137,7 +142,7 @@ def load(shared, board, sources, turns, work, C: gl.constexpr):
             dout_full = shared.dout_full.index(slot)
             if t >= 2:
                 sync(Q_FREE + half, ALL)
-            order = half * TILE_FIELDS
+            order = order_of(t)
             put(shared.orders, order + QUERY, row)
             put(shared.orders, order + DQ_AT, (dq_head + row) // 64 * (C.BLOCK_D // 64) * 16)
             put(shared.orders, order + SLOPE, sequence * work.rule.alibi_sequence + h * work.rule.alibi_head)
@@ -226,24 +231,25 @@ def walk(STEP: gl.constexpr, s, dk, dv, shared, board, targets, rule, ME: gl.con
     """All tiles of queries that see a program's keys, of one head of the group after the other."""
     unit = unit_of(rule)
     t = gl.to_tensor(0)
-    due = gl.to_tensor(-1)
     for _ in range(C.GROUP):
         for n in gl.static_range(C.ALWAYS_CUT):
-            s, dk, dv, due = STEP(t + n, s, dk, dv, due, shared, board, targets, rule, unit, ME, True, C)
+            s, dk, dv = STEP(t + n, s, dk, dv, shared, board, targets, rule, unit, ME, True, C)
         t += C.ALWAYS_CUT
         for n in gl.static_range(0 if C.CUT_AT_BEGIN else 1, 3 if C.CUT_AT_END else 2):
             for _ in range(get(board, CUT + n), get(board, CUT + n + 1)):
-                s, dk, dv, due = STEP(t, s, dk, dv, due, shared, board, targets, rule, unit, ME, n != 1, C)
+                s, dk, dv = STEP(t, s, dk, dv, shared, board, targets, rule, unit, ME, n != 1, C)
                 t += 1
-    if targets.turns is not None:
-        await_last(targets)
-        gl.thread_barrier()
-        pass_turn(targets.turns, due)
     return dk, dv
 
 
 @gluon.jit
-def shaped(s, half, shared, board, rule, ME: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
+def order_of(t):
+    """Where the orders of tile t begin."""
+    return (t & (ORDERS - 1)) * TILE_FIELDS
+
+
+@gluon.jit
+def shaped(s, t, shared, board, rule, ME: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
     """Scores of a tile as the softmax takes them, and softcap's slope.
 
     What is known of the keys is read from the board where it is needed: few tiles are cut, and registers are scarce.
@@ -251,7 +257,7 @@ def shaped(s, half, shared, board, rule, ME: gl.constexpr, MASKED: gl.constexpr,
     slope = slope_of(s, rule)
     if MASKED or rule.alibi is not None:
         in_rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
-        order = half * TILE_FIELDS
+        order = order_of(t)
         seen = seen_by(board, rule, get(shared.orders, order + SLOPE), in_rows, ME)
         i0 = get(shared.orders, order + QUERY)
         s = shape_scores(s, rule, seen, i0)
@@ -282,47 +288,70 @@ def seen_by(board, rule, slope_at, LAYOUT: gl.constexpr, ME: gl.constexpr):
 
 
 @gluon.jit
-def add_to_dq(dq, buffer, targets, at, due=None, turn=None):
-    """Have the copy engine add a 64 x 64 tile to dQ, in its turn if it has one. The buffer is free.
-
-    due: the counter of a tile that was added before, if nobody has been told yet.
-    """
-    buffer._reinterpret(gl.float32, [64, 64], BY_THREAD).store(dq)
-    fence_async_shared()
-    gl.thread_barrier()
-    if due is not None:
-        pass_turn(targets.turns, due)
-    if turn is not None:
-        await_count(targets.turns + counter_of(at), turn)
-    reduce_add(targets.dq, [at, 0], buffer)
-
-
-@gluon.jit
-def await_last(targets):
-    """The last tile of dQ has left its buffer, and is in memory where the next program waits for it."""
-    if targets.turns is not None:
-        added()
+def await_buffer(shared, t, PART: gl.constexpr, ME: gl.constexpr, C: gl.constexpr):
+    """Before add_to_dq(): until what was in its buffer has left it."""
+    if C.WRITERS:
+        n = t * C.PARTS + PART
+        mbarrier.wait(shared.dq_free.index(buffer_of(n, ME, C)), (n // C.DQ_BUFFERS + 1) & 1)
     else:
         tma.store_wait(0)
 
 
 @gluon.jit
-def counter_of(at):
-    """The counter, among turns, of those who have added to a tile of dQ. The first one of all counts programs."""
-    return 1 + at // 16
+def add_to_dq(dq, shared, desc, t, PART: gl.constexpr, ME: gl.constexpr, C: gl.constexpr):
+    """Have a 64 x 64 tile, one of C.PARTS of this warpgroup's share of tile t, added to dQ: by write(), or here."""
+    buffer = buffer_of(t * C.PARTS + PART, ME, C)
+    tile = shared.dq.index(buffer)
+    tile._reinterpret(gl.float32, [64, 64], BY_THREAD).store(dq)
+    fence_async_shared()
+    if C.WRITERS:
+        mbarrier.arrive(shared.dq_full.index(buffer), count=1)
+    else:
+        gl.thread_barrier()
+        reduce_add(desc, [dq_place(shared, t, PART, ME, C), 0], tile)
 
 
 @gluon.jit
-def pass_turn(turns, due):
-    """What this warpgroup added is in memory: the next may add. due: the counter of that tile, or -1."""
-    if due >= 0:
-        gl.atomic_add(turns + due, 1, sem="release")
+def buffer_of(n, ME: gl.constexpr, C: gl.constexpr):
+    """The buffer of a warpgroup's n-th tile of dQ."""
+    return ME * C.DQ_BUFFERS + n % C.DQ_BUFFERS
 
 
 @gluon.jit
-def store_columns(
-    desc, x, block, tile, row, board, FIRST_COLUMN: gl.constexpr, WIDTH: gl.constexpr, C: gl.constexpr
-):
+def dq_place(shared, t, PART: gl.constexpr, ME: gl.constexpr, C: gl.constexpr):
+    return get(shared.orders, order_of(t) + DQ_AT) + (ME * C.PARTS + PART) * 16
+
+
+@gluon.jit
+def write(shared, board, dq, turns, ME: gl.constexpr, C: gl.constexpr):
+    """One warp: have the copy engine add a warpgroup's tiles to dQ, while the warpgroup goes on.
+
+    With turns, in a fixed order, so that sums are the same each time: a program's turn at a tile of queries comes when
+    all those of later keys have added theirs. A counter says how many have.
+    """
+    mbarrier.wait(shared.v_full, 0)  # and the board is there
+    at = gl.to_tensor(0)
+    for t in range(C.GROUP * get(board, CUT + 3)):
+        for part in gl.static_range(C.PARTS):
+            n = t * C.PARTS + part
+            buffer = buffer_of(n, ME, C)
+            mbarrier.wait(shared.dq_full.index(buffer), n // C.DQ_BUFFERS & 1)
+            if part == 0:  # orders stay as they are while a buffer is full
+                at = dq_place(shared, t, 0, ME, C)
+                if turns is not None:
+                    await_count(turns + 1 + at // 16, get(shared.orders, order_of(t) + TURN))
+            reduce_add(dq, [at + part * 16, 0], shared.dq.index(buffer))
+            tma.store_wait(0)
+            mbarrier.arrive(shared.dq_free.index(buffer), count=1)
+        if turns is not None:  # the first counter of all counts programs
+            added()
+            gl.thread_barrier()
+            gl.atomic_add(turns + 1 + at // 16, 1, sem="release")
+    added()
+
+
+@gluon.jit
+def store_columns(desc, x, block, tile, row, board, FIRST_COLUMN: gl.constexpr, WIDTH: gl.constexpr, C: gl.constexpr):
     """dK or dV, of WIDTH columns, of KEYS keys: in registers, and in shared memory. row: counted in the program."""
     room = get(board, ROOM) - row
     head = get(board, HEAD)
@@ -346,4 +375,5 @@ def put(board, field, x):
 
 @gluon.jit
 def get(board, field):
-    return board.index(field).load(ONE_EACH).item()
+    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return board.index(field).load(EACH).item()

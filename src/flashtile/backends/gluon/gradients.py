@@ -32,6 +32,9 @@ class Constants(NamedTuple):
     BLOCK_Q: Any
     KEYS: Any  # of a program
     DOUT_STAGES: Any
+    PARTS: Any  # tiles of 64 x 64 that a warpgroup makes of dQ, of a tile of queries
+    WRITERS: Any  # other warps have dQ added
+    DQ_BUFFERS: Any  # of a warpgroup
     LATE: Any
     PACKED: Any
     ENDS: Any  # of a tile of keys some may not be in use, though they are in memory
@@ -87,7 +90,7 @@ class Backward:
             PAD=config.keys,
         )
         self._counts = (k_tiles, p.kv_heads, padded, marks_k)
-        # Where packed queries and keys begin at the same places, as told by their being one tensor, each has a diagonal.
+        # Packed queries and keys that begin at the same places, being one tensor, have a diagonal each.
         self._starts = {
             alike: Start(
                 backward_kernel if config.keys > ROWS else wide_backward_kernel,
@@ -150,7 +153,14 @@ def constants(p: Problem, config: tuning.Steps, width: int, alike: bool) -> Cons
     """alike: packed queries and keys begin at the same places."""
     always_cut = tuning.always_cut(p, alike)
     a_rule = rule(p)
-    sizes = (p.group, p.dim, p.dim_v, width, config.block_q, config.keys, config.dout_stages, config.late)
+    sizes = (p.group, p.dim, p.dim_v, width, config.block_q, config.keys, config.dout_stages)
+    writers = config.writers or p.deterministic
+    parts = config.block_q * width // (2 * 64 * 64)
     ends = p.packed or p.kv_lengths is not None
     cut = (always_cut, a_rule.right is not None and not always_cut, a_rule.left is not None)
-    return Constants(*map(gl.constexpr, (*sizes, p.packed, ends, *cut)))
+    return Constants(
+        *map(
+            gl.constexpr,
+            (*sizes, parts, writers, config.dq_buffers if writers else 1, config.late, p.packed, ends, *cut),
+        )
+    )

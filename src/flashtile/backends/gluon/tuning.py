@@ -28,17 +28,24 @@ class Steps(NamedTuple):
     """Tiles of block_q queries in the backward kernels, for programs of so many keys.
 
     late: scores are made at the end of the tile before. Otherwise warpgroups do not wait for each other when they hand
-    dS over, only for what they read.
+    dS over, only for what they read. writers: other warps have tiles of dQ added, from so many buffers; where the order
+    of sums is fixed they always do.
     """
 
     block_q: int
     keys: int
     dout_stages: int
     late: bool
+    writers: bool
+    dq_buffers: int
 
 
 FORWARD = {64: Config(128, 3, 3, 160, 32), 128: Config(128, 2, 2, 240, 32), 256: Config(64, 2, 2, 240, 32, True)}
-BACKWARD = {64: Steps(128, 128, 2, late=False), 128: Steps(64, 128, 2, late=True), 256: Steps(64, 64, 1, late=True)}
+BACKWARD = {
+    64: Steps(128, 128, 2, late=False, writers=False, dq_buffers=2),
+    128: Steps(64, 128, 2, late=True, writers=False, dq_buffers=2),
+    256: Steps(64, 64, 1, late=True, writers=True, dq_buffers=1),
+}
 WIDEST_BACKWARD = max(BACKWARD)
 L2_SECTION = 32 << 20  # bytes of keys and values that programs work on at a time
 MOST_PACKED = 16  # query heads that share the rows of a tile

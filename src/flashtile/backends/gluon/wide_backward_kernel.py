@@ -21,30 +21,29 @@ from flashtile.backends.gluon.assembly import arrive, sync
 from flashtile.backends.gluon.columns import (
     ALL,
     DO_FREE,
-    DQ_AT,
     FIELDS,
     IN_USE,
     KEYS,
     MARK,
+    ORDERS,
     Q_FREE,
     ROOM,
     TILE_FIELDS,
     TOGETHER,
-    TURN,
     WARPGROUPS,
     Extent,
     Sources,
     Targets,
     Tiles,
     add_to_dq,
-    await_last,
+    await_buffer,
     clear_unused,
-    counter_of,
     get,
     load,
     shaped,
     store_columns,
     walk,
+    write,
 )
 from flashtile.backends.triton.blocks import number
 
@@ -85,9 +84,9 @@ def wide_backward_kernel(
     q = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, C.BLOCK_D], q_desc.layout)
     dout = gl.allocate_shared_memory(dtype, [1, 1, 1, 64, C.BLOCK_D], dout_desc.layout)
     rows = gl.allocate_shared_memory(gl.float32, [2, 2, 1, 1, 64], rows_desc.layout)
-    orders = gl.allocate_shared_memory(gl.int32, [2 * TILE_FIELDS, 1], numbers)
+    orders = gl.allocate_shared_memory(gl.int32, [ORDERS * TILE_FIELDS, 1], numbers)
     p_ds = gl.allocate_shared_memory(dtype, [2, 64, 64], square)
-    dq = gl.allocate_shared_memory(gl.float32, [2, 16, 256], dq_desc.layout)
+    dq = gl.allocate_shared_memory(gl.float32, [2 * C.DQ_BUFFERS, 16, 256], dq_desc.layout)
     board = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], numbers)
     k_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
@@ -96,21 +95,39 @@ def wide_backward_kernel(
     mbarrier.init(k_full, count=1)
     mbarrier.init(v_full, count=1)
     mbarrier.init(dout_full.index(0), count=1)
+    dq_full = gl.allocate_shared_memory(gl.int64, [2 * C.DQ_BUFFERS, 1], barrier)
+    dq_free = gl.allocate_shared_memory(gl.int64, [2 * C.DQ_BUFFERS, 1], barrier)
+    for n in gl.static_range(2 * C.DQ_BUFFERS):
+        mbarrier.init(dq_full.index(n), count=1)
+        mbarrier.init(dq_free.index(n), count=1)
     for n in gl.static_range(2):
         mbarrier.init(q_full.index(n), count=1)
-    shared = Tiles(k, v, q, dout, rows, orders, p_ds, dq, k_full, v_full, q_full, dout_full)
+    shared = Tiles(k, v, q, dout, rows, orders, p_ds, dq, k_full, v_full, q_full, dout_full, dq_full, dq_free)
     sources = Sources(q_desc, k_desc, v_desc, dout_desc, rows_desc)
-    targets = Targets(dq_desc, dk_desc, dv_desc, dk, dv, marks, turns)
+    targets = Targets(dq_desc, dk_desc, dv_desc, dk, dv, marks)
     work = Extent(rule, lengths, tiles, kv_heads, padded, mark_tiles)
-    gl.warp_specialize(
-        [
-            (consume, (shared, board, targets, rule, 0, C)),
-            (consume, (shared, board, targets, rule, 1, C)),
-            (load, (shared, board, sources, turns, work, C)),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+    if C.WRITERS:
+        gl.warp_specialize(
+            [
+                (consume, (shared, board, targets, rule, 0, C)),
+                (consume, (shared, board, targets, rule, 1, C)),
+                (load, (shared, board, sources, turns, work, C)),
+                (write, (shared, board, dq_desc, turns, 0, C)),
+                (write, (shared, board, dq_desc, turns, 1, C)),
+            ],
+            [4, 1, 1, 1],
+            [240, 24, 24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (shared, board, targets, rule, 0, C)),
+                (consume, (shared, board, targets, rule, 1, C)),
+                (load, (shared, board, sources, turns, work, C)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
 
 
 @gluon.jit
@@ -134,10 +151,8 @@ def make_first(shared, t, ME: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def step(
-    t, s, dk, dv, due, shared, board, targets, rule, unit, ME: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr
-):
-    """Tile t of queries. s: its S or dP already. due: the counter of the tile of dQ before it."""
+def step(t, s, dk, dv, shared, board, targets, rule, unit, ME: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
+    """Tile t of queries. s: its S or dP already."""
     dtype: gl.constexpr = shared.q.dtype
     HALF: gl.constexpr = C.BLOCK_D // 2
     a_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
@@ -151,14 +166,14 @@ def step(
     p_shared = shared.ds.index(0)
     ds_shared = shared.ds.index(1)
     if ME == 0:
-        s, _slope = shaped(s, half, shared, board, rule, 0, MASKED, C)
+        s, _slope = shaped(s, t, shared, board, rule, 0, MASKED, C)
         p = gl.exp2(s * unit - rows.slice(0, 1, 0).load(S_LAYOUT)).to(dtype)
         p_shared.store(p)
         arrive(P_READY, WARPGROUPS)
         p_operand = gl.convert_layout(p, a_layout, assert_trivial=True)
         mbarrier.wait(shared.dout_full.index(0), t & 1)
         dv_later = warpgroup_mma(p_operand, dout, dv, is_async=True)
-        await_last(targets)
+        await_buffer(shared, t, 0, ME, C)
         sync(DS_READY, WARPGROUPS)
         first = k.slice(0, 64, 1)
         dq_later = warpgroup_mma(ds_shared.permute((1, 0)), first, nothing, use_acc=False, is_async=True)
@@ -173,20 +188,14 @@ def step(
         ds_shared.store(ds)
         fence_async_shared()
         arrive(DS_READY, WARPGROUPS)
-        await_last(targets)
+        await_buffer(shared, t, 0, ME, C)
         ds_operand = gl.convert_layout(ds, a_layout, assert_trivial=True)
         first = k.slice(HALF, 64, 1)
         dq_later = warpgroup_mma(ds_shared.permute((1, 0)), first, nothing, use_acc=False, is_async=True)
         dk_later = warpgroup_mma(ds_operand, q, dk, is_async=True)
     dv, dq, p_operand = warpgroup_mma_wait(1, deps=(dv_later, dq_later, p_operand))
     arrive(DO_FREE, ALL)
-    buffer = shared.dq.index(ME)
-    dq_at = get(shared.orders, half * TILE_FIELDS + DQ_AT) + ME * 32
-    if targets.turns is not None:
-        add_to_dq(dq, buffer, targets, dq_at, due, get(shared.orders, half * TILE_FIELDS + TURN))
-        due = counter_of(dq_at)
-    else:
-        add_to_dq(dq, buffer, targets, dq_at)
+    add_to_dq(dq, shared, targets.dq, t, 0, ME, C)
     second = k.slice(ME * HALF + 64, 64, 1)
     dq_later = warpgroup_mma(ds_shared.permute((1, 0)), second, nothing, use_acc=False, is_async=True)
     if ME == 0:
@@ -196,10 +205,10 @@ def step(
     arrive(Q_FREE + half, ALL)
     s_later = make_first(shared, t + 1, ME, C)
     dq = warpgroup_mma_wait(1, deps=(dq_later,))
-    tma.store_wait(0)
-    add_to_dq(dq, buffer, targets, dq_at + 16)
+    await_buffer(shared, t, 1, ME, C)
+    add_to_dq(dq, shared, targets.dq, t, 1, ME, C)
     s = warpgroup_mma_wait(0, deps=(s_later,))
-    return s, dk, dv, due
+    return s, dk, dv
 
 
 @gluon.jit

@@ -78,11 +78,7 @@ def build_here(cases: Iterable[Case]) -> Iterator[Built]:
     triton.knobs.nvidia.dump_ptxas_log = True
 
     def compile_only(start: Start, *args: Any) -> None:
-        if start.kernel in (
-            forward_kernel,
-            backward_kernel,
-            wide_backward_kernel,
-        ):  # others are Triton
+        if start.kernel in (forward_kernel, backward_kernel, wide_backward_kernel):  # others are Triton
             start.kernel[start.grid](*args, **start.constants, **start.options)
 
     with mock.patch.object(Start, "__call__", compile_only):
@@ -139,6 +135,7 @@ def start_call(case: Case) -> None:
         "kv_lengths": {"kv_lengths": torch.zeros(batch, dtype=torch.int32)},
         "float32": {"out_dtype": torch.float32},
         "packed": {"cu_q": starts, "cu_k": starts},
+        "deterministic": {"deterministic": True},
         **{word: {} for word in ("gqa", "ragged")},
     }
     problem = describe(q, k, v, **{name: x for word in words for name, x in values[word].items()})

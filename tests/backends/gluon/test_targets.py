@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 DIMS = (64, 128, 256)
 EVERYTHING = "causal softcap alibi sink kv_lengths gqa"
-CUT = ("causal ragged", "band")  # tiles that gradients need masks for
+GRADIENTS = ("band", "causal packed", "causal gqa", "kv_lengths", "causal alibi sink kv_lengths gqa")
 QUICK = {
     "plain": [Case(dim, options) for dim in DIMS for options in ("", "causal")],
     "options": [
@@ -24,6 +24,7 @@ QUICK = {
         Case(128, "float32"),
     ],
     "gradients": [Case(dim, options, work="backward") for dim in DIMS for options in ("", "causal")],
+    "ordered": [Case(dim, "causal ragged deterministic", work="backward") for dim in DIMS],
 }
 FULL = [
     *(Case(dim, "band") for dim in DIMS),
@@ -31,7 +32,7 @@ FULL = [
     *(Case(dim, f"{options} float32") for dim in DIMS for options in ("", "causal")),
     *(Case(dim, f"{options} packed") for dim in DIMS for options in ("causal", "band", "kv_lengths sink")),
     *(Case(dim, options) for dim in DIMS for options in (EVERYTHING, "softcap", "alibi", "gqa")),
-    *(Case(dim, options, work="backward") for dim in DIMS for options in (*CUT, "causal alibi sink kv_lengths gqa")),
+    *(Case(dim, options, work="backward") for dim in DIMS for options in ("causal ragged", *GRADIENTS)),
 ]
 WIDTHS = [(8, 8), (16, 24), (32, 32), (40, 48), (96, 96), (64, 128), (128, 64), (192, 128), (128, 256), (256, 64)]
 # Bytes that may go to the stack, as measured, so that they do not grow unseen; none where nothing is said.
@@ -43,13 +44,17 @@ STACK = {
     ("forward", 256, "band"): 40,
     ("forward", 256, "softcap"): 8,
     ("forward", 256, EVERYTHING): 48,
-    ("backward", 64, "causal"): 8,
     ("backward", 128, ""): 16,
-    ("backward", 128, "causal"): 24,
-    ("backward", 256, "causal"): 32,
+    ("backward", 128, "causal"): 104,
+    ("backward", 128, "causal ragged"): 104,
+    ("backward", 128, "causal ragged deterministic"): 24,
+    ("backward", 256, ""): 8,
+    ("backward", 256, "causal"): 16,
+    ("backward", 256, "causal ragged"): 24,
+    ("backward", 256, "causal ragged deterministic"): 16,
 }
-# Gradients of tiles that are cut: options that one would not tune for.
-ROOM_FOR_CUTS = 320
+# Gradients with options that one would not tune for.
+ROOM_FOR_OPTIONS = 200
 # For products, in a loop over tiles: S and P V; S, dP, dV and dK, dQ.
 WAITS = {"forward": 2, "backward": 4}
 
@@ -57,8 +62,8 @@ WAITS = {"forward": 2, "backward": 4}
 def faults(built: Built) -> list[str]:
     """What is wrong with a kernel, in words."""
     case, found = built.case, list(built.advice)
-    plain = case.work == "forward" or case.options in ("", "causal")
-    room = STACK.get((case.work, case.dim, case.options), 0) if plain else ROOM_FOR_CUTS
+    strange = case.work == "backward" and case.options in GRADIENTS
+    room = ROOM_FOR_OPTIONS if strange else STACK.get((case.work, case.dim, case.options), 0)
     if built.stack > room:
         found.append(f"{built.stack} bytes of stack, of {room}")
     if built.shared > TARGETS["sm_90"].shared:

@@ -216,10 +216,10 @@ def consume(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
     """One warpgroup."""
     mbarrier.wait(shared.v_full, 0)
     mbarrier.wait(shared.k_full, 0)
-    if not C.PACKED:
+    if not C.PACKED or C.ALWAYS_CUT == 0:
         own_keys(shared, board, targets, rule, ME, C)
-    else:  # there may be more programs than tiles of keys
-        if get(board, ROOM) > 0:
+    else:  # there may be more programs than tiles of keys, and those have no diagonal
+        for _ in range(gl.minimum(get(board, ROOM), 1)):
             own_keys(shared, board, targets, rule, ME, C)
 
 

@@ -144,7 +144,7 @@ class Backward:
         self._mend(x, dout, log2, delta, dq, dk, dv, marks)
         dsink = None
         if x.sink is not None:
-            found = delta.ptr if self._packed else delta.ptr[..., : lse.ptr.shape[-1]]
+            found = delta.ptr if self._packed else delta.ptr[..., : given[2].shape[-1]]
             dsink = portable.sink_gradient(x.sink, given[2].reshape(found.shape), found, 1)
         return Gradients(dq.ptr, dk.ptr, dv.ptr, None, dsink)
 

@@ -216,10 +216,10 @@ def consume(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
     """One warpgroup."""
     mbarrier.wait(shared.v_full, 0)
     mbarrier.wait(shared.k_full, 0)
-    if not C.PACKED:
+    if not C.PACKED or C.ALWAYS_CUT == 0:
         own_keys(shared, board, targets, rule, ME, C)
-    else:  # there may be more programs than tiles of keys
-        if get(board, ROOM) > 0:
+    else:  # there may be more programs than tiles of keys, and those have no diagonal
+        for _ in range(gl.minimum(get(board, ROOM), 1)):
             own_keys(shared, board, targets, rule, ME, C)
 
 
@@ -232,13 +232,13 @@ def own_keys(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
     mine = (get(board, ROOM) > 0) & (ME == 0)
     if mine:
         gl.store(targets.marks + get(board, MARK), 0)
-    if C.ENDS:
-        in_use = get(board, IN_USE)
-        if in_use < KEYS:
-            clear_unused(whole(shared.k, C).slice(ME * HALF, HALF, 1), KEYS, in_use)
-            clear_unused(whole(shared.v, C).slice(ME * HALF, HALF, 1), KEYS, in_use)
-            fence_async_shared()
-            sync(TOGETHER, WARPGROUPS)
+    # Keys beyond the last one are 0 already; but with this branch there, ptxas spills nothing in the loop.
+    in_use = get(board, IN_USE)
+    if in_use < KEYS:
+        clear_unused(whole(shared.k, C).slice(ME * HALF, HALF, 1), KEYS, in_use)
+        clear_unused(whole(shared.v, C).slice(ME * HALF, HALF, 1), KEYS, in_use)
+        fence_async_shared()
+        sync(TOGETHER, WARPGROUPS)
     dk = gl.zeros([KEYS, HALF], gl.float32, layout)
     dv = gl.zeros([KEYS, HALF], gl.float32, layout)
     s = warpgroup_mma_wait(0, deps=(make_first(shared, gl.to_tensor(0), ME, C),))

@@ -114,11 +114,15 @@ def load(shared, board, sources, turns, work, C: gl.constexpr):
     """Fetch keys and values, then one tile of queries after the other, of one head of the group after the other."""
     lengths = work.lengths
     program = gl.program_id(0)
-    if turns is not None:  # in the order in which programs begin, the last keys first: nobody waits for a later one
-        program = gl.num_programs(0) - 1 - gl.atomic_add(turns, 1, sem="relaxed")
-    head = program // work.tiles % work.kv_heads
-    sequence = program // work.tiles // work.kv_heads
-    sequence, tile = locate(lengths.cu_k, lengths.n_k, program % work.tiles, sequence, lengths, C.KEYS)
+    if turns is not None:
+        program = gl.atomic_add(turns, 1, sem="relaxed")  # in the order in which programs begin
+    # Of dQ, which the kernel before this one cleared, the last heads may still be in the cache.
+    column = gl.num_programs(0) // work.tiles - 1 - program // work.tiles
+    tile = program % work.tiles
+    if turns is not None:  # the last keys first: nobody waits for a program that has not begun
+        tile = work.tiles - 1 - tile
+    head = column % work.kv_heads
+    sequence, tile = locate(lengths.cu_k, lengths.n_k, tile, column // work.kv_heads, lengths, C.KEYS)
     at = measure(lengths, work.rule.offset, sequence)
     key = tile * C.KEYS
     place = sequence  # as descriptors count sequences

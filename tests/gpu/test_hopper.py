@@ -300,21 +300,39 @@ def test_two_hundred_runs(name: str) -> None:
                 assert all(same_bits(x, y) for x, y in zip(found, first, strict=True)), f"of runs {10 * turn} and on"
 
 
+@pytest.mark.parametrize("name", REPEATED)
+def test_two_hundred_gradients_in_order(name: str) -> None:
+    """Programs add to dQ in turns, and none before its own."""
+    call = build(REPEATED[name])
+    given = Given(replace(call, options=call.options | {"deterministic": True}), "cuda")
+    first = [x.clone() for x in given.step()]
+    with other_work():
+        for turn in range(40):
+            for found in [given.step() for _ in range(5)]:
+                assert all(same_bits(x, y) for x, y in zip(found, first, strict=True)), f"of runs {5 * turn} and on"
+
+
 LARGE = """
 import json, sys, torch, flashtile as ft
 torch.manual_seed(0)
-def normal(*shape): return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+def normal(*shape): return torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 for (b, h, kv, n, d), options in json.loads(sys.argv[1]):
     lengths = options.pop("packed", None)
     options = {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}
     if lengths:
         cu = torch.tensor([0, *lengths], device="cuda").cumsum(0)
-        q, k, v = (normal(int(cu[-1]), x, d) for x in (h, kv, kv))
-        results = [ft.attention_packed(q, k, v, cu, cu, backend=x, **options) for x in ("gluon", "triton")]
+        leaves = tuple(normal(int(cu[-1]), x, d) for x in (h, kv, kv))
+        def run(**how): return ft.attention_packed(*leaves, cu, cu, **how, **options)
     else:
-        q, k, v = (normal(b, x, n, d) for x in (h, kv, kv))
-        results = [ft.attention(q, k, v, backend=x, **options) for x in ("gluon", "triton")]
-    torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)
+        leaves = tuple(normal(b, x, n, d) for x in (h, kv, kv))
+        def run(**how): return ft.attention(*leaves, **how, **options)
+    ways = dict(backend="triton"), dict(backend="gluon"), dict(backend="gluon", deterministic=True)
+    outs = [run(**how) for how in ways]
+    dout = torch.randn_like(outs[0])
+    want, *others = ((out, *torch.autograd.grad(out, leaves, dout)) for out in outs)
+    for found in others:
+        for x, y in zip(found, want):
+            torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
     print(b, h, n, d, flush=True)
 print("done")
 """
@@ -382,6 +400,33 @@ def test_a_capture_that_is_given_up() -> None:
         raise ZeroDivisionError
     for _ in range(3):
         assert all(same_bits(x, y) for x, y in zip(given.forward(), want, strict=True))
+
+
+# ---- beside a peer ----
+
+
+@each_dim
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_gradients_are_about_as_exact_as_those_of_cudnn(causal: bool, dim: int) -> None:
+    """By the root of the mean square of the difference from float64."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(2, 2, 1024, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def gradients(run: Any, *inputs: Tensor) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        return [x.double() for x in torch.autograd.grad(run(*leaves), leaves, dout.to(inputs[0].dtype))]
+
+    def peer(*leaves: Tensor) -> Tensor:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+            return attention(*leaves, is_causal=causal)
+
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        exact = gradients(lambda *leaves: attention(*leaves, is_causal=causal), *(x.double() for x in (q, k, v)))
+    ours = gradients(lambda *leaves: ft.attention(*leaves, causal=causal), q, k, v)
+    theirs = gradients(peer, q, k, v)
+    for name, x, y, z in zip("qkv", ours, theirs, exact, strict=True):
+        assert (x - z).norm() <= 1.1 * (y - z).norm(), f"d{name}"
 
 
 # ---- who is chosen ----

@@ -48,10 +48,10 @@ STACK = {
     ("backward", 128, "causal"): 104,
     ("backward", 128, "causal ragged"): 104,
     ("backward", 128, "causal ragged deterministic"): 40,
-    ("backward", 256, ""): 8,
+    ("backward", 256, ""): 48,
     ("backward", 256, "causal"): 16,
     ("backward", 256, "causal ragged"): 24,
-    ("backward", 256, "causal ragged deterministic"): 24,
+    ("backward", 256, "causal ragged deterministic"): 32,
 }
 # Gradients with options that one would not tune for.
 ROOM_FOR_OPTIONS = 200

@@ -26,8 +26,8 @@ ALL = gl.constexpr(288)  # and the warp that loads
 Q_FREE = gl.constexpr(10)
 DO_FREE = gl.constexpr(12)
 TOGETHER = gl.constexpr(15)
-# A 64 x 64 tile of dQ lies as 128 threads hold it, so that it is stored without conflicts and leaves in one piece;
-# row_kernels.py undoes the order.
+# A 64 x 64 tile of dQ or P lies as 128 threads hold it, so that it is stored without conflicts, and dQ leaves in one
+# piece; row_kernels.py undoes the order.
 BY_THREAD = gl.constexpr(
     gl.SharedLinearLayout(
         [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0], [0, 8], [0, 16], [0, 32]], [], 128
@@ -47,6 +47,7 @@ class Tiles(NamedTuple):
     dout: Any
     rows: Any  # lse in base 2, and delta
     orders: Any  # TILE_FIELDS numbers for each tile of queries
+    p: Any  # float32, where one warpgroup makes P for both; else None
     ds: Any
     dq: Any
     k_full: Any

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flashtile.backends.gluon.assembly import arrive, sync
 from flashtile.backends.gluon.columns import (
     ALL,
+    BY_THREAD,
     DO_FREE,
     FIELDS,
     IN_USE,
@@ -85,7 +86,8 @@ def wide_backward_kernel(
     dout = gl.allocate_shared_memory(dtype, [1, 1, 1, 64, C.BLOCK_D], dout_desc.layout)
     rows = gl.allocate_shared_memory(gl.float32, [2, 2, 1, 1, 64], rows_desc.layout)
     orders = gl.allocate_shared_memory(gl.int32, [ORDERS * TILE_FIELDS, 1], numbers)
-    p_ds = gl.allocate_shared_memory(dtype, [2, 64, 64], square)
+    p = gl.allocate_shared_memory(gl.float32, [64, 64], BY_THREAD)
+    ds = gl.allocate_shared_memory(dtype, [64, 64], square)
     dq = gl.allocate_shared_memory(gl.float32, [2 * C.DQ_BUFFERS, 16, 256], dq_desc.layout)
     board = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], numbers)
     k_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
@@ -102,7 +104,7 @@ def wide_backward_kernel(
         mbarrier.init(dq_free.index(n), count=1)
     for n in gl.static_range(2):
         mbarrier.init(q_full.index(n), count=1)
-    shared = Tiles(k, v, q, dout, rows, orders, p_ds, dq, k_full, v_full, q_full, dout_full, dq_full, dq_free)
+    shared = Tiles(k, v, q, dout, rows, orders, p, ds, dq, k_full, v_full, q_full, dout_full, dq_full, dq_free)
     sources = Sources(q_desc, k_desc, v_desc, dout_desc, rows_desc)
     targets = Targets(dq_desc, dk_desc, dv_desc, dk, dv, marks)
     work = Extent(rule, lengths, tiles, kv_heads, padded, mark_tiles)
@@ -163,14 +165,13 @@ def step(t, s, dk, dv, shared, board, targets, rule, unit, ME: gl.constexpr, MAS
     dout = whole(shared.dout.index(0), C).slice(ME * HALF, HALF, 1)
     k = whole(shared.k, C)
     rows = shared.rows.index(half).reshape([2, 64])
-    p_shared = shared.ds.index(0)
-    ds_shared = shared.ds.index(1)
+    ds_shared = shared.ds
     if ME == 0:
         s, _slope = shaped(s, t, shared, board, rule, 0, MASKED, C)
-        p = gl.exp2(s * unit - rows.slice(0, 1, 0).load(S_LAYOUT)).to(dtype)
-        p_shared.store(p)
+        p = gl.exp2(s * unit - rows.slice(0, 1, 0).load(S_LAYOUT))
+        shared.p.store(p)
         arrive(P_READY, WARPGROUPS)
-        p_operand = gl.convert_layout(p, a_layout, assert_trivial=True)
+        p_operand = gl.convert_layout(p.to(dtype), a_layout, assert_trivial=True)
         mbarrier.wait(shared.dout_full.index(0), t & 1)
         dv_later = warpgroup_mma(p_operand, dout, dv, is_async=True)
         await_buffer(shared, t, 0, ME, C)
@@ -181,13 +182,13 @@ def step(t, s, dk, dv, shared, board, targets, rule, unit, ME: gl.constexpr, MAS
     else:
         mbarrier.wait(shared.q_full.index(half), (t >> 1) & 1)
         sync(P_READY, WARPGROUPS)
-        p = p_shared.load(S_LAYOUT)
-        p_operand = gl.convert_layout(p, a_layout, assert_trivial=True)
-        dv_later = warpgroup_mma(p_operand, dout, dv, is_async=True)
-        ds = (p.to(gl.float32) * (s - rows.slice(1, 1, 0).load(S_LAYOUT))).to(dtype)
+        p = shared.p.load(S_LAYOUT)
+        ds = (p * (s - rows.slice(1, 1, 0).load(S_LAYOUT))).to(dtype)
+        p_operand = gl.convert_layout(p.to(dtype), a_layout, assert_trivial=True)
         ds_shared.store(ds)
         fence_async_shared()
         arrive(DS_READY, WARPGROUPS)
+        dv_later = warpgroup_mma(p_operand, dout, dv, is_async=True)
         await_buffer(shared, t, 0, ME, C)
         ds_operand = gl.convert_layout(ds, a_layout, assert_trivial=True)
         first = k.slice(HALF, 64, 1)

@@ -88,7 +88,7 @@ def attention(
     return_lse   also return the log-sum-exp of each row's scores, shaped like the output without its last axis
     out_dtype    float32 keeps the partial result of 16-bit inputs unrounded, for merge()
     backend      "auto", or one of those that `flashtile doctor` lists
-    deterministic  the same bits on every run, also where that costs time
+    deterministic  the same bits on every run, also where that costs time; torch.use_deterministic_algorithms() asks too
     threads      how many CPU threads to use at most
 
     The order of operations on a score: scale, softcap, bias, alibi, mask, softmax, dropout. A row that sees no key

@@ -60,16 +60,18 @@ def test_twenty_runs(name: str, deterministic: bool) -> None:
         assert given.alike(found, first), f"run {n + 2} differs from the first"
 
 
-def test_torch_may_ask_for_determinism() -> None:
+@pytest.mark.parametrize("name", ["everything", "causal", "packed"])
+def test_torch_may_ask_for_determinism(name: str) -> None:
     """torch.use_deterministic_algorithms, which also fills new memory with NaN."""
-    given = Given(build(CASES["everything"]), "cuda")
-    first = given.step()
+    call = build(CASES[name])
+    first = Given(replace(call, options=call.options | {"deterministic": True}), "cuda").step()
+    given = Given(call, "cuda")
     torch.use_deterministic_algorithms(True)
     try:
-        again = given.step()
+        runs = [given.step() for _ in range(5)]
     finally:
         torch.use_deterministic_algorithms(False)
-    assert all(same_bits(x, y) for x, y in zip(first, again, strict=True))
+    assert all(same_bits(x, y) for again in runs for x, y in zip(first, again, strict=True))
 
 
 def test_the_numbers_of_one_sequence_do_not_depend_on_its_neighbours() -> None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile as ft
 from flashtile.dtypes import FLOATS
-from flashtile.pytorch import call, ops
+from flashtile.pytorch import call, kernel, ops
 from tests.pytorch.samples import every_backend, randn
 
 CU_Q, CU_K = torch.tensor([0, 3, 9]), torch.tensor([0, 5, 11], dtype=torch.int32)
@@ -209,3 +209,17 @@ def test_wrong_starts(cu: list[int], grad: bool) -> None:
         ft.attention_packed(q, q, q, torch.tensor(cu), torch.tensor(cu))
     with pytest.raises(ft.ShapeError, match=r"^bias: "):
         ft.attention_packed(q, q, q, CU_Q, CU_Q, bias=randn(5, 6))
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_torch_may_ask_for_determinism(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(kernel, "output", lambda q, k, v, backend, options: seen.append(options.get("deterministic")))
+    x = torch.zeros(2, 3, 4)
+    torch.use_deterministic_algorithms(asked)
+    try:
+        ft.attention(x, x, x)
+        ft.attention(x, x, x, deterministic=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen == [asked, True]

@@ -16,6 +16,8 @@ from flashtile.pytorch.watch import unwatched
 def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, backend: str, **options: Any) -> Any:
     """The torch side of flashtile.attention() and flashtile.attention_packed()."""
     device = q.device.type
+    if options.get("deterministic", False) is False and torch.are_deterministic_algorithms_enabled():
+        options["deterministic"] = True
     if autocast.enabled(device):
         options = autocast.cast(device, {"q": q, "k": k, "v": v, **options})
         q, k, v = options.pop("q"), options.pop("k"), options.pop("v")

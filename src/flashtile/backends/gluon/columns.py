@@ -202,7 +202,7 @@ def seen_by(board, rule, h, LAYOUT: gl.constexpr, ME: gl.constexpr):
     if rule.alibi is not None:
         at = o_j - plain(rule.alibi_offset)
         slope = o_j * 0.0 + gl.load(rule.alibi + get(board, SLOPE) + h * rule.alibi_head).to(gl.float32)
-    return Seen(gl.where(in_use, last, -1), first, at, slope)
+    return Seen(gl.where(in_use, last, -1), first, at, slope, 1.0)
 
 
 @gluon.jit

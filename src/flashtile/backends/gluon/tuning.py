@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from flashtile import dtypes
 from flashtile.band import FAR
 from flashtile.problem import Problem
 
@@ -38,6 +39,7 @@ class Steps(NamedTuple):
 
 
 FORWARD = {64: Config(128, 3, 3, 160, 32), 128: Config(128, 2, 2, 240, 32), 256: Config(64, 2, 2, 240, 32, True)}
+EIGHT_BITS = {64: Config(128, 3, 3, 160, 32), 128: Config(128, 3, 2, 240, 32), 256: Config(128, 2, 2, 240, 32)}
 BACKWARD = {64: Steps(128, 128, 2, late=False), 128: Steps(64, 128, 2, late=True), 256: Steps(64, 64, 1, late=True)}
 WIDEST_BACKWARD = max(BACKWARD)
 L2_SECTION = 32 << 20  # bytes of keys and values that programs work on at a time
@@ -49,13 +51,14 @@ def packed_heads(problem: Problem) -> int:
     p = problem
     if p.packed or p.group & (p.group - 1) or p.group > MOST_PACKED:
         return 1
-    rows = ROWS * forward(max(p.dim, p.dim_v)).consumers
+    rows = ROWS * forward(p).consumers
     return p.group if p.n_q * 2 <= rows else 1
 
 
-def forward(width: int) -> Config:
+def forward(problem: Problem) -> Config:
     """For the wider of the two head dims."""
-    return FORWARD[next(step for step in FORWARD if width <= step)]
+    table = EIGHT_BITS if problem.dtype == dtypes.EIGHT_BITS else FORWARD
+    return table[next(step for step in table if max(problem.dim, problem.dim_v) <= step)]
 
 
 def seen_first(problem: Problem) -> bool:

@@ -11,8 +11,7 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-EIGHT_BITS = "float8_e4m3fn"  # of tensors; no kernel but Hopper's multiplies them as they are
-WIDER = {"cpu": "float32", "cuda": "bfloat16"}  # what the others are given instead, by device
+EIGHT_BITS = "float8_e4m3fn"  # of tensors only
 ITEMSIZE = {EIGHT_BITS: 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 # NumPy has no bfloat16 of its own. Its bits travel as this one-field record, so that they cannot be taken for
@@ -36,6 +35,11 @@ def name_of(dtype: Any) -> str:
 def accumulator(name: str) -> str:
     """Sums and statistics are float32, or float64 for float64 inputs."""
     return "float64" if name == "float64" else "float32"
+
+
+def wider(device: str) -> str:
+    """What backends on this device are given that do not multiply 8-bit tensors as they are."""
+    return "float32" if device == "cpu" else "bfloat16"
 
 
 def carrier(name: str) -> np.dtype[Any]:

@@ -399,24 +399,24 @@ def _broadcastable(name: str, x: Any, pairs: tuple[int, ...], known: bool) -> An
     return x
 
 
-def check_descale(descale: Any, q: Any) -> tuple[Any, Any, Any] | None:
-    """The factors of q, k and v, each a number or a float32 tensor of no axes or two; None for none."""
-    if descale is None:
-        return None
+def check_descale(descale: Any, q: Any) -> tuple[Any, Any, Any]:
+    """The factors of q, k and v, each a number or a float32 tensor of no axes or two."""
     if not isinstance(descale, Sequence) or isinstance(descale, str) or len(descale) != 3:
         raise ShapeError(f"descale: expected three factors, of q, k and v, got {descale!r}")
     checked: list[Any] = []
+    whole = None
     for x in descale:
-        if hasattr(x, "shape") and hasattr(x, "device"):
-            if name_of(x.dtype) != "float32":
-                raise DTypeError(f"descale: expected float32, got {_dtype_name(x)}")
-            if x.device != q.device:
-                raise DTypeError(f"descale: expected tensors on {q.device} like q, got one on {x.device}")
-            if len(x.shape) not in (0, 2):
-                raise ShapeError(f"descale: expected shape () or (batch, kv_heads), got {tuple(x.shape)}")
-            checked.append(x)
-        else:
+        if isinstance(x, numbers.Real):
             checked.append(_number("descale", x))
+            continue
+        library(q, descale=x)
+        if str(x.dtype) != "torch.float32":
+            raise DTypeError(f"descale: expected float32, got {x.dtype}")
+        shape = tuple(x.shape)
+        whole = whole or shape
+        if len(shape) not in (0, 2) or (shape and shape != whole):
+            raise ShapeError(f"descale: expected shape () or (batch, kv_heads), got {shape}")
+        checked.append(x)
     return checked[0], checked[1], checked[2]
 
 

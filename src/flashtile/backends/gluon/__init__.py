@@ -17,6 +17,7 @@ WIDEST = 256
 MOST_ROWS = 1 << 30
 SHORT = 64  # queries
 ROWS_TO_FILL = 64 * 128  # about two tiles for three processors in four
+FEW_TILES = 16
 
 
 @cache
@@ -59,8 +60,12 @@ def why_not(problem: Problem) -> str | None:
 def suits(problem: Problem) -> bool:
     """Whether there is enough to do for a kernel that keeps every processor for itself.
 
-    The portable kernels share the keys of few queries out, and start sooner.
+    The portable kernels share the keys of few queries out, and start sooner; but 8-bit tensors are widened for them.
     """
+    if problem.dtype == EIGHT_BITS:
+        tiling = tile(problem)
+        heads = problem.heads // tiling.heads * problem.sequences
+        return -(-problem.n_q // tiling.rows) * heads >= FEW_TILES
     rows = problem.n_q * problem.heads * problem.sequences
     return problem.n_q > SHORT and rows >= ROWS_TO_FILL
 

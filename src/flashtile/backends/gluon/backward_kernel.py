@@ -197,7 +197,7 @@ def consume(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
     dk = gl.zeros([KEYS, C.BLOCK_D], gl.float32, layout)
     dv = gl.zeros([KEYS, C.BLOCK_D], gl.float32, layout)
     s = gl.zeros([KEYS, C.BLOCK_Q], gl.float32, s_layout)
-    unit = unit_of(rule)
+    unit = unit_of(rule, 1.0)
     mbarrier.wait(shared.v_full, 0)
     if get(board, ROOM) > ME * KEYS:
         gl.store(targets.marks + get(board, MARK) + ME, 0)

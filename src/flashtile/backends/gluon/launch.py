@@ -61,7 +61,7 @@ class Forward:
         self._counts = (tiles, heads, _section(p, heads * batch), tasks)
         self._mend = portable.MendForward(p, device, ROWS, packed_heads)
         self._rule, self._lengths = rule(p), lengths(p)
-        width, width_v = block(p.dim), block(p.dim_v)
+        width, width_v = _width(p), block(p.dim_v)
         rows_block = [1, 1, ROWS // packed_heads, packed_heads]
         self._q = descriptors(p.q, [*rows_block, width], packed_heads)
         self._k = descriptors(p.k, [1, 1, config.block_k, width])
@@ -130,10 +130,15 @@ class Transpose:
 def constants(p: Problem, config: tuning.Config, packed_heads: int) -> Constants:
     limited = p.band.right < FAR or p.band.left < FAR or p.kv_lengths is not None or p.packed
     whole = not limited and p.n_k % config.block_k == 0
-    config = config._replace(out_over_q=config.out_over_q and block(p.dim) == block(p.dim_v))
+    config = config._replace(out_over_q=config.out_over_q and _width(p) == block(p.dim_v))
     trust = p.dtype == "bfloat16"  # weights of float16 overflow at 2^16
-    sizes = (p.group, packed_heads, p.dim_v, block(p.dim), block(p.dim_v))
+    sizes = (p.group, packed_heads, p.dim_v, _width(p), block(p.dim_v))
     return Constants(*map(gl.constexpr, (*sizes, *config, trust, whole, tuning.seen_first(p))))
+
+
+def _width(p: Problem) -> int:
+    """Of a query or key in a tile: at least the 32 bytes that one product takes."""
+    return max(block(p.dim), 32 // ITEMSIZE[p.dtype])
 
 
 _counters: dict[tuple[int, int], Any] = {}

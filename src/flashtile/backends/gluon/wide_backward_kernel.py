@@ -196,7 +196,7 @@ def consume(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
     dtype: gl.constexpr = shared.k.dtype
     dk = gl.zeros([KEYS, HALF], gl.float32, layout)
     dv = gl.zeros([KEYS, HALF], gl.float32, layout)
-    unit = unit_of(rule)
+    unit = unit_of(rule, 1.0)
     mbarrier.wait(shared.v_full, 0)
     mine = (get(board, ROOM) > 0) & (ME == 0)
     if mine:

@@ -406,7 +406,7 @@ def check_descale(descale: Any, q: Any) -> tuple[Any, Any, Any]:
     checked: list[Any] = []
     whole = None
     for x in descale:
-        if isinstance(x, numbers.Real):
+        if x is None or isinstance(x, numbers.Real):
             checked.append(_number("descale", x))
             continue
         library(q, descale=x)
@@ -438,7 +438,7 @@ def _like_q(name: str, x: Any, dtype: str) -> None:
 
 
 def _out_dtype(out_dtype: Any, dtype: str) -> str:
-    allowed = (dtype, accumulator(dtype))
+    allowed: tuple[str, ...] = (dtype, accumulator(dtype))
     if dtype == EIGHT_BITS:
         allowed = ("bfloat16", "float16", "float32")
     if out_dtype is None:

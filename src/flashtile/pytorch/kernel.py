@@ -41,8 +41,8 @@ def _eight_bits(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str
             results: tuple[Tensor, Tensor] = run.forward(inputs)
             return results
     problem = describe(q, k, v, **options)
-    wide, more = eight_bits.widened(problem)
-    out, lse = forward(*wide, backend, {**options, **more})
+    (q, k, v), more = eight_bits.widened(problem)
+    out, lse = forward(q, k, v, backend, {**options, **more})
     return out.to(getattr(torch, problem.out_dtype)), lse
 
 

@@ -32,7 +32,7 @@ def check_seen_first(p: Problem) -> None:
     """64 rows from a multiple of 64 on: the last tile that any of them sees is seen by all that see anything."""
     if not tuning.seen_first(p):
         return
-    block_k = tuning.forward(p).block_k
+    block_k = tuning.forward(p.dim).block_k
     sees = visible(p)
     ends = np.where(sees.any(1), p.n_k - np.argmax(sees[:, ::-1], 1), 0)  # beyond the last key that a row sees
     for row in range(0, p.n_q, tuning.ROWS):

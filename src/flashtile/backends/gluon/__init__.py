@@ -74,7 +74,7 @@ def tile(problem: Problem, capability: tuple[int, int] | None = None) -> Tiling:
     """That of a forward pass."""
     from flashtile.backends.gluon import tuning
 
-    config = tuning.forward(problem)
+    config = tuning.forward(max(problem.dim, problem.dim_v), problem.dtype)
     heads = tuning.packed_heads(problem)
     return Tiling(tuning.ROWS * config.consumers // heads, config.block_k, heads)
 

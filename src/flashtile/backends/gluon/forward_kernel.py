@@ -133,7 +133,9 @@ def forward_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [C.CONSUMERS, 1], barrier)
     q_free = gl.allocate_shared_memory(gl.int64, [C.CONSUMERS, 1], barrier)
     k_tiles = gl.allocate_shared_memory(dtype, [C.STAGES, 1, 1, C.BLOCK_K, C.BLOCK_D], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [C.STAGES, 1, 1, v_desc.block_shape[2], v_desc.block_shape[3]], v_desc.layout)
+    v_tiles = gl.allocate_shared_memory(
+        dtype, [C.STAGES, 1, 1, v_desc.block_shape[2], v_desc.block_shape[3]], v_desc.layout
+    )
     k_full = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], barrier)
     out_tiles = q_tiles

@@ -49,7 +49,7 @@ class Forward:
 
     def __init__(self, p: Problem, device: Any) -> None:
         self._device, self._packed = device, p.packed
-        config = tuning.forward(p)
+        config = tuning.forward(max(p.dim, p.dim_v), p.dtype)
         packed_heads = tuning.packed_heads(p)
         n_rows, batch, heads = p.q.shape[2], p.q.shape[0], p.heads // packed_heads
         self._out = Result(p, p.heads, n_rows, p.dim_v, p.out_dtype, device)

@@ -13,7 +13,7 @@ from flashtile.backends.triton.scores import LOG2E
 
 NOTHING = gl.constexpr(-1e30)  # the maximum of no scores: finite, so that it can be taken off -inf
 SLACK = 8.0  # a maximum that has grown by less than this, in base 2, is left as it is
-# Of e4m3, which ends at 448 and keeps its 3 bits down to 2^-6: weights begin at 2^LIFT, and stay under 2^(LIFT + SLACK).
+# Of e4m3, which ends at 448 and keeps its 3 bits down to 2^-6: weights begin at 2^LIFT_8 and stay under 2^8.
 LIFT_8 = 6.0
 SLACK_8 = 2.0
 GROWTH = gl.constexpr(16)  # a tile whose weights add up to more than 2^GROWTH makes the maximum follow

@@ -51,14 +51,14 @@ def packed_heads(problem: Problem) -> int:
     p = problem
     if p.packed or p.group & (p.group - 1) or p.group > MOST_PACKED:
         return 1
-    rows = ROWS * forward(p).consumers
+    rows = ROWS * forward(max(p.dim, p.dim_v), p.dtype).consumers
     return p.group if p.n_q * 2 <= rows else 1
 
 
-def forward(problem: Problem) -> Config:
+def forward(width: int, dtype: str = "bfloat16") -> Config:
     """For the wider of the two head dims."""
-    table = EIGHT_BITS if problem.dtype == dtypes.EIGHT_BITS else FORWARD
-    return table[next(step for step in table if max(problem.dim, problem.dim_v) <= step)]
+    table = EIGHT_BITS if dtype == dtypes.EIGHT_BITS else FORWARD
+    return table[next(step for step in table if width <= step)]
 
 
 def seen_first(problem: Problem) -> bool:

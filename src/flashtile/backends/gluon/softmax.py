@@ -12,10 +12,11 @@ from flashtile.backends.triton.blocks import number
 from flashtile.backends.triton.scores import LOG2E
 
 NOTHING = gl.constexpr(-1e30)  # the maximum of no scores: finite, so that it can be taken off -inf
-SLACK = 8.0  # a maximum that has grown by less than this, in base 2, is left as it is
+SLACK = gl.constexpr(8.0)  # a maximum that has grown by less than this, in base 2, is left as it is
 # Of e4m3, which ends at 448 and keeps its 3 bits down to 2^-6: weights begin at 2^LIFT_8 and stay under 2^8.
-LIFT_8 = 6.0
-SLACK_8 = 2.0
+LIFT_8 = gl.constexpr(6.0)
+SLACK_8 = gl.constexpr(2.0)
+FLAT_8 = gl.constexpr(1024.0)  # a row whose weights add up to more may have SLACK_8: no weight is then over a quarter of them
 GROWTH = gl.constexpr(16)  # a tile whose weights add up to more than 2^GROWTH makes the maximum follow
 
 
@@ -115,12 +116,16 @@ def row_sum(p):
 
 @gluon.constexpr_function
 def lift_of(dtype):
-    return LIFT_8 if dtype == gl.float8e4nv else 0.0
+    return LIFT_8.value if dtype == gl.float8e4nv else 0.0
 
 
-@gluon.constexpr_function
-def slack_of(dtype):
-    return SLACK_8 if dtype == gl.float8e4nv else SLACK
+@gluon.jit
+def slack_of(l, dtype: gl.constexpr):
+    """How far the maximum may stay behind. The largest of 8-bit weights is exact only where it does not."""
+    if dtype == gl.float8e4nv:
+        return gl.where(l > FLAT_8, SLACK_8, 0.0)
+    else:
+        return SLACK
 
 
 @gluon.jit
@@ -141,7 +146,7 @@ def weigh(s, m, l, unit, dtype: gl.constexpr):
     A maximum that has grown little stays as it is: it is exact too, and weights stay under 2^SLACK.
     """
     top = gl.max(s, 1) * unit - lift_of(dtype)
-    m_new = gl.where(top - m > slack_of(dtype), top, m)
+    m_new = gl.where(top - m > slack_of(l, dtype), top, m)
     p = gl.exp2(s * unit - m_new[:, None])
     factor = gl.exp2(m - m_new)
     return p, m_new, l * factor + row_sum(p), factor

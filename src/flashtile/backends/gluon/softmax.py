@@ -16,7 +16,7 @@ SLACK = gl.constexpr(8.0)  # a maximum that has grown by less than this, in base
 # Of e4m3, which ends at 448 and keeps its 3 bits down to 2^-6: weights begin at 2^LIFT_8 and stay under 2^8.
 LIFT_8 = gl.constexpr(6.0)
 SLACK_8 = gl.constexpr(2.0)
-FLAT_8 = gl.constexpr(1024.0)  # a row whose weights add up to more may have SLACK_8: no weight is then over a quarter of them
+FLAT_8 = gl.constexpr(1024.0)  # SLACK_8 is for rows whose sum is larger: no weight is over a quarter of it
 GROWTH = gl.constexpr(16)  # a tile whose weights add up to more than 2^GROWTH makes the maximum follow
 
 

@@ -13,6 +13,7 @@ from flashtile.backends import gluon, native, tiles
 from flashtile.backends.gluon import tuning as hopper
 from flashtile.backends.triton import tuning
 from flashtile.band import Band
+from flashtile.dtypes import EIGHT_BITS
 from flashtile.hardware import Hardware, Rates
 from flashtile.plan import stand_in
 from flashtile.problem import describe
@@ -166,6 +167,33 @@ SHAPE = (2, 8, 4096, 128)
 def test_hopper_leaves_the_rest_to_the_portable_kernels(shape, options):
     p = on_gpu(shape, (*shape[:2], 4096, shape[3]), (9, 0), **options)
     assert p.tile_of == "triton"
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_hopper_multiplies_8_bits_as_they_are(dim):
+    shape = (2, 8, 4096, dim)
+    p = on_gpu(shape, shape, (9, 0), EIGHT_BITS, descale=(1, 1, 1))
+    config = hopper.forward(dim, EIGHT_BITS)
+    assert p.tile_of == "gluon" and p.tile == (hopper.ROWS * config.consumers, config.block_k)
+    assert p.blocks["K"] == config.block_k * dim
+    assert on_gpu((8, 32, 1, dim), (8, 4, 4096, dim), (9, 0), EIGHT_BITS).tile_of == "gluon"
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        (SHAPE, {"bias": (4096, 4096)}),
+        ((2, 8, 4096, 40), {}),
+        ((1, 8, 1, 128), {}),
+        ((8192, 8, 128), {"cu_q": np.array([0, 4096, 8192]), "cu_k": np.array([0, 4096, 8192])}),
+    ],
+    ids=["bias", "width", "decode", "packed"],
+)
+def test_8_bits_are_widened_for_the_portable_kernels(shape, options):
+    for capability in ((9, 0), (8, 0)):
+        p, wide = (on_gpu(shape, shape, capability, dtype, **options) for dtype in (EIGHT_BITS, "bfloat16"))
+        assert p.tile_of == "triton"
+        assert p.tile == wide.tile or wide.tile_of == "gluon"
 
 
 def test_a_gpu_that_was_named_counts_not_the_one_that_is_here(monkeypatch):

@@ -30,6 +30,7 @@ class Options(TypedDict, total=False):
     dropout: float
     seed: int
     kv_lengths: Any
+    descale: Any
     out_dtype: Any
     deterministic: bool
     threads: int | None
@@ -62,6 +63,7 @@ def attention(
     dropout: float = 0.0,
     seed: int = 0,
     kv_lengths: Any = None,
+    descale: Any = None,
     return_lse: bool = False,
     out_dtype: Any = None,
     backend: str = "auto",
@@ -85,8 +87,11 @@ def attention(
     scale        dim ** -0.5 unless given
     dropout      probability of dropping a weight; `seed` decides which, the same on every backend
     kv_lengths   (batch,): how many keys of each sequence are in use; causal and window align to their end
+    descale      of torch.float8_e4m3fn inputs, the factors of q, k and v: numbers, or float32 tensors of shape () or
+                 (batch, kv_heads); what counts is q * descale[0], and so on. Such inputs have no gradient
     return_lse   also return the log-sum-exp of each row's scores, shaped like the output without its last axis
-    out_dtype    float32 keeps the partial result of 16-bit inputs unrounded, for merge()
+    out_dtype    float32 keeps the partial result of 16-bit inputs unrounded, for merge(); 8-bit ones give bfloat16
+                 unless this says float16 or float32
     backend      "auto", or one of those that `flashtile doctor` lists
     deterministic  the same bits on every run, also where that costs time; torch.use_deterministic_algorithms() asks too
     threads      how many CPU threads to use at most
@@ -109,6 +114,7 @@ def attention(
         "dropout": dropout,
         "seed": seed,
         "kv_lengths": kv_lengths,
+        "descale": descale,
         "out_dtype": out_dtype,
         "deterministic": deterministic,
         "threads": threads,

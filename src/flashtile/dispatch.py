@@ -38,6 +38,7 @@ class Backend:
     device: str
     about: str
     generation: int | None = None  # of NVIDIA's GPUs, by their compute capability; None: any GPU, or none
+    eight_bits: bool = False  # multiplies 8-bit tensors as they are; the others are given wider ones
 
     def load(self) -> ModuleType:
         return _module(self.module)
@@ -89,7 +90,7 @@ TABLE = (
     Backend("native", "flashtile.backends.native", "cpu", "C++ core, queries in the SIMD lanes"),
     Backend("tiles", "flashtile.backends.tiles", "cpu", "NumPy, tile by tile: the one to read"),
     Backend("reference", "flashtile.backends.reference", "cpu", "NumPy, N x N, float64: the oracle"),
-    Backend("gluon", "flashtile.backends.gluon", "cuda", "Gluon kernels for Hopper", generation=9),
+    Backend("gluon", "flashtile.backends.gluon", "cuda", "Gluon kernels for Hopper", generation=9, eight_bits=True),
     Backend("triton", "flashtile.backends.triton", "cuda", "Triton kernels for any GPU it knows"),
 )
 NAMES = ("auto", *(row.name for row in TABLE))

@@ -11,11 +11,13 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+EIGHT_BITS = "float8_e4m3fn"  # of tensors only
+ITEMSIZE = {EIGHT_BITS: 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 # NumPy has no bfloat16 of its own. Its bits travel as this one-field record, so that they cannot be taken for
 # integers; arrays of the ml_dtypes package, whose dtype is named bfloat16, are welcome too.
 BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
+_FLOAT8 = np.dtype([(EIGHT_BITS, np.uint8)])  # for plan(), which looks at shapes only
 
 
 @cache
@@ -24,7 +26,7 @@ def name_of(dtype: Any) -> str:
     if isinstance(dtype, str):
         return dtype
     if isinstance(dtype, np.dtype):
-        return "bfloat16" if dtype == BFLOAT16 else str(dtype.name)
+        return dtype.names[0] if dtype in (BFLOAT16, _FLOAT8) and dtype.names else str(dtype.name)
     if isinstance(dtype, type) and issubclass(dtype, np.generic):
         return str(np.dtype(dtype).name)
     return str(dtype).removeprefix("torch.")
@@ -35,9 +37,14 @@ def accumulator(name: str) -> str:
     return "float64" if name == "float64" else "float32"
 
 
+def wider(device: str) -> str:
+    """What backends on this device are given that do not multiply 8-bit tensors as they are."""
+    return "float32" if device == "cpu" else "bfloat16"
+
+
 def carrier(name: str) -> np.dtype[Any]:
     """The NumPy dtype that holds elements of this name."""
-    return BFLOAT16 if name == "bfloat16" else np.dtype(name)
+    return {"bfloat16": BFLOAT16, EIGHT_BITS: _FLOAT8}.get(name) or np.dtype(name)
 
 
 def widen(x: Array, to: Any = np.float32) -> Array:

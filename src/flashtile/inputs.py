@@ -20,11 +20,13 @@ class Inputs(NamedTuple):
     kv_lengths: Any
     cu_q: Any
     cu_k: Any
+    descale: Any
     seed: int
 
     @classmethod
     def of(cls, p: Problem) -> Inputs:
-        return cls(p.q, p.k, p.v, p.mask, p.bias, p.alibi, p.sink, p.kv_lengths, p.cu_q, p.cu_k, p.seed)
+        options = (p.mask, p.bias, p.alibi, p.sink, p.kv_lengths, p.cu_q, p.cu_k, p.descale)
+        return cls(p.q, p.k, p.v, *options, p.seed)
 
 
 TENSORS = Inputs._fields[:-1]

@@ -13,7 +13,7 @@ import numpy as np
 from flashtile import dispatch, traffic
 from flashtile.backends import tiles
 from flashtile.band import FAR, Band, Kind, ceil_div, cuts
-from flashtile.dtypes import ITEMSIZE, Array, carrier, name_of
+from flashtile.dtypes import EIGHT_BITS, ITEMSIZE, Array, accumulator, carrier, name_of, wider
 from flashtile.hardware import Hardware, Rates
 from flashtile.problem import Problem, describe
 from flashtile.tiling import Tiling
@@ -99,9 +99,11 @@ def plan(
     name = name_of(dtype)
     shapes = [tuple(int(n) for n in shape) for shape in (q_shape, k_shape, k_shape if v_shape is None else v_shape)]
     stand_ins: dict[str, Any] = dict(options)
-    for key, kind in (("mask", "bool"), ("bias", name), ("alibi", name), ("sink", name)):
+    beside = accumulator(name) if name == EIGHT_BITS else name
+    for key, kind in (("mask", "bool"), ("bias", beside), ("alibi", beside), ("sink", beside)):
         if isinstance(stand_ins.get(key), (tuple, list)):
             stand_ins[key] = stand_in(stand_ins[key], kind)
+    stand_ins.pop("descale", None)  # whose numbers change nothing that is planned
     problem = describe(*(stand_in(shape, name) for shape in shapes), cu_q=cu_q, cu_k=cu_k, **stand_ins)
     capability = None if hardware is None else hardware.capability
     asked = problem if device == "cpu" else _outlined(problem)
@@ -109,7 +111,7 @@ def plan(
     owner = chosen
     if chosen is None or (backend == "auto" and device != "cpu" and capability is not None):
         owner = _but_for_this_machine(asked, device, capability)
-    tile = _tile(problem, owner, capability)
+    tile = _tile(_as_given_to(owner, problem, device), owner, capability)
     counts = _Counts.of(problem, tile)
     flops = counts.pairs * traffic.forward_flops_a_pair(problem.dim, problem.dim_v)
     return Plan(
@@ -172,7 +174,7 @@ class _Counts:
             counts.pairs += heads * traffic.visible_pairs(band, n_q, n_k)
             counts.scores += heads * n_q * n_k
             counts.rows += heads * n_q
-            rows = heads * n_q * (width * size + wide)  # Q, O and L
+            rows = heads * n_q * (p.dim * size + p.dim_v * ITEMSIZE[p.out_dtype] + wide)  # Q, O and L
             seen = cuts(band, 0, n_q, n_k, 1) if n_q else None
             kv_seen = 0 if seen is None else (seen.end - seen.begin) * width * size
             loaded = grids * traffic.keys_visited(band, n_q, n_k, tile.rows, tile.keys)
@@ -227,6 +229,13 @@ def _but_for_this_machine(problem: Problem, device: str, capability: tuple[int, 
     """The row that would run on such a GPU, if that and all else it needs were here."""
     able = (row for row in dispatch.TABLE if row.made_for(capability) and row.objection(problem, device) is None)
     return dispatch.preferred(problem, able)
+
+
+def _as_given_to(owner: dispatch.Backend | None, problem: Problem, device: str) -> Problem:
+    """8-bit tensors are widened for a backend that does not multiply them as they are."""
+    if problem.dtype != EIGHT_BITS or (owner is not None and owner.eight_bits):
+        return problem
+    return replace(problem, dtype=wider(device))
 
 
 def _tile(problem: Problem, owner: dispatch.Backend | None, capability: tuple[int, int] | None) -> Tiling:

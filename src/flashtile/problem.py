@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from flashtile.band import FAR, Band
-from flashtile.dtypes import FLOATS, accumulator, name_of
+from flashtile.dtypes import EIGHT_BITS, FLOATS, accumulator, name_of
 from flashtile.errors import DTypeError, ShapeError
 
 MAX_DIM = 512
@@ -34,6 +34,7 @@ class Problem:
     kv_lengths: Any
     cu_q: Any  # packed: where sequence s begins among the rows of q; None otherwise
     cu_k: Any
+    descale: Any  # of 8-bit q, k and v: (sequences or 1, kv_heads or 1, 3); None: all 1
     sequences: int  # batch, or how many sequences are packed
     heads: int
     kv_heads: int
@@ -115,6 +116,7 @@ def describe(
     out_dtype: Any = None,
     deterministic: bool = False,
     threads: int | None = None,
+    descale: Any = None,
     cu_q: Any = None,
     cu_k: Any = None,
 ) -> Problem:
@@ -155,6 +157,8 @@ def describe(
             raise ShapeError(f"sink: expected shape ({heads},), one logit a query head, got {tuple(sink.shape)}")
     if kv_lengths is not None:
         kv_lengths = _kv_lengths(kv_lengths, sequences, n_k, cu_k)
+    if descale is not None:
+        descale = _descale(descale, dtype, sequences, kv_heads)
     return Problem(
         q,
         k,
@@ -166,6 +170,7 @@ def describe(
         kv_lengths,
         cu_q,
         cu_k,
+        descale,
         sequences,
         heads,
         kv_heads,
@@ -191,6 +196,8 @@ def library(q: Any, **others: Any) -> str:
     """'numpy' or 'torch', whichever q belongs to; every other array must belong to it too, on the same device."""
     if isinstance(q, np.ndarray):
         kind = "numpy"
+        if name_of(q.dtype) == EIGHT_BITS:
+            raise DTypeError(f"q: expected a torch tensor, got a NumPy array of {EIGHT_BITS}, which NumPy cannot read")
     elif type(q).__module__.partition(".")[0] == "torch" or hasattr(q, "__torch_function__"):
         kind = "torch"
     else:
@@ -267,8 +274,8 @@ def _dtype_name(x: Any) -> str:
 
 def _check_dtypes(q: Any, k: Any, v: Any) -> str:
     dtype = name_of(_dtype("q", q))
-    if dtype not in FLOATS:
-        raise DTypeError(f"q: expected one of {', '.join(FLOATS)}, got {dtype}")
+    if dtype not in FLOATS and dtype != EIGHT_BITS:
+        raise DTypeError(f"q: expected one of {', '.join((*FLOATS, EIGHT_BITS))}, got {dtype}")
     for name, x in (("k", k), ("v", v)):
         if name_of(_dtype(name, x)) != dtype:
             raise DTypeError(f"{name}: expected {dtype} like q, got {_dtype_name(x)}")
@@ -392,23 +399,56 @@ def _broadcastable(name: str, x: Any, pairs: tuple[int, ...], known: bool) -> An
     return x
 
 
+def check_descale(descale: Any, q: Any) -> tuple[Any, Any, Any]:
+    """The factors of q, k and v, each a number or a float32 tensor of no axes or two."""
+    if not isinstance(descale, Sequence) or isinstance(descale, str) or len(descale) != 3:
+        raise ShapeError(f"descale: expected three factors, of q, k and v, got {descale!r}")
+    checked: list[Any] = []
+    whole = None
+    for x in descale:
+        if x is None or isinstance(x, numbers.Real):
+            checked.append(_number("descale", x))
+            continue
+        library(q, descale=x)
+        if str(x.dtype) != "torch.float32":
+            raise DTypeError(f"descale: expected float32, got {x.dtype}")
+        shape = tuple(x.shape)
+        whole = whole or shape
+        if len(shape) not in (0, 2) or (shape and shape != whole):
+            raise ShapeError(f"descale: expected shape () or (batch, kv_heads), got {shape}")
+        checked.append(x)
+    return checked[0], checked[1], checked[2]
+
+
+def _descale(descale: Any, dtype: str, sequences: int, kv_heads: int) -> Any:
+    """The factors of q, k and v side by side."""
+    if dtype != EIGHT_BITS:
+        raise DTypeError(f"descale: expected q of {EIGHT_BITS} beside it, got {dtype}")
+    shape = tuple(descale.shape)
+    if shape not in ((1, 1, 3), (sequences, kv_heads, 3)):
+        raise ShapeError(f"descale: expected shape () or ({sequences}, {kv_heads}), one a key head, got {shape[:-1]}")
+    return descale
+
+
 def _like_q(name: str, x: Any, dtype: str) -> None:
     kind = name_of(_dtype(name, x))
-    if kind not in (dtype, accumulator(dtype)):
-        wanted = " or ".join(dict.fromkeys((dtype, accumulator(dtype))))
-        raise DTypeError(f"{name}: expected {wanted}, got {kind}")
+    beside = (accumulator(dtype),) if dtype == EIGHT_BITS else (dtype, accumulator(dtype))
+    if kind not in beside:
+        raise DTypeError(f"{name}: expected {' or '.join(dict.fromkeys(beside))}, got {kind}")
 
 
 def _out_dtype(out_dtype: Any, dtype: str) -> str:
+    allowed: tuple[str, ...] = (dtype, accumulator(dtype))
+    if dtype == EIGHT_BITS:
+        allowed = ("bfloat16", "float16", "float32")
     if out_dtype is None:
-        return dtype
+        return allowed[0]
     try:
         name = name_of(out_dtype)
     except TypeError:
         name = type(out_dtype).__name__
-    if name not in (dtype, accumulator(dtype)):
-        wanted = " or ".join(dict.fromkeys((dtype, accumulator(dtype))))
-        raise DTypeError(f"out_dtype: expected {wanted} for {dtype} inputs, got {name}")
+    if name not in allowed:
+        raise DTypeError(f"out_dtype: expected {' or '.join(dict.fromkeys(allowed))} for {dtype} inputs, got {name}")
     return name
 
 

@@ -33,6 +33,12 @@ def test_the_ridge_of_the_h200():
     assert chips()["h200"].rates("float32").flops < chips()["h200"].rates("float16").flops / 10
 
 
+def test_8_bits_count_as_16_where_they_are_widened():
+    h200, a100 = chips()["h200"], chips()["a100-80"]
+    assert h200.rates("float8_e4m3fn").flops == pytest.approx(2 * h200.rates("bfloat16").flops, rel=1e-3)
+    assert a100.rates("float8_e4m3fn") == a100.rates("bfloat16")
+
+
 def test_capabilities():
     found = {name: chips()[name].capability for name in ("a100-80", "rtx-4090", "h200", "b200", "mi300x")}
     assert found == {"a100-80": (8, 0), "rtx-4090": (8, 9), "h200": (9, 0), "b200": (10, 0), "mi300x": None}

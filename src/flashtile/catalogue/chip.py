@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
+from flashtile.dtypes import EIGHT_BITS
 from flashtile.hardware import Hardware, Level, Rates
 
 OTHER_CARDS = {"pcie", "nvl", "laptop", "mig", "d"}  # slower ones of the same name
@@ -41,8 +42,9 @@ class Chip:
         return (int(number[:-1]), int(number[-1])) if kind == "sm" else None
 
     def rates(self, dtype: str = "bfloat16") -> Rates:
-        """At best, a second, for elements of this type."""
-        key = "float16" if dtype in ("float16", "bfloat16") else dtype
+        """At best, a second, for elements of this type; 8-bit ones are widened where no rate is known for them."""
+        widened = dtype == "bfloat16" or (dtype == EIGHT_BITS and dtype not in self.tflops)
+        key = "float16" if widened else dtype
         return Rates(self.tflops[key] * 1e12, self.memory_gb_s * 1e9)
 
     @property

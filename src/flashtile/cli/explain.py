@@ -12,11 +12,12 @@ from flashtile.budget import Budget, budget
 from flashtile.catalogue import chips, known_as, length, models
 from flashtile.cli import output
 from flashtile.cli.picture import Picture, beside, legend, pictures
-from flashtile.dtypes import FLOATS, ITEMSIZE
+from flashtile.dtypes import EIGHT_BITS, FLOATS, ITEMSIZE
 from flashtile.hardware import Hardware, Rates
 from flashtile.plan import Plan, plan
 
 T = TypeVar("T")
+DTYPES = (*FLOATS, EIGHT_BITS)
 
 
 def explain(
@@ -31,7 +32,7 @@ def explain(
     decode: Annotated[
         bool, typer.Option("--decode", help="With --model: one new token against the context, not the whole prompt.")
     ] = False,
-    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(FLOATS)}; float32, or bfloat16 with --model.")] = None,
+    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; float32, or bfloat16 with --model.")] = None,
     backend: Annotated[str, typer.Option(help="Ask for a backend by name.")] = "auto",
     gpu: str = typer.Option(
         None,
@@ -50,7 +51,7 @@ def explain(
         raise typer.BadParameter("expected --q with a shape, or --model with a name")
     if model is not None and (causal or window is not None):
         raise typer.BadParameter("--causal, --window: the model says who sees whom")
-    kind = _one_of("--dtype", dtype or ("float32" if model is None else "bfloat16"), {name: name for name in FLOATS})
+    kind = _one_of("--dtype", dtype or ("float32" if model is None else "bfloat16"), {name: name for name in DTYPES})
     given = _given(gpu_flops, gpu_bandwidth, gpu_memory)
     hardware, device = _hardware(gpu, kind, given)
     whole: Budget | None = None

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flashtile.errors import UnsupportedError
-from flashtile.pytorch import ops
+from flashtile.pytorch import eight_bits, ops
 from flashtile.pytorch.call import N_TENSORS, Call
 
 _NONE = Call(*(None for _ in Call._fields))
@@ -33,6 +33,8 @@ class Attention(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         if Call(*ctx.needs_input_grad[: len(inputs)]).alibi:
             raise UnsupportedError("alibi: expected slopes that need no gradient; a bias has one")
+        if inputs[0].dtype is eight_bits.DTYPE:
+            raise UnsupportedError(f"q, k, v: expected inputs that need no gradient, for {eight_bits.DTYPE} has none")
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[:N_TENSORS], *output)
         ctx.settings = inputs[N_TENSORS:]

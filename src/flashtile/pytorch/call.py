@@ -8,11 +8,11 @@ from flashtile.band import Band
 
 SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_q, Tensor? cu_k, "
-    "Tensor? mask, Tensor? bias, Tensor? alibi, Tensor? sink, Tensor? kv_lengths, "
+    "Tensor? mask, Tensor? bias, Tensor? alibi, Tensor? sink, Tensor? kv_lengths, Tensor? descale, "
     "bool causal, SymInt? left, SymInt? right, SymInt? offset, float softcap, float? scale, float dropout, "
     "SymInt seed, str? out_dtype, str backend, bool deterministic, int? threads"
 )
-TENSORS = ("cu_q", "cu_k", "mask", "bias", "alibi", "sink", "kv_lengths")  # among the options
+TENSORS = ("cu_q", "cu_k", "mask", "bias", "alibi", "sink", "kv_lengths", "descale")  # among the options
 N_TENSORS = 3 + len(TENSORS)  # they come first in a Call
 
 
@@ -33,6 +33,7 @@ class Call(NamedTuple):
     alibi: Any
     sink: Any
     kv_lengths: Any
+    descale: Any
     causal: Any
     left: Any
     right: Any
@@ -84,6 +85,7 @@ def of(
     dropout: float = 0.0,
     seed: int = 0,
     kv_lengths: Any = None,
+    descale: Any = None,
     out_dtype: Any = None,
     deterministic: bool = False,
     threads: int | None = None,
@@ -104,6 +106,7 @@ def of(
         alibi,
         sink,
         kv_lengths,
+        descale,
         causal,
         left,
         right,

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.problem import describe
-from flashtile.pytorch import autocast, call, kernel, ops, prepared
+from flashtile.problem import check_descale, describe
+from flashtile.pytorch import autocast, call, eight_bits, kernel, ops, prepared
 from flashtile.pytorch.autograd import Attention, reject_forward_mode
 from flashtile.pytorch.watch import unwatched
 
@@ -18,6 +18,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, backend: str
     device = q.device.type
     if options.get("deterministic", False) is False and torch.are_deterministic_algorithms_enabled():
         options["deterministic"] = True
+    if options.get("descale") is not None:
+        options["descale"] = eight_bits.side_by_side(check_descale(options["descale"], q), q.device)
     if autocast.enabled(device):
         options = autocast.cast(device, {"q": q, "k": k, "v": v, **options})
         q, k, v = options.pop("q"), options.pop("k"), options.pop("v")

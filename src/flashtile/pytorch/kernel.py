@@ -10,13 +10,15 @@ from torch import Tensor
 from flashtile import dispatch, threads
 from flashtile.dtypes import name_of, narrow
 from flashtile.problem import Problem, check_gradients, describe
-from flashtile.pytorch import prepared
+from flashtile.pytorch import eight_bits, prepared
 from flashtile.pytorch.bridge import to_numpy, to_torch
 from flashtile.pytorch.call import TENSORS
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Output and lse, contiguous, in the layout of q."""
+    if q.dtype is eight_bits.DTYPE:
+        return _eight_bits(q, k, v, backend, options)
     if not q.is_cpu:
         return prepared.forward(q, k, v, backend, options)
     problem, out, lse = _run(q, k, v, backend, options)
@@ -25,10 +27,23 @@ def forward(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, An
 
 def output(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> Tensor:
     """The output alone: a small call notices what the tensor of an lse nobody wants costs."""
-    if not q.is_cpu:
-        return prepared.forward(q, k, v, backend, options)[0]
+    if not q.is_cpu or q.dtype is eight_bits.DTYPE:
+        return forward(q, k, v, backend, options)[0]
     problem, out, _ = _run(q, k, v, backend, options)
     return _given(problem, out, problem.out_dtype)
+
+
+def _eight_bits(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """forward() of 8-bit tensors: as they are where the backend multiplies such, otherwise widened."""
+    if not q.is_cpu:
+        run, inputs = prepared.find(q, k, v, backend, options)
+        if run is not None:
+            results: tuple[Tensor, Tensor] = run.forward(inputs)
+            return results
+    problem = describe(q, k, v, **options)
+    (q, k, v), more = eight_bits.widened(problem)
+    out, lse = forward(q, k, v, backend, {**options, **more})
+    return out.to(getattr(torch, problem.out_dtype)), lse
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Problem, Any, Any]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flashtile import dispatch
 from flashtile.band import Band
+from flashtile.dtypes import EIGHT_BITS
 from flashtile.inputs import TENSORS, Inputs
 from flashtile.problem import describe
 
@@ -24,7 +25,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, An
 
 
 def find(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Any, Inputs]:
-    """What runs this call, and the tensors to run it on. A wrong call is told so here."""
+    """What runs this call, and the tensors to run it on. A wrong call is told so here.
+
+    None where the backend does not multiply 8-bit tensors as they are.
+    """
     key = _key(q, k, v, backend, options)
     seed = options.get("seed", 0)
     try:
@@ -35,6 +39,8 @@ def find(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any])
         return found, Inputs._make([q, k, v, *map(options.get, TENSORS[3:]), seed])
     given = describe(q, k, v, **options)
     row = dispatch.choose(given, backend, q.device.type)
+    if given.dtype == EIGHT_BITS and not row.eight_bits:
+        return None, Inputs.of(given)
     found, problem = row.prepare(given)
     if problem is given and key is not None:
         if len(_prepared) >= MOST:

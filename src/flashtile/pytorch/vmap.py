@@ -32,7 +32,7 @@ class Fold:
         return x.expand(self.n, self.batch, *x.shape[2:]).flatten(0, 1)
 
     def call(self, call: Call, mapped: Call) -> Call:
-        ranks = {"q": 4, "k": 4, "v": 4, "mask": 4, "bias": 4, "alibi": 2, "kv_lengths": 1}
+        ranks = {"q": 4, "k": 4, "v": 4, "mask": 4, "bias": 4, "alibi": 2, "kv_lengths": 1, "descale": 3}
         return call._replace(
             **{name: self.fold(getattr(call, name), getattr(mapped, name), rank) for name, rank in ranks.items()}
         )

@@ -19,7 +19,7 @@ from tests.backends.triton.machine_code import loops, nvidia, tool
 from tests.backends.triton.offline import ROOT, TARGETS, Phantom
 
 WAIT = re.compile(r"\bWARPGROUP\.DEPBAR\b")
-PRODUCT = re.compile(r"\bHGMMA\b")
+PRODUCT = re.compile(r"\b[HQ]GMMA\b")  # of 16-bit and of 8-bit numbers
 ADVICE = re.compile(r"\bC75\d\d\b.*")  # by ptxas, where it serialises products
 
 
@@ -30,7 +30,7 @@ class Case(NamedTuple):
     options: str = ""
     dtype: str = "bfloat16"
     dim_v: int | None = None  # None: as wide as the keys
-    work: str = "forward"  # or "backward"
+    work: str = "forward"  # or "backward"; or, of a forward pass, "transpose" or "mend" for the kernels beside it
 
 
 class Built(NamedTuple):
@@ -69,21 +69,31 @@ def build_here(cases: Iterable[Case]) -> Iterator[Built]:
 
     from flashtile.backends.gluon.backward_kernel import backward_kernel
     from flashtile.backends.gluon.forward_kernel import forward_kernel
+    from flashtile.backends.gluon.transpose_kernel import transpose_kernel
     from flashtile.backends.gluon.wide_backward_kernel import wide_backward_kernel
+    from flashtile.backends.triton.mend_kernels import mend_forward_kernel
     from flashtile.backends.triton.start import Start
 
     triton.runtime.driver.set_active(Phantom(TARGETS["sm_90"]))
     kernels: list[dict[str, Any]] = []
     triton.knobs.compilation.listener = lambda **told: kernels.append(told)
     triton.knobs.nvidia.dump_ptxas_log = True
+    wanted: list[Any] = []
+    of_work = {
+        "forward": [forward_kernel],
+        "backward": [backward_kernel, wide_backward_kernel],
+        "transpose": [transpose_kernel],
+        "mend": [mend_forward_kernel],
+    }
 
     def compile_only(start: Start, *args: Any) -> None:
-        if start.kernel in (forward_kernel, backward_kernel, wide_backward_kernel):  # others are Triton
+        if start.kernel in wanted:
             start.kernel[start.grid](*args, **start.constants, **start.options)
 
     with mock.patch.object(Start, "__call__", compile_only):
         for case in cases:
             kernels.clear()
+            wanted[:] = of_work[case.work]
             log = StringIO()
             with redirect_stdout(log):
                 start_call(case)
@@ -136,12 +146,13 @@ def start_call(case: Case) -> None:
         "float32": {"out_dtype": torch.float32},
         "packed": {"cu_q": starts, "cu_k": starts},
         "deterministic": {"deterministic": True},
+        "descale": {"descale": torch.ones(batch, kv_heads, 3)},
         **{word: {} for word in ("gqa", "ragged")},
     }
     problem = describe(q, k, v, **{name: x for word in words for name, x in values[word].items()})
     assert why_not(problem) is None
     device, inputs = torch.device("cpu"), Inputs.of(problem)
-    if case.work == "forward":
+    if case.work != "backward":
         with mock.patch.object(launch, "counter", lambda _device: torch.zeros(2, dtype=torch.int32)):
             launch.Forward(problem, device)(inputs)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from flashtile.dtypes import EIGHT_BITS
 from tests.backends.gluon.offline import ADVICE, Built, Case, build
 from tests.backends.triton.offline import TARGETS
 
@@ -23,6 +24,11 @@ QUICK = {
         Case(128, "causal", "float16"),
         Case(128, "float32"),
     ],
+    "8 bits": [
+        *(Case(dim, options, EIGHT_BITS) for dim in DIMS for options in ("", "causal descale")),
+        Case(128, f"{EVERYTHING} descale", EIGHT_BITS),
+        Case(128, "float32", EIGHT_BITS),
+    ],
     "gradients": [Case(dim, options, work="backward") for dim in DIMS for options in ("", "causal")],
     "ordered": [Case(dim, "causal ragged deterministic", work="backward") for dim in DIMS],
 }
@@ -32,6 +38,7 @@ FULL = [
     *(Case(dim, f"{options} float32") for dim in DIMS for options in ("", "causal")),
     *(Case(dim, f"{options} packed") for dim in DIMS for options in ("causal", "band", "kv_lengths sink")),
     *(Case(dim, options) for dim in DIMS for options in (EVERYTHING, "softcap", "alibi", "gqa")),
+    *(Case(dim, options, EIGHT_BITS) for dim in DIMS for options in ("band", "gqa", f"{EVERYTHING} descale")),
     *(Case(dim, options, work="backward") for dim in DIMS for options in ("causal ragged", *GRADIENTS)),
 ]
 WIDTHS = [(8, 8), (16, 24), (32, 32), (40, 48), (96, 96), (64, 128), (128, 64), (192, 128), (128, 256), (256, 64)]
@@ -44,6 +51,8 @@ STACK = {
     ("forward", 256, "band"): 40,
     ("forward", 256, "softcap"): 8,
     ("forward", 256, EVERYTHING): 48,
+    ("forward", 64, f"{EVERYTHING} descale"): 16,
+    ("forward", 256, f"{EVERYTHING} descale"): 24,
     ("backward", 128, ""): 16,
     ("backward", 128, "causal"): 104,
     ("backward", 128, "causal ragged"): 104,
@@ -95,6 +104,14 @@ def test_more_kernels(dim: int) -> None:
 def test_other_widths() -> None:
     rows = build([Case(dim, "causal", dim_v=dim_v) for dim, dim_v in WIDTHS])
     assert [fault for built in rows for fault in faults(built)] == []
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_kernels_beside_8_bits(dim: int) -> None:
+    """Values are turned within registers, and spoiled tiles made anew."""
+    turned, mended = build(Case(dim, "causal descale", EIGHT_BITS, work=work) for work in ("transpose", "mend"))
+    assert turned.stack == turned.shared == 0
+    assert mended.stack == 0
 
 
 BUILT = Built(Case(64), 232448, 0, True, [2, 2], [12, 12], [], 1.0)

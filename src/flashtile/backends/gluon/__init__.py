@@ -6,6 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from flashtile.backends import triton as portable
+from flashtile.dtypes import EIGHT_BITS
 from flashtile.problem import Problem
 from flashtile.tiling import Tiling
 
@@ -16,6 +17,7 @@ WIDEST = 256
 MOST_ROWS = 1 << 30
 SHORT = 64  # queries
 ROWS_TO_FILL = 64 * 128  # about two tiles for three processors in four
+FEW_TILES = 16
 
 
 @cache
@@ -36,8 +38,10 @@ def why_not(problem: Problem) -> str | None:
     for name, x in (("mask", p.mask), ("bias", p.bias), ("dropout", p.dropout or None)):
         if x is not None:
             return f"it takes no {name}"
-    if p.dtype not in ("float16", "bfloat16"):
-        return f"it takes float16 and bfloat16, not {p.dtype}"
+    if p.dtype not in ("float16", "bfloat16", EIGHT_BITS):
+        return f"it takes float16, bfloat16 and {EIGHT_BITS}, not {p.dtype}"
+    if p.packed and p.dtype == EIGHT_BITS:
+        return f"it takes no packed sequences of {EIGHT_BITS}"
     if max(p.dim, p.dim_v) > WIDEST:
         return f"its tiles hold head dims up to {WIDEST}"
     if p.scale <= 0:
@@ -56,8 +60,12 @@ def why_not(problem: Problem) -> str | None:
 def suits(problem: Problem) -> bool:
     """Whether there is enough to do for a kernel that keeps every processor for itself.
 
-    The portable kernels share the keys of few queries out, and start sooner.
+    The portable kernels share the keys of few queries out, and start sooner; but 8-bit tensors are widened for them.
     """
+    if problem.dtype == EIGHT_BITS:
+        tiling = tile(problem)
+        heads = problem.heads // tiling.heads * problem.sequences
+        return -(-problem.n_q // tiling.rows) * heads >= FEW_TILES
     rows = problem.n_q * problem.heads * problem.sequences
     return problem.n_q > SHORT and rows >= ROWS_TO_FILL
 
@@ -66,7 +74,7 @@ def tile(problem: Problem, capability: tuple[int, int] | None = None) -> Tiling:
     """That of a forward pass."""
     from flashtile.backends.gluon import tuning
 
-    config = tuning.forward(max(problem.dim, problem.dim_v))
+    config = tuning.forward(max(problem.dim, problem.dim_v), problem.dtype)
     heads = tuning.packed_heads(problem)
     return Tiling(tuning.ROWS * config.consumers // heads, config.block_k, heads)
 

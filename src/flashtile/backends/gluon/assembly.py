@@ -1,4 +1,4 @@
-"""What Gluon has no word for, as inline assembly: named barriers, a rescale that is mostly skipped, packed halves."""
+"""What Gluon has no word for, as inline assembly: named barriers, a rescale that is mostly skipped, packed weights."""
 
 from __future__ import annotations
 
@@ -110,6 +110,20 @@ def await_count(counter, count):
         [counter, count],
         dtype=gl.int32,
         is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def pack_quarters(a, b, c, d):
+    """Four float32, rounded to e4m3, in one integer, the first in its lowest byte."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
+        " cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
+        "=r,f,f,f,f",
+        [a, b, c, d],
+        dtype=gl.int32,
+        is_pure=True,
         pack=1,
     )
 

@@ -234,7 +234,7 @@ def clear_unused(tile, ROWS: gl.constexpr, in_use):
 @gluon.jit
 def walk(STEP: gl.constexpr, s, dk, dv, shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
     """All tiles of queries that see a program's keys, of one head of the group after the other."""
-    unit = unit_of(rule)
+    unit = unit_of(rule, 1.0)
     t = gl.to_tensor(0)
     for _ in range(C.GROUP):
         for n in gl.static_range(C.ALWAYS_CUT):
@@ -289,7 +289,7 @@ def seen_by(board, rule, slope_at, LAYOUT: gl.constexpr, ME: gl.constexpr):
     if rule.alibi is not None:
         at = o_j - plain(rule.alibi_offset)
         slope = o_j * 0.0 + gl.load(rule.alibi + slope_at).to(gl.float32)
-    return Seen(last, first, at, slope)
+    return Seen(last, first, at, slope, 1.0)
 
 
 @gluon.jit

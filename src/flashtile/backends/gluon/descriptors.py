@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashtile.backends.triton.tensors import Result, maker
-from flashtile.dtypes import name_of
+from flashtile.dtypes import EIGHT_BITS, name_of
 
 
 def descriptors(x: Any, box: list[int], packed_heads: int | None = None, swizzled: bool = True) -> Callable[[Any], Any]:
@@ -24,10 +24,15 @@ def descriptors(x: Any, box: list[int], packed_heads: int | None = None, swizzle
         stride = [stride[0], stride[1] * packed_heads, stride[2], stride[1], 1]
     stride = [s if n > 1 else 16 for n, s in zip(shape, stride, strict=True)]  # no one steps along an axis of 1
     stride[-1] = 1
-    layout = gl.NVMMASharedLayout.get_default_for(box, getattr(gl, name_of(x.dtype)))
+    layout = gl.NVMMASharedLayout.get_default_for(box, _element(x.dtype))
     if not swizzled:
         layout = gl.NVMMASharedLayout(0, 8 * x.element_size(), len(box))
     return maker(TensorDescriptor(x, shape, stride, box, layout))
+
+
+def _element(dtype: Any) -> Any:
+    name = name_of(dtype)
+    return gl.float8e4nv if name == EIGHT_BITS else getattr(gl, name)
 
 
 def outline_of(result: Result, batch: int, heads: int, n: int, dim: int) -> Any:

@@ -38,6 +38,7 @@ from flashtile.backends.gluon.tasks import (
     FIELDS,
     FIRST_KEY,
     FIRST_SEEN,
+    GAIN,
     GO,
     HEAD,
     LAST_KEY,
@@ -54,6 +55,7 @@ from flashtile.backends.gluon.tasks import (
     SKIP_AFTER,
     STANDS_AT,
     STRETCHES,
+    VALUE_GAIN,
     Orders,
     Work,
     dismiss,
@@ -61,6 +63,7 @@ from flashtile.backends.gluon.tasks import (
     key_tiles,
     post,
     read,
+    read_real,
 )
 from flashtile.backends.triton.scores import LN2, LOG2E
 
@@ -130,13 +133,15 @@ def forward_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [C.CONSUMERS, 1], barrier)
     q_free = gl.allocate_shared_memory(gl.int64, [C.CONSUMERS, 1], barrier)
     k_tiles = gl.allocate_shared_memory(dtype, [C.STAGES, 1, 1, C.BLOCK_K, C.BLOCK_D], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [C.STAGES, 1, 1, C.BLOCK_K, C.BLOCK_DV], v_desc.layout)
+    v_tiles = gl.allocate_shared_memory(
+        dtype, [C.STAGES, 1, 1, v_desc.block_shape[2], v_desc.block_shape[3]], v_desc.layout
+    )
     k_full = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], barrier)
     out_tiles = q_tiles
     if out_desc is not None and not C.OUT_OVER_Q:
         out_tiles = gl.allocate_shared_memory(
-            dtype, [C.CONSUMERS, 1, 1, QUERIES, C.PACKED_HEADS, C.BLOCK_DV], out_desc.layout
+            out_desc.dtype, [C.CONSUMERS, 1, 1, QUERIES, C.PACKED_HEADS, C.BLOCK_DV], out_desc.layout
         )
     board = gl.allocate_shared_memory(gl.int32, [BOARDS * FIELDS, MOST], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for n in gl.static_range(C.CONSUMERS):
@@ -201,7 +206,7 @@ def load(shared, q_desc, k_desc, v_desc, results, counter, work, C: gl.constexpr
         sequence = task.sequence
         if work.lengths.cu_q is not None:
             sequence = 0
-        k_slot, k_count = fetch(shared.k, k_desc, sequence, k_head, k_at, k_slot, k_count, C)
+        k_slot, k_count = fetch(shared.k, k_desc, [sequence, k_head, k_at, 0], k_slot, k_count, C)
         post(Orders(shared.board, turn * FIELDS), task, tiles, results, work, C)
         turn, _ = advance(turn, 0, BOARDS)
         for n in gl.static_range(C.CONSUMERS):
@@ -215,9 +220,9 @@ def load(shared, q_desc, k_desc, v_desc, results, counter, work, C: gl.constexpr
         for _ in range(tiles[0] + 1, tiles[3]):
             v_at = k_at
             k_at -= C.BLOCK_K
-            k_slot, k_count = fetch(shared.k, k_desc, sequence, k_head, k_at, k_slot, k_count, C)
-            v_slot, v_count = fetch(shared.v, v_desc, sequence, k_head, v_at, v_slot, v_count, C)
-        v_slot, v_count = fetch(shared.v, v_desc, sequence, k_head, k_at, v_slot, v_count, C)
+            k_slot, k_count = fetch(shared.k, k_desc, [sequence, k_head, k_at, 0], k_slot, k_count, C)
+            v_slot, v_count = fetch(shared.v, v_desc, values_at(v_desc, sequence, k_head, v_at), v_slot, v_count, C)
+        v_slot, v_count = fetch(shared.v, v_desc, values_at(v_desc, sequence, k_head, k_at), v_slot, v_count, C)
         # As late as the rings allow: asked for when a task begins, long tasks would meet in one program.
         task, number = next_task(claim(counter), counter, work, C)
     dismiss(Orders(shared.board, turn * FIELDS))
@@ -247,12 +252,21 @@ def next_task(number, counter, work, C: gl.constexpr):
 
 
 @gluon.jit
-def fetch(ring, desc, sequence, head, row, slot, count, C: gl.constexpr):
+def values_at(desc, sequence, head, key):
+    """Where values lie; those of 8 bits are transposed."""
+    if desc.dtype == gl.float8e4nv:
+        return [sequence, head, 0, key]
+    else:
+        return [sequence, head, key, 0]
+
+
+@gluon.jit
+def fetch(ring, desc, at, slot, count, C: gl.constexpr):
     """Send for a tile, once the buffer it goes into is free; count: tiles so far."""
     if count >= C.STAGES:
         sync(ring.free + slot, WARP + WARPGROUP * C.CONSUMERS)
     mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, [sequence, head, row, 0], ring.full.index(slot), ring.tiles.index(slot))
+    tma.async_copy_global_to_shared(desc, at, ring.full.index(slot), ring.tiles.index(slot))
     slot, _ = advance(slot, 0, C.STAGES)
     return slot, count + 1
 
@@ -285,7 +299,23 @@ def key_tile(ring, slot, C: gl.constexpr):
 
 @gluon.jit
 def value_tile(ring, slot, C: gl.constexpr):
-    return ring.tiles.index(slot).reshape([C.BLOCK_K, C.BLOCK_DV])
+    tile = ring.tiles.index(slot)
+    if tile.dtype == gl.float8e4nv:  # which the matrix unit takes only with keys side by side
+        return tile.reshape([C.BLOCK_DV, C.BLOCK_K]).permute((1, 0))
+    else:
+        return tile.reshape([C.BLOCK_K, C.BLOCK_DV])
+
+
+@gluon.constexpr_function
+def sum_layout(columns, dtype):
+    """[ROWS, columns] as a warpgroup's registers have products of this dtype."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 256 // dtype.primitive_bitwidth])
+
+
+@gluon.constexpr_function
+def weight_layout(columns, dtype):
+    """P, by which values of so many columns are multiplied."""
+    return gl.DotOperandLayout(0, sum_layout(columns, dtype), 32 // dtype.primitive_bitwidth)
 
 
 @gluon.jit
@@ -310,8 +340,8 @@ def step(
 
     factor: what o is to be multiplied with once it contains these values.
     """
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_K, 16])
     dtype: gl.constexpr = q.dtype
+    s_layout: gl.constexpr = sum_layout(C.BLOCK_K, dtype)
     before = slot
     phase_before = phase
     slot, phase = advance(slot, phase, C.STAGES)
@@ -319,7 +349,8 @@ def step(
     mbarrier.wait(shared.k.full.index(slot), phase)
     zero = gl.zeros([ROWS, C.BLOCK_K], gl.float32, s_layout)
     s_later = warpgroup_mma(q, key_tile(shared.k, slot, C), zero, use_acc=False, is_async=True)
-    p_operand = operand(p, dtype, gl.DotOperandLayout(0, o.type.layout, 2))
+    before_p = p
+    p_operand = operand(p, dtype, weight_layout(C.BLOCK_DV, dtype))
     mbarrier.wait(shared.v.full.index(before), phase_before)
     o_later = warpgroup_mma(p_operand, value_tile(shared.v, before, C), o, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s_later,))
@@ -331,11 +362,11 @@ def step(
     if C.TRUST and not MASKED:
         p, m, l, factor = weigh_on_trust(s, m, l, unit)
     else:
-        p, m, l, now = weigh(s, m, l, unit)
+        p, m, l, now = weigh(s, m, l, unit, dtype)
         due = factor * now
         factor = factor * 0 + 1
     stay_before(l)
-    o, p_operand = warpgroup_mma_wait(0, deps=(o_later, p_operand))  # ptxas must not reuse its registers before that
+    o, before_p = warpgroup_mma_wait(0, deps=(o_later, before_p))  # ptxas must not reuse its registers before that
     give_back(shared.v, before, C)
     return carried(p, dtype), m, l, scale_rows(o, due), factor, slot, phase, j0
 
@@ -343,13 +374,12 @@ def step(
 @gluon.jit
 def consume(shared, results, sink, rule, cu_q, ME: gl.constexpr, C: gl.constexpr):
     """One warpgroup: of each task ROWS rows, from the first product to the stored output."""
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_K, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_DV, 16])
-    in_s: gl.constexpr = gl.SliceLayout(1, s_layout)
-    in_o: gl.constexpr = gl.SliceLayout(1, o_layout)
     q = shared.q.index(ME).reshape([ROWS, C.BLOCK_D])
     dtype: gl.constexpr = q.dtype
-    unit = unit_of(rule)
+    s_layout: gl.constexpr = sum_layout(C.BLOCK_K, dtype)
+    o_layout: gl.constexpr = sum_layout(C.BLOCK_DV, dtype)
+    in_s: gl.constexpr = gl.SliceLayout(1, s_layout)
+    in_o: gl.constexpr = gl.SliceLayout(1, o_layout)
     slot = gl.to_tensor(C.STAGES - 1)
     phase = gl.to_tensor(1)
     q_phase = gl.to_tensor(0)
@@ -358,6 +388,7 @@ def consume(shared, results, sink, rule, cu_q, ME: gl.constexpr, C: gl.constexpr
     orders = Orders(shared.board, turn * FIELDS)
     while read(orders, GO, ME) != 0:
         seen = look(orders, rule, in_s, ME, C)
+        unit = unit_of(rule, seen.gain)
         o = gl.zeros([ROWS, C.BLOCK_DV], gl.float32, o_layout)
         clear_mark(orders, results, ME)
 
@@ -372,7 +403,7 @@ def consume(shared, results, sink, rule, cu_q, ME: gl.constexpr, C: gl.constexpr
         s = shape_scores(s, rule, seen, j0)
         if not C.WHOLE:
             s = hide(s, seen, j0, True, rule.left is not None)
-        p, m, l = weigh_first(s, unit)
+        p, m, l = weigh_first(s, unit, dtype)
         factor = m * 0 + 1
         p = carried(p, dtype)
         for n in gl.static_range(1 if C.SEEN_FIRST else 0, 2 if rule.left is None else 3):
@@ -384,13 +415,16 @@ def consume(shared, results, sink, rule, cu_q, ME: gl.constexpr, C: gl.constexpr
             mbarrier.arrive(shared.q_free.index(ME), count=1)
             gl.thread_barrier()
         mbarrier.wait(shared.v.full.index(slot), phase)
-        p_operand = operand(p, dtype, gl.DotOperandLayout(0, o_layout, 2))
+        p_operand = operand(p, dtype, weight_layout(C.BLOCK_DV, dtype))
         o_later = warpgroup_mma(p_operand, value_tile(shared.v, slot, C), o, is_async=True)
         o_r = gl.arange(0, ROWS, in_s)
         real = (o_r >= read(orders, REAL_FROM, ME)) & (o_r < read(orders, REAL_TO, ME))
         weight, row_lse, lost = finish(m, l, sink, seen, real, orders, ME, C)
         weight = weight * factor
-        o, p_operand = warpgroup_mma_wait(0, deps=(o_later, p_operand))
+        if rule.descale is not None:
+            weight = weight * read_real(orders, VALUE_GAIN, ME)
+            lost = lost | (seen.gain <= 0)  # the largest of s is then no maximum
+        o, p = warpgroup_mma_wait(0, deps=(o_later, p))
         give_back(shared.v, slot, C)
         if rule.left is not None:
             slot, phase = skip(shared, slot, phase, read(orders, SKIP_AFTER, ME), C)
@@ -426,7 +460,10 @@ def look(orders, rule, LAYOUT: gl.constexpr, ME: gl.constexpr, C: gl.constexpr):
         in_rows: gl.constexpr = LAYOUT
         head = heads_of_rows(orders, in_rows, ME, C)
         slope = gl.load(rule.alibi + read(orders, SEQUENCE, ME) * rule.alibi_sequence + head * rule.alibi_head)
-    return Seen(last, first, at, slope)
+    gain = 1.0
+    if rule.descale is not None:
+        gain = read_real(orders, GAIN, ME)
+    return Seen(last, first, at, slope, gain)
 
 
 @gluon.jit

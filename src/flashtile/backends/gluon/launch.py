@@ -12,12 +12,14 @@ from flashtile.backends.gluon import tuning
 from flashtile.backends.gluon.descriptors import descriptors, outline_of
 from flashtile.backends.gluon.forward_kernel import forward_kernel
 from flashtile.backends.gluon.gradients import Backward
+from flashtile.backends.gluon.transpose_kernel import KEYS, WIDTH, transpose_kernel
 from flashtile.backends.gluon.tuning import ROWS
 from flashtile.backends.triton import launch as portable
-from flashtile.backends.triton.arguments import block, lengths, rule
+from flashtile.backends.triton.arguments import Rows, block, lengths, rule
 from flashtile.backends.triton.start import Start
-from flashtile.backends.triton.tensors import Result, outline
+from flashtile.backends.triton.tensors import Result, outline, strides
 from flashtile.band import FAR
+from flashtile.dtypes import EIGHT_BITS, ITEMSIZE
 from flashtile.inputs import TENSORS, Inputs
 from flashtile.problem import Problem, check_gradients
 from flashtile.results import Gradients
@@ -47,7 +49,7 @@ class Forward:
 
     def __init__(self, p: Problem, device: Any) -> None:
         self._device, self._packed = device, p.packed
-        config = tuning.forward(max(p.dim, p.dim_v))
+        config = tuning.forward(max(p.dim, p.dim_v), p.dtype)
         packed_heads = tuning.packed_heads(p)
         n_rows, batch, heads = p.q.shape[2], p.q.shape[0], p.heads // packed_heads
         self._out = Result(p, p.heads, n_rows, p.dim_v, p.out_dtype, device)
@@ -59,13 +61,17 @@ class Forward:
         self._counts = (tiles, heads, _section(p, heads * batch), tasks)
         self._mend = portable.MendForward(p, device, ROWS, packed_heads)
         self._rule, self._lengths = rule(p), lengths(p)
-        width, width_v = block(p.dim), block(p.dim_v)
+        width, width_v = _width(p), block(p.dim_v)
         rows_block = [1, 1, ROWS // packed_heads, packed_heads]
         self._q = descriptors(p.q, [*rows_block, width], packed_heads)
         self._k = descriptors(p.k, [1, 1, config.block_k, width])
-        self._v = descriptors(p.v, [1, 1, config.block_k, width_v])
+        self._turn = Transpose(p, device) if p.dtype == EIGHT_BITS else None
+        if self._turn is None:
+            self._v = descriptors(p.v, [1, 1, config.block_k, width_v])
+        else:
+            self._v = descriptors(self._turn.outline, [1, 1, width_v, config.block_k])
         self._out_desc: Any = lambda tensor: None
-        if p.out_dtype == p.dtype and p.dim_v % 8 == 0:
+        if ITEMSIZE[p.out_dtype] == 2 and p.dim_v % 8 == 0:
             out = outline_of(self._out, batch, p.heads, n_rows, p.dim_v)
             self._out_desc = descriptors(out, [*rows_block, width_v], packed_heads)
         self._start = Start(
@@ -80,10 +86,12 @@ class Forward:
         marks = self._mend.make()
         if self._packed:  # tiles that no sequence has are never written
             marks.zero_()
+        a_rule, a_lengths = portable.rule_of(self._rule, x), portable.lengths_of(self._lengths, x)
+        v = x.v if self._turn is None else self._turn(x.v, a_rule, a_lengths)
         self._start(
             self._q(x.q),
             self._k(x.k),
-            self._v(x.v),
+            self._v(v),
             self._out_desc(out.ptr),
             out,
             lse,
@@ -91,21 +99,46 @@ class Forward:
             self._mark_tiles,
             counter(self._device),
             x.sink,
-            portable.rule_of(self._rule, x),
-            portable.lengths_of(self._lengths, x),
+            a_rule,
+            a_lengths,
             *self._counts,
         )
         self._mend(x, out, lse, marks)
         return out.ptr, lse.ptr
 
 
+class Transpose:
+    """The launch that turns 8-bit values, which the copy engine then fetches with keys side by side."""
+
+    def __init__(self, p: Problem, device: Any) -> None:
+        self._device = device
+        batch, keys = p.v.shape[0], int(KEYS.value)
+        self._counts = (-(-p.n_k // keys), p.kv_heads)
+        self._shape = (batch, p.kv_heads, p.dim_v, self._counts[0] * keys)
+        self.outline = torch.empty(self._shape, dtype=p.v.dtype, device="meta")
+        self._strides = [strides(x, p) for x in (p.v, self.outline)]
+        programs = batch * p.kv_heads * self._counts[0] * -(-p.dim_v // int(WIDTH.value))
+        self._start = Start(transpose_kernel, programs, {"num_warps": 1}, DIM_V=p.dim_v)
+
+    def __call__(self, v: Any, a_rule: Any, a_lengths: Any) -> Any:
+        turned = torch.empty(self._shape, dtype=self.outline.dtype, device=self._device)
+        ways = (Rows(x, *apart) for x, apart in zip((v, turned), self._strides, strict=True))
+        self._start(*ways, a_rule, a_lengths, *self._counts)
+        return turned
+
+
 def constants(p: Problem, config: tuning.Config, packed_heads: int) -> Constants:
     limited = p.band.right < FAR or p.band.left < FAR or p.kv_lengths is not None or p.packed
     whole = not limited and p.n_k % config.block_k == 0
-    config = config._replace(out_over_q=config.out_over_q and block(p.dim) == block(p.dim_v))
+    config = config._replace(out_over_q=config.out_over_q and _width(p) == block(p.dim_v))
     trust = p.dtype == "bfloat16"  # weights of float16 overflow at 2^16
-    sizes = (p.group, packed_heads, p.dim_v, block(p.dim), block(p.dim_v))
+    sizes = (p.group, packed_heads, p.dim_v, _width(p), block(p.dim_v))
     return Constants(*map(gl.constexpr, (*sizes, *config, trust, whole, tuning.seen_first(p))))
+
+
+def _width(p: Problem) -> int:
+    """Of a query or key in a tile: at least the 32 bytes that one product takes."""
+    return max(block(p.dim), 32 // ITEMSIZE[p.dtype])
 
 
 _counters: dict[tuple[int, int], Any] = {}
@@ -127,7 +160,7 @@ def counter(device: Any) -> Any:
 
 def _section(p: Problem, columns: int) -> int:
     """Heads that are worked on side by side, a power of two: their keys and values stay in the L2."""
-    fit = max(1, tuning.L2_SECTION // (p.n_k * (p.dim + p.dim_v) * 2))
+    fit = max(1, tuning.L2_SECTION // (p.n_k * (p.dim + p.dim_v) * ITEMSIZE[p.dtype]))
     return min(columns, 1 << fit.bit_length() - 1)
 
 
@@ -139,7 +172,8 @@ class Prepared:
         self._problem = replace(problem, **{name: outline(getattr(problem, name)) for name in TENSORS})
         self._forward = Forward(self._problem, self._device)
         self._backward: dict[Any, Backward] = {}
-        self._portable = None if differentiates(problem) else portable.Prepared(problem)
+        without = problem.dtype == EIGHT_BITS or differentiates(problem)
+        self._portable = None if without else portable.Prepared(problem)
 
     def forward(self, x: Inputs) -> tuple[Any, Any]:
         """Output and lse, contiguous, in the caller's layout."""

@@ -7,22 +7,30 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.gluon.assembly import pack_halves
+from flashtile.backends.gluon.assembly import pack_halves, pack_quarters
 from flashtile.backends.triton.blocks import number
 from flashtile.backends.triton.scores import LOG2E
 
 NOTHING = gl.constexpr(-1e30)  # the maximum of no scores: finite, so that it can be taken off -inf
 SLACK = gl.constexpr(8.0)  # a maximum that has grown by less than this, in base 2, is left as it is
+# Of e4m3, which ends at 448 and keeps its 3 bits down to 2^-6: weights begin at 2^LIFT_8 and stay under 2^8.
+LIFT_8 = gl.constexpr(6.0)
+SLACK_8 = gl.constexpr(2.0)
+FLAT_8 = gl.constexpr(1024.0)  # SLACK_8 is for rows whose sum is larger: no weight is over a quarter of it
 GROWTH = gl.constexpr(16)  # a tile whose weights add up to more than 2^GROWTH makes the maximum follow
 
 
 class Seen(NamedTuple):
-    """The rows of a warpgroup: the last and the first key that each sees, where it stands, and its alibi slope."""
+    """The rows of a warpgroup: the last and the first key that each sees, where it stands, and its alibi slope.
+
+    gain: what descaling multiplies q.k with, where the rule has it.
+    """
 
     last: Any
     first: Any
     at: Any
     slope: Any
+    gain: Any
 
 
 @gluon.jit
@@ -56,16 +64,25 @@ def hide(s, seen, j0, LAST: gl.constexpr, FIRST: gl.constexpr):
 
 
 @gluon.jit
+def scale_of(rule, gain):
+    """What q.k is multiplied with to be a score."""
+    scale = number(rule.scale, gl.float32)
+    if rule.descale is not None:
+        scale = scale * gain
+    return scale
+
+
+@gluon.jit
 def shape_scores(s, rule, seen, j0):
     """softcap and alibi. s times the rule's unit is the score in base 2."""
     if rule.softcap is not None:
         cap = number(rule.softcap, gl.float32)
         # tanh(x) = 1 - 2 / (1 + exp(2 x)): as exact as a score needs to be, which is not relative to itself
-        e = gl.exp2(s * (number(rule.scale, gl.float32) / cap * 2 * LOG2E))
+        e = gl.exp2(s * (scale_of(rule, seen.gain) / cap * 2 * LOG2E))
         s = cap - gl.fdiv(2 * cap, 1 + e)
     if rule.alibi is not None:
         if rule.softcap is None:
-            s = s * number(rule.scale, gl.float32)
+            s = s * scale_of(rule, seen.gain)
         column = j0 + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
         away = (seen.at[:, None] - column[None, :]).to(gl.float32)
         s = s - seen.slope[:, None] * gl.abs(away)
@@ -83,10 +100,10 @@ def slope_of(s, rule):
 
 
 @gluon.jit
-def unit_of(rule):
+def unit_of(rule, gain):
     """What a shaped score is multiplied with to be one in base 2."""
     if rule.softcap is None and rule.alibi is None:
-        return number(rule.scale, gl.float32) * LOG2E
+        return scale_of(rule, gain) * LOG2E
     else:
         return gl.to_tensor(1.4426950408889634)
 
@@ -97,22 +114,39 @@ def row_sum(p):
     return gl.sum(p, 1)
 
 
+@gluon.constexpr_function
+def lift_of(dtype):
+    return LIFT_8.value if dtype == gl.float8e4nv else 0.0
+
+
 @gluon.jit
-def weigh_first(s, unit):
-    """P of a row's first tile, its maximum and its sum; NOTHING is the maximum of a row that sees none of it."""
-    m = gl.maximum(gl.max(s, 1) * unit, NOTHING)
+def slack_of(l, dtype: gl.constexpr):
+    """How far the maximum may stay behind. The largest of 8-bit weights is exact only where it does not."""
+    if dtype == gl.float8e4nv:
+        return gl.where(l > FLAT_8, SLACK_8, 0.0)
+    else:
+        return SLACK
+
+
+@gluon.jit
+def weigh_first(s, unit, dtype: gl.constexpr):
+    """P of a row's first tile, its maximum and its sum; NOTHING is the maximum of a row that sees none of it.
+
+    Beside 8-bit values the maximum is said to be less than it is: weights and sums are larger then, and all else holds.
+    """
+    m = gl.maximum(gl.max(s, 1) * unit - lift_of(dtype), NOTHING)
     p = gl.exp2(s * unit - m[:, None])
     return p, m, row_sum(p)
 
 
 @gluon.jit
-def weigh(s, m, l, unit):
+def weigh(s, m, l, unit, dtype: gl.constexpr):
     """P of a later tile, taken from the larger maximum, and what older sums are multiplied with: eq. 4, in base 2.
 
     A maximum that has grown little stays as it is: it is exact too, and weights stay under 2^SLACK.
     """
-    m_new = gl.maximum(m, gl.max(s, 1) * unit)
-    m_new = gl.where(m_new - m > SLACK, m_new, m)
+    top = gl.max(s, 1) * unit - lift_of(dtype)
+    m_new = gl.where(top - m > slack_of(l, dtype), top, m)
     p = gl.exp2(s * unit - m_new[:, None])
     factor = gl.exp2(m - m_new)
     return p, m_new, l * factor + row_sum(p), factor
@@ -136,15 +170,33 @@ def weigh_on_trust(s, m, l, unit):
 
 @gluon.jit
 def carried(p, dtype: gl.constexpr):
-    """P as it crosses the back edge of the loop: pairs of 16-bit numbers in integers. As such they cost permutes."""
-    low, high = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
-    return pack_halves(low, high, dtype)
+    """P as it crosses the back edge of the loop: packed into integers. As 16-bit numbers they cost permutes.
+
+    Of 16 columns a thread has 2t, 2t + 1, 8 + 2t and 8 + 2t + 1, and the matrix unit takes four neighbours of 8 bits
+    from it: so these become neighbours, and transpose_kernel.py has the values in the same order.
+    """
+    if dtype == gl.float8e4nv:
+        x = gl.permute(gl.reshape(p, [p.shape[0], p.shape[1] // 16, 2, 4, 2]), (0, 1, 3, 2, 4))
+        even, odd = gl.split(x)
+        a, c = gl.split(even)
+        b, d = gl.split(odd)
+        return gl.reshape(pack_quarters(a, b, c, d), [p.shape[0], p.shape[1] // 4])
+    else:
+        low, high = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
+        return pack_halves(low, high, dtype)
 
 
 @gluon.jit
-def operand(pairs, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+def operand(packed, dtype: gl.constexpr, LAYOUT: gl.constexpr):
     """P as the matrix unit takes it from registers."""
-    low = pairs.to(gl.int16).to(dtype, bitcast=True)
-    high = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
-    p = gl.reshape(gl.join(low, high), [pairs.shape[0], 2 * pairs.shape[1]])
+    if dtype == gl.float8e4nv:
+        a = packed.to(gl.int8).to(dtype, bitcast=True)
+        b = (packed >> 8).to(gl.int8).to(dtype, bitcast=True)
+        c = (packed >> 16).to(gl.int8).to(dtype, bitcast=True)
+        d = (packed >> 24).to(gl.int8).to(dtype, bitcast=True)
+        p = gl.reshape(gl.join(gl.join(a, c), gl.join(b, d)), [packed.shape[0], 4 * packed.shape[1]])
+    else:
+        low = packed.to(gl.int16).to(dtype, bitcast=True)
+        high = (packed >> 16).to(gl.int16).to(dtype, bitcast=True)
+        p = gl.reshape(gl.join(low, high), [packed.shape[0], 2 * packed.shape[1]])
     return gl.convert_layout(p, LAYOUT, assert_trivial=True)

@@ -40,7 +40,9 @@ HEAD = gl.constexpr(14)
 QUERY = gl.constexpr(15)  # of the first row, where the tensor begins being 0
 LSE = gl.constexpr(16)  # of the first row, counted in elements
 MARK = gl.constexpr(17)
-FIELDS = gl.constexpr(18)
+GAIN = gl.constexpr(18)  # of descaling: what q.k, and what the output, is multiplied with; bits of a float32
+VALUE_GAIN = gl.constexpr(19)
+FIELDS = gl.constexpr(20)
 
 
 class Orders(NamedTuple):
@@ -154,6 +156,12 @@ def post(orders, task, tiles, results, work, C: gl.constexpr):
     lse = results.lse
     put(orders, LSE, sequence * lse.sequence + task.head * C.PACKED_HEADS * lse.head + query * lse.row)
     put(orders, MARK, (sequence * work.heads + task.head) * results.mark_tiles + tile)
+    if rule.descale is not None:
+        k_head = task.head * C.PACKED_HEADS // C.GROUP
+        at = rule.descale + task.sequence * rule.descale_sequence + k_head * rule.descale_head + row * 0
+        gain = gl.load(at) * gl.load(at + 1)
+        put(orders, GAIN, gain.to(gl.int32, bitcast=True))
+        put(orders, VALUE_GAIN, gl.load(at + 2).to(gl.int32, bitcast=True))
     gl.thread_barrier()  # the lane that speaks next speaks for all of them
 
 
@@ -173,3 +181,8 @@ def put(orders, FIELD: gl.constexpr, column):
 def read(orders, FIELD: gl.constexpr, ME: gl.constexpr):
     """What one warpgroup is told."""
     return orders.board.index(orders.begin + FIELD).slice(ME, 1).load(ONE_EACH).item()
+
+
+@gluon.jit
+def read_real(orders, FIELD: gl.constexpr, ME: gl.constexpr):
+    return read(orders, FIELD, ME).to(gl.float32, bitcast=True)

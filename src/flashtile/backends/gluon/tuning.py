@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from flashtile import dtypes
 from flashtile.band import FAR
 from flashtile.problem import Problem
 
@@ -41,6 +42,7 @@ class Steps(NamedTuple):
 
 
 FORWARD = {64: Config(128, 3, 3, 160, 32), 128: Config(128, 2, 2, 240, 32), 256: Config(64, 2, 2, 240, 32, True)}
+EIGHT_BITS = {64: Config(128, 3, 3, 160, 32), 128: Config(128, 3, 2, 240, 32), 256: Config(64, 3, 2, 240, 32)}
 BACKWARD = {
     64: Steps(128, 128, 2, late=False, writers=False, dq_buffers=2),
     128: Steps(64, 128, 2, late=True, writers=False, dq_buffers=2),
@@ -56,13 +58,14 @@ def packed_heads(problem: Problem) -> int:
     p = problem
     if p.packed or p.group & (p.group - 1) or p.group > MOST_PACKED:
         return 1
-    rows = ROWS * forward(max(p.dim, p.dim_v)).consumers
+    rows = ROWS * forward(max(p.dim, p.dim_v), p.dtype).consumers
     return p.group if p.n_q * 2 <= rows else 1
 
 
-def forward(width: int) -> Config:
+def forward(width: int, dtype: str = "bfloat16") -> Config:
     """For the wider of the two head dims."""
-    return FORWARD[next(step for step in FORWARD if width <= step)]
+    table = EIGHT_BITS if dtype == dtypes.EIGHT_BITS else FORWARD
+    return table[next(step for step in table if width <= step)]
 
 
 def seen_first(problem: Problem) -> bool:

@@ -85,6 +85,9 @@ class Rule(NamedTuple):
     threshold: int
     keep_scale: int  # of 1 / (1 - dropout)
     heads: int  # steady()
+    descale: Any  # of 8-bit q, k and v, [sequence, kv head, 3]
+    descale_sequence: int
+    descale_head: int
 
 
 class Constants(NamedTuple):
@@ -137,7 +140,15 @@ def rule(p: Problem) -> Rule:
         *pairs(p.bias),
         *alibi,
         *drop,
+        *descaling(p.descale),
     )
+
+
+def descaling(x: Any) -> tuple[Any, int, int]:
+    """What a Rule has of it."""
+    if x is None:
+        return None, 0, 0
+    return x, 0 if x.shape[0] == 1 else x.stride(0), 0 if x.shape[1] == 1 else x.stride(1)
 
 
 def constants(p: Problem, config: Config, precision: str) -> Constants:

@@ -53,6 +53,12 @@ def head_of(x, sequence, head, start, length):
 
 
 @triton.jit
+def halves_of(block):
+    """8-bit numbers as 16-bit ones, which hold them exactly; others as they are."""
+    return block.to(tl.bfloat16) if block.dtype == tl.float8e4nv else block
+
+
+@triton.jit
 def load_rows(x, desc, first, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, RAGGED: tl.constexpr):
     """[ROWS, BLOCK] from row `first` of a head on: 0 beyond DIM and, where RAGGED, beyond its last row.
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashtile.backends.triton.blocks import head_of, load_rows, locate, measure, number, wide
+from flashtile.backends.triton.blocks import halves_of, head_of, load_rows, locate, measure, number, wide
 from flashtile.backends.triton.cuts import cuts, reach, stretch_of, within
 from flashtile.backends.triton.guard import finite_part, poison, spoiled
 from flashtile.backends.triton.scores import LN2, LOG2E, Tile, dot, kept, shape_scores, visible_pairs
@@ -48,9 +48,11 @@ def absorb(
     CAREFUL: tl.constexpr,
 ):
     """Take in one tile of keys: eq. 4 and 5 of docs/algorithm.md, in base 2."""
-    b_k = load_rows(keys, k_desc, j0, C.BLOCK_K, C.DIM, C.BLOCK_D, MASKED)  # [bc, d]
-    b_v = load_rows(values, v_desc, j0, C.BLOCK_K, C.DIM_V, C.BLOCK_DV, MASKED)
+    b_k = halves_of(load_rows(keys, k_desc, j0, C.BLOCK_K, C.DIM, C.BLOCK_D, MASKED))  # [bc, d]
+    b_v = halves_of(load_rows(values, v_desc, j0, C.BLOCK_K, C.DIM_V, C.BLOCK_DV, MASKED))
     S = dot(b_q, tl.trans(b_k), tl.zeros([C.BLOCK_Q, C.BLOCK_K], C.REAL), C.PRECISION)  # [br, bc]
+    if rule.descale is not None:
+        S *= descale(rule, at, keys, 0) * descale(rule, at, keys, 1)
     tile = tile_of(queries, at, j0, C.BLOCK_K)
     S, unit, _slope = shape_scores(S, rule, tile)
     if CAREFUL:  # rounded before the maximum is taken off: then the largest score has weight 1, however large it is
@@ -101,7 +103,7 @@ def forward_rows(
     queries = Queries(r // PACKED_HEADS, head * PACKED_HEADS + r % PACKED_HEADS, r < n_rows)
     o_d = tl.arange(0, C.BLOCK_D)
     p_q = row_pointers(q, queries, at)[:, None] + o_d[None, :]
-    b_q = tl.load(p_q, mask=queries.inside[:, None] & (o_d < C.DIM)[None, :], other=0.0)
+    b_q = halves_of(tl.load(p_q, mask=queries.inside[:, None] & (o_d < C.DIM)[None, :], other=0.0))
     k_head = head * PACKED_HEADS // C.GROUP
     keys = head_of(k, at.sequence, k_head, at.k_start, at.k_len)
     values = head_of(v, at.sequence, k_head, at.k_start, at.k_len)
@@ -120,6 +122,8 @@ def forward_rows(
     weight = 1 / tl.where(l == 0, 1.0, l)  # eq. 7
     if rule.seed_low is not None:
         weight *= number(rule.keep_scale, C.REAL)
+    if rule.descale is not None:
+        weight *= descale(rule, at, values, 2)
     o_v = tl.arange(0, C.BLOCK_DV)
     p_out = row_pointers(out, queries, at) + wide(split) * out_split
     there = queries.inside[:, None] & (o_v < C.DIM_V)[None, :]
@@ -231,6 +235,12 @@ def forward_kernel(
             )
     elif marks is not None:
         tl.store(marks + number_of_tile, 0)
+
+
+@triton.jit
+def descale(rule, at, of, n):
+    """The factor of q, of k or of v: number 0, 1 or 2 of a head."""
+    return tl.load(rule.descale + at.sequence * rule.descale_sequence + of.head * rule.descale_head + n)
 
 
 @triton.jit

@@ -378,10 +378,10 @@ def on_device(device: Any, run: Callable[..., T], *args: Any) -> T:
 
 def rule_of(a_rule: Rule, x: Inputs) -> Rule:
     """The rule with the tensors and the seed of this call."""
-    if x.mask is None and x.bias is None and x.alibi is None and a_rule.seed_low is None:
+    if x.mask is None and x.bias is None and x.alibi is None and x.descale is None and a_rule.seed_low is None:
         return a_rule
     low, high = (None, 0) if a_rule.seed_low is None else halves(x.seed)
-    return a_rule._replace(mask=x.mask, bias=x.bias, alibi=x.alibi, seed_low=low, seed_high=high)
+    return a_rule._replace(mask=x.mask, bias=x.bias, alibi=x.alibi, seed_low=low, seed_high=high, descale=x.descale)
 
 
 def lengths_of(some: Lengths, x: Inputs) -> Lengths:

@@ -18,7 +18,7 @@ SHORT = 512  # rows
 
 def laid_out(p: Problem) -> Problem:
     """The problem with contiguous columns and vectors, as kernels want them; p itself where it has them."""
-    vectors = ("sink", "kv_lengths", "cu_q", "cu_k")
+    vectors = ("sink", "kv_lengths", "cu_q", "cu_k", "descale")
     copies = {name: x.contiguous() for name in ("q", "k", "v") if (x := getattr(p, name)).stride(-1) != 1}
     copies |= {
         name: x.contiguous() for name in vectors if (x := getattr(p, name)) is not None and not x.is_contiguous()

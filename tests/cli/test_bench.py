@@ -14,10 +14,11 @@ pytest.importorskip("torch")
 from typer.testing import CliRunner
 
 from flashtile.bench import candidates, records, tune
-from flashtile.bench.gpu import ceilings, device, peers, rows, warm
+from flashtile.bench.gpu import ceilings, device, moved, ncu, peers, rows, warm
 from flashtile.bench.gpu.peers import CUDNN, FLEX, OURS
 from flashtile.cli.app import app
 from tests.bench.gpu.fakes import FakeDevice, one_thread, row_of, small_ceilings
+from tests.bench.gpu.test_moved import watched_as_predicted
 
 
 def run(*arguments: str, code: int = 0) -> Any:
@@ -26,7 +27,7 @@ def run(*arguments: str, code: int = 0) -> Any:
     return result
 
 
-@pytest.mark.parametrize("command", ["gpu", "tune"])
+@pytest.mark.parametrize("command", ["gpu", "tune", "io"])
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     monkeypatch.setattr(device, "missing", lambda: "torch sees no CUDA device")
     assert "torch sees no CUDA device" in run(command, code=3).stderr
@@ -133,3 +134,26 @@ def test_tune_prints_rows_for_the_table(gpu: FakeDevice, tmp_path: Any, monkeypa
     assert '"dq": {64: Config(128, 64, 8, 3, True)},' in result.stdout and "| 0.500 |" in result.stdout
     assert records.read(path)["suite"] == "tune"
     assert "| 0.500 |" in run("table", str(path)).stdout
+
+
+def test_io_needs_a_profiler(gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ncu, "find", lambda: None)
+    assert "this needs NVIDIA's profiler ncu" in run("io", code=3).stderr
+    assert "ncu: " in run("io", "--ncu", "/no/such/program", code=3).stderr
+
+    def fail(*_: Any) -> Any:
+        raise ncu.ProfilerError("no permission")
+
+    monkeypatch.setattr(moved, "run", fail)
+    assert "ncu: no permission" in run("io", "--ncu", "x", code=3).stderr
+
+
+def test_io_leaves_a_record(gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr(ncu, "find", lambda: "an ncu")
+    measure = moved.run
+    monkeypatch.setattr(moved, "run", lambda *given: measure(*given, watched_as_predicted(1.0)))
+    path = tmp_path / "io.json"
+    assert "| D64" not in run("io", "--output", str(path)).stderr
+    assert len(records.read(path)["measurements"]) == len(moved.ENTRIES)
+    assert "by tiles" in run("table", str(path)).stdout
+    assert json.loads(run("io", "--output", str(path), "--json").stdout)["suite"] == "io"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flashtile.bench import markdown, tuned
+from flashtile.bench.gpu import moved_table
 from flashtile.bench.gpu import table as gpu
 from flashtile.bench.markdown import milliseconds, number
 from flashtile.bench.records import Record, read
@@ -21,6 +22,8 @@ def render(record: Record) -> str:
         parts = [gpu.caption(record), summary(record), *gpu.sections(record)]
     elif record["suite"] == "tune":
         parts = [tuned.caption(record), tuned.table(record)]
+    elif record["suite"] == "io":
+        parts = [moved_table.caption(record), moved_table.table(record)]
     else:
         parts = [caption(record), summary(record), memory(record)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -28,7 +31,7 @@ def render(record: Record) -> str:
 
 def details(record: Record) -> str:
     """One row a measurement."""
-    ways = {"cpu": cases, "gpu": gpu.details, "tune": tuned.details}
+    ways = {"cpu": cases, "gpu": gpu.details, "tune": tuned.details, "io": moved_table.details}
     return ways[record["suite"]](record)
 
 

@@ -11,7 +11,7 @@ import typer
 from flashtile.backends.triton.tuning import KERNELS
 from flashtile.bench import candidates, records, suite, table, tune, tuned
 from flashtile.bench.cases import GROUPS
-from flashtile.bench.gpu import device, peers, rows, warm
+from flashtile.bench.gpu import device, moved, ncu, peers, rows, warm
 from flashtile.bench.gpu import suite as gpu_suite
 from flashtile.cli import MISSING_EXTRA, output
 
@@ -142,6 +142,28 @@ def search(
         output.print_json(record)
     else:
         print(tuned.rows(record), end="\n\n")
+    _leave(record, path, shown=not json)
+
+
+@app.command("io")
+def bytes_moved(
+    program: Annotated[str | None, typer.Option("--ncu", help="NVIDIA's profiler; looked for by default.")] = None,
+    path: Annotated[Path, typer.Option("--output", help="Where the record goes.")] = records.FOLDER / "io.json",
+    json: Annotated[bool, typer.Option("--json", help="Also print the record as plain JSON, and no table.")] = False,
+) -> None:
+    """Bytes that the forward pass moves on this GPU, counted by NVIDIA's ncu, beside what its tiles should move."""
+    _need_gpu()
+    program = program or ncu.find()
+    if program is None:
+        output.err().print("flashtile: this needs NVIDIA's profiler ncu (Nsight Compute): none on the path")
+        raise typer.Exit(MISSING_EXTRA)
+    try:
+        record = moved.run(device.Cuda(), program)
+    except (ncu.ProfilerError, OSError) as error:
+        output.err().print(f"flashtile: ncu: {error}", soft_wrap=True)
+        raise typer.Exit(MISSING_EXTRA) from None
+    if json:
+        output.print_json(record)
     _leave(record, path, shown=not json)
 
 

@@ -38,7 +38,7 @@ class FakeDevice:
     samples: list[tuple[str, ...]] = field(default_factory=list)  # who was called in each sample of the clock
 
     def describe(self) -> dict[str, Any]:
-        return {"name": "fake", "capability": [9, 0], "cuda": "0", "cudnn": 0}
+        return {"name": "fake", "capability": [9, 0], "cuda": "0", "cudnn": 0, "cache": self.cache}
 
     def seconds(self, call: Call) -> float:
         start, first = self.now, len(self.log)

@@ -17,14 +17,23 @@ def row(suite: str, direction: str = "forward", *, us: float = 1.0, **more: Any)
         "absent": {},
         "times": {OURS: {"median_s": us}},
         "ratios": {},
-        "shape": {"batch": 1, "n_k": 16384},
+        "shape": {"batch": 1, "n_k": 16384, "dim": 64},
+        "options": {},
+        "extra": False,
+        "backend": "triton",
         **more,
     }
 
 
-def train(direction: str, **ratios: float) -> dict[str, Any]:
+def train(direction: str, more: Any = (), **ratios: float) -> dict[str, Any]:
     named = {{"flex": FLEX, "cudnn": CUDNN}[name]: {"value": x} for name, x in ratios.items()}
-    return row("train", direction, ratios=named)
+    return row("train", direction, ratios=named, **dict(more))
+
+
+def hopper(direction: str, ratio: float, **more: Any) -> dict[str, Any]:
+    """A row that the Hopper kernels ran, and the best peer's time over ours."""
+    shared = {"backend": "gluon", "rates": {OURS: 0.5}, "ceiling": 1.0}
+    return train(direction, shared | more, flex=ratio + 1, cudnn=ratio)
 
 
 def only(found: list[dict[str, Any]], group: str) -> dict[str, Any]:
@@ -68,6 +77,54 @@ def test_a_window_costs_what_it_leaves(seconds: float, holds: bool) -> None:
     assert only(bars.judge([windowed]), "forward-window")["holds"] is holds
 
 
+@pytest.mark.parametrize(
+    ("direction", "ratios", "holds"),
+    [
+        ("forward", (1.0, 1.13), True),
+        ("forward", (0.99, 1.3), False),  # one of them
+        ("forward", (1.05, 1.06), False),  # their mean
+        ("backward", (0.97, 1.14), True),
+        ("backward", (0.96, 1.3), False),
+        ("backward", (1.0, 1.05), False),
+    ],
+)
+def test_the_hopper_kernels_beat_the_best_peer(direction: str, ratios: tuple[float, float], holds: bool) -> None:
+    found = bars.judge([hopper(direction, x) for x in ratios])
+    assert only(found, f"{direction}-grid")["holds"] is holds
+    assert not any(line["group"] == f"{direction}-best" for line in found)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_other_shapes_are_held_to_the_best_peer_alone(direction: str) -> None:
+    found = bars.judge([hopper(direction, 1.0, extra=True), hopper(direction, 2.0)])
+    assert only(found, f"{direction}-extra")["holds"] is True and only(found, f"{direction}-extra")["value"] == 1
+    assert only(found, f"{direction}-grid")["value"] == pytest.approx(2)
+    assert only(bars.judge([hopper(direction, 0.99, extra=True)]), f"{direction}-extra")["holds"] is False
+
+
+def test_a_step_of_training() -> None:
+    assert only(bars.judge([hopper("step", 1.05)]), "step-hopper")["holds"] is True
+    assert only(bars.judge([hopper("step", 1.05), hopper("step", 1.04)]), "step-hopper")["holds"] is False
+
+
+def test_bars_for_hopper_kernels_are_for_them_alone() -> None:
+    rows = [train(direction, cudnn=0.5) for direction in ("forward", "backward", "step")]
+    groups = {line["group"]: line["holds"] for line in bars.judge(rows)}
+    for name in ("forward-grid", "forward-extra", "forward-product", "backward-grid", "backward-extra", "step-hopper"):
+        assert name not in groups
+    assert groups["forward-best"] is groups["step-best"] is None
+
+
+@pytest.mark.parametrize(("rate", "holds"), [(95.0, True), (94.0, False)])
+def test_dense_rows_are_held_to_the_matrix_product(rate: float, holds: bool) -> None:
+    dense = {"rates": {OURS: rate}, "ceiling": 100.0, "shape": {"batch": 1, "n_k": 16384, "dim": 128}}
+    found = bars.judge([hopper("forward", 1.1, **dense), hopper("forward", 1.1), hopper("backward", 1.1, **dense)])
+    line = only(found, "forward-product")
+    assert line["holds"] is holds and line["value"] == pytest.approx(rate / 100)
+    causal = hopper("forward", 1.1, **dense, options={"causal": True})
+    assert not any(line["group"] == "forward-product" for line in bars.judge([causal]))
+
+
 def decode(batch: int, keys: int, share: float, cudnn: float = 1.0) -> dict[str, Any]:
     ratios = {CUDNN: {"value": cudnn}}
     return row("decode", shape={"batch": batch, "n_k": keys}, shares={OURS: share}, ratios=ratios)
@@ -87,6 +144,8 @@ def test_decode() -> None:
 def test_host_time(seconds: float, holds: bool) -> None:
     small = row("small", host={OURS: {"median_s": seconds}})
     assert only(bars.judge([small]), "host")["holds"] is holds
+    line = only(bars.judge([small | {"backend": "gluon"}]), "host-hopper")
+    assert line["holds"] is holds and line["reach"] == 25
 
 
 @pytest.mark.parametrize(("grown", "holds"), [((5 << 20), True), ((5 << 20) + 1, False)])

@@ -38,7 +38,7 @@ def small(row: Row) -> Row:
 
 KINDS = ("D64 full", "D64 causal", "H32/8 causal", "window1024", "packed8")
 ROWS = [row_of(f"train {direction} {kind}", small) for direction in ("forward", "backward") for kind in KINDS]
-ROWS.append(row_of("decode B16", small))
+ROWS += [row_of("train step", small), row_of("decode B16", small)]
 
 
 def dense(q: Any, k: Any, v: Any, causal: bool, window: tuple[Any, Any]) -> Any:
@@ -132,7 +132,7 @@ def test_everyone_agrees(libraries: SimpleNamespace, row: Row) -> None:
     shape = (row.case.batch, row.case.heads, row.case.n_q, row.case.dim)
     for name, result in found.items():
         assert result[0].shape == shape, name
-        assert len(result) == (3 if row.backward else 1)
+        assert len(result) == (3 if row.differentiates else 1)
         assert difference(result, found[OURS]) < 1e-5, name
 
 
@@ -162,6 +162,18 @@ def test_backward_alone_is_what_is_called(libraries: SimpleNamespace) -> None:
     before = len(libraries.fa2.called)
     contender.repeated(3)()
     assert len(libraries.fa2.called) == before
+
+
+def test_a_step_goes_forward_and_backward_every_time(libraries: SimpleNamespace) -> None:
+    step, backward = (row_of(f"train {direction} D128 causal", small) for direction in ("step", "backward"))
+    given = [peers.tensors(step, "cpu", 0)]
+    for peer in ON_CPU:
+        first, second = peer.prepare(step, given), peer.prepare(backward, given)
+        assert difference(first.result(), second.result()) == 0, peer.name
+    (contender,) = [p.prepare(step, given) for p in PEERS if p.name == FA2]
+    before = len(libraries.fa2.called)
+    contender.repeated(3)()
+    assert len(libraries.fa2.called) == before + 3
 
 
 def test_portable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from flashtile import dispatch
 from flashtile.bench.gpu import rows
 from flashtile.bench.gpu.rows import ROWS
 
@@ -20,6 +21,11 @@ def test_the_training_shapes_are_those_agreed():
         names = " | ".join(row.name for row in of("train", direction)[18:])
         for said in ("H32/8 N8192", "window1024", "N5000", "packed8"):
             assert said in names
+        assert [row.extra for row in of("train", direction)] == [False] * 18 + [True] * 5
+    steps = of("train", "step")
+    assert [(r.case.dim, r.causal, r.case.n_q, r.extra) for r in steps] == [
+        (128, True, n, False) for n in (4096, 16384)
+    ]
     assert {row.case.dtype for row in ROWS} == {"bfloat16"}
 
 
@@ -35,6 +41,7 @@ def test_work_is_counted_as_agreed():
     full, causal = (rows.select(only=[f"forward N4096 D128 {mask}"])[0] for mask in ("full", "causal"))
     assert full.flops == 4 * 4 * 16 * 4096**2 * 128 and causal.flops == full.flops / 2
     assert rows.select(only=["backward N4096 D128 full"])[0].flops == 2.5 * full.flops
+    assert rows.select(only=["step N4096"])[0].flops == 3.5 * causal.flops
     packed = rows.select(only=["forward packed8"])[0]
     assert sum(packed.lengths) == packed.case.n_q == 16384
     assert packed.flops == 2 * 16 * 128 * sum(n * n for n in packed.lengths)
@@ -43,6 +50,22 @@ def test_work_is_counted_as_agreed():
     assert windowed.window == 1024 and windowed.flops == 4 * 16 * 128 * pairs
     assert windowed.unwindowed().flops == 4 * 16 * 128 * 16384**2
     assert rows.select(["decode"])[2].kv_bytes == 2 * 16 * 8 * 8192 * 128 * 2
+
+
+def test_a_row_knows_what_runs_it():
+    for words in ("forward D64 full", "step", "packed8", "decode", "small"):
+        row = rows.select(only=[words])[0]
+        assert row.backend("cpu") in ("native", "tiles")
+    assert rows.select(only=["packed8"])[0].starts[:3] == [0, 512, 1512]
+    assert rows.select(only=["packed8"])[0].starts[-1] == 16384
+
+
+def test_the_hopper_kernels_take_what_their_bars_are_about(monkeypatch):
+    gluon = dispatch.TABLE[[row.name for row in dispatch.TABLE].index("gluon")].load()
+    monkeypatch.setattr(gluon, "missing", lambda: None)
+    monkeypatch.setattr(gluon.portable, "missing", lambda: None)
+    assert {row.backend("cuda") for row in ROWS if row.suite == "train"} == {"gluon"}
+    assert [row.backend("cuda") for row in rows.select(["small"])] == ["triton", "gluon"]
 
 
 def test_names_tell_rows_apart():
@@ -54,7 +77,7 @@ def test_filters():
     assert all(row.suite == "decode" for row in rows.select(["decode"])) and rows.select(["decode"])
     assert {row.case.dim for row in rows.select(only=["d128"])} == {128}
     both = rows.select(only=["D64 causal backward", "packed8"])
-    assert both == [r for r in ROWS if (r.case.dim == 64 and r.causal and r.backward) or r.lengths]
+    assert both == [r for r in ROWS if (r.case.dim == 64 and r.causal and r.case.direction == "backward") or r.lengths]
     assert rows.select(only=["D12"]) == []  # words, not parts of words
     assert max(row.case.n_k for row in rows.select(quick=True)) == 8192
 

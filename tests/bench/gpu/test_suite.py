@@ -43,7 +43,15 @@ def test_training_rows(fake: FakeDevice, direction: str) -> None:
     assert found["ratios"][FLEX]["value"] == pytest.approx(3) and found["ratios"][CUDNN]["value"] == pytest.approx(2)
     assert found["rates"][CUDNN] == pytest.approx(row.flops / 2e-3) and found["ceiling"] == pytest.approx(1e9)
     assert found["differences"] == {CUDNN: 0, FLEX: 0} and found["absent"] == {}
-    assert found["times"][OURS]["rounds"] == 4
+    assert found["times"][OURS]["rounds"] == 4 and found["backend"] in ("native", "tiles")
+
+
+def test_a_step_is_one_call(fake: FakeDevice) -> None:
+    row = row_of("train step")
+    found = bench(fake).measure(row)
+    both = {name: 2 * cost for name, cost in COSTS.items()}  # a pass each way
+    assert {name: t["median_s"] for name, t in found["times"].items()} == pytest.approx(both)
+    assert found["rates"][CUDNN] == pytest.approx(row.flops / 4e-3) and found["differences"] == {CUDNN: 0, FLEX: 0}
 
 
 def test_samples_are_long_enough_and_in_random_order(fake: FakeDevice) -> None:
@@ -203,14 +211,15 @@ def test_on_a_gpu() -> None:
     here, absent = peers.present([OURS, CUDNN, peers.SDPA_FLASH])
     assert not absent
     run = Bench(device.Cuda(), here, rounds=2, sample=1e-4)
-    small = [row_of(words, _fit) for words in ("train forward N1024 D64 full", "train backward N1024 D64 causal")]
+    passes = ("train forward N1024 D64 full", "train backward N1024 D64 causal", "train step N4096")
+    small = [row_of(words, _fit) for words in passes]
     record = suite.run(run, [*small, row_of("decode B16", _fit), row_of("small", _fit), row_of("memory forward", _fit)])
-    assert record["failed"] == {} and record["measurements"][2]["eager"] == {}
+    assert record["failed"] == {} and record["measurements"][3]["eager"] == {}
     for row in record["measurements"]:
         assert OURS not in row["absent"], row
         assert all(x < 0.02 for x in row.get("differences", {}).values()), row
         assert all(t["median_s"] > 0 for t in row.get("times", {}).values())
-    assert record["measurements"][4]["grown"][OURS] <= record["measurements"][4]["needed"] + (1 << 20)
+    assert record["measurements"][5]["grown"][OURS] <= record["measurements"][5]["needed"] + (1 << 20)
     assert render(record)
 
 

@@ -1,180 +1,126 @@
-"""What the measurements have to clear: a list of rows -> one line a bar, with what was found and whether it holds."""
+"""What the measurements have to clear: a table of bars, and a list of rows -> one line a bar, with what was found."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from flashtile.bench.cases import FORWARD
-from flashtile.bench.gpu.peers import CUDNN, FLEX, OURS, PORTABLE
-from flashtile.bench.gpu.rows import DECODE, MEMORY, SMALL, TRAIN
+from flashtile.bench.gpu import measures
+from flashtile.bench.gpu.measures import Measure, Row
+from flashtile.bench.gpu.peers import OURS, PORTABLE
+from flashtile.bench.gpu.rows import DECODE, MEMORY, SMALL, STEP, TRAIN
 from flashtile.bench.memory import BACKWARD
 from flashtile.bench.timing import geometric_mean
 
-OVER_FLEX = 1.05
-SHARE_OF_COPY = 0.90
+HOPPER = "gluon"  # the backend that some bars are for
 SHORT_CACHE = 8192  # with one sequence this is too little work to be measured against the copy
-WINDOW = 1.3  # times what the keys in the window, and those of a tile, cost without one
-TILE = 128
-HOST = 40e-6
-SLACK = 1 << 20  # of memory: allocations are rounded up, schedulers keep counters
-SAME = 0.02  # ||ours - theirs|| / ||theirs|| in bfloat16, where each is off by a few thousandths
+SAME = 0.02  # in bfloat16, where each is off by a few thousandths
 
-Row = dict[str, Any]
+
+@dataclass(frozen=True)
+class Bar:
+    """What the rows it is about have to show: on their geometric mean, and each of them."""
+
+    group: str
+    title: str  # of {n} rows, of which {row} is the first
+    about: Callable[[Row], bool]
+    measure: Measure
+    mean: float | None = None
+    each: float | None = None
+    reach: float | None = None  # better than the bar, and not yet asked for
+
+    def line(self, rows: Sequence[Row]) -> Row:
+        """A row that we could not do at all is no success."""
+        more = self.measure.more_is_better
+        said: Row = {"group": self.group, "title": self.title.format(n=len(rows), row=rows[0])}
+        said |= {"measure": self.measure.words, "at_least": more}
+        said |= {"bar": self.mean, "reach": self.reach, "worst_bar": self.each}
+        values = [value for row in rows if (value := self.measure.of(row)) is not None]
+        failed = any(OURS in row["absent"] for row in rows)
+        if not values:
+            return {**said, "value": None, "worst": None, "holds": False if failed else None}
+        mean = geometric_mean(values) if min(values) > 0 else sum(values) / len(values)
+        worst = min(values) if more else max(values)
+        barred = [(x, bar) for x, bar in ((mean, self.mean), (worst, self.each)) if bar is not None]
+        clear = all(x >= bar if more else x <= bar for x, bar in barred)
+        return {**said, "value": mean, "worst": worst, "holds": clear and not failed if barred else None}
 
 
 def judge(rows: Sequence[Row], failed: Collection[str] = ()) -> list[Row]:
-    """Every bar that these rows have to do with, suite by suite, and how many rows could not be measured."""
-    found: list[Row] = []
-    for direction in (FORWARD, BACKWARD):
-        trained = [row for row in rows if row["suite"] == TRAIN and row["direction"] == direction]
-        if trained:
-            found += [_against_flex(direction, trained), _against_best(direction, trained)]
-            found += _portable_against_flex(direction, trained)
-        found += [_window(row) for row in trained if "unwindowed" in row]
-    found += _decode([row for row in rows if row["suite"] == DECODE])
-    found += [_host(row) for row in rows if row["suite"] == SMALL]
-    found += [_memory(row) for row in rows if row["suite"] == MEMORY]
-    compared = [row for row in rows if row.get("differences")]
-    if compared:
-        found.append(_agreement(compared))
-    if failed:
-        found.append(line("failed", "rows that failed", "rows", [len(failed)], worst_bar=0))
-    return found
+    """The line of every bar that some of these rows are about, and how many rows could not be measured."""
+    found = [bar.line(mine) for bar in BARS if (mine := [row for row in rows if bar.about(row)])]
+    return [*found, *([_failures(len(failed))] if failed else [])]
 
 
-def line(
-    group: str,
-    title: str,
-    measure: str,
-    values: Iterable[float],
-    *,
-    worst_bar: float | None,
-    at_least: bool = False,
-    failed: bool = False,
-) -> Row:
-    """One bar, on the worst of the values. `failed`: we could not do some row at all, so it cannot hold."""
-    found = list(values)
-    shared = {"group": group, "title": title, "measure": measure, "bar": None, "reach": None, "worst_bar": worst_bar}
-    shared["at_least"] = at_least
-    if not found:
-        return {**shared, "value": None, "worst": None, "holds": False if failed else None}
-    worst = min(found) if at_least else max(found)
-    holds = None
-    if worst_bar is not None:
-        holds = not failed and (worst >= worst_bar if at_least else worst <= worst_bar)
-    value = geometric_mean(found) if min(found) > 0 else sum(found) / len(found)
-    return {**shared, "value": value, "worst": worst, "holds": holds}
+def _failures(n: int) -> Row:
+    shared = {"group": "failed", "title": "rows that failed", "measure": "rows", "bar": None, "reach": None}
+    return {**shared, "worst_bar": 0, "at_least": False, "value": n, "worst": n, "holds": False}
 
 
-def _without_us(rows: Iterable[Row]) -> bool:
-    return any(OURS in row["absent"] for row in rows)
+def _where(*also: Callable[[Row], bool], **fields: Any) -> Callable[[Row], bool]:
+    """Rows with these values in these fields, of which all this is true too."""
+    return lambda row: all(row.get(key) == x for key, x in fields.items()) and all(true(row) for true in also)
 
 
-def _ratios(rows: Iterable[Row], peer: str) -> list[float]:
-    return [row["ratios"][peer]["value"] for row in rows if peer in row["ratios"]]
+def _train(direction: str, *also: Callable[[Row], bool], **fields: Any) -> Callable[[Row], bool]:
+    return _where(*also, suite=TRAIN, direction=direction, **fields)
 
 
-def best_peer(row: Row) -> str | None:
-    """The fastest of the others."""
-    others = {name: ratio["value"] for name, ratio in row["ratios"].items() if name != PORTABLE}
-    return min(others, key=lambda name: others[name], default=None)
+def _elsewhere(row: Row) -> bool:
+    return bool(row["backend"] != HOPPER)
 
 
-def _against_flex(direction: str, rows: Sequence[Row]) -> Row:
-    return line(
-        f"{direction}-flex",
-        f"{direction}, {len(rows)} shapes",
-        f"{FLEX} time / time",
-        _ratios(rows, FLEX),
-        worst_bar=OVER_FLEX,
-        at_least=True,
-        failed=_without_us(rows),
-    )
+def _windowed(row: Row) -> bool:
+    return "unwindowed" in row
 
 
-def _portable_against_flex(direction: str, rows: Sequence[Row]) -> list[Row]:
-    """The same of the portable kernels, where others run by default."""
-    times = [row["times"] for row in rows if PORTABLE in row["times"] and FLEX in row["times"]]
-    if not times:
-        return []
-    values = [time[FLEX]["median_s"] / time[PORTABLE]["median_s"] for time in times]
-    title = f"{direction} by Triton, {len(values)} shapes"
-    return [
-        line(f"{direction}-portable", title, f"{FLEX} time / time", values, worst_bar=OVER_FLEX, at_least=True),
-    ]
+def _with_portable(row: Row) -> bool:
+    return PORTABLE in row["times"]
 
 
-def _against_best(direction: str, rows: Sequence[Row]) -> Row:
-    values = [row["ratios"][name]["value"] for row in rows if (name := best_peer(row)) is not None]
-    title = f"{direction}, {len(values)} shapes"
-    return line(f"{direction}-best", title, "best peer's time / time", values, worst_bar=None, at_least=True)
-
-
-def _window(row: Row) -> Row:
-    """Time beside that of the same shape without a window, in units of the keys that are left to visit."""
-    keys, n = row["window"] + TILE, row["shape"]["n_k"]
-    values = []
-    if OURS in row["times"]:
-        values = [row["times"][OURS]["median_s"] / (row["unwindowed"]["median_s"] * keys / n)]
-    return line(
-        f"{row['direction']}-window",
-        f"{row['direction']}, window {row['window']} of {n} keys",
-        f"time / ({keys} / {n} of the full time)",
-        values,
-        worst_bar=WINDOW,
-        failed=_without_us([row]),
-    )
-
-
-def _decode(rows: Sequence[Row]) -> list[Row]:
-    long = [row for row in rows if not _short(row)]
-    found = []
-    if long:
-        shares = [row["shares"][OURS] for row in long if OURS in row["shares"]]
-        title, measure = f"decode, {len(long)} shapes", "K and V read a second / device copy"
-        found.append(
-            line("decode", title, measure, shares, worst_bar=SHARE_OF_COPY, at_least=True, failed=_without_us(long))
-        )
-    for row in rows:
-        if _short(row):
-            found.append(
-                line(
-                    "decode-short",
-                    f"decode, one sequence of {row['shape']['n_k']} keys",
-                    f"{CUDNN} time / time",
-                    _ratios([row], CUDNN),
-                    worst_bar=1.0,
-                    at_least=True,
-                    failed=_without_us([row]),
-                )
-            )
-    return found
+def _dense(row: Row) -> bool:
+    """So much work that the matrix unit alone sets the pace."""
+    return not row["options"] and row["shape"]["n_k"] == 16384 and row["shape"]["dim"] >= 128
 
 
 def _short(row: Row) -> bool:
     return bool(row["shape"]["batch"] == 1 and row["shape"]["n_k"] <= SHORT_CACHE)
 
 
-def _host(row: Row) -> Row:
-    values = [row["host"][OURS]["median_s"] * 1e6] if OURS in row["host"] else []
-    return line("host", "a small call", "host time, us", values, worst_bar=HOST * 1e6, failed=_without_us([row]))
+def _long(row: Row) -> bool:
+    return not _short(row)
 
 
-def _memory(row: Row) -> Row:
-    values = [row["grown"][OURS] / (row["needed"] + SLACK)] if OURS in row["grown"] else []
-    what = "delta and dQ in float32" if row["direction"] == BACKWARD else "lse"
-    return line(
-        f"memory-{row['direction']}",
-        f"memory of {row['direction']}",
-        f"peak beyond inputs and results / ({what} + {SLACK >> 20} MiB)",
-        values,
-        worst_bar=1.0,
-        failed=_without_us([row]),
+def _pass(direction: str, mean: float, each: float) -> tuple[Bar, ...]:
+    """Those of one pass. `mean` and `each` are what the Hopper kernels owe on the grid, beside the best peer."""
+    d, plain, other = direction, f"{direction}, {{n}} shapes", f"{direction}, {{n}} other shapes"
+    by_triton, window = f"{d} by Triton, {{n}} shapes", f"{d}, window {{row[window]}} of {{row[shape][n_k]}} keys"
+    return (
+        Bar(f"{d}-flex", plain, _train(d), measures.OVER_FLEX, each=1.05),
+        Bar(f"{d}-portable", by_triton, _train(d, _with_portable), measures.PORTABLE_OVER_FLEX, each=1.05),
+        Bar(f"{d}-best", plain, _train(d, _elsewhere), measures.OVER_BEST),
+        Bar(f"{d}-grid", plain, _train(d, backend=HOPPER, extra=False), measures.OVER_BEST, mean, each),
+        Bar(f"{d}-extra", other, _train(d, backend=HOPPER, extra=True), measures.OVER_BEST, each=1.0),
+        Bar(f"{d}-window", window, _train(d, _windowed), measures.OF_WINDOW, each=1.3),
     )
 
 
-def _agreement(rows: Sequence[Row]) -> Row:
-    """Each row by the peer that is nearest to us: one peer that is wrong alone is not our fault."""
-    nearest = [min(row["differences"].values()) for row in rows]
-    return line("agreement", f"results, {len(rows)} shapes", "norm of the difference / norm", nearest, worst_bar=SAME)
+ONE_CACHE, MEMORY_OF = "decode, one sequence of {row[shape][n_k]} keys", "memory of {row[direction]}"
+DENSE, STEPS = "forward, full, 16384 keys, {n} head dims", "a training step, {n} shapes"
+SMALL_CALL, BY_HOPPER = "a small call", "a small call, by the Hopper kernels"
+BARS = (
+    *_pass(FORWARD, mean=1.06, each=1.00),
+    Bar("forward-product", DENSE, _train(FORWARD, _dense, backend=HOPPER, extra=False), measures.OF_PRODUCT, each=0.95),
+    *_pass(BACKWARD, mean=1.05, each=0.97),
+    Bar("step-best", STEPS, _train(STEP, _elsewhere), measures.OVER_BEST),
+    Bar("step-hopper", STEPS, _train(STEP, backend=HOPPER), measures.OVER_BEST, each=1.05),
+    Bar("decode", "decode, {n} shapes", _where(_long, suite=DECODE), measures.OF_COPY, each=0.90),
+    Bar("decode-short", ONE_CACHE, _where(_short, suite=DECODE), measures.OVER_CUDNN, each=1.0),
+    Bar("host", SMALL_CALL, _where(_elsewhere, suite=SMALL), measures.HOST, each=40.0),
+    Bar("host-hopper", BY_HOPPER, _where(suite=SMALL, backend=HOPPER), measures.HOST, each=40.0, reach=25.0),
+    Bar("memory-forward", MEMORY_OF, _where(suite=MEMORY, direction=FORWARD), measures.FORWARD_MEMORY, each=1.0),
+    Bar("memory-backward", MEMORY_OF, _where(suite=MEMORY, direction=BACKWARD), measures.BACKWARD_MEMORY, each=1.0),
+    Bar("agreement", "results, {n} shapes", lambda row: bool(row.get("differences")), measures.DIFFERENCE, each=SAME),
+)

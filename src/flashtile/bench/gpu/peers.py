@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import flashtile
-from flashtile.bench.gpu.rows import DECODE, TRAIN, Row
+from flashtile.bench.gpu.rows import DECODE, STEP, TRAIN, Row
 from flashtile.bench.timing import Call
 
 OURS, CUDNN, SDPA_FLASH, FLEX = "flashtile", "cuDNN", "SDPA flash", "FlexAttention"
@@ -43,11 +43,8 @@ def tensors(row: Row, device: str, seed: int) -> Tensors:
     rng = torch.Generator(device).manual_seed(seed)
     queries, keys = (c.batch, c.heads, c.n_q, c.dim), (c.batch, c.kv_heads, c.n_k, c.dim)
     make = partial(torch.randn, generator=rng, device=device, dtype=getattr(torch, c.dtype))
-    cu = None
-    if row.lengths:
-        starts = [sum(row.lengths[:n]) for n in range(len(row.lengths) + 1)]
-        cu = torch.tensor(starts, device=device, dtype=torch.int32)
-    return Tensors(make(queries), make(keys), make(keys), make(queries) if row.backward else None, cu)
+    cu = torch.tensor(row.starts, device=device, dtype=torch.int32) if row.lengths else None
+    return Tensors(make(queries), make(keys), make(keys), make(queries) if row.differentiates else None, cu)
 
 
 class Layout(NamedTuple):
@@ -96,7 +93,7 @@ class Peer:
     compiles: Callable[[], bool] = lambda: False  # and keeps on disk what it compiled
 
     def prepare(self, row: Row, sets: Sequence[Tensors]) -> Contender:
-        """The calls of a row: forward as in inference, or the backward pass alone on a forward pass that is done."""
+        """The calls of a row: forward as in inference, backward alone on a finished forward pass, or both in one."""
         layout, forward = self.build(row, sets[0])
         with self.context():
             calls = tuple(_call(row, given, layout, forward) for given in sets)
@@ -104,7 +101,9 @@ class Peer:
         def result() -> tuple[Any, ...]:
             with self.context():
                 results = calls[0]()
-            return tuple(layout.back(x.detach(), row.case.batch) for x in (results if row.backward else (results,)))
+            return tuple(
+                layout.back(x.detach(), row.case.batch) for x in (results if row.differentiates else (results,))
+            )
 
         return Contender(calls, self.context, result)
 
@@ -112,10 +111,13 @@ class Peer:
 def _call(row: Row, given: Tensors, layout: Layout, forward: Forward) -> Call:
     import torch
 
-    leaves = tuple(layout.lay(x).detach().requires_grad_(row.backward) for x in given[:3])
-    if not row.backward:
+    leaves = tuple(layout.lay(x).detach().requires_grad_(row.differentiates) for x in given[:3])
+    if not row.differentiates:
         return partial(forward, *leaves)
-    return partial(torch.autograd.grad, forward(*leaves), leaves, layout.lay(given.dout), retain_graph=True)
+    dout = layout.lay(given.dout)
+    if row.case.direction == STEP:
+        return lambda: torch.autograd.grad(forward(*leaves), leaves, dout)
+    return partial(torch.autograd.grad, forward(*leaves), leaves, dout, retain_graph=True)
 
 
 def _ours(row: Row, given: Tensors, backend: str = "auto") -> tuple[Layout, Forward]:

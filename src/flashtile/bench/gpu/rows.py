@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
+
+import numpy as np
 
 from flashtile.bench.cases import CAUSAL, FORWARD, Case
 from flashtile.bench.memory import BACKWARD
@@ -13,7 +16,8 @@ from flashtile.plan import plan
 TRAIN, DECODE, SMALL, MEMORY = "train", "decode", "small", "memory"
 SUITES = (TRAIN, DECODE, SMALL, MEMORY)
 TOKENS, HIDDEN = 16384, 2048
-BACKWARD_FLOPS = 2.5  # a backward pass makes five products where a forward pass makes two
+STEP = "step"  # of training: a forward pass, then the backward pass on it, as one call
+FLOPS = {FORWARD: 1.0, BACKWARD: 2.5, STEP: 3.5}  # a backward pass makes five products where a forward pass makes two
 DTYPE = "bfloat16"
 
 
@@ -24,6 +28,7 @@ class Row:
     suite: str
     case: Case
     lengths: tuple[int, ...] = ()
+    extra: bool = False  # beside the grid of head dims, masks and lengths
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -48,8 +53,14 @@ class Row:
         return self.case.options["window"][0] + 1 if "window" in self.case.options else None
 
     @property
-    def backward(self) -> bool:
-        return self.case.direction == BACKWARD
+    def differentiates(self) -> bool:
+        """Whether gradients are what it gives."""
+        return self.case.direction != FORWARD
+
+    @property
+    def starts(self) -> list[int]:
+        """Where packed sequences begin, and where the last one ends."""
+        return list(accumulate(self.lengths, initial=0))
 
     @property
     def flops(self) -> float:
@@ -61,7 +72,7 @@ class Row:
         else:
             squares = sum(n * n for n in self.lengths) if self.lengths else c.batch * c.n_q * c.n_k
             forward = 4.0 * c.heads * squares * c.dim * (0.5 if self.causal else 1.0)
-        return forward * (BACKWARD_FLOPS if self.backward else 1.0)
+        return forward * FLOPS[c.direction]
 
     @property
     def kv_bytes(self) -> int:
@@ -69,13 +80,23 @@ class Row:
         c = self.case
         return 2 * c.batch * c.kv_heads * c.n_k * c.dim * 2  # two of them, two bytes an element
 
+    def backend(self, device: str) -> str | None:
+        """Which of ours runs it there by default."""
+        c = self.case
+        cu = np.array(self.starts) if self.lengths else None
+        q, k = (
+            (n, heads, c.dim) if self.lengths else (c.batch, heads, n, c.dim)
+            for n, heads in ((c.n_q, c.heads), (c.n_k, c.kv_heads))
+        )
+        return plan(q, k, c.dtype, device, cu_q=cu, cu_k=cu, **c.options).backend
+
     def unwindowed(self) -> Row:
         """The same shape with every query seeing every key."""
         return replace(self, case=replace(self.case, options={}))
 
     def to_dict(self) -> dict[str, Any]:
         case = {k: x for k, x in self.case.to_dict().items() if k not in ("case", "entry", "beside_torch")}
-        return {"suite": self.suite, "case": self.name, **case, "lengths": list(self.lengths)}
+        return {"suite": self.suite, "case": self.name, **case, "lengths": list(self.lengths), "extra": self.extra}
 
 
 def _pass(direction: str) -> Iterable[Row]:
@@ -89,10 +110,19 @@ def _pass(direction: str) -> Iterable[Row]:
     for dim in (64, 128, 256):
         for masked in ({}, CAUSAL):
             yield from (Row(TRAIN, case(n, dim, **masked)) for n in (1024, 4096, 16384))
-    yield Row(TRAIN, case(8192, heads=32, kv_heads=8, causal=True))
-    yield Row(TRAIN, case(16384, causal=True, window=(1023, None)))
-    yield from (Row(TRAIN, case(5000, **masked)) for masked in ({}, CAUSAL))
-    yield Row(TRAIN, case(TOKENS, causal=True), (512, 1000, 1024, 1536, 2048, 2560, 3072, 4632))
+    yield Row(TRAIN, case(8192, heads=32, kv_heads=8, causal=True), extra=True)
+    yield Row(TRAIN, case(16384, causal=True, window=(1023, None)), extra=True)
+    yield from (Row(TRAIN, case(5000, **masked), extra=True) for masked in ({}, CAUSAL))
+    yield Row(TRAIN, case(TOKENS, causal=True), (512, 1000, 1024, 1536, 2048, 2560, 3072, 4632), extra=True)
+
+
+def _step(n: int) -> Row:
+    heads = HIDDEN // 128
+    return Row(TRAIN, Case(n, n, 128, heads, heads, TOKENS // n, DTYPE, STEP, CAUSAL))
+
+
+def _small(batch: int) -> Row:
+    return Row(SMALL, Case(128, 128, 64, 8, 8, batch, DTYPE))
 
 
 def _decode(batch: int, cache: int) -> Row:
@@ -105,9 +135,10 @@ def _memory(direction: str) -> Row:
 
 # What is soon done comes first: time may run out.
 ROWS = (
-    Row(SMALL, Case(128, 128, 64, 8, 8, 1, DTYPE)),
+    *(_small(batch) for batch in (1, 8)),  # the second is enough for the Hopper kernels
     *(_decode(*shape) for shape in ((1, 8192), (1, 131072), (16, 8192), (64, 4096))),
     *(_memory(direction) for direction in (FORWARD, BACKWARD)),
+    *(_step(n) for n in (4096, 16384)),
     *_pass(FORWARD),
     *_pass(BACKWARD),
 )

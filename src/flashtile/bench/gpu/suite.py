@@ -54,7 +54,7 @@ class Bench:
             SMALL: self._small,
             MEMORY: self._memory,
         }
-        return {**row.to_dict(), **kinds[row.suite](row)}
+        return {**row.to_dict(), "backend": row.backend(self.device.name), **kinds[row.suite](row)}
 
     def _train(self, row: Row) -> dict[str, Any]:
         entered, absent = self._enter(row)
@@ -115,7 +115,7 @@ class Bench:
         n = c.batch * c.heads * c.n_q
         statistics, queries = 4 * n, 4 * n * c.dim  # lse or delta; dQ summed in float32
         # A forward pass may keep the lse; a backward pass one vector like it, and dQ in the making.
-        needed = statistics + (queries if row.backward else 0)
+        needed = statistics + (queries if row.differentiates else 0)
         return {"absent": absent, "grown": grown, "needed": needed, "scores": 2 * n * c.n_k}
 
     def _enter(

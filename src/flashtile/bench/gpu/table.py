@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from flashtile.bench import markdown
-from flashtile.bench.gpu.bars import best_peer
+from flashtile.bench.gpu.measures import best_peer
 from flashtile.bench.gpu.peers import NAMES, OURS
 from flashtile.bench.gpu.rows import DECODE, DTYPE, MEMORY, SMALL, TRAIN
 from flashtile.bench.records import Record

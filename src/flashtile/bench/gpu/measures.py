@@ -1,0 +1,78 @@
+"""What is read off a measured row, to be held to a bar: our time beside a peer's, our rate beside the card's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from flashtile.bench.gpu.peers import CUDNN, FLEX, OURS, PORTABLE
+
+TILE = 128  # keys that a window costs besides its own
+SLACK = 1 << 20  # of memory: allocations are rounded up, schedulers keep counters
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number of a row; None where the row has nothing to compare."""
+
+    words: str
+    of: Callable[[Row], float | None]
+    more_is_better: bool = False
+
+
+def best_peer(row: Row) -> str | None:
+    """The fastest of the others."""
+    others = {name: ratio["value"] for name, ratio in row["ratios"].items() if name != PORTABLE}
+    return min(others, key=lambda name: others[name], default=None)
+
+
+def _over(peer: str) -> Callable[[Row], float | None]:
+    return lambda row: row["ratios"][peer]["value"] if peer in row["ratios"] else None
+
+
+def _over_best(row: Row) -> float | None:
+    best = best_peer(row)
+    return None if best is None else _over(best)(row)
+
+
+def _portable_over_flex(row: Row) -> float | None:
+    times = row["times"]
+    return times[FLEX]["median_s"] / times[PORTABLE]["median_s"] if {FLEX, PORTABLE} <= times.keys() else None
+
+
+def _of_product(row: Row) -> float | None:
+    return row["rates"][OURS] / row["ceiling"] if OURS in row["rates"] else None
+
+
+def _of_window(row: Row) -> float | None:
+    """Time beside that of the same shape without a window, in units of the keys that are left to visit."""
+    share = (row["window"] + TILE) / row["shape"]["n_k"]
+    times = row["times"]
+    return times[OURS]["median_s"] / (row["unwindowed"]["median_s"] * share) if OURS in times else None
+
+
+def _host(row: Row) -> float | None:
+    return row["host"][OURS]["median_s"] * 1e6 if OURS in row["host"] else None
+
+
+def _of_needed(row: Row) -> float | None:
+    return row["grown"][OURS] / (row["needed"] + SLACK) if OURS in row["grown"] else None
+
+
+OVER_FLEX = Measure(f"{FLEX} time / time", _over(FLEX), more_is_better=True)
+PORTABLE_OVER_FLEX = Measure(f"{FLEX} time / time", _portable_over_flex, more_is_better=True)
+OVER_CUDNN = Measure(f"{CUDNN} time / time", _over(CUDNN), more_is_better=True)
+OVER_BEST = Measure("best peer's time / time", _over_best, more_is_better=True)
+OF_PRODUCT = Measure("FLOPs a second / those of the matrix product", _of_product, more_is_better=True)
+OF_COPY = Measure("K and V read a second / device copy", lambda row: row["shares"].get(OURS), more_is_better=True)
+OF_WINDOW = Measure(f"time / (full time * (window + {TILE}) / keys)", _of_window)
+HOST = Measure("host time, us", _host)
+FORWARD_MEMORY, BACKWARD_MEMORY = (
+    Measure(f"peak beyond inputs and results / ({needed} + {SLACK >> 20} MiB)", _of_needed)
+    for needed in ("lse", "delta and dQ in float32")
+)
+# By the peer that is nearest to us: one that is wrong alone is not our fault.
+DIFFERENCE = Measure("norm of the difference / norm", lambda row: min(row["differences"].values()))

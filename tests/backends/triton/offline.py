@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -56,6 +57,7 @@ class Built(NamedTuple):
     tile: list[int]  # block_q, block_k, warps, stages; warps and stages alone where rows meet no columns
     shared: int  # bytes
     seconds: float
+    narrow: int  # products by mma.sync with fewer columns than their layout has, of which Triton 3.6 leaves some out
     code: Figures
 
     @property
@@ -130,7 +132,16 @@ def _built(target: Target, case: Case, *, src: Any, metadata: Any, metadata_grou
     tile += metadata["num_warps"], metadata["num_stages"]
     files = {Path(path).suffix: Path(path) for path in metadata_group.values()}
     code = nvidia(files[".ptx"], files[".cubin"]) if target.backend == "cuda" else amd(files[".amdgcn"])
-    return Built(case, src.name, tile, metadata["shared"], times.total / 1e6, code)
+    narrow = narrow_products(files[".ttgir"].read_text()) if target.backend == "cuda" else 0
+    return Built(case, src.name, tile, metadata["shared"], times.total / 1e6, narrow, code)
+
+
+def narrow_products(code: str) -> int:
+    """Left factors of mma.sync, each row shared by four threads with kWidth columns each, that are not so wide."""
+    found = re.findall(
+        r"tt\.dot .*?: tensor<\d+x(\d+)x\w+, #ttg\.dot_op<{opIdx = 0, parent = #mma\d*, kWidth = (\d+)", code
+    )
+    return sum(int(columns) < 4 * int(width) for columns, width in found)
 
 
 def start(case: Case) -> None:

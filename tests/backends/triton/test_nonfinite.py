@@ -9,6 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from flashtile.dtypes import narrow
 from tests import test_nonfinite as nonfinite
 from tests.backends.triton import kernels
 from tests.grid import Call, Case, Size, Truth, build, check_backward, check_forward, same_dtype_error
@@ -26,6 +27,7 @@ MEND, INSIDE = 1, 1000  # processors: with 1 tiles are marked for another kernel
 TARGETS = ("q", "k", "v", "dout")  # one a sequence
 LONG = Size(4, 2, 1, 37, 48, 16, 16)
 DECODE = Size(4, 2, 1, 1, 270, 16, 16)
+SMALL = Size(1, 2, 1, 34, 40, 8, 8)
 PACKED = Size.packed(2, 1, 16, 16, (17, 30), (37, 45), (0, 9), (5, 40))
 BAD = (slice(17, 54), slice(30, 75))  # queries and keys of its second sequence
 OPTIONS = [
@@ -228,6 +230,50 @@ def test_finite_numbers_leave_no_mark(size: Size, marks: list[Any]) -> None:
     with processors(MEND):
         kernels.backward(call, *kernels.forward(call))
     assert len(marks) == 2 and not any(x.any() for x in marks)
+
+
+def large_scores(size: float, options: tuple[str, ...], dtype: str, shape: Size = SMALL) -> Call:
+    """Scores are small integers times `size`, all exact, and many of them alike: weights are 0 or parts of a whole."""
+    call = build(Case(shape, dtype, options))
+    rng = np.random.default_rng(7)
+    q, k = rng.integers(0, 2, call.q.shape), rng.integers(0, 2, call.k.shape) * size
+    if "bias" in call.options:  # a gradient of it is asked for, not its help
+        call = replace(call, options=call.options | {"bias": nonfinite.put(call.options["bias"], ..., 0.0)})
+    return replace(call, q=narrow(q, dtype), k=narrow(k, dtype), options=call.options | {"scale": 1.0})
+
+
+LARGE_SCORES = [
+    (2.0**17, ("causal",), "float32"),
+    (2.0**99, ("causal",), "float64"),
+    (-(2.0**33), ("window", "bias"), "bfloat16"),
+    (2.0**33, ("mask", "dropout", "sink"), "float32"),
+    (2.0**99, ("kv_lengths", "causal"), "bfloat16"),
+]
+
+
+@pytest.mark.parametrize("case", LARGE_SCORES, ids=str)
+def test_gradients_of_large_scores(case: tuple[float, tuple[str, ...], str]) -> None:
+    call = large_scores(*case)
+    check(call, same_dtype_error(call))
+
+
+def test_gradients_of_large_scores_in_packed_sequences() -> None:
+    call = large_scores(2.0**40, ("causal",), "float32", Size.packed(2, 1, 8, 8, (7, 9), (33, 20)))
+    check(call, same_dtype_error(call))
+
+
+def test_large_scores_without_a_gradient_are_not_mended(marks: list[Any]) -> None:
+    """Padding, as many hide it: a bias of -1e9 for all keys of its rows."""
+    call = build(Case(SMALL, "float32", ("bias",)))
+    call = nonfinite.changed(call, "bias", (slice(None), slice(None), slice(20, None)), -1e9)
+    idle = replace(call, dout=nonfinite.put(call.dout, (..., slice(20, None), slice(None)), 0.0), dlse=call.dlse * 0)
+    with processors(MEND):
+        out, lse = kernels.forward(idle)
+        grads = kernels.backward(idle, out, lse)
+        check_backward(idle, same_dtype_error(idle), grads)
+        assert not marks[-1].any()
+        kernels.backward(call, out, lse)
+    assert marks[-1].any()
 
 
 @pytest.mark.parametrize("size", [1e3, -1e3, 1e30])

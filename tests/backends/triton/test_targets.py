@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.backends.triton.machine_code import Figures, matrix, spills
-from tests.backends.triton.offline import TARGETS, Built, Case, build
+from tests.backends.triton.offline import TARGETS, Built, Case, build, narrow_products
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -15,7 +15,7 @@ EVERYTHING = "causal mask bias alibi softcap dropout sink"
 # A call without a mask runs the kernels of a causal one.
 PLAIN = [Case(work, dim, "causal") for dim in DIMS for work in ("forward", "backward")]
 QUICK = {name: [case for case in PLAIN if case.dim == 128 or name == "sm_90"] for name in TARGETS}
-QUICK["sm_90"].append(Case("decode", 128))
+QUICK["sm_90"] += [Case("decode", 128), Case("decode", 32, EVERYTHING, "float32")]
 FULL = [
     *PLAIN,
     *(Case("decode", dim) for dim in DIMS),
@@ -45,6 +45,8 @@ def faults(name: str, built: Built) -> list[str]:
             found.append("no matrix instruction")
         elif min(built.tile[:2]) >= 64 and target.matrix not in code.matrix:
             found.append(f"{code.matrix}, where {target.matrix} would do")
+    if built.narrow:
+        found.append(f"{built.narrow} products are narrower than their layout")
     if built.shared > target.shared:
         found.append(f"{built.shared} bytes of shared memory, of {target.shared}")
     plain = case.dtype == "bfloat16" and case.options in ("", "causal") and not built.kernel.startswith("mend")
@@ -73,7 +75,7 @@ def test_every_kernel(name: str) -> None:
     assert "dbias_kernel" in check(name, FULL)
 
 
-BUILT = Built(PLAIN[0], "forward_kernel", [64, 64, 4, 2], 1024, 1.0, Figures(["wgmma.mma_async"], 128, 0, []))
+BUILT = Built(PLAIN[0], "forward_kernel", [64, 64, 4, 2], 1024, 1.0, 0, Figures(["wgmma.mma_async"], 128, 0, []))
 
 
 @pytest.mark.parametrize(
@@ -82,14 +84,20 @@ BUILT = Built(PLAIN[0], "forward_kernel", [64, 64, 4, 2], 1024, 1.0, Figures(["w
         (BUILT._replace(code=BUILT.code._replace(matrix=[])), "no matrix instruction"),
         (BUILT._replace(code=BUILT.code._replace(matrix=["mma.sync"])), "where wgmma.mma_async would do"),
         (BUILT._replace(shared=228 * 1024), "bytes of shared memory"),
+        (BUILT._replace(narrow=2), "2 products are narrower"),
         (BUILT._replace(code=BUILT.code._replace(stack=8, loops=[1, 2, 0])), "1 spills"),
     ],
-    ids=["none", "slow", "shared", "spills"],
+    ids=["none", "slow", "shared", "narrow", "spills"],
 )
 def test_the_gate_closes(built: Built, fault: str) -> None:
     assert faults("sm_90", BUILT) == []
     (found,) = faults("sm_90", built)
     assert fault in found
+
+
+def test_narrow_products_are_seen() -> None:
+    line = "tt.dot %a, %b, %c : tensor<16x{}xbf16, #ttg.dot_op<{{opIdx = 0, parent = #mma1, kWidth = 8}}>> * tensor"
+    assert narrow_products("\n".join(line.format(k) for k in (16, 32, 16))) == 2
 
 
 NVIDIA = """

@@ -64,7 +64,7 @@ def begin_kernel(
         tl.store(turns, 0)
     if tile * PAD < length:
         first = tile * PAD
-        L, D = row_statistics(dout, out, lse, dlse, sequence, head, start, length, first, DIM_V, BLOCK_DV, PAD)
+        L, D = row_statistics(dout, out, lse, dlse, sequence, head, start, length, first, DIM_V, BLOCK_DV, PAD, None)
         o_r = tl.arange(0, PAD)
         at = wide(column) * padded + row
         tl.store(rows + at + o_r, tl.where(first + o_r < length, L, float("inf")))

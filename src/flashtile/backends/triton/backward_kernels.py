@@ -1,4 +1,9 @@
-"""The backward kernels: statistics of rows, then dK and dV by key tiles, dQ by query tiles, dbias. No atomics."""
+"""The backward kernels: statistics of rows, then dK and dV by key tiles, dQ by query tiles, dbias. No atomics.
+
+Weights are made again from the lse, which has the bits of one number: of a row with scores of 1e9 it keeps the maximum
+and loses the sum. Such a row gets NaN for its lse, which spoils all that it has a part in, and so is mended: there its
+maximum (its top) and its sum are two numbers.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +29,32 @@ from flashtile.backends.triton.steady import plain
 
 @triton.jit(do_not_specialize=["n_rows", "heads"])
 def statistics_kernel(
-    dout, out, lse, dlse, log2, delta, n_rows, heads, DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK: tl.constexpr
+    dout,
+    out,
+    lse,
+    dlse,
+    log2,
+    delta,
+    tops,
+    n_rows,
+    heads,
+    DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LARGE: tl.constexpr,
 ):
     """What the other kernels want to know of each row: its lse in base 2, and delta = rowsum(dO * O) - dL.
 
-    An empty row has lse +inf and delta 0: its weights come out as 0. The grid counts blocks of rows, then heads.
+    And 0 for its top, until it is known. The grid counts blocks of rows, then heads.
     """
     blocks = tl.cdiv(n_rows, BLOCK)
     first = tl.program_id(0) % blocks * BLOCK
     head = tl.program_id(0) // blocks % heads
     sequence = tl.program_id(0) // blocks // heads
-    L, D = row_statistics(dout, out, lse, dlse, sequence, head, 0, n_rows, first, DIM_V, BLOCK_DV, BLOCK)
+    L, D = row_statistics(dout, out, lse, dlse, sequence, head, 0, n_rows, first, DIM_V, BLOCK_DV, BLOCK, LARGE)
     store_column(head_of(log2, sequence, head, 0, n_rows), first, L)
     store_column(head_of(delta, sequence, head, 0, n_rows), first, D)
+    store_column(head_of(tops, sequence, head, 0, n_rows), first, tl.zeros([BLOCK], L.dtype))
 
 
 @triton.jit
@@ -53,16 +71,30 @@ def row_statistics(
     DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK: tl.constexpr,
+    LARGE: tl.constexpr,
 ):
-    """lse in base 2 and delta of BLOCK rows from `first` on, of the rows start .. start + length of a head."""
+    """lse in base 2 and delta of BLOCK rows from `first` on, of the rows start .. start + length of a head.
+
+    An empty row has lse +inf and delta 0: its weights come out as 0. An lse from LARGE on, if it is not None, is too
+    coarse to be of use: it becomes NaN, or that of an empty row where no gradient comes back (padding, hidden by a bias
+    of -1e9).
+    """
     b_out = load_rows(head_of(out, sequence, head, start, length), None, first, BLOCK, DIM_V, BLOCK_DV, True)
     b_do = load_rows(head_of(dout, sequence, head, start, length), None, first, BLOCK, DIM_V, BLOCK_DV, True)
     L = load_column(head_of(lse, sequence, head, start, length), first, BLOCK, 0.0, True)
     D = tl.sum(b_out.to(L.dtype) * b_do.to(L.dtype), 1)
+    idle = tl.max((b_do.to(L.dtype) != 0).to(tl.int32), 1) == 0
     if dlse is not None:
-        D -= load_column(head_of(dlse, sequence, head, start, length), first, BLOCK, 0.0, True)
+        dL = load_column(head_of(dlse, sequence, head, start, length), first, BLOCK, 0.0, True)
+        D -= dL
+        idle = idle & (dL == 0)
     empty = float("-inf") == L
-    return tl.where(empty, float("inf"), L * LOG2E), tl.where(empty, 0.0, D)
+    L *= LOG2E
+    if LARGE is not None:
+        large = (tl.abs(L) >= LARGE) & (tl.abs(L) < float("inf"))
+        empty = empty | (large & idle)
+        L = tl.where(large, float("nan"), L)
+    return tl.where(empty, float("inf"), L), tl.where(empty, 0.0, D)
 
 
 @triton.jit
@@ -72,10 +104,18 @@ def load_statistics(log2, delta, first, ROWS: tl.constexpr, RAGGED: tl.constexpr
 
 
 @triton.jit
-def weights(S, L, rule, tile, MASKED: tl.constexpr):
-    """P again from the scores and lse (eq. 9), softcap's slope, and what is visible. S is q.k, either way round."""
+def weights(S, L, tops, h, i0, rule, at, tile, MASKED: tl.constexpr):
+    """P again from the scores and lse (eq. 9), softcap's slope, and what is visible. S is q.k, either way round.
+
+    L is of the queries from i0 on; tops: what to take off their scores before it, where scores are large.
+    """
     S, unit, slope = shape_scores(S, rule, tile)
     visible = visible_pairs(rule, tile, MASKED)
+    if tops is not None:
+        rows = head_of(tops, at.sequence, h, at.q_start, at.q_len)
+        top = tl.reshape(load_column(rows, i0, L.shape[0] * L.shape[1], 0.0, True), L.shape)
+        S = tl.where(visible, S * unit, float("-inf")) - top  # rounded in between, as in sums_of_rows()
+        unit = unit * 0 + 1
     P = tl.exp2(S * unit - L)
     if MASKED or rule.mask is not None:
         P = tl.where(visible, P, 0.0)
@@ -115,6 +155,7 @@ def dkdv_tile(
     do_desc,
     log2,
     delta,
+    tops,
     h,
     i0,
     j0,
@@ -130,7 +171,8 @@ def dkdv_tile(
     L, D = load_statistics(log2, delta, i0, C.BLOCK_Q, MASKED)
     tile = tile_across(j0 + tl.arange(0, C.BLOCK_K), h, i0, at, C.BLOCK_Q)
     zero = tl.zeros([C.BLOCK_K, C.BLOCK_Q], C.REAL)
-    P, slope, visible = weights(dot(b_k, tl.trans(b_q), zero, C.PRECISION), L[None, :], rule, tile, MASKED)
+    S = dot(b_k, tl.trans(b_q), zero, C.PRECISION)
+    P, slope, visible = weights(S, L[None, :], tops, h, i0, rule, at, tile, MASKED)
     dP = dot(b_v, tl.trans(b_do), zero, C.PRECISION)  # eq. 11
     dropped = P
     if rule.seed_low is not None:
@@ -154,6 +196,7 @@ def dkdv_rows(
     do_desc,
     log2,
     delta,
+    tops,
     dk,
     dv,
     rule,
@@ -188,7 +231,7 @@ def dkdv_rows(
             for i in range(begin, end):
                 b_dk, b_dv = dkdv_tile(
                     *(b_dk, b_dv, b_k, b_v),
-                    *(queries, douts, q_desc, do_desc, p_log2, p_delta),
+                    *(queries, douts, q_desc, do_desc, p_log2, p_delta, tops),
                     *(h, i * C.BLOCK_Q, j0, rule, at, C),
                     MASKED=n != 1,
                     CAREFUL=CAREFUL,
@@ -236,7 +279,7 @@ def dkdv_kernel(
     at = measure(lengths, rule.offset, sequence)
     j0 = tile * C.BLOCK_K
     if j0 < at.k_room:
-        bad = dkdv_rows(q, k, v, dout, q_desc, do_desc, log2, delta, dk, dv, rule, at, head, j0, C, CAREFUL=False)
+        bad = dkdv_rows(q, k, v, dout, q_desc, do_desc, log2, delta, None, dk, dv, rule, at, head, j0, C, CAREFUL=False)
         tl.store(marks + program, bad.to(tl.int32))
     else:
         tl.store(marks + program, 0)
@@ -252,14 +295,15 @@ def tile_down(i0, h, j0, at, C: tl.constexpr):
 
 @triton.jit
 def dscores_tile(
-    b_q, b_do, L, D, keys, values, k_desc, v_desc, i0, j0, h, rule, at, C: tl.constexpr, MASKED: tl.constexpr
+    b_q, b_do, L, D, tops, keys, values, k_desc, v_desc, i0, j0, h, rule, at, C: tl.constexpr, MASKED: tl.constexpr
 ):
     """dS of one tile, [br, bc], before and after softcap's slope, and the keys."""
     b_k = load_rows(keys, k_desc, j0, C.BLOCK_K, C.DIM, C.BLOCK_D, MASKED)
     b_v = load_rows(values, v_desc, j0, C.BLOCK_K, C.DIM_V, C.BLOCK_DV, MASKED)
     tile = tile_down(i0, h, j0, at, C)
     zero = tl.zeros([C.BLOCK_Q, C.BLOCK_K], C.REAL)
-    P, slope, visible = weights(dot(b_q, tl.trans(b_k), zero, C.PRECISION), L[:, None], rule, tile, MASKED)
+    S = dot(b_q, tl.trans(b_k), zero, C.PRECISION)
+    P, slope, visible = weights(S, L[:, None], tops, h, i0, rule, at, tile, MASKED)
     dP = dot(b_do, tl.trans(b_v), zero, C.PRECISION)  # eq. 11
     if rule.seed_low is not None:
         keep = kept(rule, at.sequence, h, tile.o_i, j0, C.BLOCK_Q, C.BLOCK_K)
@@ -269,7 +313,9 @@ def dscores_tile(
 
 
 @triton.jit
-def dq_rows(q, k, v, dout, k_desc, v_desc, log2, delta, dq, rule, at, h, i0, C: tl.constexpr, CAREFUL: tl.constexpr):
+def dq_rows(
+    q, k, v, dout, k_desc, v_desc, log2, delta, tops, dq, rule, at, h, i0, C: tl.constexpr, CAREFUL: tl.constexpr
+):
     """Make and store dQ of BLOCK_Q queries from i0 on; whether a NaN or Inf may have spoiled any of them.
 
     CAREFUL: what guard.py says.
@@ -291,7 +337,7 @@ def dq_rows(q, k, v, dout, k_desc, v_desc, log2, delta, dq, rule, at, h, i0, C: 
         begin, end = stretch_of(cut, n)
         for j in range(begin, end):
             _straight, dS, b_k = dscores_tile(
-                b_q, b_do, L, D, keys, values, k_desc, v_desc, i0, j * C.BLOCK_K, h, rule, at, C, MASKED=n != 1
+                b_q, b_do, L, D, tops, keys, values, k_desc, v_desc, i0, j * C.BLOCK_K, h, rule, at, C, MASKED=n != 1
             )
             b_dq = dot(dS.to(b_k.dtype), finite_part(b_k, CAREFUL), b_dq, C.PRECISION)
     bad = spoiled(b_dq)
@@ -335,7 +381,7 @@ def dq_kernel(
     at = measure(lengths, rule.offset, sequence)
     i0 = tile * C.BLOCK_Q
     if i0 < at.q_len:
-        bad = dq_rows(q, k, v, dout, k_desc, v_desc, log2, delta, dq, rule, at, h, i0, C, CAREFUL=False)
+        bad = dq_rows(q, k, v, dout, k_desc, v_desc, log2, delta, None, dq, rule, at, h, i0, C, CAREFUL=False)
         tl.store(p_mark, bad.to(tl.int32))
     else:
         tl.store(p_mark, 0)
@@ -349,6 +395,7 @@ def dbias_kernel(
     dout,
     log2,
     delta,
+    tops,
     dbias,
     rule,
     lengths,
@@ -397,7 +444,7 @@ def dbias_kernel(
                 cut = cuts(reach(rule.left), reach(rule.right), at.offset, i0, last, at.k_len, C.BLOCK_K)
                 for j in range(tl.maximum(first_j, cut[0]), tl.minimum(last_j, cut[3])):
                     dS, _bent, _keys = dscores_tile(
-                        b_q, b_do, L, D, keys, values, None, None, i0, j * C.BLOCK_K, h, rule, at, C, MASKED=True
+                        b_q, b_do, L, D, tops, keys, values, None, None, i0, j * C.BLOCK_K, h, rule, at, C, MASKED=True
                     )
                     total += dS
     if SHARE_ROWS:

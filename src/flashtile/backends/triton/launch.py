@@ -26,7 +26,7 @@ from flashtile.backends.triton.arguments import (
 )
 from flashtile.backends.triton.backward_kernels import dbias_kernel, dkdv_kernel, dq_kernel, statistics_kernel
 from flashtile.backends.triton.forward_kernel import forward_kernel
-from flashtile.backends.triton.mend_kernels import mend_backward_kernel, mend_forward_kernel
+from flashtile.backends.triton.mend_kernels import mend_backward_kernel, mend_forward_kernel, mend_sums_kernel
 from flashtile.backends.triton.merge_kernel import merge_kernel
 from flashtile.backends.triton.start import Start
 from flashtile.backends.triton.tensors import Result, aligned, blocks, laid_out, outline, strides
@@ -36,6 +36,7 @@ from flashtile.problem import Problem, check_gradients
 from flashtile.results import Gradients
 
 MOST_SPLITS = 64
+LARGE = {"float32": 2.0**15, "float64": 2.0**12}  # an lse whose rounding changes weights by 1e-3, or by 1e-13
 T = TypeVar("T")
 
 
@@ -196,6 +197,13 @@ class MendBackward:
         self._rule, self._lengths = rule(p), lengths(p)
         self._counts = (k_tiles, p.kv_heads, q_tiles, p.heads)
         of_queries, of_keys = _careful(p, block_q), _careful(p, block_k)
+        self._sums = Start(
+            mend_sums_kernel,
+            self._marks.programs,
+            _options(of_queries),
+            ROWS=block_q,
+            C=constants(p, of_queries, _precision(p)),
+        )
         of_keys = of_keys._replace(block_q=of_keys.block_k, block_k=of_keys.block_q)
         self._start = Start(
             mend_backward_kernel,
@@ -212,10 +220,33 @@ class MendBackward:
         return self._marks.make()
 
     def __call__(
-        self, x: Inputs, dout: Rows | None, log2: Rows, delta: Rows, dq: Rows, dk: Rows, dv: Rows, marks: Any
+        self,
+        x: Inputs,
+        dout: Rows | None,
+        log2: Rows,
+        delta: Rows,
+        dq: Rows,
+        dk: Rows,
+        dv: Rows,
+        marks: Any,
+        tops: Rows | None = None,
     ) -> None:
-        """log2 and delta: what statistics_kernel made of each row."""
+        """log2, delta and tops: what statistics_kernel made of each row. Without tops no lse is ever too coarse."""
         q, k, v = self._strides
+        if tops is not None:
+            self._sums(
+                Rows(x.q, *q),
+                Rows(x.k, *k),
+                log2,
+                tops,
+                x.sink,
+                marks,
+                self.first_of_queries,
+                self._marks.count - self.first_of_queries,
+                rule_of(self._rule, x),
+                lengths_of(self._lengths, x),
+                *self._counts[2:],
+            )
         self._start(
             Rows(x.q, *q),
             Rows(x.k, *k),
@@ -223,6 +254,7 @@ class MendBackward:
             dout,
             log2,
             delta,
+            tops,
             dq,
             dk,
             dv,
@@ -316,11 +348,11 @@ class Backward:
         dout, out, lse, dlse = (
             None if y is None or s is None else Rows(y, *s) for y, s in zip(given, self._given_strides, strict=True)
         )
-        log2, delta = self._delta.make(), self._delta.make()
+        log2, delta, tops = self._delta.make(), self._delta.make(), self._delta.make()
         dq, dk, dv = self._dq.make(), self._dk.make(), self._dv.make()
         a_rule, a_lengths = rule_of(self._rule, x), lengths_of(self._lengths, x)
         if self._delta.numel:
-            self._statistics_start(dout, out, lse, dlse, log2, delta, *self._row_counts)
+            self._statistics_start(dout, out, lse, dlse, log2, delta, tops, *self._row_counts)
         marks = self._mend.make()
         if self._dk.numel:
             fetched = self._q_blocks(x.q), self._dout_blocks(given[0])
@@ -330,13 +362,14 @@ class Backward:
             where = marks, self._mend.first_of_queries
             self._dq_start(q, k, v, dout, *fetched, log2, delta, dq, *where, a_rule, a_lengths, *self._q_counts)
         if marks.numel():
-            self._mend(x, dout, log2, delta, dq, dk, dv, marks)
+            self._mend(x, dout, log2, delta, dq, dk, dv, marks, tops)
         dbias = None
         if self._bias_shape is not None:
             dbias = x.q.new_zeros(self._bias_shape, dtype=self._real)
             if dbias.numel():
                 heads, shape = self._row_counts[1], self._bias_shape
-                self._dbias_start(q, k, v, dout, log2, delta, pairs(dbias), a_rule, a_lengths, heads, *shape[2:])
+                arguments = q, k, v, dout, log2, delta, tops, pairs(dbias), a_rule, a_lengths
+                self._dbias_start(*arguments, heads, *shape[2:])
         dsink = (
             None
             if x.sink is None
@@ -353,6 +386,7 @@ def statistics(p: Problem) -> Start:
         DIM_V=p.dim_v,
         BLOCK_DV=block(p.dim_v),
         BLOCK=tuning.STATISTICS_ROWS,
+        LARGE=LARGE[p.accumulator],
     )
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.backends.triton.backward_kernels import dkdv_rows, dq_rows
-from flashtile.backends.triton.blocks import locate, measure
-from flashtile.backends.triton.forward_kernel import forward_rows_again
+from flashtile.backends.triton.backward_kernels import dkdv_rows, dq_rows, tile_down
+from flashtile.backends.triton.blocks import head_of, load_column, load_rows, locate, measure, store_column
+from flashtile.backends.triton.cuts import cuts, reach
+from flashtile.backends.triton.forward_kernel import begin_rows, forward_rows_again
+from flashtile.backends.triton.scores import dot, shape_scores, visible_pairs
 
 MARKS = tl.constexpr(128)  # that a program looks at together
 
@@ -57,6 +59,66 @@ def mend_forward_kernel(
                     )
 
 
+@triton.jit
+def sums_of_rows(q, k, log2, tops, p_sink, rule, at, h, i0, C: tl.constexpr):
+    """Of BLOCK_Q rows from i0 on, the maximum into tops and the logarithm of the sum into log2, both in base 2.
+
+    By the tiles of the walk that will use them, whose scores then have the same bits.
+    """
+    o_i = i0 + tl.arange(0, C.BLOCK_Q)
+    b_q = load_rows(head_of(q, at.sequence, h, at.q_start, at.q_len), None, i0, C.BLOCK_Q, C.DIM, C.BLOCK_D, True)
+    keys = head_of(k, at.sequence, h // C.GROUP, at.k_start, at.k_len)
+    m, l = begin_rows(p_sink, o_i * 0 + h, o_i < at.q_len, C.REAL)
+    last = tl.minimum(i0 + C.BLOCK_Q, at.q_len)
+    cut = cuts(reach(rule.left), reach(rule.right), at.offset, i0, last, at.k_len, C.BLOCK_K)
+    for j in range(cut[0], cut[3]):
+        b_k = load_rows(keys, None, j * C.BLOCK_K, C.BLOCK_K, C.DIM, C.BLOCK_D, True)
+        tile = tile_down(i0, h, j * C.BLOCK_K, at, C)
+        S = dot(b_q, tl.trans(b_k), tl.zeros([C.BLOCK_Q, C.BLOCK_K], C.REAL), C.PRECISION)
+        S, unit, _slope = shape_scores(S, rule, tile)
+        S = tl.where(visible_pairs(rule, tile, True), S * unit, float("-inf"))
+        m_new = tl.maximum(m, tl.max(S, 1))
+        pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
+        l = l * tl.exp2(m - pivot) + tl.sum(tl.exp2(S - pivot[:, None]), 1)
+        m = m_new
+    empty = m == float("-inf")
+    store_column(head_of(tops, at.sequence, h, at.q_start, at.q_len), i0, tl.where(empty, 0.0, m))
+    store_column(head_of(log2, at.sequence, h, at.q_start, at.q_len), i0, tl.where(empty, float("inf"), tl.log2(l)))
+
+
+@triton.jit(do_not_specialize=["first_of_queries", "count", "tiles", "heads"])
+def mend_sums_kernel(
+    q,
+    k,
+    log2,
+    tops,
+    p_sink,
+    marks,
+    first_of_queries,
+    count,
+    rule,
+    lengths,
+    tiles,
+    heads,
+    ROWS: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Maximum and sum of the rows whose lse is NaN, in marked tiles of ROWS queries, for mend_backward_kernel."""
+    step = tl.num_programs(0)
+    for begin in range(tl.program_id(0), count, step * MARKS):
+        if any_set(marks + first_of_queries, begin, step, count):
+            for n in range(begin, tl.minimum(begin + step * MARKS, count), step):
+                if tl.load(marks + first_of_queries + n) != 0:
+                    h = n // tiles % heads
+                    sequence, tile = locate(lengths.cu_q, lengths.n_q, n % tiles, n // tiles // heads, lengths, ROWS)
+                    at = measure(lengths, rule.offset, sequence)
+                    rows = head_of(log2, at.sequence, h, at.q_start, at.q_len)
+                    for i0 in range(tile * ROWS, tl.minimum((tile + 1) * ROWS, at.q_len), C.BLOCK_Q):
+                        L = load_column(rows, i0, C.BLOCK_Q, 0.0, True)
+                        if tl.max((L != L).to(tl.int32), 0) > 0:
+                            sums_of_rows(q, k, log2, tops, p_sink, rule, at, h, i0, C)
+
+
 @triton.jit(do_not_specialize=["count", "first_of_queries", "k_tiles", "kv_heads", "q_tiles", "heads"])
 def mend_backward_kernel(
     q,
@@ -65,6 +127,7 @@ def mend_backward_kernel(
     dout,
     log2,
     delta,
+    tops,
     dq,
     dk,
     dv,
@@ -95,7 +158,7 @@ def mend_backward_kernel(
                         at = measure(lengths, rule.offset, sequence)
                         for j0 in range(tile * K_ROWS, tl.minimum((tile + 1) * K_ROWS, at.k_room), OF_KEYS.BLOCK_K):
                             dkdv_rows(
-                                *(q, k, v, dout, None, None, log2, delta, dk, dv, rule, at, head, j0, OF_KEYS),
+                                *(q, k, v, dout, None, None, log2, delta, tops, dk, dv, rule, at, head, j0, OF_KEYS),
                                 CAREFUL=True,
                             )
                     else:
@@ -106,6 +169,6 @@ def mend_backward_kernel(
                         at = measure(lengths, rule.offset, sequence)
                         for i0 in range(tile * Q_ROWS, tl.minimum((tile + 1) * Q_ROWS, at.q_len), OF_QUERIES.BLOCK_Q):
                             dq_rows(
-                                *(q, k, v, dout, None, None, log2, delta, dq, rule, at, head, i0, OF_QUERIES),
+                                *(q, k, v, dout, None, None, log2, delta, tops, dq, rule, at, head, i0, OF_QUERIES),
                                 CAREFUL=True,
                             )

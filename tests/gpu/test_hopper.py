@@ -407,6 +407,7 @@ def test_a_capture_that_is_given_up() -> None:
 
 @each_dim
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 def test_gradients_are_about_as_exact_as_those_of_cudnn(causal: bool, dim: int) -> None:
     """By the root of the mean square of the difference from float64."""
     torch.manual_seed(0)

@@ -269,7 +269,7 @@ def shaped(s, t, shared, board, rule, ME: gl.constexpr, MASKED: gl.constexpr, C:
         if MASKED:
             s = hide(s, seen, i0, rule.left is not None, rule.right is not None)
     else:
-        s = shape_scores(s, rule, None, 0)
+        s = shape_scores(s, rule, Seen(0, 0, 0, 0.0, 1.0), 0)  # of which it uses nothing but the gain
     return s, slope
 
 

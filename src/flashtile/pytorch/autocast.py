@@ -14,7 +14,7 @@ _CAST = {
 
 
 def enabled(device: str) -> bool:
-    return device != "meta" and torch.is_autocast_enabled(device)
+    return torch._C._is_any_autocast_enabled() and device != "meta" and torch.is_autocast_enabled(device)
 
 
 def cast(device: str, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ def unwatched(tensors: Iterable[Tensor]) -> bool:
 
     Autograd and autocast are the caller's business.
     """
-    keys = torch._C._dispatch_tls_local_include_set()
+    keys: int = torch._C._dispatch_tls_local_include_set().raw_repr()
     for x in tensors:
-        keys = keys | torch._C._dispatch_keys(x)
-    return not keys.raw_repr() & ~_PLAIN and not torch.overrides.has_torch_function(tensors)
+        keys |= torch._C._dispatch_keys(x).raw_repr()
+    return not keys & ~_PLAIN and not torch.overrides.has_torch_function(tensors)

@@ -128,6 +128,13 @@ def pack_quarters(a, b, c, d):
     )
 
 
+@gluon.jit
+def add_four(address, x, OFFSET: gl.constexpr):
+    """Add the four values that a thread has of x to four neighbours in memory, in one piece. One address for the four."""
+    code: gl.constexpr = f"red.relaxed.gpu.global.add.v4.f32 [$4+{OFFSET}], {{$8, $9, $10, $11}};"
+    gl.inline_asm_elementwise(code, "=r,=r,=r,=r,l,l,l,l,f,f,f,f", [address, x], dtype=gl.int32, is_pure=False, pack=4)
+
+
 @builtin
 def reduce_add(desc: Any, coord: Any, source: Any, _semantic: Any = None) -> None:
     """Let the copy engine add a tile of shared memory to one in memory. Gluon 3.6 has no word for it either."""

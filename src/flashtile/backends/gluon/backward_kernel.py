@@ -61,6 +61,7 @@ def backward_kernel(
     dout_desc,
     rows_desc,
     dq_desc,
+    total,
     dk_desc,
     dv_desc,
     dk,
@@ -106,7 +107,7 @@ def backward_kernel(
         mbarrier.init(dout_full.index(n), count=1)
     shared = Tiles(k, v, q, dout, rows, orders, None, ds, dq, k_full, v_full, q_full, dout_full, dq_full, dq_free)
     sources = Sources(q_desc, k_desc, v_desc, dout_desc, rows_desc)
-    targets = Targets(dq_desc, dk_desc, dv_desc, dk, dv, marks)
+    targets = Targets(total, dk_desc, dv_desc, dk, dv, marks)
     work = Extent(rule, lengths, tiles, kv_heads, padded, mark_tiles)
     if C.WRITERS:
         gl.warp_specialize(

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from flashtile.backends.gluon.assembly import added, await_count, reduce_add, sync
+from flashtile.backends.gluon.assembly import add_four, added, await_count, reduce_add, sync
 from flashtile.backends.gluon.softmax import Seen, hide, shape_scores, slope_of, unit_of
 from flashtile.backends.gluon.tasks import LANES
 from flashtile.backends.triton.blocks import locate, measure
@@ -298,22 +298,43 @@ def await_buffer(shared, t, PART: gl.constexpr, ME: gl.constexpr, C: gl.constexp
     if C.WRITERS:
         n = t * C.PARTS + PART
         mbarrier.wait(shared.dq_free.index(buffer_of(n, ME, C)), (n // C.DQ_BUFFERS + 1) & 1)
-    else:
-        tma.store_wait(0)
 
 
 @gluon.jit
-def add_to_dq(dq, shared, desc, t, PART: gl.constexpr, ME: gl.constexpr, C: gl.constexpr):
+def add_to_dq(dq, shared, total, t, PART: gl.constexpr, ME: gl.constexpr, C: gl.constexpr):
     """Have a 64 x 64 tile, one of C.PARTS of this warpgroup's share of tile t, added to dQ: by write(), or here."""
-    buffer = buffer_of(t * C.PARTS + PART, ME, C)
-    tile = shared.dq.index(buffer)
-    tile._reinterpret(gl.float32, [64, 64], BY_THREAD).store(dq)
-    fence_async_shared()
     if C.WRITERS:
+        buffer = buffer_of(t * C.PARTS + PART, ME, C)
+        shared.dq.index(buffer)._reinterpret(gl.float32, [64, 64], BY_THREAD).store(dq)
+        fence_async_shared()
         mbarrier.arrive(shared.dq_full.index(buffer), count=1)
     else:
-        gl.thread_barrier()
-        reduce_add(desc, [dq_place(shared, t, PART, ME, C), 0], tile)
+        add_by_thread(dq, total + dq_place(shared, t, PART, ME, C).to(gl.int64) * 256)
+
+
+@gluon.jit
+def add_by_thread(dq, total):
+    """Add a 64 x 64 tile to memory in the order of BY_THREAD, four values of a thread at a time."""
+    even, odd = gl.split(gl.permute(gl.reshape(dq, [64, 2, 2, 2, 8]), (0, 4, 1, 2, 3)))
+    add_half(even, total, 0)
+    add_half(odd, total, 2048)
+
+
+@gluon.jit
+def add_half(x, total, FIRST: gl.constexpr):
+    """Every other eight columns: [64, 8, 2, 2]."""
+    low, high = gl.split(x)
+    a, c = gl.split(low)
+    b, d = gl.split(high)
+    L: gl.constexpr = a.type.layout
+    o_r = gl.arange(0, 64, gl.SliceLayout(1, L))[:, None]
+    o_c = gl.arange(0, 8, gl.SliceLayout(0, L))[None, :]
+    thread = (o_r >> 4) * 32 + (o_r & 7) * 4 + (o_c >> 1)
+    address = (total + thread * 4).to(gl.int64, bitcast=True)
+    add_four(address, a, FIRST)
+    add_four(address, b, FIRST + 4096)
+    add_four(address, c, FIRST + 8192)
+    add_four(address, d, FIRST + 12288)
 
 
 @gluon.jit

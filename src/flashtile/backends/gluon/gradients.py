@@ -130,6 +130,7 @@ class Backward:
             self._do(given[0]),
             self._rows_desc(rows),
             self._total_desc(total),
+            total,
             self._dk_desc(dk.ptr),
             self._dv_desc(dv.ptr),
             dk,

@@ -36,16 +36,14 @@ from flashtile.backends.gluon.columns import (
     Sources,
     Targets,
     Tiles,
-    add_to_dq,
-    await_buffer,
     clear_unused,
     get,
     load,
     shaped,
     store_columns,
     walk,
-    write,
 )
+from flashtile.backends.gluon.dq import add_to_dq, await_buffer, write
 from flashtile.backends.triton.blocks import number
 
 # Named barriers. "dS is there": one for each warpgroup and parity, so that an arrival for the next tile never completes

@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flashtile.backends.gluon.assembly import arrive, sync
 from flashtile.backends.gluon.columns import (
     ALL,
-    BY_THREAD,
     DO_FREE,
     FIELDS,
     IN_USE,
@@ -36,16 +35,14 @@ from flashtile.backends.gluon.columns import (
     Sources,
     Targets,
     Tiles,
-    add_to_dq,
-    await_buffer,
     clear_unused,
     get,
     load,
     shaped,
     store_columns,
     walk,
-    write,
 )
+from flashtile.backends.gluon.dq import BY_THREAD, add_to_dq, await_buffer, write
 from flashtile.backends.triton.blocks import number
 
 P_READY = gl.constexpr(9)  # named barriers

@@ -1,0 +1,81 @@
+"""dQ on its way out: tiles that warpgroups made are added to float32 in memory, by themselves or by warps of their own."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from flashtile.backends.gluon.assembly import added, await_count, reduce_add
+from flashtile.backends.gluon.columns import CUT, DQ_AT, TURN, get, order_of
+
+# A 64 x 64 tile of dQ or P lies as 128 threads hold it, so that it is stored without conflicts, and dQ leaves in one
+# piece; row_kernels.py undoes the order.
+BY_THREAD = gl.constexpr(
+    gl.SharedLinearLayout(
+        [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0], [0, 8], [0, 16], [0, 32]], [], 128
+    )
+)
+
+
+@gluon.jit
+def await_buffer(shared, t, PART: gl.constexpr, ME: gl.constexpr, C: gl.constexpr):
+    """Before add_to_dq(): until what was in its buffer has left it."""
+    if C.WRITERS:
+        n = t * C.PARTS + PART
+        mbarrier.wait(shared.dq_free.index(buffer_of(n, ME, C)), (n // C.DQ_BUFFERS + 1) & 1)
+    else:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def add_to_dq(dq, shared, desc, t, PART: gl.constexpr, ME: gl.constexpr, C: gl.constexpr):
+    """Have a 64 x 64 tile, one of C.PARTS of this warpgroup's share of tile t, added to dQ: by write(), or here."""
+    buffer = buffer_of(t * C.PARTS + PART, ME, C)
+    tile = shared.dq.index(buffer)
+    tile._reinterpret(gl.float32, [64, 64], BY_THREAD).store(dq)
+    fence_async_shared()
+    if C.WRITERS:
+        mbarrier.arrive(shared.dq_full.index(buffer), count=1)
+    else:
+        gl.thread_barrier()
+        reduce_add(desc, [dq_place(shared, t, PART, ME, C), 0], tile)
+
+
+@gluon.jit
+def buffer_of(n, ME: gl.constexpr, C: gl.constexpr):
+    """The buffer of a warpgroup's n-th tile of dQ."""
+    return ME * C.DQ_BUFFERS + n % C.DQ_BUFFERS
+
+
+@gluon.jit
+def dq_place(shared, t, PART: gl.constexpr, ME: gl.constexpr, C: gl.constexpr):
+    return get(shared.orders, order_of(t) + DQ_AT) + (ME * C.PARTS + PART) * 16
+
+
+@gluon.jit
+def write(shared, board, dq, turns, ME: gl.constexpr, C: gl.constexpr):
+    """One warp: have the copy engine add a warpgroup's tiles to dQ, while the warpgroup goes on.
+
+    With turns, in a fixed order, so that sums are the same each time: a program's turn at a tile of queries comes when
+    all those of later keys have added theirs. A counter says how many have.
+    """
+    mbarrier.wait(shared.v_full, 0)  # and the board is there
+    at = gl.to_tensor(0)
+    for t in range(C.GROUP * get(board, CUT + 3)):
+        for part in gl.static_range(C.PARTS):
+            n = t * C.PARTS + part
+            buffer = buffer_of(n, ME, C)
+            mbarrier.wait(shared.dq_full.index(buffer), n // C.DQ_BUFFERS & 1)
+            if part == 0:  # orders stay as they are while a buffer is full
+                at = dq_place(shared, t, 0, ME, C)
+                if turns is not None:
+                    await_count(turns + 1 + at // 16, get(shared.orders, order_of(t) + TURN))
+            reduce_add(dq, [at + part * 16, 0], shared.dq.index(buffer))
+            tma.store_wait(0)
+            mbarrier.arrive(shared.dq_free.index(buffer), count=1)
+        if turns is not None:  # the first counter of all counts programs
+            added()
+            gl.thread_barrier()
+            gl.atomic_add(turns + 1 + at // 16, 1, sem="release")
+    added()

@@ -1,4 +1,4 @@
-"""dQ on its way out: tiles that warpgroups made are added to float32 in memory, by themselves or by warps of their own."""
+"""dQ on its way out: tiles of it are added to float32 in memory, by the warpgroups that made them or by other warps."""
 
 from __future__ import annotations
 

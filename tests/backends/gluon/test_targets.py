@@ -58,7 +58,7 @@ STACK = {
     ("forward", 128, EVERYTHING): 24,
     ("forward", 256, "band"): 40,
     ("forward", 256, "softcap"): 8,
-    ("forward", 256, EVERYTHING): 48,
+    ("forward", 256, EVERYTHING): 56,
     ("forward", 64, f"{EVERYTHING} descale"): 16,
     ("forward", 256, f"{EVERYTHING} descale"): 24,
     ("backward", 128, ""): 8,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,6 +87,17 @@ def test_gpu_prints_json(gpu: FakeDevice, tmp_path: Any) -> None:
 def test_gpu_stops_when_time_is_up(gpu: FakeDevice, tmp_path: Any) -> None:
     result = run("gpu", "--seconds", "0", "--output", str(tmp_path / "gpu.json"))
     assert f"{rows.ROWS[1].name}: left out, the time was up" in result.stderr
+
+
+def test_gpu_tells_what_this_one_cannot_do(gpu: FakeDevice, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No device of this test multiplies 8-bit tensors as they are."""
+    wide = rows.ROWS[0]
+    eight = replace(wide, case=replace(wide.case, dtype="float8_e4m3fn"))
+    monkeypatch.setattr(rows, "ROWS", (eight, wide))
+    path = tmp_path / "gpu.json"
+    result = run("gpu", "--quick", "--output", str(path))
+    assert f"{eight.name}: left out, gluon: it runs on cuda" in result.stderr
+    assert [m["case"] for m in records.read(path)["measurements"]] == [wide.name]
 
 
 def test_gpu_check_fails_where_a_bar_does(gpu: FakeDevice, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

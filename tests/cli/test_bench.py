@@ -50,6 +50,7 @@ def test_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     """A device, two peers of which one is slower than we are, and two tiny rows."""
     fake = FakeDevice()
+    monkeypatch.setenv(peers.FA4_KEEPS, "0")
     monkeypatch.setattr(device, "missing", lambda: None)
     monkeypatch.setattr(device, "Cuda", lambda: fake)
     here = [fake.peer(OURS, 1e-3), fake.peer(CUDNN, 2e-3), fake.peer(FLEX, 3e-3, fails="no kernel")]

@@ -75,6 +75,7 @@ def gpu(
         raise typer.BadParameter("--only: no row has all of these words in its name")
     _need_gpu()
     start = time.monotonic()
+    warm.keep_on_disk()
     here, absent = peers.present(peer or ())
     bench = gpu_suite.Bench(device.Cuda(), here, min(rounds, 3) if quick else rounds)
     chosen, unfit = rows.measurable(chosen, bench.device.name)

@@ -119,7 +119,7 @@ def test_a_graph_is_no_longer_than_two_samples(fake: FakeDevice) -> None:
     found = run.measure(row)
     assert {len(names) for names in fake.samples if FLEX in names} == {1}
     assert found["times"][FLEX]["median_s"] == pytest.approx(0.02) and found["eager"] == {}
-    assert fake.log.count(FLEX) < 30  # also for the host's time
+    assert fake.log.count(FLEX) < 20  # in host time too
 
 
 def test_who_cannot_be_captured_is_timed_eagerly(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,7 @@ def test_8_bits_have_a_table_of_their_own(fake: FakeDevice) -> None:
     tables = [part for part in text.split("\n\n") if part.startswith("| TFLOP/s")]
     heads = [part.splitlines()[0] for part in tables]
     assert [head.split("|")[1].strip() for head in heads] == ["TFLOP/s", "TFLOP/s, float8_e4m3fn"]
-    assert "/ best peer | / bfloat16 |" in heads[1] and len(tables[1].splitlines()) == 3
+    assert "/ best peer | / bfloat16 |" in heads[1] and [len(part.splitlines()) for part in tables] == [3, 3]
     assert tables[1].splitlines()[2].endswith("| 2.00 | 1.50 |")
 
 

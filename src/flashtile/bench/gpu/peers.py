@@ -20,6 +20,7 @@ PORTABLE = "flashtile, Triton"  # its portable kernels, where it has others
 WIDE = "flashtile, bfloat16"  # on the numbers of 8-bit tensors
 FA2, FA3, FA4 = "FlashAttention-2", "FlashAttention-3", "FlashAttention-4"
 SDPA_BACKENDS = {CUDNN: "CUDNN_ATTENTION", SDPA_FLASH: "FLASH_ATTENTION"}
+FA4_KEEPS = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"  # "1": what it compiled stays on disk; read when it is imported
 FLASH_MODULES = {FA2: "flash_attn", FA3: "flash_attn_interface", FA4: "flash_attn.cute"}
 
 
@@ -267,7 +268,7 @@ def _not_importable(name: str) -> str | None:
 
 
 def _fa4_keeps() -> bool:
-    return os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED") == "1"
+    return os.environ.get(FA4_KEEPS) == "1"
 
 
 PEERS = (

@@ -8,12 +8,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flashtile.bench import workers
-from flashtile.bench.gpu.peers import PEERS, Peer, UnfitError, tensors
+from flashtile.bench.gpu.peers import FA4_KEEPS, PEERS, Peer, UnfitError, tensors
 from flashtile.bench.gpu.rows import ROWS, Row, in_turn
 
 LONGEST = 180.0  # seconds for one row of one peer
 # Each process compiles by itself; there are as many of them as there are cores.
 ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+
+
+def keep_on_disk() -> None:
+    """Have everyone who can keep what they compiled, unless the user says otherwise. To be called before an import."""
+    os.environ.setdefault(FA4_KEEPS, "1")
 
 
 def jobs(rows: Sequence[Row], peers: Sequence[Peer]) -> list[workers.Job]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,6 +50,7 @@ def test_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     """A device, two peers of which one is slower than we are, and two tiny rows."""
     fake = FakeDevice()
+    monkeypatch.setenv(peers.FA4_KEEPS, "0")
     monkeypatch.setattr(device, "missing", lambda: None)
     monkeypatch.setattr(device, "Cuda", lambda: fake)
     here = [fake.peer(OURS, 1e-3), fake.peer(CUDNN, 2e-3), fake.peer(FLEX, 3e-3, fails="no kernel")]
@@ -86,6 +88,17 @@ def test_gpu_prints_json(gpu: FakeDevice, tmp_path: Any) -> None:
 def test_gpu_stops_when_time_is_up(gpu: FakeDevice, tmp_path: Any) -> None:
     result = run("gpu", "--seconds", "0", "--output", str(tmp_path / "gpu.json"))
     assert f"{rows.ROWS[1].name}: left out, the time was up" in result.stderr
+
+
+def test_gpu_tells_what_this_one_cannot_do(gpu: FakeDevice, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No device of this test multiplies 8-bit tensors as they are."""
+    wide = rows.ROWS[0]
+    eight = replace(wide, case=replace(wide.case, dtype="float8_e4m3fn"))
+    monkeypatch.setattr(rows, "ROWS", (eight, wide))
+    path = tmp_path / "gpu.json"
+    result = run("gpu", "--quick", "--output", str(path))
+    assert f"{eight.name}: left out, gluon: it runs on cuda" in result.stderr
+    assert [m["case"] for m in records.read(path)["measurements"]] == [wide.name]
 
 
 def test_gpu_check_fails_where_a_bar_does(gpu: FakeDevice, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

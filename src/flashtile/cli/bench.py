@@ -75,8 +75,10 @@ def gpu(
         raise typer.BadParameter("--only: no row has all of these words in its name")
     _need_gpu()
     start = time.monotonic()
+    warm.keep_on_disk()
     here, absent = peers.present(peer or ())
     bench = gpu_suite.Bench(device.Cuda(), here, min(rounds, 3) if quick else rounds)
+    chosen, unfit = rows.measurable(chosen, bench.device.name)
     if quick:
         bench.sample /= 5
     with output.progress_bar() as progress:
@@ -86,6 +88,7 @@ def gpu(
             bench,
             chosen,
             absent=absent,
+            unfit=unfit,
             quick=quick,
             seconds=None if seconds is None else start + seconds - time.monotonic(),
             progress=progress,
@@ -93,11 +96,13 @@ def gpu(
         )
     for what, reason in late.items():
         output.err().print(f"not compiled ahead: {what}: {reason}", soft_wrap=True)
-    for row in record["measurements"]:
-        for name, reason in row["absent"].items():
-            output.err().print(f"{row['case']}: {name} is absent: {reason}", soft_wrap=True)
+    for (name, reason), cases in gpu_suite.absences(record).items():
+        where = cases[0] if len(cases) == 1 else f"{cases[0]} and {len(cases) - 1} more"
+        output.err().print(f"{where}: {name} is absent: {reason}", soft_wrap=True)
     for what, reason in record["failed"].items():
         output.err().print(f"{what}: failed: {reason}", soft_wrap=True)
+    for what, reason in record["unfit"].items():
+        output.err().print(f"{what}: left out, {reason}", soft_wrap=True)
     for what in record["left_out"]:
         output.err().print(f"{what}: left out, the time was up", soft_wrap=True)
     if json:

@@ -69,7 +69,8 @@ class FakeDevice:
                 group = q.shape[1] // k.shape[1]
                 k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
                 S = q.float() @ k.float().mT * q.shape[-1] ** -0.5
-                return Slow.apply((S.softmax(-1) @ v.float() * (1 + off)).to(q.dtype), self, cost)
+                kind = torch.bfloat16 if row.eight_bits else q.dtype
+                return Slow.apply((S.softmax(-1) @ v.float() * (1 + off)).to(kind), self, cost)
 
             return HEADS_FIRST, forward
 

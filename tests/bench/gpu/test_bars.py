@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from flashtile.bench.gpu import bars
-from flashtile.bench.gpu.peers import CUDNN, FLEX, OURS, PORTABLE
+from flashtile.bench.gpu.peers import CUDNN, FA3, FLEX, OURS, PORTABLE, WIDE
 
 
 def row(suite: str, direction: str = "forward", *, us: float = 1.0, **more: Any) -> dict[str, Any]:
     return {
         "suite": suite,
         "direction": direction,
+        "dtype": "bfloat16",
         "absent": {},
         "times": {OURS: {"median_s": us}},
         "ratios": {},
@@ -159,6 +160,55 @@ def test_agreement_is_with_the_nearest() -> None:
     near["differences"], far["differences"] = {FLEX: 0.5, CUDNN: 0.01}, {CUDNN: 0.03}
     assert only(bars.judge([near]), "agreement")["holds"] is True
     assert only(bars.judge([near, far]), "agreement")["holds"] is False
+
+
+def eight_bits(dim: int, ratio: float, **more: Any) -> dict[str, Any]:
+    """A row of 8-bit tensors, and our time in bfloat16 over that in 8 bits."""
+    shape = {"batch": 1, "n_k": 16384, "dim": dim}
+    shared = {"dtype": "float8_e4m3fn", "backend": "gluon", "shape": shape, "rates": {OURS: 0.5}, "ceiling": 1.0}
+    return row("train", **{"ratios": {WIDE: {"value": ratio}}, **shared, **more})
+
+
+def test_8_bits_are_held_to_our_own_bfloat16() -> None:
+    found = bars.judge([eight_bits(64, 1.0), eight_bits(128, 1.5), eight_bits(128, 1.31), eight_bits(256, 1.1)])
+    assert only(found, "eight-bits-128")["holds"] is True and only(found, "eight-bits-128")["worst"] == 1.31
+    assert only(found, "eight-bits-64")["holds"] is None and only(found, "eight-bits-256")["value"] == pytest.approx(
+        1.1
+    )
+    assert only(bars.judge([eight_bits(128, 1.39)]), "eight-bits-128")["holds"] is False
+    assert {line["group"] for line in found} == {"eight-bits-64", "eight-bits-128", "eight-bits-256"}
+    assert bars.judge([eight_bits(128, 1.0, backend="triton")]) == []
+
+
+def test_8_bits_beside_a_peer() -> None:
+    ratios = {WIDE: {"value": 1.0}, FA3: {"value": 1.2}}  # we are no peer of ourselves
+    line = only(bars.judge([eight_bits(128, 1.5), eight_bits(128, 1.5, ratios=ratios)]), "eight-bits-best")
+    assert line["value"] == pytest.approx(1.2) and line["holds"] is None
+
+
+def test_agreement_in_8_bits_has_a_tolerance_of_its_own() -> None:
+    near, far = (eight_bits(128, 1.5, differences={WIDE: x}) for x in (0.049, 0.051))
+    assert only(bars.judge([near]), "agreement-eight-bits")["holds"] is True
+    assert only(bars.judge([near, far]), "agreement-eight-bits")["holds"] is False
+    wide = train("forward", {"differences": {CUDNN: 0.021}})
+    assert only(bars.judge([near, wide]), "agreement")["holds"] is False
+
+
+def test_the_tolerance_of_8_bits_is_twice_what_weights_of_3_bits_lose() -> None:
+    torch = pytest.importorskip("torch")
+    source = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, 64, generator=source).to(torch.float8_e4m3fn).float() for n in (64, 1024, 1024))
+    S = q @ k.mT / 8
+    P = (S - S.amax(-1, keepdim=True)).exp()
+
+    def off(weights: Any) -> float:
+        return float((weights @ v - P @ v).norm() / (P @ v).norm())
+
+    assert 0.4 < off((P * 64).to(torch.float8_e4m3fn).float() / 64) / bars.SAME_IN_8_BITS < 0.6
+    assert off(P.to(torch.float8_e5m2).float()) > bars.SAME_IN_8_BITS  # one bit less
+    lost = P.clone()
+    lost[:, :128] = 0
+    assert off(lost) > bars.SAME_IN_8_BITS  # a tile
 
 
 def test_rows_that_failed_are_counted() -> None:

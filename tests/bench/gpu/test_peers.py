@@ -16,7 +16,18 @@ from torch._functorch import config  # noqa: E402
 
 from flashtile.backends import gluon  # noqa: E402
 from flashtile.bench.gpu import peers  # noqa: E402
-from flashtile.bench.gpu.peers import CUDNN, FA2, FA3, FA4, FLEX, OURS, PEERS, PORTABLE, SDPA_FLASH  # noqa: E402
+from flashtile.bench.gpu.peers import (  # noqa: E402
+    CUDNN,
+    FA2,
+    FA3,
+    FA4,
+    FLEX,
+    OURS,
+    PEERS,
+    PORTABLE,
+    SDPA_FLASH,
+    WIDE,
+)
 from flashtile.bench.gpu.rows import Row  # noqa: E402
 from flashtile.bench.gpu.suite import difference  # noqa: E402
 from tests.bench.gpu.fakes import one_thread, row_of  # noqa: E402
@@ -111,6 +122,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 ON_CPU = [peer for peer in PEERS if peer.name != PORTABLE]
+IN_16_BITS = [peer for peer in ON_CPU if peer.name != WIDE]
 
 
 def results(row: Row) -> tuple[dict[str, Any], dict[str, str]]:
@@ -127,8 +139,8 @@ def results(row: Row) -> tuple[dict[str, Any], dict[str, str]]:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_everyone_agrees(libraries: SimpleNamespace, row: Row) -> None:
     found, unfit = results(row)
-    assert set(unfit) == ({CUDNN, SDPA_FLASH} if row.lengths or row.window else set())
-    assert set(found) | set(unfit) == {OURS, CUDNN, SDPA_FLASH, FLEX, FA2, FA3, FA4}
+    assert set(unfit) == {WIDE, *((CUDNN, SDPA_FLASH) if row.lengths or row.window else ())}
+    assert set(found) | set(unfit) == {OURS, WIDE, CUDNN, SDPA_FLASH, FLEX, FA2, FA3, FA4}
     shape = (row.case.batch, row.case.heads, row.case.n_q, row.case.dim)
     for name, result in found.items():
         assert result[0].shape == shape, name
@@ -149,7 +161,7 @@ def test_the_right_function_is_called(libraries: SimpleNamespace) -> None:
 def test_sets_of_inputs_share_nothing(libraries: SimpleNamespace) -> None:
     row = row_of("decode B16", small)
     sets = [peers.tensors(row, "cpu", seed) for seed in (0, 1)]
-    for peer in ON_CPU:
+    for peer in IN_16_BITS:
         contender = peer.prepare(row, sets)
         with contender.context():
             first, second, again = contender.calls[0](), contender.calls[1](), contender.calls[0]()
@@ -167,13 +179,70 @@ def test_backward_alone_is_what_is_called(libraries: SimpleNamespace) -> None:
 def test_a_step_goes_forward_and_backward_every_time(libraries: SimpleNamespace) -> None:
     step, backward = (row_of(f"train {direction} D128 causal", small) for direction in ("step", "backward"))
     given = [peers.tensors(step, "cpu", 0)]
-    for peer in ON_CPU:
+    for peer in IN_16_BITS:
         first, second = peer.prepare(step, given), peer.prepare(backward, given)
         assert difference(first.result(), second.result()) == 0, peer.name
     (contender,) = [p.prepare(step, given) for p in PEERS if p.name == FA2]
     before = len(libraries.fa2.called)
     contender.repeated(3)()
     assert len(libraries.fa2.called) == before + 3
+
+
+def eight(row: Row) -> Row:
+    """Small, with 8-bit tensors and grouped heads."""
+    return replace(row, case=replace(small(row).case, kv_heads=2, dtype="float8_e4m3fn"))
+
+
+class EightBits(Library):
+    """A flash_attn that takes factors."""
+
+    def _flash_attn_func(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        causal: bool,
+        window_size: Any,
+        q_descale: Any = None,
+        k_descale: Any = None,
+        v_descale: Any = None,
+    ) -> Any:
+        factors = (q_descale, k_descale, v_descale)
+        assert all(x.shape == (2, 2) and x.dtype is torch.float32 and (x == 1).all() for x in factors)
+        assert q.dtype is k.dtype is v.dtype is torch.float8_e4m3fn
+        return self._dense("whole", *(x.float() for x in (q, k, v)), causal, window_size).bfloat16()
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_8_bits(libraries: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, mask: str) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", EightBits(-1))
+    row = row_of(f"train float8_e4m3fn D64 {mask}", eight)
+    found, unfit = results(row)
+    assert unfit == dict.fromkeys((CUDNN, SDPA_FLASH, FLEX, FA2, FA4), "it takes no 8-bit tensors")
+    assert set(found) == {OURS, WIDE, FA3}
+    for name, (result,) in found.items():
+        assert result.shape == (2, 4, 24, 16) and result.dtype is torch.bfloat16, name
+        assert difference((result,), found[OURS]) < 0.01, name  # on a CPU weights keep their bits
+    given = peers.tensors(row, "cpu", 0)
+    assert {x.dtype for x in given[:3]} == {torch.float8_e4m3fn} and given.dout is None
+    with pytest.raises(peers.UnfitError, match="it takes no 8-bit tensors"):
+        next(peer for peer in PEERS if peer.name == PORTABLE).build(row, given)
+
+
+def test_what_8_bits_stand_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """We are given factors with 8-bit tensors, and none with the same numbers in bfloat16."""
+    called: list[Any] = []
+    monkeypatch.setattr(peers.flashtile, "attention", lambda *given, **options: called.append((given, options)))
+    row = row_of("train float8_e4m3fn D64 causal", eight)
+    given = peers.tensors(row, "cpu", 0)
+    for peer in PEERS:
+        if peer.name in (OURS, WIDE):
+            peer.prepare(row, [given]).calls[0]()
+    ((narrow, with_factors), (wide, without)) = called
+    assert [x.dtype for x in narrow] == [torch.float8_e4m3fn] * 3
+    assert [x.dtype for x in wide] == [torch.bfloat16] * 3
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(narrow, wide, strict=True))
+    assert len(with_factors["descale"]) == 3 and "descale" not in without and without["causal"] is True
 
 
 def test_portable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +265,7 @@ def test_who_is_not_here_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert absent[PORTABLE] == gluon.missing()
     assert absent[FA2] == "flash_attn has no attention function"
     assert absent[FA3].startswith("flash_attn_interface cannot be imported: ModuleNotFoundError")
-    assert [peer.name for peer in here] == [OURS, CUDNN, SDPA_FLASH, FLEX, FA4]
+    assert [peer.name for peer in here] == [OURS, WIDE, CUDNN, SDPA_FLASH, FLEX, FA4]
     here, absent = peers.present([FLEX])
     assert [peer.name for peer in here] == [OURS, FLEX] and not absent
     peers._not_importable.cache_clear()

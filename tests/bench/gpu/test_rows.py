@@ -7,17 +7,19 @@ from flashtile.bench.gpu import rows
 from flashtile.bench.gpu.rows import ROWS
 
 
-def of(suite, direction):
-    return [row for row in ROWS if row.suite == suite and row.case.direction == direction]
+def of(suite, direction, dtype="bfloat16"):
+    return [row for row in ROWS if (row.suite, row.case.direction, row.case.dtype) == (suite, direction, dtype)]
 
 
 def test_the_training_shapes_are_those_agreed():
-    for direction in ("forward", "backward"):
-        grid = [row for row in of("train", direction)[:18]]
+    eight_bits = of("train", "forward", "float8_e4m3fn")
+    assert len(eight_bits) == 18 and not any(row.extra for row in eight_bits)
+    for grid in (of("train", "forward")[:18], of("train", "backward")[:18], eight_bits):
         assert {(r.case.dim, r.causal, r.case.n_q) for r in grid} == {
             (d, c, n) for d in (64, 128, 256) for c in (False, True) for n in (1024, 4096, 16384)
         }
         assert all(r.case.batch * r.case.n_q == 16384 and r.case.heads * r.case.dim == 2048 for r in grid)
+    for direction in ("forward", "backward"):
         names = " | ".join(row.name for row in of("train", direction)[18:])
         for said in ("H32/8 N8192", "window1024", "N5000", "packed8"):
             assert said in names
@@ -26,7 +28,7 @@ def test_the_training_shapes_are_those_agreed():
     assert [(r.case.dim, r.causal, r.case.n_q, r.extra) for r in steps] == [
         (128, True, n, False) for n in (4096, 16384)
     ]
-    assert {row.case.dtype for row in ROWS} == {"bfloat16"}
+    assert {row.case.dtype for row in ROWS} == {"bfloat16", "float8_e4m3fn"}
 
 
 def test_the_decode_shapes_are_those_agreed():
@@ -41,6 +43,7 @@ def test_work_is_counted_as_agreed():
     full, causal = (rows.select(only=[f"forward N4096 D128 {mask}"])[0] for mask in ("full", "causal"))
     assert full.flops == 4 * 4 * 16 * 4096**2 * 128 and causal.flops == full.flops / 2
     assert rows.select(only=["backward N4096 D128 full"])[0].flops == 2.5 * full.flops
+    assert rows.select(only=["N4096 D128 full float8_e4m3fn"])[0].flops == full.flops
     assert rows.select(only=["step N4096"])[0].flops == 3.5 * causal.flops
     packed = rows.select(only=["forward packed8"])[0]
     assert sum(packed.lengths) == packed.case.n_q == 16384
@@ -66,6 +69,27 @@ def test_the_hopper_kernels_take_what_their_bars_are_about(monkeypatch):
     monkeypatch.setattr(gluon.portable, "missing", lambda: None)
     assert {row.backend("cuda") for row in ROWS if row.suite == "train"} == {"gluon"}
     assert [row.backend("cuda") for row in rows.select(["small"])] == ["triton", "gluon"]
+
+
+def test_8_bits_are_measured_where_they_are_multiplied_as_they_are(monkeypatch):
+    gluon = dispatch.TABLE[[row.name for row in dispatch.TABLE].index("gluon")].load()
+    monkeypatch.setattr(gluon.portable, "missing", lambda: None)
+    for reason in ("it needs a Hopper GPU", None):
+        monkeypatch.setattr(gluon, "missing", lambda reason=reason: reason)
+        here, unfit = rows.measurable(ROWS, "cuda")
+        assert here == [row for row in ROWS if reason is None or not row.eight_bits]
+        assert set(unfit.values()) == ({"gluon: it needs a Hopper GPU"} if reason else set())
+        assert list(unfit) == [row.name for row in ROWS if row not in here]
+
+
+def test_what_is_beside_the_grid_comes_first_and_then_the_least_work():
+    turns = rows.in_turn(ROWS)
+    assert sorted(row.name for row in turns) == sorted(row.name for row in ROWS)
+    on_grid = [row.suite == "train" and not row.extra for row in turns]
+    assert on_grid == sorted(on_grid) and on_grid.count(False) == 18
+    grid = [row.flops for row in turns[18:]]
+    assert grid == sorted(grid)
+    assert {(row.case.direction, row.case.n_q, row.causal) for row in turns[-3:]} == {("backward", 16384, False)}
 
 
 def test_names_tell_rows_apart():

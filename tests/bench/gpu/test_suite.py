@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flashtile.bench.gpu import ceilings, device, suite  # noqa: E402
-from flashtile.bench.gpu.peers import CUDNN, FLEX, OURS, Peer, UnfitError  # noqa: E402
+from flashtile.bench.gpu.peers import CUDNN, FLEX, OURS, WIDE, Peer, UnfitError  # noqa: E402
 from flashtile.bench.gpu.suite import Bench  # noqa: E402
 from flashtile.bench.gpu.table import details  # noqa: E402
 from flashtile.bench.table import render  # noqa: E402
@@ -108,7 +108,18 @@ def test_decode_goes_through_graphs_and_round_the_copies(fake: FakeDevice) -> No
     assert found["rates"][OURS] == pytest.approx(row.kv_bytes / 1e-3) and found["ceiling"] == pytest.approx(1e9)
     assert found["shares"][OURS] == pytest.approx(row.kv_bytes / 1e-3 / 1e9) and found["eager"] == {}
     assert set(found["host"]) == set(COSTS)
-    assert {len(names) for names in fake.samples if OURS in names} == {4, 8}  # a graph of four, once and twice
+    sizes = {len(names) for names in fake.samples if OURS in names}
+    assert sizes == {1, 4, 8}  # a call to see how long it takes, a graph of four, once and twice
+
+
+def test_a_graph_is_no_longer_than_two_samples(fake: FakeDevice) -> None:
+    run = Bench(fake, [fake.peer(OURS, 1e-3), fake.peer(FLEX, 0.02)], rounds=4)
+    row = row_of("decode B16")
+    fake.cache = row.kv_bytes // 4  # one set
+    found = run.measure(row)
+    assert {len(names) for names in fake.samples if FLEX in names} == {1}
+    assert found["times"][FLEX]["median_s"] == pytest.approx(0.02) and found["eager"] == {}
+    assert fake.log.count(FLEX) < 20  # in host time too
 
 
 def test_who_cannot_be_captured_is_timed_eagerly(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,6 +182,29 @@ def test_a_run_leaves_a_record_that_can_be_shown(fake: FakeDevice) -> None:
     assert all(len(width) == 1 for width in widths)  # no cell has a bar of its own
 
 
+def test_8_bits_have_a_table_of_their_own(fake: FakeDevice) -> None:
+    peers = [fake.peer(OURS, 1e-3), fake.peer(WIDE, 1.5e-3), fake.peer(CUDNN, 2e-3)]
+    rows = [row_of("train forward D64 full"), row_of("train forward float8_e4m3fn D64 full")]
+    record = suite.run(Bench(fake, peers, rounds=2), rows, unfit={"a row": "no kernel"})
+    assert record["unfit"] == {"a row": "no kernel"} and not record["failed"]
+    text = render(json.loads(json.dumps(record)))
+    assert "bfloat16 and float8_e4m3fn, medians of 2 rounds" in text
+    tables = [part for part in text.split("\n\n") if part.startswith("| TFLOP/s")]
+    heads = [part.splitlines()[0] for part in tables]
+    assert [head.split("|")[1].strip() for head in heads] == ["TFLOP/s", "TFLOP/s, float8_e4m3fn"]
+    assert "/ best peer | / bfloat16 |" in heads[1] and [len(part.splitlines()) for part in tables] == [3, 3]
+    assert tables[1].splitlines()[2].endswith("| 2.00 | 1.50 |")
+
+
+def test_absences_are_told_together(fake: FakeDevice) -> None:
+    run = bench(fake)
+    run.peers = [*run.peers, fake.peer("broken", 1.0, fails="no such kernel")]
+    record = suite.run(run, [row_of("train forward D64 full"), row_of("train forward D64 causal")])
+    assert suite.absences(record) == {
+        ("broken", "RuntimeError: no such kernel"): [m["case"] for m in record["measurements"]]
+    }
+
+
 def test_a_row_that_breaks_is_told_and_the_rest_goes_on(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     run, plain = bench(fake), Bench.measure
     broken = row_of("train backward D64 full")
@@ -190,7 +224,8 @@ def test_time_runs_out_between_rows(fake: FakeDevice) -> None:
     rows = [row_of(words) for words in ("train forward D64 full", "train forward D64 causal", "small")]
     clock = iter([0.0, 1.0, 5.0, 11.0])
     record = suite.run(bench(fake), rows, seconds=10, now=lambda: next(clock))
-    assert len(record["measurements"]) == 2 and record["left_out"] == [rows[2].name]
+    assert [m["case"] for m in record["measurements"]] == [rows[1].name, rows[2].name]  # as given
+    assert record["left_out"] == [rows[0].name]  # the most to do
     assert "Left out for want of time: 1 rows." in render(record)
 
 
@@ -221,6 +256,20 @@ def test_on_a_gpu() -> None:
         assert all(t["median_s"] > 0 for t in row.get("times", {}).values())
     assert record["measurements"][5]["grown"][OURS] <= record["measurements"][5]["needed"] + (1 << 20)
     assert render(record)
+
+
+@pytest.mark.gpu
+def test_8_bits_on_a_gpu() -> None:
+    from flashtile.bench.gpu import bars, peers
+
+    row = row_of("train forward float8_e4m3fn N1024 D128 causal", _fit)
+    if reason := device.missing() or row.objection("cuda"):
+        pytest.skip(reason)
+    here, _ = peers.present([WIDE])
+    record = suite.run(Bench(device.Cuda(), here, rounds=2, sample=1e-4), [row])
+    (found,) = record["measurements"]
+    assert found["backend"] == "gluon" and set(found["times"]) == {OURS, WIDE}
+    assert 0 < found["differences"][WIDE] < bars.SAME_IN_8_BITS
 
 
 def _fit(row: Any) -> Any:

@@ -8,15 +8,25 @@ import pytest
 
 from flashtile.bench import workers
 from flashtile.bench.gpu import peers, warm
-from flashtile.bench.gpu.peers import FA4, FLEX, OURS, PEERS, PORTABLE
-from flashtile.bench.gpu.rows import ROWS
+from flashtile.bench.gpu.peers import FA4, FA4_KEEPS, FLEX, OURS, PEERS, PORTABLE, WIDE
+from flashtile.bench.gpu.rows import ROWS, in_turn
 
 
 def test_only_those_that_keep_what_they_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", raising=False)
-    assert [job["peer"] for job in warm.jobs(ROWS[:1], PEERS)] == [OURS, PORTABLE, FLEX]
-    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    assert [job["peer"] for job in warm.jobs(ROWS[:1], PEERS)] == [OURS, PORTABLE, FLEX, FA4]
+    def compiling() -> list[str]:
+        return [job["peer"] for job in warm.jobs(ROWS[:1], PEERS)]
+
+    monkeypatch.setenv(FA4_KEEPS, "0")
+    warm.keep_on_disk()  # the user's word stands
+    assert compiling() == [OURS, PORTABLE, WIDE, FLEX]
+    monkeypatch.delenv(FA4_KEEPS)
+    warm.keep_on_disk()
+    assert compiling() == [OURS, PORTABLE, WIDE, FLEX, FA4]
+
+
+def test_in_the_order_of_the_run() -> None:
+    ours = [job["row"] for job in warm.jobs(ROWS, PEERS) if job["peer"] == OURS]
+    assert ours == [row.name for row in in_turn(ROWS)] != [row.name for row in ROWS]
 
 
 def test_failures_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,9 +38,9 @@ def test_failures_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
             done(job, {"failed": "no memory"} if job["peer"] == FLEX else {"seconds": 1})
 
     monkeypatch.setattr(workers, "run", run)
-    failed = warm.compile_ahead(ROWS[:2], PEERS[:5], count=3, progress=lambda *step: steps.append(step))
+    failed = warm.compile_ahead(ROWS[:2], PEERS[:6], count=3, progress=lambda *step: steps.append(step))
     assert failed == {f"{FLEX}: {row.name}": "no memory" for row in ROWS[:2]}
-    assert [step[1:] for step in steps] == [(n, 6) for n in range(1, 7)]
+    assert [step[1:] for step in steps] == [(n, 8) for n in range(1, 9)]
 
 
 def test_a_worker_finds_its_row_and_peer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,3 +55,8 @@ def test_a_worker_finds_its_row_and_peer(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(peers.Peer, "prepare", prepare)
     assert warm.compile_one({"row": ROWS[5].name, "peer": FLEX})["seconds"] >= 0
     assert made == [(FLEX, [(ROWS[5].name, "cuda")])]
+
+
+def test_what_a_peer_does_not_do_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm, "tensors", lambda row, device, seed: None)
+    assert warm.compile_one({"row": ROWS[0].name, "peer": PORTABLE}) == {"unfit": "it is what flashtile runs here"}

@@ -10,13 +10,15 @@ from flashtile.bench.cases import FORWARD
 from flashtile.bench.gpu import measures
 from flashtile.bench.gpu.measures import Measure, Row
 from flashtile.bench.gpu.peers import OURS, PORTABLE
-from flashtile.bench.gpu.rows import DECODE, MEMORY, SMALL, STEP, TRAIN
+from flashtile.bench.gpu.rows import DECODE, DTYPE, MEMORY, SMALL, STEP, TRAIN
 from flashtile.bench.memory import BACKWARD
 from flashtile.bench.timing import geometric_mean
+from flashtile.dtypes import EIGHT_BITS
 
 HOPPER = "gluon"  # the backend that some bars are for
 SHORT_CACHE = 8192  # with one sequence this is too little work to be measured against the copy
 SAME = 0.02  # in bfloat16, where each is off by a few thousandths
+SAME_IN_8_BITS = 0.05  # weights of 3 bits are off by 0.026 (root mean square), and so is what they add up to
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,27 @@ def _where(*also: Callable[[Row], bool], **fields: Any) -> Callable[[Row], bool]
     return lambda row: all(row.get(key) == x for key, x in fields.items()) and all(true(row) for true in also)
 
 
-def _train(direction: str, *also: Callable[[Row], bool], **fields: Any) -> Callable[[Row], bool]:
-    return _where(*also, suite=TRAIN, direction=direction, **fields)
+def _train(direction: str, *also: Callable[[Row], bool], dtype: str = DTYPE, **fields: Any) -> Callable[[Row], bool]:
+    return _where(*also, suite=TRAIN, direction=direction, dtype=dtype, **fields)
+
+
+def _of_dim(dim: int) -> Callable[[Row], bool]:
+    return lambda row: bool(row["shape"]["dim"] == dim)
+
+
+def _compared(row: Row) -> bool:
+    return bool(row.get("differences"))
+
+
+def _with_peer(row: Row) -> bool:
+    return measures.best_peer(row) is not None
+
+
+def _eight_bits(dim: int, mean: float | None = None) -> Bar:
+    """What 8 bits gain where the Hopper kernels multiply them as they are."""
+    title = f"forward in 8 bits, head dim {dim}, {{n}} shapes"
+    about = _train(FORWARD, _of_dim(dim), dtype=EIGHT_BITS, backend=HOPPER)
+    return Bar(f"eight-bits-{dim}", title, about, measures.OVER_WIDE, mean)
 
 
 def _elsewhere(row: Row) -> bool:
@@ -109,11 +130,14 @@ def _pass(direction: str, mean: float, each: float) -> tuple[Bar, ...]:
 
 ONE_CACHE, MEMORY_OF = "decode, one sequence of {row[shape][n_k]} keys", "memory of {row[direction]}"
 DENSE, STEPS = "forward, full, 16384 keys, {n} head dims", "a training step, {n} shapes"
+IN_8_BITS = "forward in 8 bits, {n} shapes"
 SMALL_CALL, BY_HOPPER = "a small call", "a small call, by the Hopper kernels"
 BARS = (
     *_pass(FORWARD, mean=1.06, each=1.00),
     Bar("forward-product", DENSE, _train(FORWARD, _dense, backend=HOPPER, extra=False), measures.OF_PRODUCT, each=0.95),
     *_pass(BACKWARD, mean=1.05, each=0.97),
+    *(_eight_bits(dim, mean) for dim, mean in ((64, None), (128, 1.4), (256, None))),
+    Bar("eight-bits-best", IN_8_BITS, _train(FORWARD, _with_peer, dtype=EIGHT_BITS), measures.OVER_BEST),
     Bar("step-best", STEPS, _train(STEP, _elsewhere), measures.OVER_BEST),
     Bar("step-hopper", STEPS, _train(STEP, backend=HOPPER), measures.OVER_BEST, each=1.05),
     Bar("decode", "decode, {n} shapes", _where(_long, suite=DECODE), measures.OF_COPY, each=0.90),
@@ -122,5 +146,12 @@ BARS = (
     Bar("host-hopper", BY_HOPPER, _where(suite=SMALL, backend=HOPPER), measures.HOST, each=40.0, reach=25.0),
     Bar("memory-forward", MEMORY_OF, _where(suite=MEMORY, direction=FORWARD), measures.FORWARD_MEMORY, each=1.0),
     Bar("memory-backward", MEMORY_OF, _where(suite=MEMORY, direction=BACKWARD), measures.BACKWARD_MEMORY, each=1.0),
-    Bar("agreement", "results, {n} shapes", lambda row: bool(row.get("differences")), measures.DIFFERENCE, each=SAME),
+    Bar("agreement", "results, {n} shapes", _where(_compared, dtype=DTYPE), measures.DIFFERENCE, each=SAME),
+    Bar(
+        "agreement-eight-bits",
+        "results in 8 bits, {n} shapes",
+        _where(_compared, dtype=EIGHT_BITS),
+        measures.DIFFERENCE,
+        each=SAME_IN_8_BITS,
+    ),
 )

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import flashtile
-from flashtile.bench.gpu.rows import DECODE, STEP, TRAIN, Row
+from flashtile.bench.gpu.rows import DECODE, DTYPE, STEP, TRAIN, Row
 from flashtile.bench.timing import Call
 
 OURS, CUDNN, SDPA_FLASH, FLEX = "flashtile", "cuDNN", "SDPA flash", "FlexAttention"
 PORTABLE = "flashtile, Triton"  # its portable kernels, where it has others
+WIDE = "flashtile, bfloat16"  # on the numbers of 8-bit tensors
 FA2, FA3, FA4 = "FlashAttention-2", "FlashAttention-3", "FlashAttention-4"
 SDPA_BACKENDS = {CUDNN: "CUDNN_ATTENTION", SDPA_FLASH: "FLASH_ATTENTION"}
+FA4_KEEPS = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"  # "1": what it compiled stays on disk; read when it is imported
 FLASH_MODULES = {FA2: "flash_attn", FA3: "flash_attn_interface", FA4: "flash_attn.cute"}
 
 
@@ -42,7 +45,11 @@ def tensors(row: Row, device: str, seed: int) -> Tensors:
     c = row.case
     rng = torch.Generator(device).manual_seed(seed)
     queries, keys = (c.batch, c.heads, c.n_q, c.dim), (c.batch, c.kv_heads, c.n_k, c.dim)
-    make = partial(torch.randn, generator=rng, device=device, dtype=getattr(torch, c.dtype))
+    drawn, kind = getattr(torch, DTYPE if row.eight_bits else c.dtype), getattr(torch, c.dtype)
+
+    def make(shape: tuple[int, ...]) -> Any:
+        return torch.randn(shape, generator=rng, device=device, dtype=drawn).to(kind)
+
     cu = torch.tensor(row.starts, device=device, dtype=torch.int32) if row.lengths else None
     return Tensors(make(queries), make(keys), make(keys), make(queries) if row.differentiates else None, cu)
 
@@ -122,15 +129,39 @@ def _call(row: Row, given: Tensors, layout: Layout, forward: Forward) -> Call:
 
 def _ours(row: Row, given: Tensors, backend: str = "auto") -> tuple[Layout, Forward]:
     options = {**row.case.options, "backend": backend}
+    if row.eight_bits:
+        options["descale"] = _descale(row, given)
     if given.cu is not None:
         return PACKED, lambda q, k, v: flashtile.attention_packed(q, k, v, given.cu, given.cu, **options)
     return HEADS_FIRST, lambda q, k, v: flashtile.attention(q, k, v, **options)
 
 
+def _descale(row: Row, given: Tensors) -> tuple[Any, Any, Any]:
+    """Factors of q, k and v: ones, which cost what others cost."""
+    import torch
+
+    one = torch.ones(row.case.batch, row.case.kv_heads, device=given.q.device)
+    return one, one, one
+
+
 def _portable(row: Row, given: Tensors) -> tuple[Layout, Forward]:
+    _no_eight_bits(row)
     if row.suite != TRAIN:
         raise UnfitError(f"it is what {OURS} runs here")
     return _ours(row, given, "triton")
+
+
+def _wide(row: Row, given: Tensors) -> tuple[Layout, Forward]:
+    """The wider tensors are made ahead: what they cost is not timed."""
+    if not row.eight_bits:
+        raise UnfitError("it is for rows of 8-bit tensors")
+    _, forward = _ours(replace(row, case=replace(row.case, dtype=DTYPE)), given)
+    return Layout(lambda x: x.bfloat16(), lambda x, batch: x), forward
+
+
+def _no_eight_bits(row: Row) -> None:
+    if row.eight_bits:
+        raise UnfitError("it takes no 8-bit tensors")
 
 
 def _no_others() -> str | None:
@@ -143,6 +174,7 @@ def _no_others() -> str | None:
 def _sdpa(row: Row, given: Tensors) -> tuple[Layout, Forward]:
     from torch.nn.functional import scaled_dot_product_attention
 
+    _no_eight_bits(row)
     if row.lengths or row.window is not None:
         raise UnfitError("it takes no packed sequences" if row.lengths else "it takes no window")
     grouped: dict[str, Any] = {"enable_gqa": True} if row.case.heads != row.case.kv_heads else {}
@@ -161,6 +193,7 @@ def _flex(row: Row, given: Tensors) -> tuple[Layout, Forward]:
     from torch._functorch import config
     from torch.nn.attention.flex_attention import flex_attention
 
+    _no_eight_bits(row)
     config.donated_buffer = False  # or it could go backward only once on a forward pass
     torch._dynamo.reset()  # or dynamo would stop compiling after a few rows: each is compiled for its shape alone
     run = torch.compile(flex_attention, dynamic=False)
@@ -199,6 +232,10 @@ def _flash_attn(name: str, row: Row, given: Tensors) -> tuple[Layout, Forward]:
             return ROWS_FIRST, partial(_first, cached, options)
         options["num_splits"] = 0  # as many as it thinks right
     whole = getattr(module, "flash_attn_func", None)
+    if "q_descale" not in inspect.signature(whole or module.flash_attn_varlen_func).parameters:
+        _no_eight_bits(row)
+    elif row.eight_bits:
+        options |= dict(zip(("q_descale", "k_descale", "v_descale"), _descale(row, given), strict=True))
     if whole is not None and given.cu is None:
         return ROWS_FIRST, partial(_first, whole, options)
     starts_q = starts_k = given.cu
@@ -231,12 +268,13 @@ def _not_importable(name: str) -> str | None:
 
 
 def _fa4_keeps() -> bool:
-    return os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED") == "1"
+    return os.environ.get(FA4_KEEPS) == "1"
 
 
 PEERS = (
     Peer(OURS, _ours, compiles=lambda: True),
     Peer(PORTABLE, _portable, _no_others, compiles=lambda: True),
+    Peer(WIDE, _wide, compiles=lambda: True),
     *(Peer(name, _sdpa, context=partial(_sdpa_kernel, name)) for name in SDPA_BACKENDS),
     Peer(FLEX, _flex, compiles=lambda: True),
     *(

@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from flashtile import dispatch
 from flashtile.bench.cases import CAUSAL, FORWARD, Case
 from flashtile.bench.memory import BACKWARD
-from flashtile.plan import plan
+from flashtile.dtypes import EIGHT_BITS
+from flashtile.plan import Plan, plan
 
 TRAIN, DECODE, SMALL, MEMORY = "train", "decode", "small", "memory"
 SUITES = (TRAIN, DECODE, SMALL, MEMORY)
@@ -58,6 +60,10 @@ class Row:
         return self.case.direction != FORWARD
 
     @property
+    def eight_bits(self) -> bool:
+        return self.case.dtype == EIGHT_BITS
+
+    @property
     def starts(self) -> list[int]:
         """Where packed sequences begin, and where the last one ends."""
         return list(accumulate(self.lengths, initial=0))
@@ -82,13 +88,23 @@ class Row:
 
     def backend(self, device: str) -> str | None:
         """Which of ours runs it there by default."""
+        return self._plan(device).backend
+
+    def objection(self, device: str) -> str | None:
+        """Why it is not measured there: 8-bit tensors that are widened first say nothing new."""
+        planned, able = self._plan(device), [row.name for row in dispatch.TABLE if row.eight_bits]
+        if not self.eight_bits or planned.backend in able:
+            return None
+        return "; ".join(f"{name}: {planned.reasons[name]}" for name in able)
+
+    def _plan(self, device: str) -> Plan:
         c = self.case
         cu = np.array(self.starts) if self.lengths else None
         q, k = (
             (n, heads, c.dim) if self.lengths else (c.batch, heads, n, c.dim)
             for n, heads in ((c.n_q, c.heads), (c.n_k, c.kv_heads))
         )
-        return plan(q, k, c.dtype, device, cu_q=cu, cu_k=cu, **c.options).backend
+        return plan(q, k, c.dtype, device, cu_q=cu, cu_k=cu, **c.options)
 
     def unwindowed(self) -> Row:
         """The same shape with every query seeing every key."""
@@ -99,17 +115,22 @@ class Row:
         return {"suite": self.suite, "case": self.name, **case, "lengths": list(self.lengths), "extra": self.extra}
 
 
-def _pass(direction: str) -> Iterable[Row]:
-    """The training rows of one pass: hidden size and number of tokens stay, head dim and length change."""
-    shared: dict[str, Any] = {"dtype": DTYPE, "direction": direction}
-
-    def case(n: int, dim: int = 128, kv_heads: int = 0, heads: int = 0, **options: Any) -> Case:
-        heads = heads or HIDDEN // dim
-        return Case(n, n, dim, heads, kv_heads or heads, TOKENS // n, options=options, **shared)
-
+def _grid(direction: str, dtype: str = DTYPE) -> Iterable[Row]:
+    """Hidden size and number of tokens stay; head dim, mask and length change."""
     for dim in (64, 128, 256):
+        heads = HIDDEN // dim
         for masked in ({}, CAUSAL):
-            yield from (Row(TRAIN, case(n, dim, **masked)) for n in (1024, 4096, 16384))
+            for n in (1024, 4096, 16384):
+                yield Row(TRAIN, Case(n, n, dim, heads, heads, TOKENS // n, dtype, direction, masked))
+
+
+def _pass(direction: str) -> Iterable[Row]:
+    """The training rows of one pass: the grid, and what stands beside it."""
+
+    def case(n: int, heads: int = HIDDEN // 128, kv_heads: int = HIDDEN // 128, **options: Any) -> Case:
+        return Case(n, n, 128, heads, kv_heads, TOKENS // n, DTYPE, direction, options)
+
+    yield from _grid(direction)
     yield Row(TRAIN, case(8192, heads=32, kv_heads=8, causal=True), extra=True)
     yield Row(TRAIN, case(16384, causal=True, window=(1023, None)), extra=True)
     yield from (Row(TRAIN, case(5000, **masked), extra=True) for masked in ({}, CAUSAL))
@@ -133,7 +154,7 @@ def _memory(direction: str) -> Row:
     return Row(MEMORY, Case(16384, 16384, 128, 16, 16, 1, DTYPE, direction, CAUSAL))
 
 
-# What is soon done comes first: time may run out.
+# In the order of the tables.
 ROWS = (
     *(_small(batch) for batch in (1, 8)),  # the second is enough for the Hopper kernels
     *(_decode(*shape) for shape in ((1, 8192), (1, 131072), (16, 8192), (64, 4096))),
@@ -141,7 +162,20 @@ ROWS = (
     *(_step(n) for n in (4096, 16384)),
     *_pass(FORWARD),
     *_pass(BACKWARD),
+    *_grid(FORWARD, EIGHT_BITS),
 )
+
+
+def in_turn(rows: Iterable[Row]) -> list[Row]:
+    """The order of a run: first what is not on the grid, then what has least to do, since time may run out."""
+    return sorted(rows, key=lambda row: (row.suite == TRAIN and not row.extra, row.flops))
+
+
+def measurable(rows: Iterable[Row], device: str) -> tuple[list[Row], dict[str, str]]:
+    """The rows to measure on this device, and why not the others, by name."""
+    rows = list(rows)
+    unfit = {row.name: reason for row in rows if (reason := row.objection(device)) is not None}
+    return [row for row in rows if row.name not in unfit], unfit
 
 
 def select(suites: Collection[str] = (), only: Iterable[str] = (), quick: bool = False) -> list[Row]:

@@ -14,15 +14,15 @@ from flashtile.bench.gpu import bars, ceilings
 from flashtile.bench.gpu.ceilings import COPY, PRODUCT, Ceiling
 from flashtile.bench.gpu.device import Device
 from flashtile.bench.gpu.peers import OURS, Contender, Peer, UnfitError, brief, tensors
-from flashtile.bench.gpu.rows import DECODE, MEMORY, SMALL, TRAIN, Row
+from flashtile.bench.gpu.rows import DECODE, MEMORY, SMALL, TRAIN, Row, in_turn
 from flashtile.bench.records import Record
 from flashtile.bench.suite import Progress
 from flashtile.bench.timing import Call, Ratio, Timing, alternate
 
 SEED = 42
 SAMPLE = 0.010  # seconds of device time a sample has at least, so that its ends do not count
-GRAPH_CALLS = 64  # in one graph: the gap between two replays is that of several calls
-ENQUEUED = 50  # calls in a sample of host time: fewer than a stream can hold
+GRAPH_CALLS = 64  # in one graph, at most: the gap between two replays is that of several calls
+ENQUEUED = 50  # calls in a sample of host time, at most: fewer than a stream can hold
 UNWINDOWED = "flashtile, no window"
 
 Calls = dict[str, Callable[[int], Call]]  # by name: how often -> what does it that often
@@ -79,7 +79,8 @@ class Bench:
         calls: Calls = {COPY: _repeated(self.copy.call)}
         sizes, eager = {COPY: 1}, {}
         for name, contender in entered.items():
-            n = GRAPH_CALLS // len(contender.calls) * len(contender.calls)
+            enough = self._filling(contender.repeated, GRAPH_CALLS, samples=2)
+            n = max(1, enough // len(contender.calls)) * len(contender.calls)
             try:
                 calls[name], sizes[name] = _repeated(self.device.captured(contender.repeated(n))), n
             except Exception as error:
@@ -138,16 +139,14 @@ class Bench:
         return entered, absent
 
     def _device_times(self, calls: Calls) -> dict[str, Timing]:
-        """By the device's clock; each sample is as many calls as fill it."""
-        sizes = {}
-        for name, repeated in calls.items():
-            once = min(self.device.seconds(repeated(1)) for _ in range(2))
-            sizes[name] = max(1, min(1000, round(self.sample / max(once, 1e-9))))
+        """By the device's clock; each sample is as many calls as fill it, and to count them warms up enough."""
+        sizes = {name: self._filling(repeated, 1000) for name, repeated in calls.items()}
         times = alternate(
             {name: repeated(sizes[name]) for name, repeated in calls.items()},
             seconds=0,
             min_rounds=self.rounds,
             max_rounds=self.rounds,
+            warm_up=0,
             clock=self.device.seconds,
             shuffle=self.rng,
         )
@@ -155,15 +154,22 @@ class Bench:
 
     def _host_times(self, entered: Mapping[str, Contender]) -> dict[str, Timing]:
         """Seconds until a call returns to the host, which does not wait for the device."""
+        sizes = {name: self._filling(contender.repeated, ENQUEUED, samples=2) for name, contender in entered.items()}
         times = alternate(
-            {name: contender.repeated(ENQUEUED) for name, contender in entered.items()},
+            {name: contender.repeated(sizes[name]) for name, contender in entered.items()},
             seconds=0,
             min_rounds=self.rounds,
             max_rounds=self.rounds,
+            warm_up=0,
             before=self.device.synchronize,
             shuffle=self.rng,
         )
-        return {name: timing.over(ENQUEUED) for name, timing in times.items()}
+        return {name: timing.over(sizes[name]) for name, timing in times.items()}
+
+    def _filling(self, repeated: Callable[[int], Call], most: int, samples: int = 1) -> int:
+        """Calls that take the device as long as so many samples; one at least."""
+        once = min(self.device.seconds(repeated(1)) for _ in range(2))
+        return max(1, min(most, round(samples * self.sample / max(once, 1e-9))))
 
     def _then_wait(self, call: Call) -> Call:
         def run() -> None:
@@ -178,24 +184,30 @@ def run(
     rows: Sequence[Row],
     *,
     absent: Mapping[str, str] | None = None,
+    unfit: Mapping[str, str] | None = None,
     quick: bool = False,
     seconds: float | None = None,
     progress: Progress = lambda what, done, total: None,
     save: Callable[[Record], None] = lambda record: None,
     now: Callable[[], float] = time.monotonic,
 ) -> Record:
-    """Measure rows until all are done, or until `seconds` have passed: the rest is listed. `save` sees every step."""
+    """Measure rows until all are done, or until `seconds` have passed: the rest is listed. `save` sees every step.
+
+    `absent` are peers, and `unfit` rows, that this machine cannot do, each with its reason.
+    """
     record = records.new("gpu", quick, rounds=bench.rounds, device=bench.device.describe())
     record |= {"absent": dict(absent or {}), "peers": [peer.name for peer in bench.peers]}
-    record |= {"failed": {}, "left_out": []}
+    record |= {"failed": {}, "unfit": dict(unfit or {}), "left_out": []}
     end = None if seconds is None else now() + seconds
-    for done, row in enumerate(rows):
+    turns, places = in_turn(rows), {row.name: n for n, row in enumerate(rows)}
+    for done, row in enumerate(turns):
         if end is not None and now() >= end:
-            record["left_out"] = [left.name for left in rows[done:]]
+            record["left_out"] = sorted((left.name for left in turns[done:]), key=lambda name: places[name])
             break
         progress(row.name, done, len(rows))
         try:
             record["measurements"].append(bench.measure(row))
+            record["measurements"].sort(key=lambda found: places[found["case"]])
         except Exception as error:
             record["failed"][row.name] = brief(error)
         record["summary"] = bars.judge(record["measurements"], record["failed"])
@@ -203,6 +215,15 @@ def run(
     save(record)
     progress("done", len(rows), len(rows))
     return record
+
+
+def absences(record: Record) -> dict[tuple[str, str], list[str]]:
+    """Who is not in which rows, by name and reason."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in record["measurements"]:
+        for peer in row["absent"].items():
+            found.setdefault(peer, []).append(row["case"])
+    return found
 
 
 def copies(size: int, cache: int) -> int:

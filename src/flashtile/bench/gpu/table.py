@@ -7,12 +7,13 @@ from typing import Any
 
 from flashtile.bench import markdown
 from flashtile.bench.gpu.measures import best_peer
-from flashtile.bench.gpu.peers import NAMES, OURS
+from flashtile.bench.gpu.peers import NAMES, OURS, WIDE
 from flashtile.bench.gpu.rows import DECODE, DTYPE, MEMORY, SMALL, TRAIN
 from flashtile.bench.records import Record
+from flashtile.dtypes import EIGHT_BITS
 
 Row = dict[str, Any]
-SAID = {TRAIN, DECODE, SMALL, MEMORY, DTYPE}  # by the heading of a table, or by all rows alike
+SAID = {TRAIN, DECODE, SMALL, MEMORY, DTYPE, EIGHT_BITS}  # by the heading of a table, or by all rows alike
 
 
 def caption(record: Record) -> str:
@@ -20,7 +21,8 @@ def caption(record: Record) -> str:
     versions = [f"{name} {m['versions'][name]}" for name in ("flashtile", "torch", "triton") if m["versions"][name]]
     commit = [f"commit {m['commit'][:12]}"] if m["commit"] else []
     said = f"{d['name']}, CUDA {d['cuda']}, cuDNN {d['cudnn']}; {', '.join(versions + commit)}. "
-    said += f"{DTYPE}, medians of {record['rounds']} rounds in random order."
+    dtypes = dict.fromkeys(row["dtype"] for row in record["measurements"])
+    said += f"{' and '.join(dtypes)}, medians of {record['rounds']} rounds in random order."
     for suite, what, unit, scale in (
         (TRAIN, "An 8192^3 matrix product", "TFLOP/s", 1e-12),
         (DECODE, "A device copy", "TB/s, read and written", 1e-12),
@@ -35,7 +37,8 @@ def caption(record: Record) -> str:
 
 def sections(record: Record) -> Iterable[str]:
     """The tables that this record has rows for."""
-    yield rates(_of(record, TRAIN), "TFLOP/s", 0)
+    yield rates([row for row in _of(record, TRAIN) if row["dtype"] == DTYPE], "TFLOP/s", 0)
+    yield rates([row for row in _of(record, TRAIN) if row["dtype"] == EIGHT_BITS], f"TFLOP/s, {EIGHT_BITS}", 0)
     yield rates(_of(record, DECODE), "TB/s of K and V", 2)
     hosts = [row for row in record["measurements"] if row.get("host")]
     yield _table("host time a call, us", hosts, lambda row: _micros(row["host"]))
@@ -48,7 +51,7 @@ def sections(record: Record) -> Iterable[str]:
 
 
 def rates(rows: Sequence[Row], unit: str, digits: int) -> str:
-    """How fast everyone was, and our rate over that of the best peer; for decode also our share of the copy's."""
+    """How fast everyone was, and our rate over that of the best peer, of the copy, and of ourselves in 16 bits."""
 
     def told(row: Row) -> dict[str, str]:
         best = best_peer(row)
@@ -56,9 +59,12 @@ def rates(rows: Sequence[Row], unit: str, digits: int) -> str:
         cells["/ best peer"] = "" if best is None else markdown.number(row["ratios"][best]["value"])
         if "shares" in row:
             cells["/ copy"] = markdown.number(row["shares"].get(OURS))
+        if WIDE in row["ratios"]:
+            cells[f"/ {DTYPE}"] = markdown.number(row["ratios"][WIDE]["value"])
         return cells
 
     extra = ["/ best peer", *(["/ copy"] if any("shares" in row for row in rows) else [])]
+    extra += [f"/ {DTYPE}"] if any(WIDE in row["ratios"] for row in rows) else []
     return _table(unit, rows, told, extra)
 
 

@@ -8,17 +8,25 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flashtile.bench import workers
-from flashtile.bench.gpu.peers import PEERS, Peer, tensors
-from flashtile.bench.gpu.rows import ROWS, Row
+from flashtile.bench.gpu.peers import FA4_KEEPS, PEERS, Peer, UnfitError, tensors
+from flashtile.bench.gpu.rows import ROWS, Row, in_turn
 
 LONGEST = 180.0  # seconds for one row of one peer
 # Each process compiles by itself; there are as many of them as there are cores.
 ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
+def keep_on_disk() -> None:
+    """Have everyone who can keep what they compiled, unless the user says otherwise. To be called before an import."""
+    os.environ.setdefault(FA4_KEEPS, "1")
+
+
 def jobs(rows: Sequence[Row], peers: Sequence[Peer]) -> list[workers.Job]:
-    """One for each row of each peer that keeps on disk what it compiled."""
-    return [{"row": row.name, "peer": peer.name} for row in rows for peer in peers if peer.compiles()]
+    """One for each row of each peer that keeps on disk what it compiled.
+
+    In the order of the run. So rows that differ in length alone, which share kernels, are not compiled at once.
+    """
+    return [{"row": row.name, "peer": peer.name} for row in in_turn(rows) for peer in peers if peer.compiles()]
 
 
 def compile_ahead(
@@ -54,9 +62,12 @@ def compile_ahead(
 
 
 def compile_one(job: workers.Job) -> dict[str, Any]:
-    """In a worker: one row of one peer, once."""
+    """In a worker: one row of one peer, once. What a peer does not do is no failure: that would end the worker."""
     row = next(row for row in ROWS if row.name == job["row"])
     peer = next(peer for peer in PEERS if peer.name == job["peer"])
     start = time.perf_counter()
-    peer.prepare(row, [tensors(row, "cuda", 0)]).result()
+    try:
+        peer.prepare(row, [tensors(row, "cuda", 0)]).result()
+    except UnfitError as error:
+        return {"unfit": str(error)}
     return {"seconds": time.perf_counter() - start}

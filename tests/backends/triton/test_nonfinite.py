@@ -34,9 +34,9 @@ OPTIONS = [
     (("causal",), "float32"),
     (("window", "sink"), "float16"),
     (("kv_lengths", "causal"), "float16"),
-    (("mask",), "bfloat16"),
-    (("causal", "dropout"), "float32"),
-    (("causal", "softcap", "alibi", "bias"), "float16"),
+    pytest.param(("mask",), "bfloat16", marks=pytest.mark.slow),
+    pytest.param(("causal", "dropout"), "float32", marks=pytest.mark.slow),
+    pytest.param(("causal", "softcap", "alibi", "bias"), "float16", marks=pytest.mark.slow),
     (("everything",), "float16"),
 ]
 
@@ -71,8 +71,8 @@ def check(call: Call, exact: Truth, backward: bool = True) -> None:
 @pytest.mark.parametrize(
     ("hider", "dtype"),
     [
-        ("mask", "bfloat16"),
-        ("band", "float16"),
+        pytest.param("mask", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("band", "float16", marks=pytest.mark.slow),
         ("kv_lengths", "float16"),
         ("everything", "float32"),
     ],
@@ -132,7 +132,7 @@ def test_an_infinite_query_or_key_under_a_softcap() -> None:
     check(call, exact)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("value", [np.nan, pytest.param(np.inf, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [("kv_lengths", "causal"), ("mask", "dropout"), ("everything",)], ids="+".join)
 def test_split_decode(options: tuple[str, ...], value: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.tuning, "choose", lambda *_: launch.Config(16, 32, 4, 1))
@@ -276,7 +276,7 @@ def test_large_scores_without_a_gradient_are_not_mended(marks: list[Any]) -> Non
     assert marks[-1].any()
 
 
-@pytest.mark.parametrize("size", [1e3, -1e3, 1e30])
+@pytest.mark.parametrize("size", [1e3, pytest.param(-1e3, marks=pytest.mark.slow), 1e30])
 def test_scores_of_any_size(size: float) -> None:
     nonfinite.test_scores_of_any_size(19, 45, size, "float32", kernels)
     nonfinite.test_scores_of_any_size(1, 1001, size, "float32", kernels)  # the keys are split

@@ -23,11 +23,14 @@ from tests.pytorch.samples import run
 from tests.runners import Runner
 
 BACKENDS = tuple(row.name for row in dispatch.TABLE if row.device == "cuda")
-# For `pytestmark`: every test of a module, once by each backend. conftest.py has the fixture.
-each_backend = (
-    pytest.mark.usefixtures("backend"),
-    pytest.mark.parametrize("backend", BACKENDS, indirect=True),
-)
+
+
+def by_each(*backends: str) -> tuple[pytest.MarkDecorator, ...]:
+    """For `pytestmark`: every test of a module, once by each of these. conftest.py has the fixture."""
+    return pytest.mark.usefixtures("backend"), pytest.mark.parametrize("backend", backends, indirect=True)
+
+
+each_backend = by_each(*BACKENDS)
 DIFFERENTIABLE = dict(zip(GRADIENTS, ("q", "k", "v", "bias", "sink"), strict=True))
 
 

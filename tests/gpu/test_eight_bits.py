@@ -14,12 +14,9 @@ import torch
 import flashtile as ft
 from flashtile.pytorch.eight_bits import DTYPE
 from tests.eight_bits import Eight
+from tests.gpu.runner import by_each
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("backend"),
-    pytest.mark.parametrize("backend", ["gluon"], indirect=True),
-]
+pytestmark = [pytest.mark.gpu, *by_each("gluon")]
 each_dim = pytest.mark.parametrize("dim", [64, 128, 256])
 LENGTHS = ((1, 1), (64, 64), (65, 129), (127, 128), (200, 333), (385, 385), (513, 257), (1, 700), (300, 1024))
 EACH = torch.tensor([[0.5, 2.0], [1.25, 0.0625]])

@@ -29,18 +29,14 @@ from flashtile.dtypes import narrow
 from flashtile.problem import describe
 from tests.gpu.child import python
 from tests.gpu.placing import same_bits
-from tests.gpu.runner import CUDA, Given, agree, check, refusal
+from tests.gpu.runner import CUDA, Given, agree, by_each, check, refusal
 from tests.gpu.test_determinism import other_work
 from tests.gpu.test_graphs import capture
 from tests.gpu.test_random import Kind, try_some
 from tests.grid import Call, Case, Size, build, same_dtype_error
 from tests.runners import Runner
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("backend"),
-    pytest.mark.parametrize("backend", ["gluon"], indirect=True),
-]
+pytestmark = [pytest.mark.gpu, *by_each("gluon")]
 
 DIMS = (64, 128, 256)  # each has tiles of its own
 each_dim = pytest.mark.parametrize("dim", DIMS)

@@ -70,7 +70,6 @@ def build_here(cases: Iterable[Case]) -> Iterator[Built]:
     from flashtile.backends.gluon.backward_kernel import backward_kernel
     from flashtile.backends.gluon.forward_kernel import forward_kernel
     from flashtile.backends.gluon.transpose_kernel import transpose_kernel
-    from flashtile.backends.gluon.wide_backward_kernel import wide_backward_kernel
     from flashtile.backends.triton.mend_kernels import mend_forward_kernel
     from flashtile.backends.triton.start import Start
 
@@ -81,7 +80,7 @@ def build_here(cases: Iterable[Case]) -> Iterator[Built]:
     wanted: list[Any] = []
     of_work = {
         "forward": [forward_kernel],
-        "backward": [backward_kernel, wide_backward_kernel],
+        "backward": [backward_kernel],
         "transpose": [transpose_kernel],
         "mend": [mend_forward_kernel],
     }

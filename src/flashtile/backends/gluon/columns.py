@@ -14,8 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flashtile.backends.gluon.assembly import sync
 from flashtile.backends.gluon.softmax import Seen, hide, shape_scores, slope_of, unit_of
-from flashtile.backends.gluon.tasks import LANES
-from flashtile.backends.triton.blocks import locate, measure
+from flashtile.backends.gluon.tasks import LANES, one
+from flashtile.backends.triton.blocks import locate, measure, number
 from flashtile.backends.triton.cuts import cuts, reach
 from flashtile.backends.triton.steady import plain
 
@@ -216,10 +216,10 @@ def turn_of(tile, row, at, work, C: gl.constexpr):
 
 
 @gluon.jit
-def clear_unused(tile, ROWS: gl.constexpr, in_use):
+def clear_unused(tile, in_use):
     """0 for the rows of a tile that are not in use: whatever stood there could reach dQ."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    o_r = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    o_r = gl.arange(0, KEYS, gl.SliceLayout(1, layout))
     x = tile.load(layout)
     tile.store(gl.where((o_r < in_use)[:, None], x, gl.zeros_like(x)))
 
@@ -286,6 +286,27 @@ def seen_by(board, rule, slope_at, LAYOUT: gl.constexpr, ME: gl.constexpr):
 
 
 @gluon.jit
+def finished(dk, dv, dtype: gl.constexpr, row, board, rule, C: gl.constexpr):
+    """dK and dV of KEYS keys from `row` of the program on, as they are stored; 0 for each, or NaN where not finite."""
+    dk = dk * number(rule.scale, gl.float32)
+    if C.ENDS:
+        o_j = gl.arange(0, KEYS, gl.SliceLayout(1, dk.type.layout))
+        used = (o_j < get(board, IN_USE) - row)[:, None]
+        dk = gl.where(used, dk, 0.0)
+        dv = gl.where(used, dv, 0.0)
+    flaw = gl.sum((dk + dv) * 0.0, 1)
+    return dk.to(dtype), dv.to(dtype), flaw
+
+
+@gluon.jit
+def mark_spoiled(targets, flaw, row, board):
+    """Set the mark of these KEYS keys where any of them has a flaw."""
+    o_j = gl.arange(0, KEYS, flaw.type.layout)
+    mark = targets.marks + (o_j * 0 + get(board, MARK) + row // KEYS)
+    gl.store(mark, o_j * 0 + 1, mask=(o_j < get(board, ROOM) - row) & (flaw != 0))
+
+
+@gluon.jit
 def store_columns(desc, x, block, tile, row, board, FIRST_COLUMN: gl.constexpr, WIDTH: gl.constexpr, C: gl.constexpr):
     """dK or dV, of WIDTH columns, of KEYS keys: in registers, and in shared memory. row: counted in the program."""
     room = get(board, ROOM) - row
@@ -310,5 +331,4 @@ def put(board, field, x):
 
 @gluon.jit
 def get(board, field):
-    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return board.index(field).load(EACH).item()
+    return one(board.index(field))

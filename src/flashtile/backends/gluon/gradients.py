@@ -12,7 +12,6 @@ from flashtile.backends.gluon.backward_kernel import backward_kernel
 from flashtile.backends.gluon.descriptors import descriptors, outline_of
 from flashtile.backends.gluon.row_kernels import begin_kernel, finish_kernel
 from flashtile.backends.gluon.tuning import ROWS
-from flashtile.backends.gluon.wide_backward_kernel import wide_backward_kernel
 from flashtile.backends.triton import launch as portable
 from flashtile.backends.triton.arguments import Rows, bits, block, lengths, rule
 from flashtile.backends.triton.start import Start
@@ -93,7 +92,7 @@ class Backward:
         # Packed queries and keys that begin at the same places, being one tensor, have a diagonal each.
         self._starts = {
             alike: Start(
-                backward_kernel if config.keys > ROWS else wide_backward_kernel,
+                backward_kernel,
                 k_tiles * p.kv_heads * batch,
                 {"num_warps": 4},
                 C=constants(p, config, width, alike),

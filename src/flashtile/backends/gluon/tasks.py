@@ -18,7 +18,6 @@ from flashtile.backends.triton.steady import plain
 
 ROWS = gl.constexpr(tuning.ROWS)
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
-ONE_EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 MOST = gl.constexpr(4)  # warpgroups
 
 # What an order says, in the place that it is posted. Tiles come in falling order.
@@ -180,7 +179,14 @@ def put(orders, FIELD: gl.constexpr, column):
 @gluon.jit
 def read(orders, FIELD: gl.constexpr, ME: gl.constexpr):
     """What one warpgroup is told."""
-    return orders.board.index(orders.begin + FIELD).slice(ME, 1).load(ONE_EACH).item()
+    return one(orders.board.index(orders.begin + FIELD).slice(ME, 1))
+
+
+@gluon.jit
+def one(place):
+    """A number in shared memory, for every thread of those who ask."""
+    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return place.load(EACH).item()
 
 
 @gluon.jit

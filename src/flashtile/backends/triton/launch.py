@@ -301,7 +301,14 @@ class Backward:
         self._dv = Result(p, p.kv_heads, p.k.shape[2], p.dim_v, p.dtype, device)
         self._row_counts = (n_rows, p.heads)
         self._heads_at = 1 if p.packed else p.rank - 3  # among the axes of an lse; a call of rank 2 has no such axis
-        self._statistics_start = statistics(p)
+        self._statistics_start = Start(
+            statistics_kernel,
+            int(triton.cdiv(n_rows, tuning.STATISTICS_ROWS)) * p.heads * batch,
+            DIM_V=p.dim_v,
+            BLOCK_DV=block(p.dim_v),
+            BLOCK=tuning.STATISTICS_ROWS,
+            LARGE=LARGE[p.accumulator],
+        )
         config = _config("dkdv", p, device)
         self._q_blocks = blocks(p.q, is_aligned["q"], config, config.block_q)
         self._dout_blocks = blocks(dout, is_aligned["dout"], config, config.block_q)
@@ -376,18 +383,6 @@ class Backward:
             else sink_gradient(x.sink, given[2], delta.ptr[..., : given[2].shape[-1]], self._heads_at)
         )
         return Gradients(dq.ptr, dk.ptr, dv.ptr, dbias, dsink)
-
-
-def statistics(p: Problem) -> Start:
-    """What makes the statistics of rows that a backward pass begins with."""
-    return Start(
-        statistics_kernel,
-        int(triton.cdiv(p.q.shape[2], tuning.STATISTICS_ROWS)) * p.heads * p.q.shape[0],
-        DIM_V=p.dim_v,
-        BLOCK_DV=block(p.dim_v),
-        BLOCK=tuning.STATISTICS_ROWS,
-        LARGE=LARGE[p.accumulator],
-    )
 
 
 def sink_gradient(sink: Any, lse: Any, delta: Any, heads_at: int) -> Any:

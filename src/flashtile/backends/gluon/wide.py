@@ -1,4 +1,4 @@
-"""The backward kernel for Hopper and head dims over 128: a program owns 64 keys, and its warpgroups share the work.
+"""The backward pass for head dims over 128: two warpgroups share the work on 64 keys.
 
 Registers do not hold dK and dV of so many columns. Here the first warpgroup makes S and P of a tile, the second dP and
 dS, all transposed; they hand P and dS to each other through shared memory, and each owns half of the columns of dK, dV
@@ -21,112 +21,26 @@ from flashtile.backends.gluon.assembly import arrive, sync
 from flashtile.backends.gluon.columns import (
     ALL,
     DO_FREE,
-    FIELDS,
     IN_USE,
     KEYS,
     MARK,
-    ORDERS,
     Q_FREE,
     ROOM,
-    TILE_FIELDS,
     TOGETHER,
     WARPGROUPS,
-    Extent,
-    Sources,
-    Targets,
-    Tiles,
     clear_unused,
+    finished,
     get,
-    load,
+    mark_spoiled,
     shaped,
     store_columns,
     walk,
 )
-from flashtile.backends.gluon.dq import BY_THREAD, add_to_dq, await_buffer, write
-from flashtile.backends.triton.blocks import number
+from flashtile.backends.gluon.dq import add_to_dq, await_buffer
 
 P_READY = gl.constexpr(9)  # named barriers
 DS_READY = gl.constexpr(14)
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-
-
-@gluon.jit(do_not_specialize=["tiles", "kv_heads", "padded", "mark_tiles"])
-def wide_backward_kernel(
-    q_desc,
-    k_desc,
-    v_desc,
-    dout_desc,
-    rows_desc,
-    dq_desc,
-    dk_desc,
-    dv_desc,
-    dk,
-    dv,
-    marks,
-    turns,
-    rule,
-    lengths,
-    tiles,
-    kv_heads,
-    padded,
-    mark_tiles,
-    C: gl.constexpr,
-):
-    """The grid counts tiles of keys, then key heads, then sequences. padded: rows of a head in dQ."""
-    dtype: gl.constexpr = q_desc.dtype
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
-    k = gl.allocate_shared_memory(dtype, [1, 1, KEYS, C.BLOCK_D], k_desc.layout)
-    v = gl.allocate_shared_memory(dtype, [1, 1, KEYS, C.BLOCK_D], v_desc.layout)
-    q = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, C.BLOCK_D], q_desc.layout)
-    dout = gl.allocate_shared_memory(dtype, [1, 1, 1, 64, C.BLOCK_D], dout_desc.layout)
-    rows = gl.allocate_shared_memory(gl.float32, [2, 2, 1, 1, 64], rows_desc.layout)
-    orders = gl.allocate_shared_memory(gl.int32, [ORDERS * TILE_FIELDS, 1], numbers)
-    p = gl.allocate_shared_memory(gl.float32, [64, 64], BY_THREAD)
-    ds = gl.allocate_shared_memory(dtype, [64, 64], square)
-    dq = gl.allocate_shared_memory(gl.float32, [2 * C.DQ_BUFFERS, 16, 256], dq_desc.layout)
-    board = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], numbers)
-    k_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
-    v_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    dout_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
-    mbarrier.init(k_full, count=1)
-    mbarrier.init(v_full, count=1)
-    mbarrier.init(dout_full.index(0), count=1)
-    dq_full = gl.allocate_shared_memory(gl.int64, [2 * C.DQ_BUFFERS, 1], barrier)
-    dq_free = gl.allocate_shared_memory(gl.int64, [2 * C.DQ_BUFFERS, 1], barrier)
-    for n in gl.static_range(2 * C.DQ_BUFFERS):
-        mbarrier.init(dq_full.index(n), count=1)
-        mbarrier.init(dq_free.index(n), count=1)
-    for n in gl.static_range(2):
-        mbarrier.init(q_full.index(n), count=1)
-    shared = Tiles(k, v, q, dout, rows, orders, p, ds, dq, k_full, v_full, q_full, dout_full, dq_full, dq_free)
-    sources = Sources(q_desc, k_desc, v_desc, dout_desc, rows_desc)
-    targets = Targets(dq_desc, dk_desc, dv_desc, dk, dv, marks)
-    work = Extent(rule, lengths, tiles, kv_heads, padded, mark_tiles)
-    if C.WRITERS:
-        gl.warp_specialize(
-            [
-                (consume, (shared, board, targets, rule, 0, C)),
-                (consume, (shared, board, targets, rule, 1, C)),
-                (load, (shared, board, sources, turns, work, C)),
-                (write, (shared, board, dq_desc, turns, 0, C)),
-                (write, (shared, board, dq_desc, turns, 1, C)),
-            ],
-            [4, 1, 1, 1],
-            [240, 24, 24, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (consume, (shared, board, targets, rule, 0, C)),
-                (consume, (shared, board, targets, rule, 1, C)),
-                (load, (shared, board, sources, turns, work, C)),
-            ],
-            [4, 1],
-            [240, 24],
-        )
 
 
 @gluon.jit
@@ -162,7 +76,7 @@ def step(t, s, dk, dv, shared, board, targets, rule, unit, ME: gl.constexpr, MAS
     dout = whole(shared.dout.index(0), C).slice(ME * HALF, HALF, 1)
     k = whole(shared.k, C)
     rows = shared.rows.index(half).reshape([2, 64])
-    ds_shared = shared.ds
+    ds_shared = shared.ds.index(0)
     if ME == 0:
         s, _slope = shaped(s, t, shared, board, rule, 0, MASKED, C)
         p = gl.exp2(s * unit - rows.slice(0, 1, 0).load(S_LAYOUT))
@@ -210,19 +124,7 @@ def step(t, s, dk, dv, shared, board, targets, rule, unit, ME: gl.constexpr, MAS
 
 
 @gluon.jit
-def consume(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
-    """One warpgroup."""
-    mbarrier.wait(shared.v_full, 0)
-    mbarrier.wait(shared.k_full, 0)
-    if not C.PACKED or C.ALWAYS_CUT == 0:
-        own_keys(shared, board, targets, rule, ME, C)
-    else:  # there may be more programs than tiles of keys, and those have no diagonal
-        for _ in range(gl.minimum(get(board, ROOM), 1)):
-            own_keys(shared, board, targets, rule, ME, C)
-
-
-@gluon.jit
-def own_keys(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
+def own_64_keys(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
     """One warpgroup: half of the columns of 64 keys."""
     HALF: gl.constexpr = C.BLOCK_D // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -233,8 +135,8 @@ def own_keys(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
     # Keys beyond the last one are 0 already; but with this branch there, ptxas spills nothing in the loop.
     in_use = get(board, IN_USE)
     if in_use < KEYS:
-        clear_unused(whole(shared.k, C).slice(ME * HALF, HALF, 1), KEYS, in_use)
-        clear_unused(whole(shared.v, C).slice(ME * HALF, HALF, 1), KEYS, in_use)
+        clear_unused(whole(shared.k, C).slice(ME * HALF, HALF, 1), in_use)
+        clear_unused(whole(shared.v, C).slice(ME * HALF, HALF, 1), in_use)
         fence_async_shared()
         sync(TOGETHER, WARPGROUPS)
     dk = gl.zeros([KEYS, HALF], gl.float32, layout)
@@ -242,15 +144,7 @@ def own_keys(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
     s = warpgroup_mma_wait(0, deps=(make_first(shared, gl.to_tensor(0), ME, C),))
     dk, dv = walk(step, s, dk, dv, shared, board, targets, rule, ME, C)
     sync(TOGETHER, WARPGROUPS)  # nobody reads queries any more
-    dk = dk * number(rule.scale, gl.float32)
-    o_j = gl.arange(0, KEYS, gl.SliceLayout(1, layout))
-    if C.ENDS:
-        used = (o_j < get(board, IN_USE))[:, None]
-        dk = gl.where(used, dk, 0.0)
-        dv = gl.where(used, dv, 0.0)
-    flaw = gl.sum((dk + dv) * 0.0, 1)  # 0, or NaN where a gradient is not finite
-    dk = dk.to(dtype)
-    dv = dv.to(dtype)
+    dk, dv, flaw = finished(dk, dv, dtype, 0, board, rule, C)
     v_out = shared.dout.index(0)._reinterpret(dtype, [2, 1, 1, KEYS, HALF], targets.dv_desc.layout).index(ME)
     k_out = shared.q.index(0)._reinterpret(dtype, [2, 1, 1, KEYS, HALF], targets.dk_desc.layout).index(ME)
     v_out.reshape([KEYS, HALF]).store(dv)
@@ -259,6 +153,5 @@ def own_keys(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
     gl.thread_barrier()
     store_columns(targets.dv_desc, targets.dv, dv, v_out, 0, board, ME * HALF, C.DIM_V, C)
     store_columns(targets.dk_desc, targets.dk, dk, k_out, 0, board, ME * HALF, C.DIM, C)
-    mark = targets.marks + (o_j * 0 + get(board, MARK))
-    gl.store(mark, o_j * 0 + 1, mask=(o_j < get(board, ROOM)) & (flaw != 0))
+    mark_spoiled(targets, flaw, 0, board)
     tma.store_wait(0)

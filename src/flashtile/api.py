@@ -100,7 +100,8 @@ def attention(
     gives output 0 and lse -inf. What is masked has no effect, NaN and Inf included.
     """
     kind = library(q, k=k, v=v, mask=mask, bias=bias, alibi=alibi, sink=sink, kv_lengths=kv_lengths)
-    return_lse = check_flag("return_lse", return_lse)
+    if return_lse is not False:
+        return_lse = check_flag("return_lse", return_lse)
     options: Options = {  # a literal: torch.compile traces no call of a TypedDict
         "causal": causal,
         "window": window,
@@ -120,9 +121,9 @@ def attention(
         "threads": threads,
     }
     if kind == "torch":
-        from flashtile import pytorch
+        import flashtile.pytorch
 
-        return pytorch.attention(q, k, v, return_lse=return_lse, backend=backend, **options)
+        return flashtile.pytorch.attention(q, k, v, backend, return_lse, options)
     return _numpy_forward(describe(q, k, v, **options), backend, return_lse)
 
 
@@ -150,7 +151,7 @@ def attention_packed(
     if kind == "torch":
         from flashtile import pytorch
 
-        return pytorch.attention(q, k, v, cu_q=cu_q, cu_k=cu_k, return_lse=return_lse, backend=backend, **options)
+        return pytorch.attention(q, k, v, backend, return_lse, {"cu_q": cu_q, "cu_k": cu_k, **options})
     return _numpy_forward(describe(q, k, v, cu_q=cu_q, cu_k=cu_k, **options), backend, return_lse)
 
 

@@ -204,7 +204,7 @@ def library(q: Any, **others: Any) -> str:
         raise DTypeError(f"q: expected a NumPy array or a torch tensor, got {type(q).__name__}")
     numpy, device = kind == "numpy", None if kind == "numpy" else q.device
     for name, x in others.items():
-        if x is None:
+        if x is None or (x.__class__ is q.__class__ and (numpy or x.device == device)):
             continue
         if isinstance(x, np.ndarray) != numpy or not hasattr(x, "shape"):
             wanted = "a NumPy array" if numpy else "a torch tensor"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _HALVES = (torch.float16, torch.bfloat16)
 _CAST = {
@@ -13,8 +14,11 @@ _CAST = {
 }
 
 
-def enabled(device: str) -> bool:
-    return torch._C._is_any_autocast_enabled() and device != "meta" and torch.is_autocast_enabled(device)
+def enabled(q: Tensor) -> bool:
+    if not torch._C._is_any_autocast_enabled():
+        return False
+    device = q.device.type
+    return device != "meta" and torch.is_autocast_enabled(device)
 
 
 def cast(device: str, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -13,29 +13,38 @@ from flashtile.pytorch.autograd import Attention, reject_forward_mode
 from flashtile.pytorch.watch import unwatched
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, backend: str, **options: Any) -> Any:
-    """The torch side of flashtile.attention() and flashtile.attention_packed()."""
-    device = q.device.type
+def attention(q: Tensor, k: Tensor, v: Tensor, backend: str, return_lse: bool, options: dict[str, Any]) -> Any:
+    """The torch side of flashtile.attention() and flashtile.attention_packed(). The options become its own."""
     if options.get("deterministic", False) is False and torch.are_deterministic_algorithms_enabled():
         options["deterministic"] = True
     if options.get("descale") is not None:
         options["descale"] = eight_bits.side_by_side(check_descale(options["descale"], q), q.device)
-    if autocast.enabled(device):
-        options = autocast.cast(device, {"q": q, "k": k, "v": v, **options})
+    if autocast.enabled(q):
+        options = autocast.cast(q.device.type, {"q": q, "k": k, "v": v, **options})
         q, k, v = options.pop("q"), options.pop("k"), options.pop("v")
     if torch.compiler.is_compiling():  # the operator's fake checks the call
         out, lse = ops.ATTENTION(*call.of(q, k, v, backend, **options))
         return (out, lse) if return_lse else out
-    tensors = [q, k, v, *(x for name in call.TENSORS if (x := options.get(name)) is not None)]
+    tensors = [q, k, v]
+    for x in map(options.get, call.TENSORS):
+        if x is not None:
+            tensors.append(x)
     reject_forward_mode(tensors)
-    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    recorded = torch.is_grad_enabled() and _any_requires_grad(tensors)
     if not recorded and unwatched(tensors):
         return (kernel.forward if return_lse else kernel.output)(q, k, v, backend, options)
     # A wrong call should meet our words before torch's.
-    if device != "cpu" and unwatched(tensors):
+    if not q.is_cpu and unwatched(tensors):
         prepared.find(q, k, v, backend, options)
     else:
         describe(q, k, v, **options)
     run: Any = Attention.apply if recorded else ops.ATTENTION
     out, lse = run(*call.of(q, k, v, backend, **options))
     return (out, lse) if return_lse else out
+
+
+def _any_requires_grad(tensors: list[Tensor]) -> bool:
+    for x in tensors:  # noqa: SIM110 (a generator costs more than this walk)
+        if x.requires_grad:
+            return True
+    return False

@@ -17,10 +17,13 @@ from flashtile.pytorch.call import TENSORS
 
 def forward(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Output and lse, contiguous, in the layout of q."""
-    if q.dtype is eight_bits.DTYPE:
-        return _eight_bits(q, k, v, backend, options)
     if not q.is_cpu:
-        return prepared.forward(q, k, v, backend, options)
+        run, inputs = prepared.find(q, k, v, backend, options)
+        if run is not None:
+            results: tuple[Tensor, Tensor] = run.forward(inputs)
+            return results
+    if q.dtype is eight_bits.DTYPE:
+        return _widened(q, k, v, backend, options)
     problem, out, lse = _run(q, k, v, backend, options)
     return _given(problem, out, problem.out_dtype), _given(problem, lse, problem.accumulator)
 
@@ -33,13 +36,8 @@ def output(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any
     return _given(problem, out, problem.out_dtype)
 
 
-def _eight_bits(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """forward() of 8-bit tensors: as they are where the backend multiplies such, otherwise widened."""
-    if not q.is_cpu:
-        run, inputs = prepared.find(q, k, v, backend, options)
-        if run is not None:
-            results: tuple[Tensor, Tensor] = run.forward(inputs)
-            return results
+def _widened(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """forward() of 8-bit tensors where the backend does not multiply them as they are."""
     problem = describe(q, k, v, **options)
     (q, k, v), more = eight_bits.widened(problem)
     out, lse = forward(q, k, v, backend, {**options, **more})

@@ -17,20 +17,12 @@ MOST = 2048  # calls remembered; a cache that grows by a token a step would othe
 _prepared: dict[Any, Any] = {}
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Output and lse, contiguous, in the layout of q."""
-    run, inputs = find(q, k, v, backend, options)
-    results: tuple[Tensor, Tensor] = run.forward(inputs)
-    return results
-
-
 def find(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Any, Inputs]:
     """What runs this call, and the tensors to run it on. A wrong call is told so here.
 
     None where the backend does not multiply 8-bit tensors as they are.
     """
-    key = _key(q, k, v, backend, options)
-    seed = options.get("seed", 0)
+    key, seed = _key(q, k, v, backend, options), options.get("seed", 0)
     try:
         found = _prepared.get(key) if seed.__class__ is int and 0 <= seed < 1 << 64 else None
     except TypeError:  # an option that cannot be hashed
@@ -51,18 +43,25 @@ def find(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any])
 
 def _key(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Any, ...] | None:
     """All that decides what is launched: everything but the numbers in the tensors, where they lie, and the seed."""
-    key: list[Any] = [backend, q.device]  # on which the others are too, or the call was refused before
-    for x in (q, k, v):
-        key += (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
-    if q.dtype is torch.float32:
+    dtype = q.dtype
+    key: list[Any] = [
+        *(backend, q.device),  # on which the others are too, or the call was refused before
+        *(dtype, q.shape, q.stride(), q.data_ptr() % 16),
+        *(k.dtype, k.shape, k.stride(), k.data_ptr() % 16),
+        *(v.dtype, v.shape, v.stride(), v.data_ptr() % 16),
+    ]
+    if dtype is torch.float32:
         key.append(torch.get_float32_matmul_precision())
     for name, x in options.items():
         if x is None or name == "seed":
             continue
-        if isinstance(x, Tensor):
+        kind = x.__class__
+        if kind is bool or kind is float:
+            key += name, x, kind
+        elif isinstance(x, Tensor):
             key += (name, x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
         else:
-            key += (name, x, x.__class__, _classes(x))
+            key += (name, x, kind, _classes(x))
     return tuple(key)
 
 

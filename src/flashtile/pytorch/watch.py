@@ -7,6 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+_keys_of = torch._C._dispatch_keys
+_keys_of_thread = torch._C._dispatch_tls_local_include_set
+_overridden = torch.overrides.has_torch_function
 _PLAIN = 0  # the dispatch keys that come with any tensor on a CPU or GPU
 for _key in (
     *("CPU", "AutogradCPU", "AutocastCPU", "CUDA", "AutogradCUDA", "AutocastCUDA"),
@@ -20,7 +23,7 @@ def unwatched(tensors: Iterable[Tensor]) -> bool:
 
     Autograd and autocast are the caller's business.
     """
-    keys: int = torch._C._dispatch_tls_local_include_set().raw_repr()
+    keys: int = _keys_of_thread().raw_repr()
     for x in tensors:
-        keys |= torch._C._dispatch_keys(x).raw_repr()
-    return not keys & ~_PLAIN and not torch.overrides.has_torch_function(tensors)
+        keys |= _keys_of(x).raw_repr()
+    return not keys & ~_PLAIN and not _overridden(tensors)

@@ -102,7 +102,7 @@ def attention(
     kind = library(q, k=k, v=v, mask=mask, bias=bias, alibi=alibi, sink=sink, kv_lengths=kv_lengths)
     if return_lse is not False:
         return_lse = check_flag("return_lse", return_lse)
-    options: Options = {  # a literal: torch.compile traces no call of a TypedDict
+    options: dict[str, Any] = {
         "causal": causal,
         "window": window,
         "band": band,

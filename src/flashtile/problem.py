@@ -198,7 +198,7 @@ def library(q: Any, **others: Any) -> str:
         kind = "numpy"
         if name_of(q.dtype) == EIGHT_BITS:
             raise DTypeError(f"q: expected a torch tensor, got a NumPy array of {EIGHT_BITS}, which NumPy cannot read")
-    elif type(q).__module__.partition(".")[0] == "torch" or hasattr(q, "__torch_function__"):
+    elif hasattr(q, "__torch_function__") or type(q).__module__.partition(".")[0] == "torch":
         kind = "torch"
     else:
         raise DTypeError(f"q: expected a NumPy array or a torch tensor, got {type(q).__name__}")

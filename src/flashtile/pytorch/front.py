@@ -30,7 +30,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, backend: str, return_lse: bool, o
         if x is not None:
             tensors.append(x)
     reject_forward_mode(tensors)
-    recorded = torch.is_grad_enabled() and _any_requires_grad(tensors)
+    recorded = torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)
     if not recorded and unwatched(tensors):
         return (kernel.forward if return_lse else kernel.output)(q, k, v, backend, options)
     # A wrong call should meet our words before torch's.
@@ -41,10 +41,3 @@ def attention(q: Tensor, k: Tensor, v: Tensor, backend: str, return_lse: bool, o
     run: Any = Attention.apply if recorded else ops.ATTENTION
     out, lse = run(*call.of(q, k, v, backend, **options))
     return (out, lse) if return_lse else out
-
-
-def _any_requires_grad(tensors: list[Tensor]) -> bool:
-    for x in tensors:  # noqa: SIM110 (a generator costs more than this walk)
-        if x.requires_grad:
-            return True
-    return False

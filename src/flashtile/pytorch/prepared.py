@@ -14,7 +14,9 @@ from flashtile.inputs import TENSORS, Inputs
 from flashtile.problem import describe
 
 MOST = 2048  # calls remembered; a cache that grows by a token a step would otherwise fill the memory
-_prepared: dict[Any, Any] = {}
+_OPTIONS = TENSORS[3:]
+_NONE = (None,) * len(_OPTIONS)
+_prepared: dict[Any, tuple[Any, bool]] = {}  # what runs a call, and whether any tensor comes with q, k and v
 
 
 def find(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Any, Inputs]:
@@ -28,17 +30,19 @@ def find(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any])
     except TypeError:  # an option that cannot be hashed
         key = found = None
     if found is not None:
-        return found, Inputs._make([q, k, v, *map(options.get, TENSORS[3:]), seed])
+        run, with_others = found
+        return run, Inputs._make((q, k, v, *(map(options.get, _OPTIONS) if with_others else _NONE), seed))
     given = describe(q, k, v, **options)
     row = dispatch.choose(given, backend, q.device.type)
     if given.dtype == EIGHT_BITS and not row.eight_bits:
         return None, Inputs.of(given)
-    found, problem = row.prepare(given)
+    run, problem = row.prepare(given)
+    inputs = Inputs.of(problem)
     if problem is given and key is not None:
         if len(_prepared) >= MOST:
             _prepared.clear()
-        _prepared[key] = found
-    return found, Inputs.of(problem)
+        _prepared[key] = run, any(x is not None for x in inputs[3:-1])
+    return run, inputs
 
 
 def _key(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Any, ...] | None:

@@ -87,7 +87,7 @@ def build_here(cases: Iterable[Case]) -> Iterator[Built]:
 
     def compile_only(start: Start, *args: Any) -> None:
         if start.kernel in wanted:
-            start.kernel[start.grid](*args, **start.constants, **start.options)
+            start.kernel[start.grid](*start.whole(args), **start.constants, **start.options)
 
     with mock.patch.object(Start, "__call__", compile_only):
         for case in cases:

@@ -70,14 +70,18 @@ class Backward:
         self._mend = portable.MendBackward(p, device, ROWS, ROWS)
         q_box, k_box = ([1, 1, n, width] for n in (config.block_q, config.keys))
         out_box = [1, 1, ROWS, min(width, 128)]  # what a warpgroup has
-        self._q, self._do = descriptors(p.q, q_box), descriptors(dout, q_box)
-        self._k, self._v = descriptors(p.k, k_box), descriptors(p.v, k_box)
-        self._dk_desc = descriptors(outline_of(self._dk, batch, p.kv_heads, n_keys, p.dim), out_box)
-        self._dv_desc = descriptors(outline_of(self._dv, batch, p.kv_heads, n_keys, p.dim_v), out_box)
         rows = torch.empty(self._rows, dtype=torch.float32, device="meta")
-        self._rows_desc = descriptors(rows, [2, 1, 1, config.block_q], swizzled=False)
         total = torch.empty((self._total // 256, 256), dtype=torch.float32, device="meta")
-        self._total_desc = descriptors(total, [16, 256], swizzled=False)
+        blocks = (
+            descriptors(p.q, q_box),
+            descriptors(p.k, k_box),
+            descriptors(p.v, k_box),
+            descriptors(dout, q_box),
+            descriptors(rows, [2, 1, 1, config.block_q], swizzled=False),
+            descriptors(total, [16, 256], swizzled=False),
+            descriptors(outline_of(self._dk, batch, p.kv_heads, n_keys, p.dim), out_box),
+            descriptors(outline_of(self._dv, batch, p.kv_heads, n_keys, p.dim_v), out_box),
+        )
         self._begin_counts = (pads, p.heads, padded, columns)
         self._begin = Start(
             begin_kernel,
@@ -95,6 +99,7 @@ class Backward:
                 backward_kernel,
                 k_tiles * p.kv_heads * batch,
                 {"num_warps": 4},
+                blocks=dict(enumerate(blocks)),
                 C=constants(p, config, width, alike),
             )
             for alike in (False, True)
@@ -123,14 +128,8 @@ class Backward:
         self._begin(dout, out, lse, dlse, rows, *plain, total, turns, a_lengths, *self._begin_counts)
         alike = x.cu_q is not None and x.cu_q.data_ptr() == x.cu_k.data_ptr()
         self._starts[alike](
-            self._q(x.q),
-            self._k(x.k),
-            self._v(x.v),
-            self._do(given[0]),
-            self._rows_desc(rows),
-            self._total_desc(total),
-            self._dk_desc(dk.ptr),
-            self._dv_desc(dv.ptr),
+            *(x.q, x.k, x.v, given[0]),
+            *(rows, total, dk.ptr, dv.ptr),
             dk,
             dv,
             marks,

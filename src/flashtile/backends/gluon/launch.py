@@ -59,52 +59,47 @@ class Forward:
         )
         tasks = tiles * heads * batch
         self._counts = (tiles, heads, _section(p, heads * batch), tasks)
-        self._mend = portable.MendForward(p, device, ROWS, packed_heads)
+        self._mend = portable.MendForward(p, device, self._out, self._lse, ROWS, packed_heads)
         self._rule, self._lengths = rule(p), lengths(p)
         width, width_v = _width(p), block(p.dim_v)
         rows_block = [1, 1, ROWS // packed_heads, packed_heads]
-        self._q = descriptors(p.q, [*rows_block, width], packed_heads)
-        self._k = descriptors(p.k, [1, 1, config.block_k, width])
         self._turn = Transpose(p, device) if p.dtype == EIGHT_BITS else None
         if self._turn is None:
-            self._v = descriptors(p.v, [1, 1, config.block_k, width_v])
+            v = descriptors(p.v, [1, 1, config.block_k, width_v])
         else:
-            self._v = descriptors(self._turn.outline, [1, 1, width_v, config.block_k])
-        self._out_desc: Any = lambda tensor: None
+            v = descriptors(self._turn.outline, [1, 1, width_v, config.block_k])
+        out = None
         if ITEMSIZE[p.out_dtype] == 2 and p.dim_v % 8 == 0:
-            out = outline_of(self._out, batch, p.heads, n_rows, p.dim_v)
-            self._out_desc = descriptors(out, [*rows_block, width_v], packed_heads)
+            whole = outline_of(self._out, batch, p.heads, n_rows, p.dim_v)
+            out = descriptors(whole, [*rows_block, width_v], packed_heads)
         self._start = Start(
             forward_kernel,
             min(tasks, portable.processors(device)),
             {"num_warps": 4},
+            {4: self._out.strides, 5: self._lse.strides},
+            {
+                0: descriptors(p.q, [*rows_block, width], packed_heads),
+                1: descriptors(p.k, [1, 1, config.block_k, width]),
+                2: v,
+                3: out,
+            },
             C=constants(p, config, packed_heads),
         )
 
     def __call__(self, x: Inputs) -> tuple[Any, Any]:
-        out, lse = self._out.make(), self._lse.make()
+        out, lse = self._out.empty(), self._lse.empty()
         marks = self._mend.make()
         if self._packed:  # tiles that no sequence has are never written
             marks.zero_()
         a_rule, a_lengths = portable.rule_of(self._rule, x), portable.lengths_of(self._lengths, x)
         v = x.v if self._turn is None else self._turn(x.v, a_rule, a_lengths)
         self._start(
-            self._q(x.q),
-            self._k(x.k),
-            self._v(v),
-            self._out_desc(out.ptr),
-            out,
-            lse,
-            marks,
-            self._mark_tiles,
-            counter(self._device),
-            x.sink,
-            a_rule,
-            a_lengths,
+            *(x.q, x.k, v, out, out, lse),
+            *(marks, self._mark_tiles, counter(self._device), x.sink, a_rule, a_lengths),
             *self._counts,
         )
-        self._mend(x, out, lse, marks)
-        return out.ptr, lse.ptr
+        self._mend(x, out, lse, marks, a_rule, a_lengths)
+        return out, lse
 
 
 class Transpose:
@@ -169,6 +164,7 @@ class Prepared:
 
     def __init__(self, problem: Problem) -> None:
         self._device = problem.q.device
+        self._index = portable.index_of(self._device)
         self._problem = replace(problem, **{name: outline(getattr(problem, name)) for name in TENSORS})
         self._forward = Forward(self._problem, self._device)
         self._backward: dict[Any, Backward] = {}
@@ -177,7 +173,7 @@ class Prepared:
 
     def forward(self, x: Inputs) -> tuple[Any, Any]:
         """Output and lse, contiguous, in the caller's layout."""
-        return portable.on_device(self._device, self._forward, x)
+        return portable.on_device(self._index, self._forward, x)
 
     def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Gradients:
         """Gradients from the saved output and lse, in the caller's layout; that of a sink is wide."""
@@ -190,7 +186,7 @@ class Prepared:
         if run is None:
             outlines = check_gradients(self._problem, *map(outline, (dout, out, lse, dlse)))
             run = self._backward[key] = Backward(self._problem, self._device, outlines)
-        return portable.on_device(self._device, run, x, dout.to(x.q.dtype), out, lse, dlse)
+        return portable.on_device(self._index, run, x, dout.to(x.q.dtype), out, lse, dlse)
 
 
 def differentiates(p: Problem) -> bool:

@@ -29,7 +29,7 @@ from flashtile.backends.triton.forward_kernel import forward_kernel
 from flashtile.backends.triton.mend_kernels import mend_backward_kernel, mend_forward_kernel, mend_sums_kernel
 from flashtile.backends.triton.merge_kernel import merge_kernel
 from flashtile.backends.triton.start import Start
-from flashtile.backends.triton.tensors import Result, aligned, blocks, laid_out, outline, strides
+from flashtile.backends.triton.tensors import Result, aligned, blocks, empty, laid_out, outline, strides
 from flashtile.backends.triton.tuning import Config
 from flashtile.inputs import TENSORS, Inputs
 from flashtile.problem import Problem, check_gradients
@@ -45,6 +45,7 @@ class Prepared:
 
     def __init__(self, problem: Problem) -> None:
         self._device = problem.q.device
+        self._index = index_of(self._device)
         self._aligned = {name: aligned(getattr(problem, name)) for name in "qkv"}
         self._problem = replace(problem, **{name: outline(getattr(problem, name)) for name in TENSORS})
         self._forward = Forward(self._problem, self._device, self._aligned)
@@ -52,7 +53,7 @@ class Prepared:
 
     def forward(self, x: Inputs) -> tuple[Any, Any]:
         """Output and lse, contiguous, in the caller's layout."""
-        return on_device(self._device, self._forward, x)
+        return on_device(self._index, self._forward, x)
 
     def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Gradients:
         """Gradients from the saved output and lse, in the caller's layout, those of bias (of rank 4) and sink wide."""
@@ -63,7 +64,7 @@ class Prepared:
             outlines = check_gradients(self._problem, *map(outline, (dout, out, lse, dlse)))
             run = Backward(self._problem, self._device, self._aligned | {"dout": aligned(dout)}, outlines, bias_grad)
             self._backward[key] = run
-        return on_device(self._device, run, x, run.narrowed(dout), out, lse, dlse)
+        return on_device(self._index, run, x, run.narrowed(dout), out, lse, dlse)
 
 
 class Forward:
@@ -73,24 +74,28 @@ class Forward:
         n_rows, batch = p.q.shape[2], p.q.shape[0]
         self._out = Result(p, p.heads, n_rows, p.dim_v, p.out_dtype, device)
         self._lse = Result(p, p.heads, n_rows, None, p.accumulator, device)
-        self._real = getattr(torch, p.accumulator)
         config, packed_heads = tuning.forward(p, _gpu(device))
         tiles, heads = count_tiles(p, p.n_q * packed_heads, n_rows, config.block_q), p.heads // packed_heads
         self._splits = _splits(p, tiles * heads * batch, config, device)
-        self._strides = tuple(strides(x, p) for x in (p.q, p.k, p.v))
-        self._k_blocks = blocks(p.k, is_aligned["k"], config, config.block_k)
-        self._v_blocks = blocks(p.v, is_aligned["v"], config, config.block_k)
+        real, between = getattr(torch, p.accumulator), (0, 0)
+        if self._splits > 1:
+            self._part = self._out.parts(self._splits, dtype=real)
+            self._part_lse = self._lse.parts(2 * self._splits, dtype=real)
+            between = (self._out.numel, self._lse.numel)
         self._rule, self._lengths = rule(p), lengths(p)
-        self._counts = (tiles, heads)
-        self._merge_counts = (n_rows, p.heads)
+        self._counts = (tiles, heads, *between)
+        self._merge_counts = (*between, n_rows, p.heads)
         programs = tiles * heads * self._splits * batch
         # Where each has a processor to itself, a program that mends its own rows is done sooner than another launch.
         inside = programs <= processors(device)
-        self._mend = None if inside else MendForward(p, device, config.block_q, packed_heads)
+        self._mend = None if inside else MendForward(p, device, self._out, self._lse, config.block_q, packed_heads)
+        q, k, v = (strides(x, p) for x in (p.q, p.k, p.v))
         self._start = Start(
             forward_kernel,
             programs,
             _options(config),
+            {0: q, 1: k, 2: v, 5: self._out.strides, 6: self._lse.strides},
+            {n: blocks(x, is_aligned[name], config, config.block_k) for n, name, x in ((3, "k", p.k), (4, "v", p.v))},
             PACKED_HEADS=packed_heads,
             SPLITS=self._splits,
             C=constants(p, config, _precision(p)),
@@ -99,6 +104,7 @@ class Forward:
         self._merge = Start(
             merge_kernel,
             batch * p.heads * n_rows,
+            rows=dict(enumerate(2 * (self._out.strides, self._lse.strides))),
             SPLITS=self._splits,
             BLOCK_S=triton.next_power_of_2(self._splits),
             DIM_V=p.dim_v,
@@ -106,35 +112,22 @@ class Forward:
         )
 
     def __call__(self, x: Inputs) -> tuple[Any, Any]:
-        out, lse = self._out.make(), self._lse.make()
+        out, lse = self._out.empty(), self._lse.empty()
         if self._out.numel == 0:
-            return out.ptr, lse.ptr
-        part, part_lse, between = out, lse, (0, 0)
-        if self._splits > 1:
-            part, part_lse = self._out.parts(self._splits, self._real), self._lse.parts(2 * self._splits, self._real)
-            between = (part.ptr.stride(0), part_lse.ptr.stride(0))
+            return out, lse
+        part, part_lse = (out, lse) if self._splits == 1 else (self._part(), self._part_lse())
         marks = None if self._mend is None else self._mend.make()
-        q, k, v = self._strides
+        a_rule, a_lengths = rule_of(self._rule, x), lengths_of(self._lengths, x)
         self._start(
-            Rows(x.q, *q),
-            Rows(x.k, *k),
-            Rows(x.v, *v),
-            self._k_blocks(x.k),
-            self._v_blocks(x.v),
-            part,
-            part_lse,
-            x.sink,
-            marks,
-            rule_of(self._rule, x),
-            lengths_of(self._lengths, x),
+            *(x.q, x.k, x.v, x.k, x.v, part, part_lse),
+            *(x.sink, marks, a_rule, a_lengths),
             *self._counts,
-            *between,
         )
         if self._mend is not None:
-            self._mend(x, out, lse, marks)
+            self._mend(x, out, lse, marks, a_rule, a_lengths)
         if self._splits > 1:
-            self._merge(part, part_lse, out, lse, *between, *self._merge_counts)
-        return out.ptr, lse.ptr
+            self._merge(part, part_lse, out, lse, *self._merge_counts)
+        return out, lse
 
 
 class MendForward:
@@ -144,40 +137,27 @@ class MendForward:
     these heads count as one. That kernel writes a mark for each tile, 0 or 1: mend_kernels.py says where.
     """
 
-    def __init__(self, p: Problem, device: Any, block_q: int, packed_heads: int = 1) -> None:
+    def __init__(self, p: Problem, device: Any, out: Result, lse: Result, block_q: int, packed_heads: int = 1) -> None:
         n_rows, batch = p.q.shape[2], p.q.shape[0]
         tiles, heads = count_tiles(p, p.n_q * packed_heads, n_rows, block_q), p.heads // packed_heads
         self._marks = Marks(tiles * heads * batch, device)
-        self._strides = tuple(strides(x, p) for x in (p.q, p.k, p.v))
-        self._rule, self._lengths = rule(p), lengths(p)
+        self.make = self._marks.make  # not cleared: each tile has its mark written, also one of no rows
         self._counts = (tiles, heads)
         config = _careful(p, block_q)
         self._start = Start(
             mend_forward_kernel,
             self._marks.programs,
             _options(config),
+            dict(enumerate((*(strides(x, p) for x in (p.q, p.k, p.v)), out.strides, lse.strides))),
             ROWS=block_q,
             PACKED_HEADS=packed_heads,
             C=constants(p, config, _precision(p)),
         )
 
-    def make(self) -> Any:
-        """Room for the marks. It need not be cleared: each tile has its mark written, also one of no rows."""
-        return self._marks.make()
-
-    def __call__(self, x: Inputs, out: Rows, lse: Rows, marks: Any) -> None:
-        q, k, v = self._strides
+    def __call__(self, x: Inputs, out: Any, lse: Any, marks: Any, a_rule: Rule, a_lengths: Lengths) -> None:
         self._start(
-            Rows(x.q, *q),
-            Rows(x.k, *k),
-            Rows(x.v, *v),
-            out,
-            lse,
-            x.sink,
-            marks,
-            self._marks.count,
-            rule_of(self._rule, x),
-            lengths_of(self._lengths, x),
+            *(x.q, x.k, x.v, out, lse),
+            *(x.sink, marks, self._marks.count, a_rule, a_lengths),
             *self._counts,
         )
 
@@ -270,14 +250,12 @@ class MendBackward:
 class Marks:
     """One int32 a tile, and the programs that look at them: enough to fill the GPU where all are set."""
 
-    __slots__ = ("count", "device", "programs")
+    __slots__ = ("count", "make", "programs")
 
     def __init__(self, count: int, device: Any) -> None:
-        self.count, self.device = count, device
+        self.count = count
         self.programs = min(count, 2 * processors(device))
-
-    def make(self) -> Any:
-        return torch.empty(self.count, dtype=torch.int32, device=self.device)
+        self.make = empty((count,), torch.int32, device)
 
 
 class Backward:
@@ -310,24 +288,24 @@ class Backward:
             LARGE=LARGE[p.accumulator],
         )
         config = _config("dkdv", p, device)
-        self._q_blocks = blocks(p.q, is_aligned["q"], config, config.block_q)
-        self._dout_blocks = blocks(dout, is_aligned["dout"], config, config.block_q)
+        fetched = (blocks(x, is_aligned[name], config, config.block_q) for name, x in (("q", p.q), ("dout", dout)))
         block_k = config.block_k
         self._k_counts = (count_tiles(p, p.n_k, p.k.shape[2], block_k), p.kv_heads)
         self._dkdv_start = Start(
             dkdv_kernel,
             self._k_counts[0] * p.kv_heads * batch,
             _options(config),
+            blocks=dict(enumerate(fetched, 4)),
             C=constants(p, config, _precision(p)),
         )
         config = _config("dq", p, device)
-        self._k_blocks = blocks(p.k, is_aligned["k"], config, config.block_k)
-        self._v_blocks = blocks(p.v, is_aligned["v"], config, config.block_k)
+        fetched = (blocks(x, is_aligned[name], config, config.block_k) for name, x in (("k", p.k), ("v", p.v)))
         self._q_counts = (count_tiles(p, p.n_q, n_rows, config.block_q), p.heads)
         self._dq_start = Start(
             dq_kernel,
             self._q_counts[0] * p.heads * batch,
             _options(config),
+            blocks=dict(enumerate(fetched, 4)),
             C=constants(p, config, _precision(p)),
         )
         self._mend = MendBackward(p, device, config.block_q, block_k)
@@ -362,10 +340,10 @@ class Backward:
             self._statistics_start(dout, out, lse, dlse, log2, delta, tops, *self._row_counts)
         marks = self._mend.make()
         if self._dk.numel:
-            fetched = self._q_blocks(x.q), self._dout_blocks(given[0])
+            fetched = x.q, given[0]
             self._dkdv_start(q, k, v, dout, *fetched, log2, delta, dk, dv, marks, a_rule, a_lengths, *self._k_counts)
         if self._dq.numel:
-            fetched = self._k_blocks(x.k), self._v_blocks(x.v)
+            fetched = x.k, x.v
             where = marks, self._mend.first_of_queries
             self._dq_start(q, k, v, dout, *fetched, log2, delta, dq, *where, a_rule, a_lengths, *self._q_counts)
         if marks.numel():
@@ -397,11 +375,16 @@ def _kind(x: Any) -> tuple[Any, ...]:
     return x.shape, x.stride(), x.dtype, aligned(x)
 
 
-def on_device(device: Any, run: Callable[..., T], *args: Any) -> T:
-    """run(*args) with this device current, on which Triton then launches."""
-    if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
+def index_of(device: Any) -> int | None:
+    """Of a GPU, as on_device() takes it."""
+    return int(device.index) if device.type == "cuda" else None
+
+
+def on_device(index: int | None, run: Callable[..., T], *args: Any) -> T:
+    """run(*args) with this GPU current, on which Triton then launches."""
+    if index is None or index == torch._C._cuda_getDevice():
         return run(*args)
-    with torch.cuda.device(device):
+    with torch.cuda.device(index):
         return run(*args)
 
 

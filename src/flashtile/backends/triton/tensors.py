@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,10 +44,16 @@ def strides(x: Any, p: Problem) -> tuple[int, int, int]:
     return 0 if p.packed else x.stride(0), x.stride(1), x.stride(2)
 
 
+def empty(shape: tuple[int, ...], dtype: Any, device: Any) -> Callable[[], Any]:
+    """What makes contiguous tensors like this: with strides given, torch has less to work out each time."""
+    strides = torch.empty(shape, device="meta").stride()
+    return partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
+
+
 class Result:
     """A tensor that a pass makes, contiguous in the caller's layout."""
 
-    __slots__ = ("device", "dtype", "numel", "shape", "strides")
+    __slots__ = ("device", "dtype", "empty", "numel", "shape", "strides")
 
     def __init__(self, p: Problem, heads: int, n: int, dim: int | None, dtype: str, device: Any) -> None:
         last = () if dim is None else (dim,)
@@ -55,25 +62,26 @@ class Result:
         self.strides = (0, width, heads * width) if p.packed else (heads * n * width, n * width, width)
         self.numel = torch.Size(self.shape).numel()
         self.dtype, self.device = getattr(torch, dtype), device
+        self.empty = self.parts(dtype=self.dtype)  # called, it makes the tensor
 
     def make(self) -> Rows:
-        return Rows(torch.empty(self.shape, dtype=self.dtype, device=self.device), *self.strides)
+        return Rows(self.empty(), *self.strides)
 
-    def parts(self, count: int, dtype: Any) -> Rows:
-        """The same a number of times; the first one's address."""
-        return Rows(torch.empty((count, *self.shape), dtype=dtype, device=self.device), *self.strides)
+    def parts(self, *count: int, dtype: Any) -> Callable[[], Any]:
+        """What makes the same a number of times, along another axis."""
+        return empty((*count, *self.shape), dtype, self.device)
 
 
-def blocks(x: Any, is_aligned: bool, config: Config, rows: int) -> Callable[[Any], Any]:
+def blocks(x: Any, is_aligned: bool, config: Config, rows: int) -> Callable[[Any], Any] | None:
     """What makes a descriptor of tensors that lie like x, of rank 4, for blocks of so many rows.
 
-    It makes None unless the table asks for descriptors, x is long enough to be worth their making, and the copy engine
-    can take it: all strides but the columns' multiples of 16 bytes.
+    None unless the table asks for descriptors, x is long enough to be worth their making, and the copy engine can take
+    it: all strides but the columns' multiples of 16 bytes.
     """
     item = x.element_size()
     fits = is_aligned and x.stride(3) == 1 and all(s and s * item % 16 == 0 for s in x.stride()[:3])
     if not (config.descriptors and fits and x.shape[2] > SHORT and x.numel()):
-        return lambda tensor: None
+        return None
     return maker(TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, block(x.shape[3])]))
 
 

@@ -23,7 +23,6 @@ class Start:
     Triton's own way looks at every argument anew, to find the compiled kernel that suits them, and encodes every
     descriptor anew; for a small call that takes longer than the kernel does.
 
-
     Where the kernel takes Rows or a descriptor, a call may give the tensor alone: `rows` has the strides of those at
     these places, `blocks` what makes their descriptors; None there stands for an argument of None.
     """

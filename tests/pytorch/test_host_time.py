@@ -1,0 +1,69 @@
+"""What a small call costs the host, counted in function calls: a count is the same on every machine."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import flashtile as ft
+from flashtile import dispatch
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from flashtile.backends.triton import launch  # noqa: E402
+from flashtile.backends.triton.start import Start  # noqa: E402
+from flashtile.pytorch import prepared, watch  # noqa: E402
+
+# Of Python, and of C. One of either takes a twentieth of a microsecond or more.
+MOST = {"triton": (23, 36), "gluon": (26, 36)}
+
+
+@pytest.fixture(params=MOST)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Tensors that hold no memory go to this backend, as those of a Hopper GPU would, and no kernel is started."""
+    if request.param == "gluon":
+        hopper = pytest.importorskip("flashtile.backends.gluon.launch")
+        monkeypatch.setattr(hopper, "counter", lambda device: None)
+    row = next(row for row in dispatch.TABLE if row.name == request.param)
+    monkeypatch.setattr(dispatch, "choose", lambda *_: row)
+    monkeypatch.setattr(launch, "_gpu", lambda device: (9, 0))
+    monkeypatch.setattr(launch, "processors", lambda device: 132)
+    monkeypatch.setattr(Start, "__call__", lambda self, *args: None)
+    monkeypatch.setattr(watch, "_PLAIN", -1)
+    monkeypatch.setattr(prepared, "_prepared", {})
+    return str(request.param)
+
+
+def calls_of(run: Callable[[], Any]) -> Counter[str]:
+    """How many functions of Python ("call") and of C ("c_call") it calls, itself among them."""
+    found: Counter[str] = Counter()
+    sys.setprofile(lambda frame, event, arg: found.update([event]))
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def test_calls_of_a_small_call(backend: str) -> None:
+    q, k, v = (torch.empty(8, 8, 128, 64, device="meta", dtype=torch.bfloat16) for _ in range(3))
+    for more in ({}, {"causal": True}, {"return_lse": True}):
+        ft.attention(q, k, v, **more)  # prepares
+        assert len(prepared._prepared) <= 2
+        found = calls_of(lambda more=more: ft.attention(q, k, v, **more))  # type: ignore[misc]
+        python, c = MOST[backend]
+        assert found["call"] <= python and found["c_call"] <= c, (more, found)
+
+
+def test_counts_rise_with_calls() -> None:
+    def twice() -> None:
+        len("")
+        len("")
+
+    found = calls_of(twice)
+    assert found["call"] == 1 and found["c_call"] >= 2

@@ -58,8 +58,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Any:
     """No interpreter and no GPU; the stream that is current can be set."""
     current = SimpleNamespace(stream=5)
     monkeypatch.setattr(starting, "INTERPRETED", False)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: (device, current.stream), raising=False)
+    active = SimpleNamespace(get_current_device=lambda: 1, get_current_stream=lambda device: (device, current.stream))
+    monkeypatch.setattr(starting, "driver", SimpleNamespace(active=active))
     return current
 
 

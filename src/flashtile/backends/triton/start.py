@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from inspect import getclosurevars
 from typing import Any
 
-import torch
 import triton
+from triton.runtime import driver
 
 from flashtile.backends.triton.arguments import INTERPRETED, Rows
 
@@ -70,7 +70,7 @@ class Start:
 def _direct(compiled: Any, start: Start, args: tuple[Any, ...]) -> Callable[..., None]:
     """The compiled kernel as a function of what a call gives, past all of Triton that it can do without."""
     launcher, grid, constants = compiled.run, start.grid, tuple(start.constants.values())
-    stream_of, device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice()
+    stream_of, device = driver.active.get_current_stream, driver.active.get_current_device()
     before = (compiled.packed_metadata, None, None, None)
     raw = None
     on_nvidia = type(launcher).__name__ == "CudaLauncher"

@@ -288,7 +288,7 @@ class Backward:
             LARGE=LARGE[p.accumulator],
         )
         config = _config("dkdv", p, device)
-        fetched = (blocks(x, is_aligned[name], config, config.block_q) for name, x in (("q", p.q), ("dout", dout)))
+        fetched = [blocks(x, is_aligned[name], config, config.block_q) for name, x in (("q", p.q), ("dout", dout))]
         block_k = config.block_k
         self._k_counts = (count_tiles(p, p.n_k, p.k.shape[2], block_k), p.kv_heads)
         self._dkdv_start = Start(
@@ -299,7 +299,7 @@ class Backward:
             C=constants(p, config, _precision(p)),
         )
         config = _config("dq", p, device)
-        fetched = (blocks(x, is_aligned[name], config, config.block_k) for name, x in (("k", p.k), ("v", p.v)))
+        fetched = [blocks(x, is_aligned[name], config, config.block_k) for name, x in (("k", p.k), ("v", p.v))]
         self._q_counts = (count_tiles(p, p.n_q, n_rows, config.block_q), p.heads)
         self._dq_start = Start(
             dq_kernel,

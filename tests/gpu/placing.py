@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flashtile.pytorch import prepared
 from tests.pytorch.samples import tensor
 
 
@@ -98,6 +99,13 @@ class Canaries:
 
 
 @contextmanager
+def unprepared() -> Iterator[None]:
+    """While it lasts, calls do not find what others prepared, which is bound to the functions of its time."""
+    with mock.patch.object(prepared, "_prepared", {}):
+        yield
+
+
+@contextmanager
 def canaries() -> Iterator[Canaries]:
     """While it lasts, new tensors are poison and stand between poison."""
     birds = Canaries()
@@ -117,13 +125,22 @@ def canaries() -> Iterator[Canaries]:
         shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
         return birds.allocate(shape, dtype or torch.get_default_dtype(), device or "cpu", None)
 
+    plainly_strided = torch.empty_strided
+
+    def empty_strided(size: Any, stride: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+        if torch.device(device or "cpu").type == "meta" or tuple(stride) != plainly(size, device="meta").stride():
+            return plainly_strided(size, stride, dtype=dtype, device=device)
+        return empty(size, dtype=dtype, device=device)
+
     def empty_like(x: Tensor, *, dtype: Any = None, **_: Any) -> Tensor:
         return birds.allocate(x.shape, dtype or x.dtype, x.device, None)
 
     with (
+        unprepared(),
         mock.patch.object(torch.Tensor, "new_empty", like(None), create=True),
         mock.patch.object(torch.Tensor, "new_zeros", like(0), create=True),
         mock.patch.object(torch, "empty", empty),
+        mock.patch.object(torch, "empty_strided", empty_strided),
         mock.patch.object(torch, "empty_like", empty_like),
     ):
         yield birds

@@ -28,7 +28,7 @@ from flashtile.backends.triton.launch import MendForward
 from flashtile.dtypes import narrow
 from flashtile.problem import describe
 from tests.gpu.child import python
-from tests.gpu.placing import same_bits
+from tests.gpu.placing import same_bits, unprepared
 from tests.gpu.runner import CUDA, Given, agree, by_each, check, refusal
 from tests.gpu.test_determinism import other_work
 from tests.gpu.test_graphs import capture
@@ -160,13 +160,19 @@ def jump(call: Call, runner: Runner = CUDA) -> None:
 def marks() -> Iterator[list[Tensor]]:
     """The marks of the calls that are made meanwhile: not 0 where a tile was spoiled and made anew."""
     made: list[Tensor] = []
-    make = MendForward.make
+    begin = MendForward.__init__
 
-    def kept(self: MendForward) -> Any:
-        made.append(make(self))
-        return made[-1]
+    def watched(self: MendForward, *args: Any) -> None:
+        begin(self, *args)
+        make = self.make
 
-    with mock.patch.object(MendForward, "make", kept):
+        def kept() -> Any:
+            made.append(make())
+            return made[-1]
+
+        self.make = kept
+
+    with unprepared(), mock.patch.object(MendForward, "__init__", watched):
         yield made
 
 

@@ -21,6 +21,7 @@ from flashtile.backends.triton.blocks import (
     store_rows,
     wide,
 )
+from flashtile.backends.triton.chain import follow, lead
 from flashtile.backends.triton.cuts import cuts, reach, stretch_of
 from flashtile.backends.triton.guard import finite_part, poison, spoiled
 from flashtile.backends.triton.scores import LOG2E, Tile, dot, kept, pair_pointers, shape_scores, visible_pairs
@@ -42,11 +43,13 @@ def statistics_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK: tl.constexpr,
     LARGE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """What the other kernels want to know of each row: its lse in base 2, and delta = rowsum(dO * O) - dL.
 
     And 0 for its top, until it is known. The grid counts blocks of rows, then heads.
     """
+    lead(CHAINED)
     blocks = tl.cdiv(n_rows, BLOCK)
     first = tl.program_id(0) % blocks * BLOCK
     head = tl.program_id(0) // blocks % heads
@@ -265,12 +268,30 @@ def dkdv_rows(
 
 @triton.jit(do_not_specialize=["tiles", "kv_heads"])
 def dkdv_kernel(
-    q, k, v, dout, q_desc, do_desc, log2, delta, dk, dv, marks, rule, lengths, tiles, kv_heads, C: tl.constexpr
+    q,
+    k,
+    v,
+    dout,
+    q_desc,
+    do_desc,
+    log2,
+    delta,
+    dk,
+    dv,
+    marks,
+    rule,
+    lengths,
+    tiles,
+    kv_heads,
+    C: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """A program owns BLOCK_K keys of one key head and walks the queries of the group that see them.
 
     Where they come out spoiled, it sets their mark for mend_backward_kernel.
     """
+    follow(CHAINED)
+    lead(CHAINED)
     program = tl.program_id(0)
     head = program // tiles % kv_heads
     sequence, tile = locate(
@@ -371,8 +392,14 @@ def dq_kernel(
     tiles,
     heads,
     C: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
-    """A program owns BLOCK_Q queries of one head and walks the keys they see. It marks them where they are spoiled."""
+    """A program owns BLOCK_Q queries of one head and walks the keys they see. It marks them where they are spoiled.
+
+    It may begin beside the last programs of dkdv_kernel, which reads and writes nothing that is written here, and led
+    only when the statistics were complete. One program waits for it, so that this kernel is not complete before it.
+    """
+    lead(CHAINED)
     program = tl.program_id(0)
     h = program // tiles % heads
     tile = tiles - 1 - program % tiles  # see forward_kernel
@@ -385,6 +412,8 @@ def dq_kernel(
         tl.store(p_mark, bad.to(tl.int32))
     else:
         tl.store(p_mark, 0)
+    if program == tl.num_programs(0) - 1:
+        follow(CHAINED)
 
 
 @triton.jit(do_not_specialize=["heads", "n_rows"])

@@ -1,0 +1,43 @@
+"""Chains: kernels that are there when the one before them ends. NVIDIA's GPUs can do so from Hopper on.
+
+A kernel that leads lets the next one begin once all its own programs have begun. One that follows must be launched with
+FOLLOWING, and wait until the one before it is complete: before it reads what kernels of the chain wrote, or writes what
+they read. It leads only then, so that all kernels but the one before it are complete when a kernel begins. The first
+one of a chain is launched as any other: it comes after somebody else's.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+FOLLOWING = {"launch_pdl": True}  # programmatic dependent launch, an option of Triton for NVIDIA's GPUs
+FIRST_MAJOR = 9  # compute capability
+
+
+def can_chain(gpu: tuple[int, int] | str | None) -> bool:
+    """gpu: as tuning.choose() knows it."""
+    return isinstance(gpu, tuple) and gpu[0] >= FIRST_MAJOR
+
+
+def following(chained: bool) -> dict[str, bool]:
+    """The launch options of a kernel that follows another, if they are chained."""
+    return FOLLOWING if chained else {}
+
+
+@triton.jit
+def follow(CHAINED: tl.constexpr):
+    """Wait until the kernel before is complete, and what it wrote is to be seen. At once, where none was chained."""
+    if CHAINED:
+        tl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def lead(CHAINED: tl.constexpr):
+    """Let the next kernel begin; it begins when every program of this one has said so."""
+    if CHAINED:
+        tl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )

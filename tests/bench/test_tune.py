@@ -28,7 +28,7 @@ def config_of(target: Target) -> Config:
 
 
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"TOKENS": 16, "N": 16, "HIDDEN": 16, "CACHES": ((1, 64),)}.items():
+    for name, value in {"TOKENS": 32, "LENGTHS": (16, 32), "HIDDEN": 16, "CACHES": ((1, 64),)}.items():
         monkeypatch.setattr(tune, name, value)
 
 
@@ -41,7 +41,9 @@ def test_every_pass_runs_its_kernel_with_the_candidate(monkeypatch: pytest.Monke
     asked: list[str] = []
     plain = tuning.choose
     monkeypatch.setattr(tuning, "choose", lambda name, *rest: asked.append(name) or plain(name, *rest))
-    for call in tune.calls(target, device):
+    calls = tune.calls(target, device)
+    assert len(calls) == (1 if kernel == "decode" else 4)  # causal and not, at each length
+    for call in calls:
         asked.clear()
         with tuning.override(kernel, Config(16, 16, 4, 1)):
             narrow = call()

@@ -23,7 +23,8 @@ from flashtile.bench.suite import Progress
 from flashtile.bench.timing import Call, Timing, alternate, geometric_mean
 from flashtile.bench.tuned import short
 
-TOKENS, HIDDEN, N = 16384, 2048, 4096
+TOKENS, HIDDEN = 16384, 2048
+LENGTHS = (1024, 4096)  # of a training sequence: a tile that is good at both
 CACHES = ((1, 32768), (16, 8192))  # batch and keys of a decoding step, with 32 heads on 8
 SPILLS = 512  # words a thread: paths that are rarely taken may spill some, a loop that does so is not worth timing
 SAME = {"bfloat16": 1e-2, "float32": 1e-5}  # ||this - default|| / ||default|| that rounding explains
@@ -38,8 +39,8 @@ def calls(target: Target, device: str = "cuda") -> list[Call]:
     if target.kernel == "decode":
         shapes = [((b, 32, 1, target.dim), (b, 8, keys, target.dim), False) for b, keys in CACHES]
     else:
-        shape = (TOKENS // N, HIDDEN // target.dim, N, target.dim)
-        shapes = [(shape, shape, causal) for causal in (False, True)]
+        trained = [(TOKENS // n, HIDDEN // target.dim, n, target.dim) for n in LENGTHS]
+        shapes = [(shape, shape, causal) for shape in trained for causal in (False, True)]
     return [_pass(target, *shape, device) for shape in shapes]
 
 

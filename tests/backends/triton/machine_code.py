@@ -11,6 +11,7 @@ MATRIX = re.compile(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync|v_mfma|v_wmma|[A-Z
 EXPONENTIAL = re.compile(r"ex2\.approx|MUFU\.EX2|v_exp_f32")
 SPILL = re.compile(r"\b(?:LDL|STL)\b|Folded (?:Spill|Reload)")
 LABEL = re.compile(r"\s*([.$]L\w+):")
+MEMORY = re.compile(r"\b(?:ld|st|red|atom)\.(?:\w+\.)*?global|\bcp\.(?:async|reduce\.async)\b")
 JUMP = re.compile(r"\b(?:bra|BRA|s_c?branch\w*)\b.*?([.$]L\w+)")
 
 
@@ -55,6 +56,17 @@ def matrix(text: str) -> list[str]:
 def spills(text: str) -> list[int]:
     """Loads and stores of spilled registers in each loop over tiles."""
     return [sum(bool(SPILL.search(line)) for line in body) for body in loops(text)]
+
+
+def turns(ptx: str) -> str:
+    """In the order of a kernel's text, where it follows, leads (chain.py) and touches memory; no word twice running."""
+    words = {"griddepcontrol.wait": "follow", "griddepcontrol.launch_dependents": "lead"}
+    found: list[str] = []
+    for line in ptx.splitlines():
+        said = next((word for code, word in words.items() if code in line), "touch" if MEMORY.search(line) else None)
+        if said is not None and found[-1:] != [said]:
+            found.append(said)
+    return " ".join(found)
 
 
 def loops(text: str) -> list[list[str]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from tests.backends.triton.machine_code import Figures, amd, nvidia
+from tests.backends.triton.machine_code import Figures, amd, nvidia, turns
 
 ROOT = Path(__file__).parents[3]
 KILO = 1024
@@ -58,6 +58,8 @@ class Built(NamedTuple):
     shared: int  # bytes
     seconds: float
     narrow: int  # products by mma.sync with fewer columns than their layout has, of which Triton 3.6 leaves some out
+    turns: str | None  # see machine_code.py; None on a GPU that has no word for them
+    follows: bool  # it is launched so
     code: Figures
 
     @property
@@ -133,7 +135,9 @@ def _built(target: Target, case: Case, *, src: Any, metadata: Any, metadata_grou
     files = {Path(path).suffix: Path(path) for path in metadata_group.values()}
     code = nvidia(files[".ptx"], files[".cubin"]) if target.backend == "cuda" else amd(files[".amdgcn"])
     narrow = narrow_products(files[".ttgir"].read_text()) if target.backend == "cuda" else 0
-    return Built(case, src.name, tile, metadata["shared"], times.total / 1e6, narrow, code)
+    said = turns(files[".ptx"].read_text()) if target.backend == "cuda" else None
+    follows = metadata.get("launch_pdl", False)
+    return Built(case, src.name, tile, metadata["shared"], times.total / 1e6, narrow, said, follows, code)
 
 
 def narrow_products(code: str) -> int:

@@ -75,6 +75,17 @@ def test_tensors_get_their_strides_and_go_as_addresses() -> None:
     assert heard[BEFORE:] == ((second.data_ptr(), 1, 2, 3), marks.data_ptr(), None, None, 8, "constant")
 
 
+def test_a_kernel_that_follows_is_launched_so() -> None:
+    for follows in (False, True):
+        kernel = Kernel()
+        kernel.compiled.run.launch_pdl = follows
+        start = Start(kernel, 1)
+        start(1)
+        start(2)
+        (heard,) = kernel.compiled.run.heard
+        assert heard[6] is follows
+
+
 def test_each_launch_goes_to_the_stream_of_its_time(streams: Any) -> None:
     kernel = Kernel()
     start = Start(kernel, 1)

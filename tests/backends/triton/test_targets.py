@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.backends.triton.machine_code import Figures, matrix, spills
+from tests.backends.triton.machine_code import Figures, matrix, spills, turns
 from tests.backends.triton.offline import TARGETS, Built, Case, build, narrow_products
 
 pytest.importorskip("torch")
@@ -35,6 +35,19 @@ SPILLS = {
     ("gfx1100", "forward_kernel"): 8,
     ("gfx1100", "dkdv_kernel"): 8,
 }
+# What each says to the others of its chain, and when it touches memory.
+TURNS = {
+    "forward_kernel": "lead touch",
+    "mend_forward_kernel": "follow touch",
+    "merge_kernel": "follow touch",
+    "statistics_kernel": "lead touch",
+    "dkdv_kernel": "follow lead touch",
+    "dq_kernel": "lead touch follow",
+    "mend_sums_kernel": "follow lead touch",
+    "mend_backward_kernel": "follow touch",
+    "dbias_kernel": "touch",
+}
+CHAINED = ("sm_90", "sm_100")
 
 
 def faults(name: str, built: Built) -> list[str]:
@@ -49,6 +62,11 @@ def faults(name: str, built: Built) -> list[str]:
         found.append(f"{built.narrow} products are narrower than their layout")
     if built.shared > target.shared:
         found.append(f"{built.shared} bytes of shared memory, of {target.shared}")
+    expected = TURNS[built.kernel] if name in CHAINED else "touch"
+    if built.turns not in (None, expected):
+        found.append(f"it says {built.turns}, and should {expected}")
+    if built.follows != (name in CHAINED and "follow" in expected):
+        found.append("it is launched to follow" if built.follows else "it is not launched to follow")
     plain = case.dtype == "bfloat16" and case.options in ("", "causal") and not built.kernel.startswith("mend")
     if plain and code.spills > SPILLS.get((name, built.kernel), 0):
         found.append(f"{code.spills} spills in the loop over full tiles")
@@ -75,7 +93,17 @@ def test_every_kernel(name: str) -> None:
     assert "dbias_kernel" in check(name, FULL)
 
 
-BUILT = Built(PLAIN[0], "forward_kernel", [64, 64, 4, 2], 1024, 1.0, 0, Figures(["wgmma.mma_async"], 128, 0, []))
+BUILT = Built(
+    PLAIN[0],
+    "forward_kernel",
+    [64, 64, 4, 2],
+    1024,
+    1.0,
+    0,
+    "lead touch",
+    False,
+    Figures(["wgmma.mma_async"], 128, 0, []),
+)
 
 
 @pytest.mark.parametrize(
@@ -86,8 +114,10 @@ BUILT = Built(PLAIN[0], "forward_kernel", [64, 64, 4, 2], 1024, 1.0, 0, Figures(
         (BUILT._replace(shared=228 * 1024), "bytes of shared memory"),
         (BUILT._replace(narrow=2), "2 products are narrower"),
         (BUILT._replace(code=BUILT.code._replace(stack=8, loops=[1, 2, 0])), "1 spills"),
+        (BUILT._replace(turns="touch lead"), "it says touch lead, and should lead touch"),
+        (BUILT._replace(follows=True), "launched to follow"),
     ],
-    ids=["none", "slow", "shared", "narrow", "spills"],
+    ids=["none", "slow", "shared", "narrow", "spills", "turns", "follows"],
 )
 def test_the_gate_closes(built: Built, fault: str) -> None:
     assert faults("sm_90", BUILT) == []
@@ -98,6 +128,12 @@ def test_the_gate_closes(built: Built, fault: str) -> None:
 def test_narrow_products_are_seen() -> None:
     line = "tt.dot %a, %b, %c : tensor<16x{}xbf16, #ttg.dot_op<{{opIdx = 0, parent = #mma1, kWidth = 8}}>> * tensor"
     assert narrow_products("\n".join(line.format(k) for k in (16, 32, 16))) == 2
+
+
+def test_turns_are_seen() -> None:
+    lines = ["ld.param.b64 %rd1, [x];", "griddepcontrol.wait; mov.u32 %r1, 0;", "st.shared.b32 [%r1], %r2;"]
+    lines += ["@%p1 ld.global.v4.b32 {%r1}, [%rd2 + 0];", "cp.async.cg.shared.global [%r1], [%rd1], 16;"]
+    assert turns("\n".join([*lines, "griddepcontrol.launch_dependents;"])) == "follow touch lead"
 
 
 NVIDIA = """

@@ -1,0 +1,92 @@
+"""The chains of a pass: its kernels in their order, and which are launched to follow the one before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from flashtile.backends.triton import launch  # noqa: E402
+from flashtile.backends.triton.chain import can_chain  # noqa: E402
+from flashtile.backends.triton.start import Start  # noqa: E402
+from flashtile.problem import describe  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("gpu", "can"),
+    [((9, 0), True), ((10, 0), True), ((12, 0), True), ((8, 9), False), ("gfx942", False), (None, False)],
+)
+def test_which_gpus_have_chains(gpu: Any, can: bool) -> None:
+    assert can_chain(gpu) is can
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool, bool]]:
+    """Of each launch: the kernel, whether it was launched to follow, and whether it says so."""
+    found: list[tuple[str, bool, bool]] = []
+
+    def listen(start: Start, *args: Any) -> None:
+        name = start.kernel.fn.__name__.removesuffix("_kernel")
+        found.append((name, start.options.get("launch_pdl", False), start.constants.get("CHAINED", False)))
+
+    monkeypatch.setattr(Start, "__call__", listen)
+    monkeypatch.setattr(launch, "_gpu", lambda _device: (9, 0))
+    return found
+
+
+def problem(n_q: int, n_k: int, **options: Any) -> Any:
+    q, k, v = (torch.zeros(2, 2, n, 16, dtype=torch.bfloat16) for n in (n_q, n_k, n_k))
+    return describe(q, k, v, **options)
+
+
+def backward(p: Any) -> None:
+    launch.backward(p, torch.zeros_like(p.q), torch.zeros_like(p.q), torch.zeros(p.q.shape[:3]), None)
+
+
+FIRST, OTHER, ALONE = (False, True), (True, True), (False, False)
+
+
+def test_forward(launched: list[Any]) -> None:
+    launch.forward(problem(300, 300))
+    assert launched == [("forward", *FIRST), ("mend_forward", *OTHER)]
+
+
+def test_a_split_decode(launched: list[Any]) -> None:
+    launch.forward(problem(1, 4096))
+    assert launched == [("forward", *FIRST), ("merge", *OTHER)]
+
+
+def test_a_kernel_alone_leads_nobody(launched: list[Any]) -> None:
+    launch.forward(problem(1, 16))
+    assert launched == [("forward", *ALONE)]
+
+
+CHAIN = ["statistics", "dkdv", "dq", "mend_sums", "mend_backward"]
+
+
+def test_backward(launched: list[Any]) -> None:
+    backward(problem(300, 300))
+    assert launched == [(CHAIN[0], *FIRST), *((name, *OTHER) for name in CHAIN[1:])]
+
+
+def test_dbias_comes_after_somebody_elses_kernel(launched: list[Any]) -> None:
+    backward(problem(300, 300, bias=torch.zeros(1, 1, 300, 300, dtype=torch.bfloat16)))
+    assert launched[-1] == ("dbias", *ALONE)
+
+
+@pytest.mark.parametrize(("n_q", "n_k"), [(0, 300), (300, 0)])
+def test_a_chain_misses_no_kernel(launched: list[Any], n_q: int, n_k: int) -> None:
+    """dq_kernel reads what statistics_kernel wrote without waiting for it: dkdv_kernel must have done that."""
+    backward(problem(n_q, n_k))
+    assert launched
+    assert [rest for _, *rest in launched] == [[*ALONE]] * len(launched)
+
+
+def test_elsewhere_nothing_is_chained(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_gpu", lambda _device: (8, 0))
+    launch.forward(problem(1, 4096))
+    backward(problem(300, 300))
+    assert [rest for _, *rest in launched] == [[*ALONE]] * (2 + len(CHAIN))

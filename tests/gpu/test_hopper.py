@@ -162,8 +162,8 @@ def marks() -> Iterator[list[Tensor]]:
     made: list[Tensor] = []
     begin = MendForward.__init__
 
-    def watched(self: MendForward, *args: Any) -> None:
-        begin(self, *args)
+    def watched(self: MendForward, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
         make = self.make
 
         def kept() -> Any:

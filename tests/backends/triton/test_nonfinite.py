@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -199,11 +200,14 @@ def marks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Those of the calls in a test, each 7 until a kernel writes it."""
     made: list[Any] = []
 
-    def make(self: Any) -> Any:
-        made.append(torch.full((self.count,), 7, dtype=torch.int32))
-        return made[-1]
+    def sevens(shape: tuple[int, ...], dtype: Any, device: Any) -> Callable[[], Any]:
+        def make() -> Any:
+            made.append(torch.full(shape, 7, dtype=dtype, device=device))
+            return made[-1]
 
-    monkeypatch.setattr(launch.Marks, "make", make)
+        return make
+
+    monkeypatch.setattr(launch, "empty", sevens)
     return made
 
 

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from unittest import mock
 
-from tests.backends.triton.machine_code import loops, nvidia, tool, turns
+from tests.backends.triton.machine_code import loops, nvidia, tool
 from tests.backends.triton.offline import ROOT, TARGETS, Phantom
 
 WAIT = re.compile(r"\bWARPGROUP\.DEPBAR\b")
@@ -30,7 +30,7 @@ class Case(NamedTuple):
     options: str = ""
     dtype: str = "bfloat16"
     dim_v: int | None = None  # None: as wide as the keys
-    work: str = "forward"  # or "backward"; or one of the kernels beside: "transpose", "mend", "begin", "finish"
+    work: str = "forward"  # or "backward"; or, of a forward pass, "transpose" or "mend" for the kernels beside it
 
 
 class Built(NamedTuple):
@@ -44,8 +44,6 @@ class Built(NamedTuple):
     products: list[int]  # instructions, in each of these loops
     advice: list[str]
     seconds: float
-    turns: str  # see machine_code.py
-    follows: bool  # it is launched so
 
 
 def build(cases: Iterable[Case]) -> list[Built]:
@@ -71,7 +69,6 @@ def build_here(cases: Iterable[Case]) -> Iterator[Built]:
 
     from flashtile.backends.gluon.backward_kernel import backward_kernel
     from flashtile.backends.gluon.forward_kernel import forward_kernel
-    from flashtile.backends.gluon.row_kernels import begin_kernel, finish_kernel
     from flashtile.backends.gluon.transpose_kernel import transpose_kernel
     from flashtile.backends.triton.mend_kernels import mend_forward_kernel
     from flashtile.backends.triton.start import Start
@@ -86,8 +83,6 @@ def build_here(cases: Iterable[Case]) -> Iterator[Built]:
         "backward": [backward_kernel],
         "transpose": [transpose_kernel],
         "mend": [mend_forward_kernel],
-        "begin": [begin_kernel],
-        "finish": [finish_kernel],
     }
 
     def compile_only(start: Start, *args: Any) -> None:
@@ -117,8 +112,6 @@ def _built(case: Case, log: str, *, metadata: Any, metadata_group: Any, times: A
         *([sum(bool(word.search(line)) for line in body) for body in bodies] for word in (WAIT, PRODUCT)),
         ADVICE.findall(log),
         times.total / 1e6,
-        turns(text),
-        metadata["launch_pdl"],
     )
 
 
@@ -158,7 +151,7 @@ def start_call(case: Case) -> None:
     problem = describe(q, k, v, **{name: x for word in words for name, x in values[word].items()})
     assert why_not(problem) is None
     device, inputs = torch.device("cpu"), Inputs.of(problem)
-    if case.work not in ("backward", "begin", "finish"):
+    if case.work != "backward":
         with mock.patch.object(launch, "counter", lambda _device: torch.zeros(2, dtype=torch.int32)):
             launch.Forward(problem, device)(inputs)
     else:

@@ -26,7 +26,6 @@ from flashtile.backends.gluon.columns import (
 from flashtile.backends.gluon.dq import BY_THREAD, write
 from flashtile.backends.gluon.narrow import own_128_keys
 from flashtile.backends.gluon.wide import own_64_keys
-from flashtile.backends.triton.chain import follow, lead
 
 
 @gluon.jit(do_not_specialize=["tiles", "kv_heads", "padded", "mark_tiles"])
@@ -88,8 +87,6 @@ def backward_kernel(
     sources = Sources(q_desc, k_desc, v_desc, dout_desc, rows_desc)
     targets = Targets(dq_desc, dk_desc, dv_desc, dk, dv, marks)
     work = Extent(rule, lengths, tiles, kv_heads, padded, mark_tiles)
-    follow(True)
-    lead(True)
     if C.WRITERS:
         gl.warp_specialize(
             [

@@ -65,7 +65,6 @@ from flashtile.backends.gluon.tasks import (
     read,
     read_real,
 )
-from flashtile.backends.triton.chain import follow, lead
 from flashtile.backends.triton.scores import LN2, LOG2E
 
 WARPGROUP = gl.constexpr(128)  # threads
@@ -156,8 +155,6 @@ def forward_kernel(
     )
     work = Work(rule, lengths, tiles, heads, section, tasks)
     results = Results(out_desc, out, lse, marks, mark_tiles)
-    follow(True)
-    lead(True)
     if C.CONSUMERS == 2:
         gl.warp_specialize(
             [

@@ -14,7 +14,6 @@ from flashtile.backends.gluon.row_kernels import begin_kernel, finish_kernel
 from flashtile.backends.gluon.tuning import ROWS
 from flashtile.backends.triton import launch as portable
 from flashtile.backends.triton.arguments import Rows, bits, block, lengths, rule
-from flashtile.backends.triton.chain import FOLLOWING
 from flashtile.backends.triton.start import Start
 from flashtile.backends.triton.tensors import Result, strides
 from flashtile.inputs import Inputs
@@ -68,7 +67,7 @@ class Backward:
         k_tiles, marks_k = (portable.count_tiles(p, p.n_k, n_keys, n) for n in (config.keys, ROWS))
         marks_q = portable.count_tiles(p, p.n_q, n_rows, ROWS)
         self._total = columns * padded * width
-        self._mend = portable.MendBackward(p, device, ROWS, ROWS, chained=True)
+        self._mend = portable.MendBackward(p, device, ROWS, ROWS)
         q_box, k_box = ([1, 1, n, width] for n in (config.block_q, config.keys))
         out_box = [1, 1, ROWS, min(width, 128)]  # what a warpgroup has
         rows = torch.empty(self._rows, dtype=torch.float32, device="meta")
@@ -99,14 +98,14 @@ class Backward:
             alike: Start(
                 backward_kernel,
                 k_tiles * p.kv_heads * batch,
-                {"num_warps": 4, **FOLLOWING},
+                {"num_warps": 4},
                 blocks=dict(enumerate(blocks)),
                 C=constants(p, config, width, alike),
             )
             for alike in (False, True)
         }
         self._finish_counts = (marks_q, p.heads, padded)
-        self._finish = Start(finish_kernel, marks_q * columns, FOLLOWING, DIM=p.dim, BLOCK_D=width, PAD=config.keys)
+        self._finish = Start(finish_kernel, marks_q * columns, DIM=p.dim, BLOCK_D=width, PAD=config.keys)
 
     def __call__(self, x: Inputs, *given: Any) -> Gradients:
         dout, out, lse, dlse = (

@@ -16,7 +16,6 @@ from flashtile.backends.gluon.transpose_kernel import KEYS, WIDTH, transpose_ker
 from flashtile.backends.gluon.tuning import ROWS
 from flashtile.backends.triton import launch as portable
 from flashtile.backends.triton.arguments import Rows, block, lengths, rule
-from flashtile.backends.triton.chain import following
 from flashtile.backends.triton.start import Start
 from flashtile.backends.triton.tensors import Result, outline, strides
 from flashtile.band import FAR
@@ -60,7 +59,7 @@ class Forward:
         )
         tasks = tiles * heads * batch
         self._counts = (tiles, heads, _section(p, heads * batch), tasks)
-        self._mend = portable.MendForward(p, device, self._out, self._lse, ROWS, packed_heads, chained=True)
+        self._mend = portable.MendForward(p, device, self._out, self._lse, ROWS, packed_heads)
         self._rule, self._lengths = rule(p), lengths(p)
         width, width_v = _width(p), block(p.dim_v)
         rows_block = [1, 1, ROWS // packed_heads, packed_heads]
@@ -76,7 +75,7 @@ class Forward:
         self._start = Start(
             forward_kernel,
             min(tasks, portable.processors(device)),
-            {"num_warps": 4, **following(self._turn is not None)},
+            {"num_warps": 4},
             {4: self._out.strides, 5: self._lse.strides},
             {
                 0: descriptors(p.q, [*rows_block, width], packed_heads),
@@ -93,11 +92,10 @@ class Forward:
         if self._packed:  # tiles that no sequence has are never written
             marks.zero_()
         a_rule, a_lengths = portable.rule_of(self._rule, x), portable.lengths_of(self._lengths, x)
-        tickets = counter(self._device)  # may be a launch, which must not come between those of a chain
         v = x.v if self._turn is None else self._turn(x.v, a_rule, a_lengths)
         self._start(
             *(x.q, x.k, v, out, out, lse),
-            *(marks, self._mark_tiles, tickets, x.sink, a_rule, a_lengths),
+            *(marks, self._mark_tiles, counter(self._device), x.sink, a_rule, a_lengths),
             *self._counts,
         )
         self._mend(x, out, lse, marks, a_rule, a_lengths)

@@ -11,7 +11,6 @@ import triton.language as tl
 
 from flashtile.backends.triton.backward_kernels import row_statistics
 from flashtile.backends.triton.blocks import extent, head_of, locate, number, store_column, wide
-from flashtile.backends.triton.chain import follow, lead
 from flashtile.backends.triton.steady import plain
 
 ZEROS = tl.constexpr(4096)  # a 64 x 64 tile of dQ
@@ -54,7 +53,6 @@ def begin_kernel(
     The grid counts tiles, then heads, then sequences. columns: heads of all sequences. log2 and delta: where the
     statistics of packed rows go once more, row by row.
     """
-    lead(True)
     program = tl.program_id(0)
     head = program // tiles % heads
     sequence = program // tiles // heads
@@ -99,8 +97,6 @@ def finish_kernel(
 
     The grid counts tiles, then heads, then sequences, and so do marks.
     """
-    follow(True)
-    lead(True)
     program = tl.program_id(0)
     head = program // tiles % heads
     sequence = program // tiles // heads

@@ -43,13 +43,11 @@ def statistics_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK: tl.constexpr,
     LARGE: tl.constexpr,
-    CHAINED: tl.constexpr,
 ):
     """What the other kernels want to know of each row: its lse in base 2, and delta = rowsum(dO * O) - dL.
 
     And 0 for its top, until it is known. The grid counts blocks of rows, then heads.
     """
-    lead(CHAINED)
     blocks = tl.cdiv(n_rows, BLOCK)
     first = tl.program_id(0) % blocks * BLOCK
     head = tl.program_id(0) // blocks % heads
@@ -290,7 +288,6 @@ def dkdv_kernel(
 
     Where they come out spoiled, it sets their mark for mend_backward_kernel.
     """
-    follow(CHAINED)
     lead(CHAINED)
     program = tl.program_id(0)
     head = program // tiles % kv_heads
@@ -396,10 +393,9 @@ def dq_kernel(
 ):
     """A program owns BLOCK_Q queries of one head and walks the keys they see. It marks them where they are spoiled.
 
-    It may begin beside the last programs of dkdv_kernel, which reads and writes nothing that is written here, and led
-    only when the statistics were complete. One program waits for it, so that this kernel is not complete before it.
+    CHAINED: it begins beside the last programs of dkdv_kernel, before which the statistics were complete, and which
+    touches nothing that is written here. One program waits for it, so that this kernel is not complete before it.
     """
-    lead(CHAINED)
     program = tl.program_id(0)
     h = program // tiles % heads
     tile = tiles - 1 - program % tiles  # see forward_kernel

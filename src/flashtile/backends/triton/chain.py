@@ -1,9 +1,9 @@
-"""Chains: kernels that are there when the one before them ends. NVIDIA's GPUs can do so from Hopper on.
+"""Chains: a kernel that begins in the tail of the one before it. NVIDIA's GPUs can do so from Hopper on.
 
 A kernel that leads lets the next one begin once all its own programs have begun. One that follows must be launched with
-FOLLOWING, and wait until the one before it is complete: before it reads what kernels of the chain wrote, or writes what
-they read. It leads only then, so that all kernels but the one before it are complete when a kernel begins. The first
-one of a chain is launched as any other: it comes after somebody else's.
+FOLLOWING, and wait until the one before it is complete: before it reads what that one wrote, or writes what that one
+reads, and in any case before its own end. So whatever comes after a chain finds all of it complete. The kernel that
+leads is launched as any other, when all before it is complete.
 """
 
 from __future__ import annotations
@@ -18,11 +18,6 @@ FIRST_MAJOR = 9  # compute capability
 def can_chain(gpu: tuple[int, int] | str | None) -> bool:
     """gpu: as tuning.choose() knows it."""
     return isinstance(gpu, tuple) and gpu[0] >= FIRST_MAJOR
-
-
-def following(chained: bool) -> dict[str, bool]:
-    """The launch options of a kernel that follows another, if they are chained."""
-    return FOLLOWING if chained else {}
 
 
 @triton.jit

@@ -25,7 +25,7 @@ from flashtile.backends.triton.arguments import (
     rule,
 )
 from flashtile.backends.triton.backward_kernels import dbias_kernel, dkdv_kernel, dq_kernel, statistics_kernel
-from flashtile.backends.triton.chain import can_chain, following
+from flashtile.backends.triton.chain import FOLLOWING, can_chain
 from flashtile.backends.triton.forward_kernel import forward_kernel
 from flashtile.backends.triton.mend_kernels import mend_backward_kernel, mend_forward_kernel, mend_sums_kernel
 from flashtile.backends.triton.merge_kernel import merge_kernel
@@ -89,10 +89,7 @@ class Forward:
         programs = tiles * heads * self._splits * batch
         # Where each has a processor to itself, a program that mends its own rows is done sooner than another launch.
         inside = programs <= processors(device)
-        chained = can_chain(_gpu(device)) and (self._splits > 1 or not inside)
-        self._mend = None
-        if not inside:
-            self._mend = MendForward(p, device, self._out, self._lse, config.block_q, packed_heads, chained=chained)
+        self._mend = None if inside else MendForward(p, device, self._out, self._lse, config.block_q, packed_heads)
         q, k, v = (strides(x, p) for x in (p.q, p.k, p.v))
         self._start = Start(
             forward_kernel,
@@ -104,18 +101,15 @@ class Forward:
             SPLITS=self._splits,
             C=constants(p, config, _precision(p)),
             AGAIN=constants(p, _careful(p, config.block_q, config.block_k), _precision(p)) if inside else None,
-            CHAINED=chained,
         )
         self._merge = Start(
             merge_kernel,
             batch * p.heads * n_rows,
-            following(chained),
             rows=dict(enumerate(2 * (self._out.strides, self._lse.strides))),
             SPLITS=self._splits,
             BLOCK_S=triton.next_power_of_2(self._splits),
             DIM_V=p.dim_v,
             BLOCK_DV=block(p.dim_v),
-            CHAINED=chained,
         )
 
     def __call__(self, x: Inputs) -> tuple[Any, Any]:
@@ -141,13 +135,10 @@ class MendForward:
     """The launch that makes spoiled tiles of a forward pass anew, whichever kernel made them.
 
     A tile is block_q rows of a head. With packed_heads they are of so many heads, row r of query r // packed_heads, and
-    these heads count as one. That kernel writes a mark for each tile, 0 or 1: mend_kernels.py says where. `chained`: it
-    leads, as chain.py says.
+    these heads count as one. That kernel writes a mark for each tile, 0 or 1: mend_kernels.py says where.
     """
 
-    def __init__(
-        self, p: Problem, device: Any, out: Result, lse: Result, block_q: int, packed_heads: int, *, chained: bool
-    ) -> None:
+    def __init__(self, p: Problem, device: Any, out: Result, lse: Result, block_q: int, packed_heads: int = 1) -> None:
         n_rows, batch = p.q.shape[2], p.q.shape[0]
         tiles, heads = count_tiles(p, p.n_q * packed_heads, n_rows, block_q), p.heads // packed_heads
         self._marks = Marks(tiles * heads * batch, device)
@@ -157,12 +148,11 @@ class MendForward:
         self._start = Start(
             mend_forward_kernel,
             self._marks.programs,
-            _options(config) | following(chained),
+            _options(config),
             dict(enumerate((*(strides(x, p) for x in (p.q, p.k, p.v)), out.strides, lse.strides))),
             ROWS=block_q,
             PACKED_HEADS=packed_heads,
             C=constants(p, config, _precision(p)),
-            CHAINED=chained,
         )
 
     def __call__(self, x: Inputs, out: Any, lse: Any, marks: Any, a_rule: Rule, a_lengths: Lengths) -> None:
@@ -176,11 +166,10 @@ class MendForward:
 class MendBackward:
     """The launch that makes spoiled tiles of a backward pass anew: dK and dV of block_k keys, dQ of block_q queries.
 
-    The marks of all tiles of keys come first; those of tiles of queries begin at first_of_queries. `chained`: the
-    kernel before leads, as chain.py says.
+    The marks of all tiles of keys come first; those of tiles of queries begin at first_of_queries.
     """
 
-    def __init__(self, p: Problem, device: Any, block_q: int, block_k: int, *, chained: bool) -> None:
+    def __init__(self, p: Problem, device: Any, block_q: int, block_k: int) -> None:
         batch = p.q.shape[0]
         k_tiles, q_tiles = count_tiles(p, p.n_k, p.k.shape[2], block_k), count_tiles(p, p.n_q, p.q.shape[2], block_q)
         self.first_of_queries = k_tiles * p.kv_heads * batch
@@ -192,21 +181,19 @@ class MendBackward:
         self._sums = Start(
             mend_sums_kernel,
             self._marks.programs,
-            _options(of_queries) | following(chained),
+            _options(of_queries),
             ROWS=block_q,
             C=constants(p, of_queries, _precision(p)),
-            CHAINED=chained,
         )
         of_keys = of_keys._replace(block_q=of_keys.block_k, block_k=of_keys.block_q)
         self._start = Start(
             mend_backward_kernel,
             self._marks.programs,
-            _options(min(of_queries, of_keys, key=lambda config: config.warps)) | following(chained),
+            _options(min(of_queries, of_keys, key=lambda config: config.warps)),
             K_ROWS=block_k,
             Q_ROWS=block_q,
             OF_KEYS=constants(p, of_keys, _precision(p)),
             OF_QUERIES=constants(p, of_queries, _precision(p)),
-            CHAINED=chained,
         )
 
     def make(self) -> Any:
@@ -293,7 +280,7 @@ class Backward:
         self._dv = Result(p, p.kv_heads, p.k.shape[2], p.dim_v, p.dtype, device)
         self._row_counts = (n_rows, p.heads)
         self._heads_at = 1 if p.packed else p.rank - 3  # among the axes of an lse; a call of rank 2 has no such axis
-        # Each follows the one before it, so none may be missing.
+        # dq_kernel relies on what dkdv_kernel has waited for, so that one may not be missing.
         chained = can_chain(_gpu(device)) and all(x.numel for x in (self._delta, self._dk, self._dq))
         self._statistics_start = Start(
             statistics_kernel,
@@ -302,7 +289,6 @@ class Backward:
             BLOCK_DV=block(p.dim_v),
             BLOCK=tuning.STATISTICS_ROWS,
             LARGE=LARGE[p.accumulator],
-            CHAINED=chained,
         )
         config = _config("dkdv", p, device)
         fetched = [blocks(x, is_aligned[name], config, config.block_q) for name, x in (("q", p.q), ("dout", dout))]
@@ -311,7 +297,7 @@ class Backward:
         self._dkdv_start = Start(
             dkdv_kernel,
             self._k_counts[0] * p.kv_heads * batch,
-            _options(config) | following(chained),
+            _options(config),
             blocks=dict(enumerate(fetched, 4)),
             C=constants(p, config, _precision(p)),
             CHAINED=chained,
@@ -322,12 +308,12 @@ class Backward:
         self._dq_start = Start(
             dq_kernel,
             self._q_counts[0] * p.heads * batch,
-            _options(config) | following(chained),
+            _options(config) | (FOLLOWING if chained else {}),
             blocks=dict(enumerate(fetched, 4)),
             C=constants(p, config, _precision(p)),
             CHAINED=chained,
         )
-        self._mend = MendBackward(p, device, config.block_q, block_k, chained=chained)
+        self._mend = MendBackward(p, device, config.block_q, block_k)
         self._bias_shape = p.bias.shape if bias_grad and p.bias is not None else None
         if self._bias_shape is not None:
             config = _config("dbias", p, device)

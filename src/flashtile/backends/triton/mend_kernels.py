@@ -12,7 +12,6 @@ import triton.language as tl
 
 from flashtile.backends.triton.backward_kernels import dkdv_rows, dq_rows, tile_down
 from flashtile.backends.triton.blocks import head_of, load_column, load_rows, locate, measure, store_column
-from flashtile.backends.triton.chain import follow, lead
 from flashtile.backends.triton.cuts import cuts, reach
 from flashtile.backends.triton.forward_kernel import begin_rows, forward_rows_again
 from flashtile.backends.triton.scores import dot, shape_scores, visible_pairs
@@ -44,10 +43,8 @@ def mend_forward_kernel(
     ROWS: tl.constexpr,
     PACKED_HEADS: tl.constexpr,
     C: tl.constexpr,
-    CHAINED: tl.constexpr,
 ):
     """Output and lse of marked tiles of ROWS rows, which are forward_kernel's or another's."""
-    follow(CHAINED)
     step = tl.num_programs(0)
     for begin in range(tl.program_id(0), count, step * MARKS):
         if any_set(marks, begin, step, count):
@@ -105,11 +102,8 @@ def mend_sums_kernel(
     heads,
     ROWS: tl.constexpr,
     C: tl.constexpr,
-    CHAINED: tl.constexpr,
 ):
     """Maximum and sum of the rows whose lse is NaN, in marked tiles of ROWS queries, for mend_backward_kernel."""
-    follow(CHAINED)
-    lead(CHAINED)
     step = tl.num_programs(0)
     for begin in range(tl.program_id(0), count, step * MARKS):
         if any_set(marks + first_of_queries, begin, step, count):
@@ -150,10 +144,8 @@ def mend_backward_kernel(
     Q_ROWS: tl.constexpr,
     OF_KEYS: tl.constexpr,
     OF_QUERIES: tl.constexpr,
-    CHAINED: tl.constexpr,
 ):
     """dK and dV of marked tiles of K_ROWS keys, whose marks come first, and dQ of tiles of Q_ROWS queries."""
-    follow(CHAINED)
     step = tl.num_programs(0)
     for begin in range(tl.program_id(0), count, step * MARKS):
         if any_set(marks, begin, step, count):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.backends.triton.chain import follow
 from flashtile.backends.triton.scores import LN2
 
 
@@ -23,7 +22,6 @@ def merge_kernel(
     BLOCK_S: tl.constexpr,
     DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    CHAINED: tl.constexpr,
 ):
     """A program merges one row. SPLITS partials come in as float32 (float64), with m in base 2 and, after those, l."""
     row = tl.program_id(0) % n_rows
@@ -31,7 +29,6 @@ def merge_kernel(
     sequence = (tl.program_id(0) // n_rows // n_heads).to(tl.int64)
     o_s = tl.arange(0, BLOCK_S)
     o_v = tl.arange(0, BLOCK_DV)
-    follow(CHAINED)
     p_lse = part_lse.ptr + sequence * part_lse.sequence + head * part_lse.head + row * part_lse.row
     m = tl.load(p_lse + o_s * lse_split, mask=o_s < SPLITS, other=float("-inf"))
     l = tl.load(p_lse + (SPLITS + o_s) * lse_split, mask=o_s < SPLITS, other=0.0)

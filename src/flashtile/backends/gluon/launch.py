@@ -18,6 +18,7 @@ from flashtile.backends.triton import launch as portable
 from flashtile.backends.triton.arguments import Rows, block, lengths, rule
 from flashtile.backends.triton.start import Start
 from flashtile.backends.triton.tensors import Result, outline, strides
+from flashtile.backends.triton.tickets import tickets
 from flashtile.band import FAR
 from flashtile.dtypes import EIGHT_BITS, ITEMSIZE
 from flashtile.inputs import TENSORS, Inputs
@@ -95,7 +96,7 @@ class Forward:
         v = x.v if self._turn is None else self._turn(x.v, a_rule, a_lengths)
         self._start(
             *(x.q, x.k, v, out, out, lse),
-            *(marks, self._mark_tiles, counter(self._device), x.sink, a_rule, a_lengths),
+            *(marks, self._mark_tiles, tickets(2, self._device), x.sink, a_rule, a_lengths),
             *self._counts,
         )
         self._mend(x, out, lse, marks, a_rule, a_lengths)
@@ -134,23 +135,6 @@ def constants(p: Problem, config: tuning.Config, packed_heads: int) -> Constants
 def _width(p: Problem) -> int:
     """Of a query or key in a tile: at least the 32 bytes that one product takes."""
     return max(block(p.dim), 32 // ITEMSIZE[p.dtype])
-
-
-_counters: dict[tuple[int, int], Any] = {}
-
-
-def counter(device: Any) -> Any:
-    """Two zeros that a launch leaves as zeros: one pair a stream, and one of its own for a launch in a graph.
-
-    A graph may run beside the stream that it was captured on.
-    """
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(2, dtype=torch.int32, device=device)
-    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
-    found = _counters.get(key)
-    if found is None:
-        found = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
-    return found
 
 
 def _section(p: Problem, columns: int) -> int:

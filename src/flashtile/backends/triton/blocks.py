@@ -156,10 +156,3 @@ def measure(lengths, offset, sequence):
         return Place(sequence, q_start, q_len, k_start, k_room, k_len, k_len - q_len)
     else:
         return Place(sequence, q_start, q_len, k_start, k_room, k_len, offset)
-
-
-@triton.jit
-def row_pointers(x, queries, at):
-    """Where each row of the tile begins in x."""
-    p = x.ptr + wide(at.sequence) * x.sequence + wide(at.q_start) * x.row
-    return p + wide(queries.o_h) * x.head + wide(queries.o_i) * x.row

@@ -7,19 +7,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashtile.backends.triton.blocks import (
-    halves_of,
-    head_of,
-    load_rows,
-    locate,
-    measure,
-    number,
-    row_pointers,
-    wide,
-)
+from flashtile.backends.triton.blocks import halves_of, head_of, load_rows, locate, measure, number, wide
 from flashtile.backends.triton.cuts import cuts, reach, stretch_of, within
 from flashtile.backends.triton.guard import finite_part, poison, spoiled
-from flashtile.backends.triton.merge import last_of, merge_rows
 from flashtile.backends.triton.scores import LN2, LOG2E, Tile, dot, kept, shape_scores, visible_pairs
 
 
@@ -29,13 +19,6 @@ class Queries(NamedTuple):
     o_i: Any
     o_h: Any
     inside: Any
-
-
-@triton.jit
-def queries_of(at, head, first, PACKED_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """BLOCK_Q rows from `first` on."""
-    r = first + tl.arange(0, BLOCK_Q)
-    return Queries(r // PACKED_HEADS, head * PACKED_HEADS + r % PACKED_HEADS, r < at.q_len * PACKED_HEADS)
 
 
 @triton.jit
@@ -115,7 +98,9 @@ def forward_rows(
 
     CAREFUL: what guard.py says. `share`: the keys, from and to, that a split walks.
     """
-    queries = queries_of(at, head, first, PACKED_HEADS, C.BLOCK_Q)
+    n_rows = at.q_len * PACKED_HEADS
+    r = first + tl.arange(0, C.BLOCK_Q)
+    queries = Queries(r // PACKED_HEADS, head * PACKED_HEADS + r % PACKED_HEADS, r < n_rows)
     o_d = tl.arange(0, C.BLOCK_D)
     p_q = row_pointers(q, queries, at)[:, None] + o_d[None, :]
     b_q = halves_of(tl.load(p_q, mask=queries.inside[:, None] & (o_d < C.DIM)[None, :], other=0.0))
@@ -202,16 +187,13 @@ def forward_kernel(
     v_desc,
     out,
     lse,
-    part,
-    part_lse,
-    tickets,
     p_sink,
     marks,
     rule,
     lengths,
     tiles,
     heads,
-    part_split,
+    out_split,
     lse_split,
     PACKED_HEADS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -221,8 +203,7 @@ def forward_kernel(
     """A program makes BLOCK_Q rows of the output. PACKED_HEADS query heads of a group share the rows of a tile.
 
     The grid counts tiles, then `heads` (of them packed), then shares of the keys, then sequences. Spoiled rows are
-    marked for mend_forward_kernel; without marks the program mends them itself, by the constants AGAIN. With SPLITS, a
-    program's result is one of the parts, and the last program of a tile merges them.
+    marked for mend_forward_kernel; without marks the program mends them itself, by the constants AGAIN.
     """
     program = tl.program_id(0)
     head = program // tiles % heads
@@ -235,14 +216,12 @@ def forward_kernel(
     first = tile * C.BLOCK_Q
     if first < at.q_len * PACKED_HEADS:
         share = 0, at.k_len
-        to, to_lse = out, lse
         if SPLITS > 1:
-            to, to_lse = part, part_lse
             share = share_of(
                 cuts_of_rows(rule, at, first, PACKED_HEADS, C.BLOCK_Q, C.BLOCK_K), split, SPLITS, C.BLOCK_K
             )
         bad = forward_rows(
-            *(q, k, v, k_desc, v_desc, to, to_lse, p_sink, rule, at, head, first, split, share, part_split, lse_split),
+            *(q, k, v, k_desc, v_desc, out, lse, p_sink, rule, at, head, first, split, share, out_split, lse_split),
             *(PACKED_HEADS, SPLITS, C),
             CAREFUL=False,
         )
@@ -251,12 +230,9 @@ def forward_kernel(
         elif bad:
             tl.debug_barrier()
             forward_rows_again(
-                *(q, k, v, to, to_lse, p_sink, rule, at, head, first, split, share, part_split, lse_split),
+                *(q, k, v, out, lse, p_sink, rule, at, head, first, split, share, out_split, lse_split),
                 *(C.BLOCK_Q, PACKED_HEADS, SPLITS, AGAIN),
             )
-        if SPLITS > 1 and last_of(tickets + number_of_tile, SPLITS):
-            queries = queries_of(at, head, first, PACKED_HEADS, C.BLOCK_Q)
-            merge_rows(part, part_lse, out, lse, queries, at, part_split, lse_split, SPLITS, C)
     elif marks is not None:
         tl.store(marks + number_of_tile, 0)
 
@@ -265,6 +241,13 @@ def forward_kernel(
 def descale(rule, at, of, n):
     """The factor of q, of k or of v: number 0, 1 or 2 of a head."""
     return tl.load(rule.descale + at.sequence * rule.descale_sequence + of.head * rule.descale_head + n)
+
+
+@triton.jit
+def row_pointers(x, queries, at):
+    """Where each row of the tile begins in x."""
+    p = x.ptr + wide(at.sequence) * x.sequence + wide(at.q_start) * x.row
+    return p + wide(queries.o_h) * x.head + wide(queries.o_i) * x.row
 
 
 @triton.jit

@@ -28,9 +28,9 @@ from flashtile.backends.triton.backward_kernels import dbias_kernel, dkdv_kernel
 from flashtile.backends.triton.chain import FOLLOWING, can_chain
 from flashtile.backends.triton.forward_kernel import forward_kernel
 from flashtile.backends.triton.mend_kernels import mend_backward_kernel, mend_forward_kernel, mend_sums_kernel
+from flashtile.backends.triton.merge_kernel import merge_kernel
 from flashtile.backends.triton.start import Start
 from flashtile.backends.triton.tensors import Result, aligned, blocks, empty, laid_out, outline, strides
-from flashtile.backends.triton.tickets import tickets
 from flashtile.backends.triton.tuning import Config
 from flashtile.inputs import TENSORS, Inputs
 from flashtile.problem import Problem, check_gradients
@@ -72,7 +72,7 @@ class Forward:
     """The launches of a forward pass."""
 
     def __init__(self, p: Problem, device: Any, is_aligned: dict[str, bool]) -> None:
-        n_rows, batch, self._device = p.q.shape[2], p.q.shape[0], device
+        n_rows, batch = p.q.shape[2], p.q.shape[0]
         self._out = Result(p, p.heads, n_rows, p.dim_v, p.out_dtype, device)
         self._lse = Result(p, p.heads, n_rows, None, p.accumulator, device)
         config, packed_heads = tuning.forward(p, _gpu(device))
@@ -85,41 +85,49 @@ class Forward:
             between = (self._out.numel, self._lse.numel)
         self._rule, self._lengths = rule(p), lengths(p)
         self._counts = (tiles, heads, *between)
-        self._tickets = tiles * heads * batch
+        self._merge_counts = (*between, n_rows, p.heads)
         programs = tiles * heads * self._splits * batch
         # Where each has a processor to itself, a program that mends its own rows is done sooner than another launch.
         inside = programs <= processors(device)
         self._mend = None if inside else MendForward(p, device, self._out, self._lse, config.block_q, packed_heads)
         q, k, v = (strides(x, p) for x in (p.q, p.k, p.v))
-        results = (self._out.strides, self._lse.strides) * (1 if self._splits == 1 else 2)
         self._start = Start(
             forward_kernel,
             programs,
             _options(config),
-            {0: q, 1: k, 2: v} | dict(enumerate(results, 5)),
+            {0: q, 1: k, 2: v, 5: self._out.strides, 6: self._lse.strides},
             {n: blocks(x, is_aligned[name], config, config.block_k) for n, name, x in ((3, "k", p.k), (4, "v", p.v))},
             PACKED_HEADS=packed_heads,
             SPLITS=self._splits,
             C=constants(p, config, _precision(p)),
             AGAIN=constants(p, _careful(p, config.block_q, config.block_k), _precision(p)) if inside else None,
         )
+        self._merge = Start(
+            merge_kernel,
+            batch * p.heads * n_rows,
+            rows=dict(enumerate(2 * (self._out.strides, self._lse.strides))),
+            SPLITS=self._splits,
+            BLOCK_S=triton.next_power_of_2(self._splits),
+            DIM_V=p.dim_v,
+            BLOCK_DV=block(p.dim_v),
+        )
 
     def __call__(self, x: Inputs) -> tuple[Any, Any]:
         out, lse = self._out.empty(), self._lse.empty()
         if self._out.numel == 0:
             return out, lse
-        parts = (None, None, None)
-        if self._splits > 1:
-            parts = (self._part(), self._part_lse(), tickets(self._tickets, self._device))
+        part, part_lse = (out, lse) if self._splits == 1 else (self._part(), self._part_lse())
         marks = None if self._mend is None else self._mend.make()
         a_rule, a_lengths = rule_of(self._rule, x), lengths_of(self._lengths, x)
         self._start(
-            *(x.q, x.k, x.v, x.k, x.v, out, lse, *parts),
+            *(x.q, x.k, x.v, x.k, x.v, part, part_lse),
             *(x.sink, marks, a_rule, a_lengths),
             *self._counts,
         )
         if self._mend is not None:
             self._mend(x, out, lse, marks, a_rule, a_lengths)
+        if self._splits > 1:
+            self._merge(part, part_lse, out, lse, *self._merge_counts)
         return out, lse
 
 

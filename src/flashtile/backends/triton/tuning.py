@@ -27,8 +27,8 @@ class Config(NamedTuple):
 
 
 # As measured, by major compute capability and bytes an element, then by kernel and padded head dim.
-# `flashtile bench tune` makes such rows, over N = 1024 and 4096; but for forward at 64 and backward at 128 these are from
-# when it knew N = 4096 alone.
+# `flashtile bench tune` makes such rows, over N = 1024 and 4096; those of forward at 64 and of backward at 128 are its
+# work, the others are from when it knew N = 4096 alone.
 MEASURED: dict[tuple[int, int], dict[str, dict[int, Config]]] = {
     (9, 2): {
         "forward": {

@@ -1,0 +1,46 @@
+"""The merge kernel: partial results over shares of the keys -> the result (eq. 8)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.triton.scores import LN2
+
+
+@triton.jit(do_not_specialize=["lse_split", "n_rows", "n_heads"])
+def merge_kernel(
+    part,
+    part_lse,
+    out,
+    lse,
+    part_split,
+    lse_split,
+    n_rows,
+    n_heads,
+    SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """A program merges one row. SPLITS partials come in as float32 (float64), with m in base 2 and, after those, l."""
+    row = tl.program_id(0) % n_rows
+    head = tl.program_id(0) // n_rows % n_heads
+    sequence = (tl.program_id(0) // n_rows // n_heads).to(tl.int64)
+    o_s = tl.arange(0, BLOCK_S)
+    o_v = tl.arange(0, BLOCK_DV)
+    p_lse = part_lse.ptr + sequence * part_lse.sequence + head * part_lse.head + row * part_lse.row
+    m = tl.load(p_lse + o_s * lse_split, mask=o_s < SPLITS, other=float("-inf"))
+    l = tl.load(p_lse + (SPLITS + o_s) * lse_split, mask=o_s < SPLITS, other=0.0)
+    top = tl.max(m, 0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    weight = l * tl.exp2(m - top)
+    total = tl.sum(weight, 0)
+    p_part = part.ptr + sequence * part.sequence + head * part.head + row * part.row
+    there = (o_s < SPLITS)[:, None] & (o_v < DIM_V)[None, :]
+    b_part = tl.load(p_part + o_s.to(tl.int64)[:, None] * part_split + o_v[None, :], mask=there, other=0.0)
+    b_out = tl.sum(weight[:, None] * b_part, 0) / tl.where(total == 0, 1.0, total)
+    p_out = out.ptr + sequence * out.sequence + head * out.head + row * out.row
+    tl.store(p_out + o_v, b_out.to(out.ptr.dtype.element_ty), mask=o_v < DIM_V)
+    p_lse_out = lse.ptr + sequence * lse.sequence + head * lse.head + row * lse.row
+    tl.store(p_lse_out, tl.where(total == 0, float("-inf"), top * LN2 + tl.log(total)))

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -23,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashtile.backends.gluon.assembly import BARRIERS, arrive, scale_rows, stay_before, sync
+from flashtile.backends.gluon.results import Results, clear_mark, finish, heads_of_rows, store
 from flashtile.backends.gluon.softmax import (
     Seen,
     carried,
@@ -40,13 +40,9 @@ from flashtile.backends.gluon.tasks import (
     FIRST_SEEN,
     GAIN,
     GO,
-    HEAD,
     LAST_KEY,
     LAST_SEEN,
-    LSE,
-    MARK,
     MOST,
-    QUERY,
     REAL_FROM,
     REAL_TO,
     ROWS,
@@ -65,7 +61,6 @@ from flashtile.backends.gluon.tasks import (
     read,
     read_real,
 )
-from flashtile.backends.triton.scores import LN2, LOG2E
 
 WARPGROUP = gl.constexpr(128)  # threads
 WARP = gl.constexpr(32)
@@ -90,16 +85,6 @@ class Shared(NamedTuple):
     v: Any
     out: Any
     board: Any
-
-
-class Results(NamedTuple):
-    """Where results go: out also as a descriptor, a mark for each tile of ROWS rows that came out spoiled."""
-
-    desc: Any
-    out: Any
-    lse: Any
-    marks: Any
-    mark_tiles: Any  # of one head
 
 
 @gluon.jit(do_not_specialize=["mark_tiles", "tiles", "heads", "section", "tasks"])
@@ -464,79 +449,3 @@ def look(orders, rule, LAYOUT: gl.constexpr, ME: gl.constexpr, C: gl.constexpr):
     if rule.descale is not None:
         gain = read_real(orders, GAIN, ME)
     return Seen(last, first, at, slope, gain)
-
-
-@gluon.jit
-def heads_of_rows(orders, LAYOUT: gl.constexpr, ME: gl.constexpr, C: gl.constexpr):
-    return read(orders, HEAD, ME) * C.PACKED_HEADS + gl.arange(0, ROWS, LAYOUT) % C.PACKED_HEADS
-
-
-@gluon.jit
-def finish(m, l, sink, seen, real, orders, ME: gl.constexpr, C: gl.constexpr):
-    """What o is to be multiplied with (eq. 7), lse, and the rows whose sum cannot be right although they see keys."""
-    empty = seen.last < gl.maximum(seen.first, 0)
-    lost = (l - l != 0) | ((l == 0) & (empty == 0))
-    weight = 1 / gl.where(l == 0, 1.0, l)
-    if sink is not None:  # one more key, whose value is 0
-        rows: gl.constexpr = m.type.layout
-        logit = gl.load(sink + heads_of_rows(orders, rows, ME, C)).to(gl.float32) * LOG2E
-        top = gl.maximum(m, logit)
-        kept = gl.exp2(m - top)
-        l = l * kept + gl.exp2(logit - top)
-        m = top
-        weight = kept / l
-    return weight, gl.where(l == 0, -float("inf"), (m + gl.log2(l)) * LN2), lost
-
-
-@gluon.jit
-def clear_mark(orders, results, ME: gl.constexpr):
-    """Nothing is spoiled yet."""
-    if (read(orders, REAL_TO, ME) > 0) & (read(orders, REAL_FROM, ME) < ROWS):
-        gl.store(results.marks + read(orders, MARK, ME), 0)
-
-
-@gluon.jit
-def store(o, row_lse, spoiled, real, out_tiles, results, orders, cu_q, ME: gl.constexpr, C: gl.constexpr):
-    """Output, lse and mark of ROWS rows. The output goes by descriptor, which knows where a tensor ends."""
-    out_dtype: gl.constexpr = results.out.ptr.dtype.element_ty
-    sequence = read(orders, SEQUENCE, ME)
-    if cu_q is not None:
-        sequence = 0
-    last = read(orders, REAL_TO, ME)
-    if results.desc is not None:
-        buffer = out_tiles.index(ME)
-        if not C.OUT_OVER_Q:
-            tma.store_wait(0)
-            gl.thread_barrier()
-        buffer.reshape([ROWS, C.BLOCK_DV]).store(o.to(out_dtype))
-        fence_async_shared()
-        gl.thread_barrier()
-        inside = (last > 0) & (read(orders, REAL_FROM, ME) <= 0)
-        if cu_q is not None:  # the next sequence begins where this one ends
-            inside = last >= ROWS
-        if inside:
-            at = [sequence, read(orders, HEAD, ME), read(orders, QUERY, ME), 0, 0]
-            tma.async_copy_shared_to_global(results.desc, at, buffer)
-    in_s: gl.constexpr = real.type.layout
-    o_r = gl.arange(0, ROWS, in_s)
-    if results.desc is None or cu_q is not None:
-        by_hand = real
-        if results.desc is not None:
-            by_hand = real & (last < ROWS)
-        out = results.out
-        head = heads_of_rows(orders, in_s, ME, C)
-        row = read(orders, QUERY, ME) + o_r // C.PACKED_HEADS
-        offset = sequence.to(gl.int64) * out.sequence if cu_q is None else 0
-        offset = offset + head.to(gl.int64) * out.head + row.to(gl.int64) * out.row
-        rows: gl.constexpr = gl.SliceLayout(1, o.type.layout)
-        offset = gl.convert_layout(offset, rows, assert_trivial=True)
-        by_hand = gl.convert_layout(by_hand, rows, assert_trivial=True)
-        o_v = gl.arange(0, C.BLOCK_DV, gl.SliceLayout(0, o.type.layout))
-        there = by_hand[:, None] & (o_v < C.DIM_V)[None, :]
-        gl.store(out.ptr + offset[:, None] + o_v[None, :], o.to(out_dtype), mask=there)
-    lse = results.lse
-    at = read(orders, LSE, ME) + o_r // C.PACKED_HEADS * lse.row
-    if C.PACKED_HEADS > 1:
-        at += o_r % C.PACKED_HEADS * lse.head
-    gl.store(lse.ptr + at, row_lse, mask=real)
-    gl.store(results.marks + (o_r * 0 + read(orders, MARK, ME)), o_r * 0 + 1, mask=spoiled)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from flashtile.backends.triton import tuning
 from flashtile.backends.triton.tuning import Config
 from flashtile.bench import candidates
 from flashtile.bench.candidates import Limits, Target
@@ -17,8 +18,14 @@ def test_candidates_can_fit_and_differ(target: Target, limits: Limits) -> None:
     assert found and len(set(found)) == len(found)
     assert all(candidates.shared_bytes(target, config) <= limits.shared for config in found)
     assert any(c.descriptors for c in found) == (
-        limits.copy_engine and target.dtype == "bfloat16" and target.kernel != "decode"
+        limits.copy_engine and target.dtype == "bfloat16" and not target.kernel.startswith("decode")
     )
+
+
+def test_a_short_decode_may_share_a_processor() -> None:
+    found = candidates.candidates(Target("decode-short", "bfloat16", 128), HOPPER)
+    assert {c.programs for c in found} == {1, 2} and tuning.MEASURED[9, 2]["decode-short"][128] in found
+    assert {c.programs for c in candidates.candidates(Target("decode", "bfloat16", 128), HOPPER)} == {1}
 
 
 def test_the_arithmetic_of_a_tile() -> None:
@@ -30,5 +37,5 @@ def test_the_arithmetic_of_a_tile() -> None:
 
 
 def test_targets_are_those_asked_for() -> None:
-    assert len(candidates.targets()) == 4 * 2 * 3
+    assert len(candidates.targets()) == 5 * 2 * 3
     assert candidates.targets(["dq"], ["float32"], [64]) == [Target("dq", "float32", 64)]

@@ -13,12 +13,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from flashtile.backends.triton import tuning  # noqa: E402
+from flashtile.backends.triton import launch, tuning  # noqa: E402
 from flashtile.backends.triton.tuning import Config  # noqa: E402
 from flashtile.bench import candidates, records, table, tune, tuned, workers  # noqa: E402
 from flashtile.bench.candidates import Limits, Target  # noqa: E402
 from tests.bench.gpu.fakes import FakeDevice  # noqa: E402
 
+CACHES = {"decode": ((1, 64),), "decode-short": ((1, 512),)}
 HOPPER = Limits(227 << 10, True)
 FORWARD = Target("forward", "bfloat16", 128)
 
@@ -28,7 +29,7 @@ def config_of(target: Target) -> Config:
 
 
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"TOKENS": 32, "LENGTHS": (16, 32), "HIDDEN": 16, "CACHES": ((1, 64),)}.items():
+    for name, value in {"TOKENS": 32, "LENGTHS": (16, 32), "HIDDEN": 16, "CACHES": CACHES}.items():
         monkeypatch.setattr(tune, name, value)
 
 
@@ -38,18 +39,19 @@ def test_every_pass_runs_its_kernel_with_the_candidate(monkeypatch: pytest.Monke
     tiny(monkeypatch)
     target = Target(kernel, "float32", 16)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    monkeypatch.setattr(launch, "processors", lambda _device: 32)  # so that the longer cache is split
     asked: list[str] = []
     plain = tuning.choose
     monkeypatch.setattr(tuning, "choose", lambda name, *rest: asked.append(name) or plain(name, *rest))
     calls = tune.calls(target, device)
-    assert len(calls) == (1 if kernel == "decode" else 4)  # causal and not, at each length
+    assert len(calls) == (1 if kernel in tuning.DECODES else 4)  # causal and not, at each length
     for call in calls:
         asked.clear()
         with tuning.override(kernel, Config(16, 16, 4, 1)):
             narrow = call()
         assert kernel in asked
         assert tune.difference(narrow, call()) < 1e-5
-        assert len(narrow) == (2 if kernel in ("forward", "decode") else 3)
+        assert len(narrow) == (2 if kernel in ("forward", *tuning.DECODES) else 3)
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, result: Callable[[Config], float], spills: int = 0) -> None:
@@ -192,6 +194,14 @@ def test_its_rows_are_those_of_the_table(record: records.Record) -> None:
     best = {(m["kernel"], m["dim"]): Config(*m["best"]) for m in record["measurements"] if m["dtype"] == "bfloat16"}
     assert measured[9, 2] == {"forward": {dim: best["forward", dim] for dim in candidates.DIMS}}
     assert set(measured[9, 4]) == {"dq"} and set(measured) == {(9, 2), (9, 4)}
+
+
+def test_programs_a_processor_are_told(record: records.Record) -> None:
+    best = Config(16, 64, 2, 3, programs=2)
+    record["measurements"] = [record["measurements"][0] | {"kernel": "decode-short", "dim": 128, "best": list(best)}]
+    measured = eval("{" + tuned.rows(record) + "}", {"Config": Config})
+    assert measured == {(9, 2): {"decode-short": {128: best}}}
+    assert tuned.short(best) == "16x64 w2 s3 p2" and tuned.short([16, 64, 2, 3, True]) == "16x64 w2 s3 tma"
 
 
 def test_it_can_be_shown(record: records.Record) -> None:

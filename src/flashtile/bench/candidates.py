@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from flashtile.backends.triton.tuning import KERNELS, Config
+from flashtile.backends.triton.tuning import DECODES, KERNELS, Config
 
 DTYPES, DIMS = ("bfloat16", "float32"), (64, 128, 256)
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
@@ -17,15 +17,18 @@ TILES = {
     "dkdv": ((32, 64), (32, 128), (64, 64), (64, 128), (128, 64), (128, 128)),
     "dq": ((64, 32), (64, 64), (128, 32), (128, 64), (128, 128)),
     "decode": ((16, 32), (16, 64), (16, 128), (16, 256)),
+    "decode-short": ((16, 32), (16, 64), (16, 128)),
 }
 TILES_WIDE = {
     "forward": ((32, 16), (32, 32), (32, 64), (64, 32), (64, 64), (128, 32), (128, 64)),
     "dkdv": ((16, 32), (32, 32), (32, 64), (64, 32), (64, 64)),
     "dq": ((32, 16), (32, 32), (32, 64), (64, 32), (64, 64), (128, 32)),
     "decode": ((16, 16), (16, 32), (16, 64)),
+    "decode-short": ((16, 16), (16, 32), (16, 64)),
 }
-WARPS = {"forward": (4, 8), "dkdv": (4, 8), "dq": (4, 8), "decode": (2, 4, 8)}
-STAGES = {"forward": (2, 3), "dkdv": (2, 1, 3), "dq": (2, 1, 3), "decode": (2, 3, 4)}
+WARPS = {"forward": (4, 8), "dkdv": (4, 8), "dq": (4, 8), "decode": (2, 4, 8), "decode-short": (1, 2, 4)}
+STAGES = {"forward": (2, 3), "dkdv": (2, 1, 3), "dq": (2, 1, 3), "decode": (2, 3, 4), "decode-short": (2, 3, 4)}
+PROGRAMS = {"decode-short": (1, 2)}  # a processor; elsewhere one
 REGISTERS = (40, 250)  # of accumulators a thread: fewer leave warps idle, more cannot fit
 
 
@@ -65,14 +68,16 @@ def candidates(target: Target, limits: Limits) -> list[Config]:
     item = ITEMSIZE[target.dtype]
     tiles = (TILES if item == 2 else TILES_WIDE)[target.kernel]
     depths = STAGES[target.kernel]
-    with_engine = limits.copy_engine and item == 2 and target.kernel != "decode"
+    decodes = target.kernel in DECODES
+    with_engine = limits.copy_engine and item == 2 and not decodes
     # Where there is a copy engine, one depth without it is enough to tell whether it pays.
     fetched = [(depth, False) for depth in (depths[:1] if with_engine else depths)]
     fetched += [(depth, True) for depth in depths if with_engine]
-    low, high = (0 if target.kernel == "decode" else REGISTERS[0]), REGISTERS[1]
+    low, high = (0 if decodes else REGISTERS[0]), REGISTERS[1]
+    together = PROGRAMS.get(target.kernel, (1,))
     found = []
-    for (br, bc), warps, (depth, engine) in product(tiles, WARPS[target.kernel], fetched):
-        config = Config(br, bc, warps, depth, engine)
+    for (br, bc), warps, (depth, engine), programs in product(tiles, WARPS[target.kernel], fetched, together):
+        config = Config(br, bc, warps, depth, engine, programs=programs)
         if shared_bytes(target, config) <= limits.shared and low <= accumulators(target, config) <= high:
             found.append(config)
     return found
@@ -91,8 +96,7 @@ def accumulators(target: Target, config: Config) -> float:
     """32-bit numbers a thread holds: the sums, and one or two tiles of scores."""
     scores = config.block_q * config.block_k
     held = {
-        "forward": config.block_q * target.dim + scores,
-        "decode": config.block_q * target.dim + scores,
+        **dict.fromkeys(("forward", *DECODES), config.block_q * target.dim + scores),
         "dkdv": 2 * config.block_k * target.dim + 2 * scores,
         "dq": config.block_q * target.dim + 2 * scores,
     }

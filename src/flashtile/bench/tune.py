@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from flashtile.backends.triton import tuning
-from flashtile.backends.triton.tuning import Config
+from flashtile.backends.triton.tuning import DECODES, Config
 from flashtile.bench import records, workers
 from flashtile.bench.candidates import ITEMSIZE, Limits, Target, candidates
 from flashtile.bench.gpu.device import Device
@@ -25,19 +25,20 @@ from flashtile.bench.tuned import short
 
 TOKENS, HIDDEN = 16384, 2048
 LENGTHS = (1024, 4096)  # of a training sequence: a tile that is good at both
-CACHES = ((1, 32768), (16, 8192))  # batch and keys of a decoding step, with 32 heads on 8
+# Batch and keys of a decoding step, with 32 heads on 8.
+CACHES = {"decode": ((1, 32768), (16, 8192)), "decode-short": ((1, 8192),)}
 SPILLS = 512  # words a thread: paths that are rarely taken may spill some, a loop that does so is not worth timing
 SAME = {"bfloat16": 1e-2, "float32": 1e-5}  # ||this - default|| / ||default|| that rounding explains
 LONGEST = 120.0  # seconds to compile and check one candidate
 SAMPLE = 0.005
-JIT_NAMES = {"forward": "forward_kernel", "decode": "forward_kernel", "dkdv": "dkdv_kernel", "dq": "dq_kernel"}
+JIT_NAMES = {"dkdv": "dkdv_kernel", "dq": "dq_kernel"}  # others are tiles of forward_kernel
 
 
 def calls(target: Target, device: str = "cuda") -> list[Call]:
     """The passes that a candidate is timed by, each giving the tensors that the kernel makes."""
     shapes: list[tuple[tuple[int, ...], tuple[int, ...], bool]]
-    if target.kernel == "decode":
-        shapes = [((b, 32, 1, target.dim), (b, 8, keys, target.dim), False) for b, keys in CACHES]
+    if target.kernel in DECODES:
+        shapes = [((b, 32, 1, target.dim), (b, 8, keys, target.dim), False) for b, keys in CACHES[target.kernel]]
     else:
         trained = [(TOKENS // n, HIDDEN // target.dim, n, target.dim) for n in LENGTHS]
         shapes = [(shape, shape, causal) for shape in trained for causal in (False, True)]
@@ -56,7 +57,7 @@ def _pass(target: Target, q_shape: Sequence[int], k_shape: Sequence[int], causal
         return torch.randn(shape, generator=rng, device=device, dtype=getattr(torch, target.dtype))
 
     problem = describe(random_tensor(q_shape), random_tensor(k_shape), random_tensor(k_shape), causal=causal)
-    if target.kernel in ("forward", "decode"):
+    if target.kernel in ("forward", *DECODES):
         return lambda: launch.forward(problem)
     dout = random_tensor(q_shape)
     out, lse = launch.forward(problem)
@@ -112,7 +113,7 @@ def check(job: workers.Job) -> dict[str, Any]:
             torch.cuda.synchronize()
     except TritonError as error:  # it cannot be compiled, or wants more than the device has
         return answer | {"rejected": brief(error)}
-    found = [kernel for kernel in loaded if kernel["name"] == JIT_NAMES[target.kernel]]
+    found = [kernel for kernel in loaded if kernel["name"] == JIT_NAMES.get(target.kernel, "forward_kernel")]
     if not found and not job["today"]:
         return answer | {"rejected": "launch.py did not take it up"}
     answer |= {key: max((k[key] for k in found), default=None) for key in ("registers", "spills", "shared")}

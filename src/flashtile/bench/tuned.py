@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from flashtile.backends.triton.tuning import KERNELS
+from flashtile.backends.triton.tuning import KERNELS, Config
 from flashtile.bench import markdown
 from flashtile.bench.candidates import DTYPES, ITEMSIZE
 from flashtile.bench.records import Record
@@ -30,11 +30,17 @@ def rows(record: Record) -> str:
 
 
 def _arguments(config: Sequence[Any]) -> str:
-    return ", ".join(str(x) for x in config[: None if config[4] else 4])
+    given = Config(*config)
+    said = [str(x) for x in given[: 5 if given.descriptors else 4]]
+    rest = {name: x for name, x in zip(given._fields[5:], given[5:], strict=True) if x != Config._field_defaults[name]}
+    return ", ".join(said + [f"{name}={x}" for name, x in rest.items()])
 
 
 def short(config: Sequence[Any]) -> str:
-    return f"{config[0]}x{config[1]} w{config[2]} s{config[3]}{' tma' if config[4] else ''}"
+    """As in "16x64 w2 s3 p2": the tile, warps, stages, whether by the copy engine, programs a processor if several."""
+    given = Config(*config)
+    engine, programs = " tma" if given.descriptors else "", "" if given.programs == 1 else f" p{given.programs}"
+    return f"{given.block_q}x{given.block_k} w{given.warps} s{given.stages}{engine}{programs}"
 
 
 def caption(record: Record) -> str:

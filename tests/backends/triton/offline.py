@@ -16,6 +16,13 @@ from tests.backends.triton.machine_code import Figures, amd, nvidia, turns
 
 ROOT = Path(__file__).parents[3]
 KILO = 1024
+# Batch, heads, key heads, queries, keys; and processors that the GPU is taken to have.
+SHAPES = {
+    "forward": ((2, 8, 4, 1024, 1024), 8),
+    "backward": ((2, 8, 4, 1024, 1024), 8),
+    "decode": ((1, 8, 2, 1, 8192), 8),
+    "decode-short": ((1, 32, 8, 1, 8192), 132),
+}
 
 
 class Target(NamedTuple):
@@ -41,7 +48,7 @@ TARGETS = {
 
 
 class Case(NamedTuple):
-    """One call: "forward", "decode" or "backward", with these options of attention(), in a row."""
+    """One call: the work is one of SHAPES, with these options of attention(), in a row."""
 
     work: str
     dim: int
@@ -122,7 +129,8 @@ def build_here(name: str, cases: Iterable[Case]) -> Iterator[Built]:
     with mock.patch.object(launch, "_gpu", lambda _device: gpu):
         for case in cases:
             kernels.clear()
-            start(case)
+            with mock.patch.object(launch, "processors", lambda _device, case=case: SHAPES[case.work][1]):
+                start(case)
             for told in kernels:
                 yield _built(target, case, **told)
 
@@ -155,7 +163,7 @@ def start(case: Case) -> None:
     from flashtile.backends.triton import launch
     from flashtile.problem import describe
 
-    batch, heads, kv_heads, n_q, n_k = (1, 8, 2, 1, 8192) if case.work == "decode" else (2, 8, 4, 1024, 1024)
+    batch, heads, kv_heads, n_q, n_k = SHAPES[case.work][0]
     dtype = getattr(torch, case.dtype)
     q = torch.empty(batch, heads, n_q, case.dim, dtype=dtype)
     k, v = (torch.empty(batch, kv_heads, n_k, case.dim, dtype=dtype) for _ in "kv")

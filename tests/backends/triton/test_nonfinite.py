@@ -144,6 +144,33 @@ def test_split_decode(options: tuple[str, ...], value: float, monkeypatch: pytes
     check(call, exact, backward=bool(np.isnan(value)) and options == ("everything",))
 
 
+@pytest.mark.parametrize(
+    ("splits", "options", "value"),
+    [
+        (32, ("sink",), None),
+        (64, ("kv_lengths", "sink"), np.nan),
+        pytest.param(32, ("kv_lengths", "sink"), np.nan, marks=pytest.mark.slow),
+        pytest.param(64, ("sink",), None, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_short_decode(splits: int, options: tuple[str, ...], value: float | None, monkeypatch: Any) -> None:
+    """Two programs a processor, a last tile that is cut, and with kv_lengths sequences that leave most shares empty."""
+    short, usual = launch.Config(16, 16, 2, 1, programs=2), launch.Config(16, 16, 4, 1)
+    monkeypatch.setattr(launch.tuning, "choose", lambda kernel, *_: short if kernel == "decode-short" else usual)
+    size = replace(DECODE, n_k=splits * 4 * 16 + 9)
+    if value is None:
+        call = build(Case(size, "float16", options))
+        exact = same_dtype_error(call)
+    else:
+        call, exact = one_bad_number(size, options, "float16", value)
+    programs = splits * size.batch * size.kv_heads
+    with processors(programs // 2):
+        prepared = launch.Prepared(launch.laid_out(kernels.problem_of(call)))._forward
+        assert prepared._splits == splits and prepared._start.grid[0] == programs and prepared._mend is None
+    forward(call, exact, programs // 2)
+
+
 @pytest.mark.parametrize("options", [("causal",), ("kv_lengths",), ("window", "dropout", "sink")], ids="+".join)
 def test_packed_neighbours(options: tuple[str, ...]) -> None:
     """One sequence is NaN, and so are the keys of others beyond kv_lengths: these do not notice."""

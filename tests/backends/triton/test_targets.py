@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.backends.triton.machine_code import Figures, matrix, spills, turns
-from tests.backends.triton.offline import TARGETS, Built, Case, build, narrow_products
+from tests.backends.triton.offline import KILO, TARGETS, Built, Case, build, narrow_products
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -16,6 +16,7 @@ EVERYTHING = "causal mask bias alibi softcap dropout sink"
 PLAIN = [Case(work, dim, "causal") for dim in DIMS for work in ("forward", "backward")]
 QUICK = {name: [case for case in PLAIN if case.dim == 128 or name == "sm_90"] for name in TARGETS}
 QUICK["sm_90"] += [Case("decode", 128), Case("decode", 32, EVERYTHING, "float32")]
+SHORT = [Case("decode-short", 128, options) for options in ("", "causal alibi softcap dropout sink")]
 FULL = [
     *PLAIN,
     *(Case("decode", dim) for dim in DIMS),
@@ -26,6 +27,7 @@ FULL = [
 KERNELS = {
     "forward": {"forward_kernel", "mend_forward_kernel"},
     "decode": {"forward_kernel", "merge_kernel"},  # which mends its own rows
+    "decode-short": {"forward_kernel", "merge_kernel"},
     "backward": {"statistics_kernel", "dkdv_kernel", "dq_kernel", "mend_backward_kernel"},
 }
 # Spills allowed in the loop over full tiles of a plain call; none where nothing is said. Options and float32 may spill,
@@ -63,13 +65,13 @@ def faults(name: str, built: Built) -> list[str]:
     return [f"{name} {case} {built.kernel} {built.tile}: {fault}" for fault in found]
 
 
-def check(name: str, cases: list[Case]) -> set[str]:
-    """Build the kernels of these cases and find no fault with them; their names."""
+def check(name: str, cases: list[Case]) -> list[Built]:
+    """Build the kernels of these cases and find no fault with them."""
     rows = build(name, cases)
     for work in {case.work for case in cases}:
         assert {built.kernel for built in rows if built.case.work == work} >= KERNELS[work]
     assert [fault for built in rows for fault in faults(name, built)] == []
-    return {built.kernel for built in rows}
+    return rows
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -80,7 +82,17 @@ def test_the_kernels_of_head_dim_128(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_kernel(name: str) -> None:
-    assert "dbias_kernel" in check(name, FULL)
+    assert "dbias_kernel" in {built.kernel for built in check(name, FULL)}
+
+
+def test_a_short_decode_on_hopper() -> None:
+    """Two programs of its tile fit a processor beside each other, and one warp holds all parts that it merges."""
+    for built in check("sm_90", SHORT):
+        if built.kernel == "merge_kernel":
+            assert built.tile[0] == 1 and built.code.stack == 0
+        else:
+            assert built.tile == [16, 64, 2, 3]
+            assert 2 * (built.shared + KILO) <= TARGETS["sm_90"].shared + KILO  # each takes one more for itself
 
 
 BUILT = Built(

@@ -58,6 +58,34 @@ def test_measured_rows_are_used_where_they_were_measured():
     assert tuning.choose("forward", 64, 64, 2, None, False) == Config(*tuning.ELSEWHERE["forward"][64])
 
 
+def test_a_short_decode_has_a_tile_of_its_own_only_where_that_was_measured():
+    def tiles(dim, itemsize=2, gpu=(9, 0), pairs=False):
+        return [tuning.choose(kernel, dim, dim, itemsize, gpu, pairs) for kernel in tuning.DECODES]
+
+    usual, short = tiles(128)
+    assert usual == Config(16, 64, 4, 4) and short == Config(16, 64, 2, 3, programs=2)
+    others = [tiles(64), tiles(256), tiles(128, itemsize=4), tiles(128, pairs=True)]
+    others += [tiles(128, gpu=gpu) for gpu in (None, (8, 0), (10, 0), "gfx942")]
+    assert all(usual == short and short.programs == 1 for usual, short in others)
+    one = Config(16, 32, 1, 2, programs=2)
+    with tuning.override("decode-short", one):
+        assert tiles(64)[0] != one and tiles(64)[1] == tiles(128)[1] == one
+    with tuning.override("decode", one):
+        assert tiles(64) == [one, one] and tiles(128) == [one, short]
+
+
+def test_a_short_decode_has_the_blocks_that_plan_tells():
+    """It knows no number of processors, and tells those of any decode."""
+    for (major, itemsize), kernels in tuning.MEASURED.items():
+        for dim, config in kernels.get("decode-short", {}).items():
+            assert config[:2] == tuning.choose("decode", dim, dim, itemsize, (major, 0), False)[:2]
+
+
+def test_one_warp_merges_what_its_registers_hold():
+    found = {size: tuning.merge_warps(4 * size) for size in (16, 4095, 4096, 4097, 8192, 8193, 16384, 32768, 131072)}
+    assert [*found.values()] == [1, 1, 1, 2, 2, 4, 4, 8, 8]
+
+
 def test_a_mask_or_bias_gets_smaller_tiles():
     config = tuning.choose("forward", 128, 128, 2, (9, 0), True)
     assert config.block_q <= 64 and config.block_k <= 64

@@ -78,6 +78,9 @@ class Forward:
         config, packed_heads = tuning.forward(p, _gpu(device))
         tiles, heads = count_tiles(p, p.n_q * packed_heads, n_rows, config.block_q), p.heads // packed_heads
         self._splits = _splits(p, tiles * heads * batch, config, device)
+        if self._splits > 1 and p.n_k <= tuning.SHORT * self._splits:
+            config, _ = tuning.forward(p, _gpu(device), short=True)  # a tile has all rows of a decode, whichever it is
+            self._splits = _splits(p, tiles * heads * batch, config, device)
         real, between = getattr(torch, p.accumulator), (0, 0)
         if self._splits > 1:
             self._part = self._out.parts(self._splits, dtype=real)
@@ -88,7 +91,9 @@ class Forward:
         self._merge_counts = (*between, n_rows, p.heads)
         programs = tiles * heads * self._splits * batch
         # Where each has a processor to itself, a program that mends its own rows is done sooner than another launch.
-        inside = programs <= processors(device)
+        # Where keys are split, it has to, however many share a processor: only it knows its share, and a row that was
+        # made anew as a whole would be none of the parts that are merged. It waits for no other program.
+        inside = self._splits > 1 or programs <= processors(device)
         self._mend = None if inside else MendForward(p, device, self._out, self._lse, config.block_q, packed_heads)
         q, k, v = (strides(x, p) for x in (p.q, p.k, p.v))
         self._start = Start(
@@ -105,6 +110,7 @@ class Forward:
         self._merge = Start(
             merge_kernel,
             batch * p.heads * n_rows,
+            {"num_warps": tuning.merge_warps(self._splits * block(p.dim_v) * real.itemsize)},
             rows=dict(enumerate(2 * (self._out.strides, self._lse.strides))),
             SPLITS=self._splits,
             BLOCK_S=triton.next_power_of_2(self._splits),
@@ -454,7 +460,8 @@ def _splits(p: Problem, programs: int, config: Config, device: Any) -> int:
 
     A power of two: each number of shares is a kernel of its own.
     """
-    wanted = min(processors(device) // max(programs, 1), MOST_SPLITS, p.n_k // (4 * config.block_k))
+    room = config.programs * processors(device)
+    wanted = min(room // max(programs, 1), MOST_SPLITS, p.n_k // (4 * config.block_k))
     return 1 << max(wanted, 1).bit_length() - 1
 
 

@@ -9,13 +9,16 @@ from typing import NamedTuple
 from flashtile.dtypes import ITEMSIZE
 from flashtile.problem import Problem
 
-KERNELS = ("forward", "dkdv", "dq", "decode")
+DECODES = ("decode", "decode-short")
+KERNELS = ("forward", "dkdv", "dq", *DECODES)
+SHORT = 1024  # keys: a split decode whose programs would walk no more of them, one a processor, is "decode-short"
 
 
 class Config(NamedTuple):
     """A tile of block_q x block_k; whether the copy engine of Hopper and later fetches the blocks.
 
     registers: the most a thread may have, where the loop needs no more and another program then fits beside it.
+    programs: where keys are split, for so many programs a processor.
     """
 
     block_q: int
@@ -24,11 +27,12 @@ class Config(NamedTuple):
     stages: int
     descriptors: bool = False
     registers: int | None = None
+    programs: int = 1
 
 
 # As measured, by major compute capability and bytes an element, then by kernel and padded head dim.
 # `flashtile bench tune` makes such rows, over N = 1024 and 4096; those of forward at 64 and of backward at 128 are its
-# work, the others are from when it knew N = 4096 alone.
+# work, that of decode-short was found by hand, the others are from when it knew N = 4096 alone.
 MEASURED: dict[tuple[int, int], dict[str, dict[int, Config]]] = {
     (9, 2): {
         "forward": {
@@ -39,6 +43,7 @@ MEASURED: dict[tuple[int, int], dict[str, dict[int, Config]]] = {
         "dkdv": {64: Config(64, 64, 4, 3, True), 128: Config(64, 64, 4, 2, True), 256: Config(64, 64, 8, 2, True)},
         "dq": {64: Config(64, 64, 4, 3, True), 128: Config(128, 64, 8, 3, True), 256: Config(128, 32, 8, 3, True)},
         "decode": {64: Config(16, 128, 4, 4), 128: Config(16, 64, 4, 4), 256: Config(16, 32, 4, 4)},
+        "decode-short": {128: Config(16, 64, 2, 3, programs=2)},
     },
 }
 # Not measured: tiles that fit the shared memory of these GPUs and keep the loop over full tiles in registers, as the
@@ -99,6 +104,7 @@ CAREFUL = {64: (32, 32, 4), 128: (32, 32, 8), 256: (32, 32, 8), 512: (16, 32, 4)
 CAREFUL_EXACT = (16, 16, 8)  # where float32 stays float32, which on NVIDIA's GPUs no matrix unit multiplies
 DBIAS = Config(32, 32, 4, 1)
 STATISTICS_ROWS = 64
+MERGED = 16384  # bytes of parts that one warp holds in registers
 
 _overrides: dict[str, Config] = {}
 
@@ -106,12 +112,15 @@ _overrides: dict[str, Config] = {}
 def choose(kernel: str, dim: int, dim_v: int, itemsize: int, gpu: tuple[int, int] | str | None, pairs: bool) -> Config:
     """The tile for one of KERNELS. gpu: the compute capability of NVIDIA's, the architecture of AMD's ("gfx942").
 
-    `pairs`: there is a mask or a bias, whose tiles want shared memory too.
+    `pairs`: there is a mask or a bias, whose tiles want shared memory too. A short decode that has no row, or has such
+    pairs, is as any other.
     """
     if kernel in _overrides:
         return _overrides[kernel]
     width = max(dim, dim_v)
     measured = MEASURED.get((gpu[0], itemsize), {}).get(kernel, {}) if isinstance(gpu, tuple) else {}
+    if kernel == "decode-short" and (pairs or _step(width) not in measured):
+        return choose("decode", dim, dim_v, itemsize, gpu, pairs)
     if _step(width) in measured and not (pairs and width > 128):
         config = measured[_step(width)]
         if pairs:
@@ -133,6 +142,11 @@ def careful(dim: int, dim_v: int, itemsize: int, exact: bool, rows: int, walked:
     return Config(min(most, rows), min(across, walked), warps if rows >= most else 4, 1)
 
 
+def merge_warps(size: int) -> int:
+    """Of a program that merges parts of so many bytes: one if it can, for then its sums need not cross warps."""
+    return min(8, 1 << ((size - 1) // MERGED).bit_length())
+
+
 @contextmanager
 def override(kernel: str, config: Config) -> Iterator[None]:
     """Within it, choose() answers `config` for this kernel, whatever the problem: for whoever measures candidates."""
@@ -145,11 +159,14 @@ def override(kernel: str, config: Config) -> Iterator[None]:
         _overrides.update(before)
 
 
-def forward(problem: Problem, gpu: tuple[int, int] | str | None) -> tuple[Config, int]:
-    """The tile of a forward pass, and how many query heads of a group share its rows, which they would leave empty."""
+def forward(problem: Problem, gpu: tuple[int, int] | str | None, short: bool = False) -> tuple[Config, int]:
+    """The tile of a forward pass, and how many query heads of a group share its rows, which they would leave empty.
+
+    `short`: if it is a decode, it is a short one.
+    """
     p = problem
     room = (p.dim, p.dim_v, ITEMSIZE[p.dtype], gpu, p.mask is not None or p.bias is not None)
-    config, decode = choose("forward", *room), choose("decode", *room)
+    config, decode = choose("forward", *room), choose("decode-short" if short else "decode", *room)
     heads = p.group if p.group > 1 and not p.packed and p.n_q * 2 <= config.block_q else 1
     return decode if heads * p.n_q <= decode.block_q and not p.packed else config, heads
 

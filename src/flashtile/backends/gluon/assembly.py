@@ -48,6 +48,40 @@ def stay_before(x):
     )
 
 
+# A number that no arithmetic makes: p is never set, and ptxas cannot know it.
+_NEVER = (
+    "setp.eq.b32 p, $2, 0x7fc0dead; setp.eq.b32 q, $3, 0x7fc0dead; or.pred p, p, q;"
+    " vote.sync.any.pred q, p, 0xffffffff;"
+)
+NEVER = gl.constexpr("{ .reg .pred p, q; " + _NEVER)
+DONE = gl.constexpr(" mov.u32 $0, 0; mov.u32 $1, 0; }")
+
+
+@gluon.jit
+def take_turn(x, BARRIER: gl.constexpr, THREADS: gl.constexpr):
+    """Wait on a named barrier, below everything that x depends on and above everything that follows.
+
+    ptxas moves arithmetic past a barrier, but not into a loop; this one never turns.
+    """
+    code: gl.constexpr = f"{NEVER} L: bar.sync {BARRIER}, {THREADS}; @q bra.uni L; {DONE}"
+    gl.inline_asm_elementwise(code, "=r,=r,f,f", [x], dtype=gl.int32, is_pure=False, pack=2)
+
+
+@gluon.jit
+def give_turn(x, BARRIER: gl.constexpr, THREADS: gl.constexpr):
+    """Arrive at a named barrier, below everything that x depends on."""
+    code: gl.constexpr = f"{NEVER} @!q bar.arrive {BARRIER}, {THREADS}; {DONE}"
+    gl.inline_asm_elementwise(code, "=r,=r,f,f", [x], dtype=gl.int32, is_pure=False, pack=2)
+
+
+@gluon.jit
+def arrive_between(x, barrier, THREADS: gl.constexpr):
+    """arrive(), below everything that x depends on and above everything that follows."""
+    code: gl.constexpr = f"{NEVER} L: bar.arrive $4, {THREADS}; @q bra.uni L; {DONE}"
+    args = [x, x.to(gl.int32) * 0 + barrier]
+    gl.inline_asm_elementwise(code, "=r,=r,f,f,r,r", args, dtype=gl.int32, is_pure=False, pack=2)
+
+
 def _scale_unless_one(columns: int) -> tuple[str, str]:
     """o *= factor for the two rows of a thread, in a branch that a warp takes if any of its factors is not 1."""
     n = columns // 2  # values of a thread; those of a row are neighbours in pairs

@@ -4,8 +4,10 @@ Programs stay for the whole call and take tasks from a counter, the longest firs
 the store of a finished tile, run on from task to task.
 
 Within a warpgroup the product S = Q K^T of one tile runs beside P V of the tile before it, and the softmax of S beside
-what is left of P V. Key tiles come in falling order: those that the band cuts on the right, then whole ones, then
-those that it cuts on the left.
+what is left of P V. For 8-bit tensors S is made a tile ahead, so that both products run beside a softmax.
+
+Key tiles come in falling order: those that the band cuts on the right, then whole ones, then those that it cuts on the
+left.
 """
 
 from __future__ import annotations
@@ -22,19 +24,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashtile.backends.gluon.assembly import BARRIERS, arrive, scale_rows, stay_before, sync
+from flashtile.backends.gluon.assembly import BARRIERS, arrive, arrive_between, scale_rows, stay_before, sync
 from flashtile.backends.gluon.softmax import (
+    NOTHING,
     Seen,
     carried,
     hide,
     operand,
+    part_sums,
     shape_scores,
     unit_of,
     weigh,
+    weigh_8,
     weigh_first,
     weigh_on_trust,
+    whole_sum,
 )
 from flashtile.backends.gluon.tasks import (
+    ALONE,
     FIELDS,
     FIRST_KEY,
     FIRST_SEEN,
@@ -280,10 +287,21 @@ def give_back(ring, slot, C: gl.constexpr):
     arrive(slot + ring.free, WARP + WARPGROUP * C.CONSUMERS)
 
 
+@gluon.constexpr_function
+def turn_of(me, C):
+    """The named barrier on which a warpgroup waits for its turn, where they take turns."""
+    if not C.TURNS.value:
+        return None
+    return BARRIERS.value - 2 * C.STAGES.value - C.CONSUMERS.value + me % C.CONSUMERS.value
+
+
 @gluon.jit
-def skip(shared, slot, phase, tiles, C: gl.constexpr):
+def skip(shared, slot, phase, tiles, ME: gl.constexpr, C: gl.constexpr):
     """Give back tiles that other warpgroups see and this one does not."""
     for _ in range(tiles):
+        if C.TURNS:
+            sync(turn_of(ME, C), 2 * WARPGROUP)
+            arrive(turn_of(ME + 1, C), 2 * WARPGROUP)
         slot, phase = advance(slot, phase, C.STAGES)
         mbarrier.wait(shared.k.full.index(slot), phase)
         give_back(shared.k, slot, C)
@@ -334,6 +352,7 @@ def step(
     rule,
     unit,
     MASKED: gl.constexpr,
+    ME: gl.constexpr,
     C: gl.constexpr,
 ):
     """Take in the keys of the next tile, and the values of the tile before it, whose weights are p.
@@ -361,14 +380,157 @@ def step(
     due = factor
     if C.TRUST and not MASKED:
         p, m, l, factor = weigh_on_trust(s, m, l, unit)
+    elif dtype == gl.float8e4nv:
+        p, m, l, now = weigh_8(s, m, l, unit, C.EARLY, turn_of(ME, C), turn_of(ME + 1, C), 2 * WARPGROUP)
+        due = factor * now
+        factor = factor * 0 + 1
     else:
-        p, m, l, now = weigh(s, m, l, unit, dtype)
+        p, m, l, now = weigh(s, m, l, unit)
         due = factor * now
         factor = factor * 0 + 1
     stay_before(l)
     o, before_p = warpgroup_mma_wait(0, deps=(o_later, before_p))  # ptxas must not reuse its registers before that
     give_back(shared.v, before, C)
     return carried(p, dtype), m, l, scale_rows(o, due), factor, slot, phase, j0
+
+
+@gluon.jit
+def begin_8(LAYOUT: gl.constexpr, C: gl.constexpr):
+    """The maximum and the sums of no scores."""
+    m = gl.full([ROWS], NOTHING, gl.float32, gl.SliceLayout(1, LAYOUT))
+    return m, part_sums(gl.zeros([ROWS, C.BLOCK_K], gl.float32, LAYOUT))
+
+
+@gluon.jit
+def walk_beside(slot, phase, q, shared, orders, seen, rule, unit, ME: gl.constexpr, C: gl.constexpr):
+    """All tiles of a task, S of one beside P V of the tile before it; the last P V is left to do."""
+    dtype: gl.constexpr = q.dtype
+    s_layout: gl.constexpr = sum_layout(C.BLOCK_K, dtype)
+    o = gl.zeros([ROWS, C.BLOCK_DV], gl.float32, sum_layout(C.BLOCK_DV, dtype))
+    j0 = read(orders, FIRST_KEY, ME)
+    mbarrier.wait(shared.k.full.index(slot), phase)
+    zero = gl.zeros([ROWS, C.BLOCK_K], gl.float32, s_layout)
+    s_later = warpgroup_mma(q, key_tile(shared.k, slot, C), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=(s_later,))
+    give_back(shared.k, slot, C)
+    s = shape_scores(s, rule, seen, j0)
+    if not C.WHOLE:
+        s = hide(s, seen, j0, True, rule.left is not None)
+    if dtype == gl.float8e4nv:
+        m, l = begin_8(s_layout, C)
+        p, m, l, _ = weigh_8(s, m, l, unit, C.EARLY, turn_of(ME, C), turn_of(ME + 1, C), 2 * WARPGROUP)
+    else:
+        p, m, l = weigh_first(s, unit)
+    factor = m * 0 + 1
+    p = carried(p, dtype)
+    for n in gl.static_range(1 if C.SEEN_FIRST else 0, 2 if rule.left is None else 3):
+        for _ in range(read(orders, STRETCHES + n, ME)):
+            p, m, l, o, factor, slot, phase, j0 = step(
+                p, m, l, o, factor, slot, phase, j0, q, shared, seen, rule, unit, n != 1, ME, C
+            )
+    return p, m, l, o, factor, slot, phase
+
+
+@gluon.jit
+def scores(q, shared, slot, phase, C: gl.constexpr):
+    """S = Q K^T, begun as soon as the keys are there."""
+    mbarrier.wait(shared.k.full.index(slot), phase)
+    zero = gl.zeros([ROWS, C.BLOCK_K], gl.float32, sum_layout(C.BLOCK_K, q.dtype))
+    return warpgroup_mma(q, key_tile(shared.k, slot, C), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def weights_ahead(s, m, l, j0, seen, rule, unit, MASKED: gl.constexpr, ME: gl.constexpr, C: gl.constexpr):
+    """P of a tile whose scores are there; as weigh_8()."""
+    s = shape_scores(s, rule, seen, j0)
+    if MASKED:
+        s = hide(s, seen, j0, True, rule.left is not None)
+    return weigh_8(s, m, l, unit, C.EARLY, turn_of(ME, C), turn_of(ME + 1, C), 2 * WARPGROUP)
+
+
+@gluon.jit
+def values(p, o, q, shared, slot, phase, C: gl.constexpr):
+    """o + P V, begun as soon as the values are there."""
+    p_operand = operand(p, q.dtype, weight_layout(C.BLOCK_DV, q.dtype))
+    mbarrier.wait(shared.v.full.index(slot), phase)
+    return warpgroup_mma(p_operand, value_tile(shared.v, slot, C), o, is_async=True)
+
+
+@gluon.jit
+def step_ahead(
+    s,
+    p,
+    m,
+    l,
+    o,
+    slot,
+    phase,
+    j0,
+    q,
+    shared,
+    seen,
+    rule,
+    unit,
+    MASKED: gl.constexpr,
+    ME: gl.constexpr,
+    C: gl.constexpr,
+):
+    """Weigh a tile, whose scores are s, while P V of the tile before it and the scores of the next are being made."""
+    here, here_phase = advance(slot, phase, C.STAGES)
+    next, next_phase = advance(here, here_phase, C.STAGES)
+    o_later = values(p, o, q, shared, slot, phase, C)
+    s_later = scores(q, shared, next, next_phase, C)
+    weights, m, l, factor = weights_ahead(s, m, l, j0, seen, rule, unit, MASKED, ME, C)
+    stay_before(l)
+    o, p = warpgroup_mma_wait(1, deps=(o_later, p))
+    arrive_between(l, slot + shared.v.free, WARP + WARPGROUP * C.CONSUMERS)
+    s = warpgroup_mma_wait(0, deps=(s_later,))
+    give_back(shared.k, next, C)
+    return s, carried(weights, q.dtype), m, l, scale_rows(o, factor), here, here_phase, j0 - C.BLOCK_K
+
+
+@gluon.jit
+def walk_ahead(slot, phase, q, shared, orders, seen, rule, unit, ME: gl.constexpr, C: gl.constexpr):
+    """All tiles of a task, scores made during the softmax of the tile before; the last P V is left to do."""
+    dtype: gl.constexpr = q.dtype
+    j0 = read(orders, FIRST_KEY, ME)
+    s = warpgroup_mma_wait(0, deps=(scores(q, shared, slot, phase, C),))
+    give_back(shared.k, slot, C)
+    m, l = begin_8(sum_layout(C.BLOCK_K, dtype), C)
+    o = gl.zeros([ROWS, C.BLOCK_DV], gl.float32, sum_layout(C.BLOCK_DV, dtype))
+    if read(orders, GO, ME) == ALONE:
+        weights, m, l, factor = weights_ahead(s, m, l, j0, seen, rule, unit, not C.WHOLE, ME, C)
+        p = carried(weights, dtype)
+    else:
+        next, next_phase = advance(slot, phase, C.STAGES)
+        s_later = scores(q, shared, next, next_phase, C)
+        weights, m, l, factor = weights_ahead(s, m, l, j0, seen, rule, unit, not C.WHOLE, ME, C)
+        s = warpgroup_mma_wait(0, deps=(s_later,))
+        give_back(shared.k, next, C)
+        p = carried(weights, dtype)
+        j0 -= C.BLOCK_K
+        for n in gl.static_range(1 if C.SEEN_FIRST else 0, 2 if rule.left is None else 3):
+            count = read(orders, STRETCHES + n, ME)
+            if n == 1:
+                for _ in range(count // 2):
+                    for _ in gl.static_range(2):  # scores and those of the next tile change places
+                        s, p, m, l, o, slot, phase, j0 = step_ahead(
+                            s, p, m, l, o, slot, phase, j0, q, shared, seen, rule, unit, False, ME, C
+                        )
+                count = count % 2
+            for _ in range(count):
+                s, p, m, l, o, slot, phase, j0 = step_ahead(
+                    s, p, m, l, o, slot, phase, j0, q, shared, seen, rule, unit, n != 1, ME, C
+                )
+        o_later = values(p, o, q, shared, slot, phase, C)
+        weights, m, l, factor = weights_ahead(s, m, l, j0, seen, rule, unit, not C.WHOLE, ME, C)
+        stay_before(l)
+        o, p = warpgroup_mma_wait(0, deps=(o_later, p))
+        give_back(shared.v, slot, C)
+        p = carried(weights, dtype)
+        o = scale_rows(o, factor)
+        slot, phase = advance(slot, phase, C.STAGES)
+    return p, m, l, o, m * 0 + 1, slot, phase
 
 
 @gluon.jit
@@ -384,33 +546,18 @@ def consume(shared, results, sink, rule, cu_q, ME: gl.constexpr, C: gl.constexpr
     phase = gl.to_tensor(1)
     q_phase = gl.to_tensor(0)
     turn = gl.to_tensor(0)
+    if C.TURNS and ME == C.CONSUMERS - 1:
+        arrive(turn_of(0, C), 2 * WARPGROUP)
     mbarrier.wait(shared.q_full.index(ME), 0)
     orders = Orders(shared.board, turn * FIELDS)
     while read(orders, GO, ME) != 0:
         seen = look(orders, rule, in_s, ME, C)
         unit = unit_of(rule, seen.gain)
-        o = gl.zeros([ROWS, C.BLOCK_DV], gl.float32, o_layout)
         clear_mark(orders, results, ME)
-
-        slot, phase = skip(shared, slot, phase, read(orders, SKIP, ME), C)
+        slot, phase = skip(shared, slot, phase, read(orders, SKIP, ME), ME, C)
         slot, phase = advance(slot, phase, C.STAGES)
-        j0 = read(orders, FIRST_KEY, ME)
-        mbarrier.wait(shared.k.full.index(slot), phase)
-        zero = gl.zeros([ROWS, C.BLOCK_K], gl.float32, s_layout)
-        s_later = warpgroup_mma(q, key_tile(shared.k, slot, C), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=(s_later,))
-        give_back(shared.k, slot, C)
-        s = shape_scores(s, rule, seen, j0)
-        if not C.WHOLE:
-            s = hide(s, seen, j0, True, rule.left is not None)
-        p, m, l = weigh_first(s, unit, dtype)
-        factor = m * 0 + 1
-        p = carried(p, dtype)
-        for n in gl.static_range(1 if C.SEEN_FIRST else 0, 2 if rule.left is None else 3):
-            for _ in range(read(orders, STRETCHES + n, ME)):
-                p, m, l, o, factor, slot, phase, j0 = step(
-                    p, m, l, o, factor, slot, phase, j0, q, shared, seen, rule, unit, n != 1, C
-                )
+        walk: gl.constexpr = walk_ahead if C.AHEAD else walk_beside
+        p, m, l, o, factor, slot, phase = walk(slot, phase, q, shared, orders, seen, rule, unit, ME, C)
         if not C.OUT_OVER_Q:
             mbarrier.arrive(shared.q_free.index(ME), count=1)
             gl.thread_barrier()
@@ -419,6 +566,8 @@ def consume(shared, results, sink, rule, cu_q, ME: gl.constexpr, C: gl.constexpr
         o_later = warpgroup_mma(p_operand, value_tile(shared.v, slot, C), o, is_async=True)
         o_r = gl.arange(0, ROWS, in_s)
         real = (o_r >= read(orders, REAL_FROM, ME)) & (o_r < read(orders, REAL_TO, ME))
+        if dtype == gl.float8e4nv:
+            l = whole_sum(l, in_s)
         weight, row_lse, lost = finish(m, l, sink, seen, real, orders, ME, C)
         weight = weight * factor
         if rule.descale is not None:
@@ -427,7 +576,7 @@ def consume(shared, results, sink, rule, cu_q, ME: gl.constexpr, C: gl.constexpr
         o, p = warpgroup_mma_wait(0, deps=(o_later, p))
         give_back(shared.v, slot, C)
         if rule.left is not None:
-            slot, phase = skip(shared, slot, phase, read(orders, SKIP_AFTER, ME), C)
+            slot, phase = skip(shared, slot, phase, read(orders, SKIP_AFTER, ME), ME, C)
         o = o * gl.convert_layout(weight, in_o, assert_trivial=True)[:, None]
         flaw = gl.convert_layout(gl.sum(o * 0.0, 1), in_s, assert_trivial=True)  # 0, or NaN where o is not finite
         store(o, row_lse, real & (lost | (flaw != 0)), real, shared.out, results, orders, cu_q, ME, C)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.gluon.assembly import pack_halves, pack_quarters
+from flashtile.backends.gluon.assembly import give_turn, pack_halves, pack_quarters, take_turn
 from flashtile.backends.triton.blocks import number
 from flashtile.backends.triton.scores import LOG2E
 
@@ -114,42 +114,80 @@ def row_sum(p):
     return gl.sum(p, 1)
 
 
-@gluon.constexpr_function
-def lift_of(dtype):
-    return LIFT_8.value if dtype == gl.float8e4nv else 0.0
-
-
 @gluon.jit
-def slack_of(l, dtype: gl.constexpr):
-    """How far the maximum may stay behind. The largest of 8-bit weights is exact only where it does not."""
-    if dtype == gl.float8e4nv:
-        return gl.where(l > FLAT_8, SLACK_8, 0.0)
-    else:
-        return SLACK
-
-
-@gluon.jit
-def weigh_first(s, unit, dtype: gl.constexpr):
-    """P of a row's first tile, its maximum and its sum; NOTHING is the maximum of a row that sees none of it.
-
-    Beside 8-bit values the maximum is said to be less than it is: weights and sums are larger then, and all else holds.
-    """
-    m = gl.maximum(gl.max(s, 1) * unit - lift_of(dtype), NOTHING)
+def weigh_first(s, unit):
+    """P of a row's first tile, its maximum and its sum; NOTHING is the maximum of a row that sees none of it."""
+    m = gl.maximum(gl.max(s, 1) * unit, NOTHING)
     p = gl.exp2(s * unit - m[:, None])
     return p, m, row_sum(p)
 
 
 @gluon.jit
-def weigh(s, m, l, unit, dtype: gl.constexpr):
+def weigh(s, m, l, unit):
     """P of a later tile, taken from the larger maximum, and what older sums are multiplied with: eq. 4, in base 2.
 
     A maximum that has grown little stays as it is: it is exact too, and weights stay under 2^SLACK.
     """
-    top = gl.max(s, 1) * unit - lift_of(dtype)
-    m_new = gl.where(top - m > slack_of(l, dtype), top, m)
+    top = gl.max(s, 1) * unit
+    m_new = gl.where(top - m > SLACK, top, m)
     p = gl.exp2(s * unit - m_new[:, None])
     factor = gl.exp2(m - m_new)
     return p, m_new, l * factor + row_sum(p), factor
+
+
+@gluon.jit
+def part_sums(p):
+    """[rows, 4]: what a thread adds up alone."""
+    return gl.sum(gl.sum(in_pairs(p), 3), 1)
+
+
+@gluon.jit
+def part_sums_twice(p, LAYOUT: gl.constexpr, EARLY: gl.constexpr):
+    """part_sums(), and what they are before the last columns."""
+    if EARLY:
+        N: gl.constexpr = p.shape[1] // 4
+        a, b = gl.split(gl.permute(gl.reshape(p, [p.shape[0], 2, p.shape[1] // 2]), (0, 2, 1)))
+        b, c = gl.split(gl.permute(gl.reshape(b, [p.shape[0], 2, N]), (0, 2, 1)))
+        nearly = gl.convert_layout(part_sums(a), LAYOUT, assert_trivial=True)
+        nearly += gl.convert_layout(part_sums(b), LAYOUT, assert_trivial=True)
+        return nearly + gl.convert_layout(part_sums(c), LAYOUT, assert_trivial=True), nearly
+    else:
+        new = part_sums(p)
+        return new, new
+
+
+@gluon.jit
+def along(x, l):
+    """A number for each row, beside sums of a row's parts."""
+    rows: gl.constexpr = gl.SliceLayout(1, l.type.layout)
+    return gl.convert_layout(x, rows, assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def whole_sum(l, LAYOUT: gl.constexpr):
+    return gl.convert_layout(gl.sum(l, 1), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def weigh_8(s, m, l, unit, EARLY: gl.constexpr, MINE: gl.constexpr, NEXT: gl.constexpr, THREADS: gl.constexpr):
+    """weigh() for 8-bit weights, of the first tile too; exponentials wait for this warpgroup's turn.
+
+    The maximum is said to be less than it is: weights and sums are larger then, and all else holds. How far it may stay
+    behind depends on the row: the largest of 8-bit weights is exact only where it does not. l: sums of a row's parts.
+    """
+    rows: gl.constexpr = m.type.layout
+    top = gl.max(s, 1) * unit - LIFT_8
+    slack = gl.where(whole_sum(l, rows) > FLAT_8, SLACK_8, 0.0)
+    m_new = gl.where(top - m > slack, top, m)
+    factor = gl.exp2(m - m_new)
+    if MINE is not None:
+        take_turn(m_new, MINE, THREADS)
+    p = gl.exp2(s * unit - m_new[:, None])
+    parts: gl.constexpr = l.type.layout
+    new, nearly = part_sums_twice(p, parts, EARLY)
+    if MINE is not None:
+        give_turn(nearly, NEXT, THREADS)
+    return p, m_new, l * along(factor, l) + new, factor
 
 
 @gluon.jit

@@ -19,9 +19,10 @@ from flashtile.backends.triton.steady import plain
 ROWS = gl.constexpr(tuning.ROWS)
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 MOST = gl.constexpr(4)  # warpgroups
+ALONE = gl.constexpr(2)
 
 # What an order says, in the place that it is posted. Tiles come in falling order.
-GO = gl.constexpr(0)  # 0: there is no task any more
+GO = gl.constexpr(0)  # 0: there is no task any more; ALONE: the first tile is the only one, where scores run ahead
 SKIP = gl.constexpr(1)  # tiles that only other warpgroups see, before this one's first
 STRETCHES = gl.constexpr(
     2
@@ -125,11 +126,19 @@ def post(orders, task, tiles, results, work, C: gl.constexpr):
     if not C.SEEN_FIRST:  # and the first whole one too, so that every row has seen a key before the others
         full_end = gl.maximum(full_end - 1, begin)
     full_begin = clip(full_begin, begin, full_end)
-    put(orders, GO, row * 0 + 1)
+    go = row * 0 + 1
+    cut, whole, left = end - 1 - full_end, full_end - full_begin, full_begin - begin
+    if C.AHEAD:  # the last one is set apart: no scores are made beside it
+        go += (end - begin == 1).to(gl.int32) * (ALONE - 1)
+        after = gl.minimum(end - begin - 1, 1)
+        of_left = gl.minimum(left, after)
+        of_whole = gl.minimum(whole, after - of_left)
+        left, whole, cut = left - of_left, whole - of_whole, cut - (after - of_left - of_whole)
+    put(orders, GO, go)
     put(orders, SKIP, tiles[3] - end)
-    put(orders, STRETCHES, end - 1 - full_end)
-    put(orders, STRETCHES + 1, full_end - full_begin)
-    put(orders, STRETCHES + 2, full_begin - begin)
+    put(orders, STRETCHES, cut)
+    put(orders, STRETCHES + 1, whole)
+    put(orders, STRETCHES + 2, left)
     put(orders, SKIP_AFTER, begin - tiles[0])
     put(orders, FIRST_KEY, (end - 1) * C.BLOCK_K)
     query = row // C.PACKED_HEADS

@@ -23,6 +23,9 @@ class Config(NamedTuple):
     registers: int
     load_registers: int
     out_over_q: bool = False  # the output leaves by the buffer of the queries
+    ahead: bool = False  # of 8-bit tensors: scores are made during the softmax of the tile before
+    turns: bool = False  # of 8-bit tensors: warpgroups take turns at the exponentials ...
+    early: bool = False  # ... and hand over a little before they are done
 
 
 class Steps(NamedTuple):
@@ -42,7 +45,11 @@ class Steps(NamedTuple):
 
 
 FORWARD = {64: Config(128, 3, 3, 160, 32), 128: Config(128, 2, 2, 240, 32), 256: Config(64, 2, 2, 240, 32, True)}
-EIGHT_BITS = {64: Config(128, 3, 3, 160, 32), 128: Config(128, 3, 2, 240, 32), 256: Config(64, 3, 2, 240, 32)}
+EIGHT_BITS = {
+    64: Config(128, 3, 2, 240, 24, ahead=True, turns=True, early=True),
+    128: Config(128, 3, 2, 240, 24, ahead=True, turns=True, early=True),
+    256: Config(64, 3, 2, 240, 24, ahead=True),
+}
 BACKWARD = {
     64: Steps(128, 128, 2, late=False, writers=False, dq_buffers=2),
     128: Steps(64, 128, 2, late=True, writers=True, dq_buffers=2),

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flashtile.backends.gluon.columns import (
+    BOARDS,
     FIELDS,
+    GO,
     KEYS,
     ORDERS,
-    ROOM,
     TILE_FIELDS,
+    Board,
     Extent,
     Sources,
     Targets,
@@ -28,7 +30,7 @@ from flashtile.backends.gluon.narrow import own_128_keys
 from flashtile.backends.gluon.wide import own_64_keys
 
 
-@gluon.jit(do_not_specialize=["tiles", "kv_heads", "padded", "mark_tiles"])
+@gluon.jit(do_not_specialize=["tiles", "kv_heads", "padded", "mark_tiles", "tasks"])
 def backward_kernel(
     q_desc,
     k_desc,
@@ -41,6 +43,7 @@ def backward_kernel(
     dk,
     dv,
     marks,
+    counter,
     turns,
     rule,
     lengths,
@@ -48,9 +51,10 @@ def backward_kernel(
     kv_heads,
     padded,
     mark_tiles,
+    tasks,
     C: gl.constexpr,
 ):
-    """The grid counts tiles of keys, then key heads, then sequences. padded: rows of a head in dQ."""
+    """counter: 0 and 0 before and after. padded: rows of a head in dQ. Tasks: tiles of keys, key heads, sequences."""
     dtype: gl.constexpr = q_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     WIDE: gl.constexpr = C.KEYS == KEYS
@@ -67,7 +71,7 @@ def backward_kernel(
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.KEYS, C.BLOCK_Q], dtype)
     ds = gl.allocate_shared_memory(dtype, [1 if WIDE else 2, C.KEYS, C.BLOCK_Q], ds_layout)
     dq = gl.allocate_shared_memory(gl.float32, [2 * C.DQ_BUFFERS, 16, 256], dq_desc.layout)
-    board = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], numbers)
+    board = gl.allocate_shared_memory(gl.int32, [BOARDS * FIELDS, 1], numbers)
     k_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
@@ -86,13 +90,13 @@ def backward_kernel(
     shared = Tiles(k, v, q, dout, rows, orders, p, ds, dq, k_full, v_full, q_full, dout_full, dq_full, dq_free)
     sources = Sources(q_desc, k_desc, v_desc, dout_desc, rows_desc)
     targets = Targets(dq_desc, dk_desc, dv_desc, dk, dv, marks)
-    work = Extent(rule, lengths, tiles, kv_heads, padded, mark_tiles)
+    work = Extent(rule, lengths, tiles, kv_heads, padded, mark_tiles, tasks)
     if C.WRITERS:
         gl.warp_specialize(
             [
                 (consume, (shared, board, targets, rule, 0, C)),
                 (consume, (shared, board, targets, rule, 1, C)),
-                (load, (shared, board, sources, turns, work, C)),
+                (load, (shared, board, sources, counter, turns, work, C)),
                 (write, (shared, board, dq_desc, turns, 0, C)),
                 (write, (shared, board, dq_desc, turns, 1, C)),
             ],
@@ -104,7 +108,7 @@ def backward_kernel(
             [
                 (consume, (shared, board, targets, rule, 0, C)),
                 (consume, (shared, board, targets, rule, 1, C)),
-                (load, (shared, board, sources, turns, work, C)),
+                (load, (shared, board, sources, counter, turns, work, C)),
             ],
             [4, 1],
             [240, 24],
@@ -112,20 +116,18 @@ def backward_kernel(
 
 
 @gluon.jit
-def consume(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
+def consume(shared, numbers, targets, rule, ME: gl.constexpr, C: gl.constexpr):
     """One warpgroup."""
-    mbarrier.wait(shared.v_full, 0)
-    mbarrier.wait(shared.k_full, 0)
-    if not C.PACKED or C.ALWAYS_CUT == 0:
-        own_keys(shared, board, targets, rule, ME, C)
-    else:  # there may be more programs than tiles of keys, and those have no diagonal
-        for _ in range(gl.minimum(get(board, ROOM), 1)):
-            own_keys(shared, board, targets, rule, ME, C)
-
-
-@gluon.jit
-def own_keys(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
-    if C.KEYS > KEYS:
-        own_128_keys(shared, board, targets, rule, ME, C)
-    else:
-        own_64_keys(shared, board, targets, rule, ME, C)
+    t = gl.to_tensor(0)
+    n = gl.to_tensor(0)
+    mbarrier.wait(shared.v_full, 0)  # and the board is there
+    while get(Board(numbers, n % BOARDS * FIELDS), GO) != 0:
+        mbarrier.wait(shared.k_full, n & 1)
+        board = Board(numbers, n % BOARDS * FIELDS)
+        if C.KEYS > KEYS:
+            t = own_128_keys(t, shared, board, targets, rule, ME, C)
+        else:
+            t = own_64_keys(t, shared, board, targets, rule, ME, C)
+        n += 1
+        mbarrier.wait(shared.v_full, n & 1)
+    tma.store_wait(0)

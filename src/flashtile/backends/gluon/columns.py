@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flashtile.backends.gluon.assembly import sync
 from flashtile.backends.gluon.softmax import Seen, hide, shape_scores, slope_of, unit_of
-from flashtile.backends.gluon.tasks import LANES, one
+from flashtile.backends.gluon.tasks import LANES, claim, leave, one
 from flashtile.backends.triton.blocks import locate, measure, number
 from flashtile.backends.triton.cuts import cuts, reach
 from flashtile.backends.triton.steady import plain
@@ -23,6 +23,7 @@ KEYS = gl.constexpr(64)  # of a tile that a warpgroup works on
 WARPGROUPS = gl.constexpr(256)  # threads
 ALL = gl.constexpr(288)  # and the warp that loads
 # Named barriers; the others are the kernels' own.
+KV_FREE = gl.constexpr(9)
 Q_FREE = gl.constexpr(10)
 DO_FREE = gl.constexpr(12)
 TOGETHER = gl.constexpr(15)
@@ -51,6 +52,13 @@ class Tiles(NamedTuple):
     dq_free: Any
 
 
+class Board(NamedTuple):
+    """A board in shared memory, and where on it the numbers of a task begin."""
+
+    numbers: Any
+    begin: Any
+
+
 # What warpgroups have to know of their keys.
 KEY = gl.constexpr(0)  # the program's first
 ROOM = gl.constexpr(1)  # keys from there to the end of the sequence
@@ -61,7 +69,9 @@ HEAD = gl.constexpr(5)
 ROW = gl.constexpr(6)  # of the first key, where the tensor begins being 0
 MARK = gl.constexpr(7)
 CUT = gl.constexpr(8)  # 0, and how many tiles of queries later whole ones begin, whole ones end, and all end
-FIELDS = gl.constexpr(12)
+GO = gl.constexpr(12)  # 0: there is no task any more
+FIELDS = gl.constexpr(13)
+BOARDS = gl.constexpr(3)  # a task that is ending, one that has begun, and the one that is being written
 # And of a tile of queries.
 QUERY = gl.constexpr(0)  # its first
 DQ_AT = gl.constexpr(1)  # where its dQ lies
@@ -101,63 +111,82 @@ class Extent(NamedTuple):
     kv_heads: Any
     padded: Any
     mark_tiles: Any
+    tasks: Any  # tiles of all heads and sequences
+
+
+class Column(NamedTuple):
+    """A task: a tile of keys of one key head of one sequence."""
+
+    sequence: Any
+    head: Any
+    tile: Any  # of its sequence
+    at: Any
 
 
 @gluon.jit
-def load(shared, board, sources, turns, work, C: gl.constexpr):
-    """Fetch keys and values, then one tile of queries after the other, of one head of the group after the other."""
+def load(shared, numbers, sources, counter, turns, work, C: gl.constexpr):
+    """Fetch, for one task after the other, its keys and values, and the tiles of queries that see them.
+
+    The first of these come before the keys: warpgroups may still be busy with the keys of the task before.
+    """
     lengths = work.lengths
-    program = gl.program_id(0)
-    if turns is not None:
-        program = gl.atomic_add(turns, 1, sem="relaxed")  # in the order in which programs begin
-    # Of dQ, which the kernel before this one cleared, the last heads may still be in the cache.
-    column = gl.num_programs(0) // work.tiles - 1 - program // work.tiles
-    tile = program % work.tiles
-    if turns is not None:  # the last keys first: nobody waits for a program that has not begun
-        tile = work.tiles - 1 - tile
-    head = column % work.kv_heads
-    sequence, tile = locate(lengths.cu_k, lengths.n_k, tile, column // work.kv_heads, lengths, C.KEYS)
-    at = measure(lengths, work.rule.offset, sequence)
-    key = tile * C.KEYS
-    place = sequence  # as descriptors count sequences
-    dq_row = 0
-    if lengths.cu_q is not None:
-        place = 0
-        dq_row = (at.q_start // C.KEYS + sequence) * C.KEYS
-    mbarrier.expect(shared.k_full, sources.k.block_type.nbytes)
-    tma.async_copy_global_to_shared(sources.k, [place, head, at.k_start + key, 0], shared.k_full, shared.k)
-    begin, end = post(board, sequence, place, head, key, at, work, C)
-    mbarrier.expect(shared.v_full, sources.v.block_type.nbytes)  # after the board, for which it speaks too
-    tma.async_copy_global_to_shared(sources.v, [place, head, at.k_start + key, 0], shared.v_full, shared.v)
     t = gl.to_tensor(0)
-    for h in range(head * C.GROUP, head * C.GROUP + C.GROUP):
+    n = gl.to_tensor(0)
+    column, number = next_column(counter, turns, work, C)
+    while number < work.tasks:
+        at = column.at
+        key = column.tile * C.KEYS
+        place = column.sequence  # as descriptors count sequences
+        dq_row = 0
+        if lengths.cu_q is not None:
+            place = 0
+            dq_row = (at.q_start // C.KEYS + column.sequence) * C.KEYS
+        begin, full_begin, full_end, end = query_tiles(key, at, work, C)
+        h = column.head * C.GROUP
         row = begin * C.BLOCK_Q
-        dq_head = (place * work.kv_heads * C.GROUP + h) * work.padded + dq_row
-        for _ in range(begin, end):
-            half = t & 1
-            slot = t % C.DOUT_STAGES
-            q_full = shared.q_full.index(half)
-            dout_full = shared.dout_full.index(slot)
-            if t >= 2:
-                sync(Q_FREE + half, ALL)
-            order = order_of(t)
-            put(shared.orders, order + QUERY, row)
-            put(shared.orders, order + DQ_AT, (dq_head + row) // 64 * (C.BLOCK_D // 64) * 16)
-            put(shared.orders, order + SLOPE, sequence * work.rule.alibi_sequence + h * work.rule.alibi_head)
-            if turns is not None:
-                put(shared.orders, order + TURN, turn_of(tile, row, at, work, C))
-            gl.thread_barrier()  # the lane that speaks next speaks for all of them
-            mbarrier.expect(q_full, sources.q.block_type.nbytes + sources.rows.block_type.nbytes)
-            tma.async_copy_global_to_shared(sources.q, [place, h, at.q_start + row, 0], q_full, shared.q.index(half))
-            tma.async_copy_global_to_shared(sources.rows, [0, place, h, dq_row + row], q_full, shared.rows.index(half))
-            if t >= C.DOUT_STAGES:
-                sync(DO_FREE + slot, ALL)
-            mbarrier.expect(dout_full, sources.dout.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                sources.dout, [place, h, at.q_start + row, 0], dout_full, shared.dout.index(slot)
-            )
-            t += 1
-            row += C.BLOCK_Q
+        count = C.GROUP * (end - begin)
+        for i in range(count + 1):
+            if i == gl.minimum(count, 1):
+                if n > 0:
+                    sync(KV_FREE, ALL)
+                mbarrier.expect(shared.k_full, sources.k.block_type.nbytes)
+                k_at = [place, column.head, at.k_start + key, 0]
+                tma.async_copy_global_to_shared(sources.k, k_at, shared.k_full, shared.k)
+                cut = (begin, full_begin, full_end, end)
+                post(Board(numbers, n % BOARDS * FIELDS), column, place, key, cut, work, C)
+                mbarrier.expect(shared.v_full, sources.v.block_type.nbytes)  # after the board, for which it speaks too
+                tma.async_copy_global_to_shared(sources.v, k_at, shared.v_full, shared.v)
+            if i < count:
+                half = t & 1
+                slot = t % C.DOUT_STAGES
+                q_full = shared.q_full.index(half)
+                dout_full = shared.dout_full.index(slot)
+                if t >= 2:
+                    sync(Q_FREE + half, ALL)
+                order = order_of(t)
+                dq_head = (place * work.kv_heads * C.GROUP + h) * work.padded + dq_row
+                put(shared.orders, order + QUERY, row)
+                put(shared.orders, order + DQ_AT, (dq_head + row) // 64 * (C.BLOCK_D // 64) * 16)
+                put(shared.orders, order + SLOPE, column.sequence * work.rule.alibi_sequence + h * work.rule.alibi_head)
+                if turns is not None:
+                    put(shared.orders, order + TURN, turn_of(column.tile, row, at, work, C))
+                gl.thread_barrier()  # the lane that speaks next speaks for all of them
+                mbarrier.expect(q_full, sources.q.block_type.nbytes + sources.rows.block_type.nbytes)
+                q_at = [place, h, at.q_start + row, 0]
+                tma.async_copy_global_to_shared(sources.q, q_at, q_full, shared.q.index(half))
+                rows_at = [0, place, h, dq_row + row]
+                tma.async_copy_global_to_shared(sources.rows, rows_at, q_full, shared.rows.index(half))
+                if t >= C.DOUT_STAGES:
+                    sync(DO_FREE + slot, ALL)
+                mbarrier.expect(dout_full, sources.dout.block_type.nbytes)
+                tma.async_copy_global_to_shared(sources.dout, q_at, dout_full, shared.dout.index(slot))
+                t += 1
+                row += C.BLOCK_Q
+                if row == end * C.BLOCK_Q:
+                    row = begin * C.BLOCK_Q
+                    h += 1
+        n += 1
+        column, number = next_column(counter, turns, work, C)
     # Meet all arrivals. Where scores are made LATE, the last tile waits for one more, which nobody reads.
     if t >= 2:
         sync(Q_FREE + (t & 1), ALL)
@@ -171,11 +200,42 @@ def load(shared, board, sources, turns, work, C: gl.constexpr):
         sync(Q_FREE + ((t + 1) & 1), ALL)
         if C.DOUT_STAGES == 2:
             sync(DO_FREE + ((t + 1) & 1), ALL)
+    if n > 0:
+        sync(KV_FREE, ALL)
+    put(numbers, n % BOARDS * FIELDS + GO, 0)
+    gl.thread_barrier()
+    mbarrier.arrive(shared.v_full, count=1)
+    leave(counter)
 
 
 @gluon.jit
-def post(board, sequence, place, head, key, at, work, C: gl.constexpr):
-    """Write what warpgroups have to know; the first and the last tile of queries that see these keys."""
+def next_column(counter, turns, work, C: gl.constexpr):
+    """The next task that has keys, and its number. Of packed sequences there may be fewer than numbers."""
+    number = claim(counter)
+    column = find_column(gl.minimum(number, work.tasks - 1), turns, work, C)
+    if work.lengths.cu_k is not None:
+        while (number < work.tasks) & (column.tile * C.KEYS >= column.at.k_room):
+            number = claim(counter)
+            column = find_column(gl.minimum(number, work.tasks - 1), turns, work, C)
+    return column, number
+
+
+@gluon.jit
+def find_column(number, turns, work, C: gl.constexpr):
+    """The task of a number: tiles of keys, then key heads, then sequences."""
+    # Of dQ, which the kernel before this one cleared, the last heads may still be in the cache.
+    column = work.tasks // work.tiles - 1 - number // work.tiles
+    tile = number % work.tiles
+    if turns is not None:  # the last keys first: nobody waits for a task that has not begun
+        tile = work.tiles - 1 - tile
+    lengths = work.lengths
+    sequence, tile = locate(lengths.cu_k, lengths.n_k, tile, column // work.kv_heads, lengths, C.KEYS)
+    return Column(sequence, column % work.kv_heads, tile, measure(lengths, work.rule.offset, sequence))
+
+
+@gluon.jit
+def query_tiles(key, at, work, C: gl.constexpr):
+    """begin, full_begin, full_end, end of the tiles of queries that see the keys from `key` on."""
     # The band with the roles swapped says which. Rows beyond the last query have no weights: no tile is cut by it.
     rule = work.rule
     last = gl.maximum(gl.minimum(key + C.KEYS, at.k_len), key + 1)
@@ -187,23 +247,30 @@ def post(board, sequence, place, head, key, at, work, C: gl.constexpr):
         end = gl.maximum(end, begin + C.ALWAYS_CUT * (key < at.k_len).to(gl.int32))
         full_begin = begin + C.ALWAYS_CUT
         full_end = end
-    put(board, KEY, key)
-    put(board, ROOM, at.k_room - key)
-    put(board, IN_USE, at.k_len - key)
-    put(board, OFFSET, at.offset)
-    put(board, SEQUENCE, place)
-    put(board, HEAD, head)
-    put(board, ROW, at.k_start + key)
-    put(board, CUT, 0)
-    put(board, CUT + 1, full_begin - begin)
-    put(board, CUT + 2, full_end - begin)
-    put(board, CUT + 3, end - begin)
+    return begin, full_begin, full_end, end
+
+
+@gluon.jit
+def post(board, column, place, key, cut, work, C: gl.constexpr):
+    """Write what warpgroups have to know."""
+    at = column.at
+    write_number(board, GO, 1)
+    write_number(board, KEY, key)
+    write_number(board, ROOM, at.k_room - key)
+    write_number(board, IN_USE, at.k_len - key)
+    write_number(board, OFFSET, at.offset)
+    write_number(board, SEQUENCE, place)
+    write_number(board, HEAD, column.head)
+    write_number(board, ROW, at.k_start + key)
+    write_number(board, CUT, 0)
+    write_number(board, CUT + 1, cut[1] - cut[0])
+    write_number(board, CUT + 2, cut[2] - cut[0])
+    write_number(board, CUT + 3, cut[3] - cut[0])
     mark = key // KEYS
     if work.lengths.cu_q is not None:
-        mark += at.k_start // KEYS + sequence
-    put(board, MARK, (place * work.kv_heads + head) * work.mark_tiles + mark)
+        mark += at.k_start // KEYS + column.sequence
+    write_number(board, MARK, (place * work.kv_heads + column.head) * work.mark_tiles + mark)
     gl.thread_barrier()  # the lane that speaks next speaks for all of them
-    return begin, end
 
 
 @gluon.jit
@@ -225,10 +292,9 @@ def clear_unused(tile, in_use):
 
 
 @gluon.jit
-def walk(STEP: gl.constexpr, s, dk, dv, shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
-    """All tiles of queries that see a program's keys, of one head of the group after the other."""
+def walk(STEP: gl.constexpr, t, s, dk, dv, shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
+    """All tiles of queries that see some keys, of one head of the group after the other. t: tiles before them."""
     unit = unit_of(rule, 1.0)
-    t = gl.to_tensor(0)
     for _ in range(C.GROUP):
         for n in gl.static_range(C.ALWAYS_CUT):
             s, dk, dv = STEP(t + n, s, dk, dv, shared, board, targets, rule, unit, ME, True, C)
@@ -237,7 +303,7 @@ def walk(STEP: gl.constexpr, s, dk, dv, shared, board, targets, rule, ME: gl.con
             for _ in range(get(board, CUT + n), get(board, CUT + n + 1)):
                 s, dk, dv = STEP(t, s, dk, dv, shared, board, targets, rule, unit, ME, n != 1, C)
                 t += 1
-    return dk, dv
+    return t, dk, dv
 
 
 @gluon.jit
@@ -256,8 +322,8 @@ def shaped(s, t, shared, board, rule, ME: gl.constexpr, MASKED: gl.constexpr, C:
     if MASKED or rule.alibi is not None:
         in_rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
         order = order_of(t)
-        seen = seen_by(board, rule, get(shared.orders, order + SLOPE), in_rows, ME)
-        i0 = get(shared.orders, order + QUERY)
+        seen = seen_by(board, rule, one(shared.orders.index(order + SLOPE)), in_rows, ME)
+        i0 = one(shared.orders.index(order + QUERY))
         s = shape_scores(s, rule, seen, i0)
         if MASKED:
             s = hide(s, seen, i0, rule.left is not None, rule.right is not None)
@@ -325,10 +391,15 @@ def store_columns(desc, x, block, tile, row, board, FIRST_COLUMN: gl.constexpr, 
 
 
 @gluon.jit
-def put(board, field, x):
-    board.index(field).store(gl.full([1], x, gl.int32, LANES))
+def put(numbers, at, x):
+    numbers.index(at).store(gl.full([1], x, gl.int32, LANES))
 
 
 @gluon.jit
-def get(board, field):
-    return one(board.index(field))
+def write_number(board, FIELD: gl.constexpr, x):
+    put(board.numbers, board.begin + FIELD, x)
+
+
+@gluon.jit
+def get(board, FIELD: gl.constexpr):
+    return one(board.numbers.index(board.begin + FIELD))

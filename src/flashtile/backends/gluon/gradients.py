@@ -16,6 +16,7 @@ from flashtile.backends.triton import launch as portable
 from flashtile.backends.triton.arguments import Rows, bits, block, lengths, rule
 from flashtile.backends.triton.start import Start
 from flashtile.backends.triton.tensors import Result, strides
+from flashtile.backends.triton.tickets import tickets
 from flashtile.inputs import Inputs
 from flashtile.problem import Problem
 from flashtile.results import Gradients
@@ -40,6 +41,7 @@ class Constants(NamedTuple):
     ALWAYS_CUT: Any  # the first so many tiles of queries are cut, in every column of keys
     CUT_AT_BEGIN: Any  # tiles may be cut by the right of the band
     CUT_AT_END: Any  # tiles may be cut by the left of the band
+    OUT_TILES: Any  # of dK or dV of a warpgroup that the buffers of dQ can hold
 
 
 class Backward:
@@ -92,12 +94,15 @@ class Backward:
             BLOCK_D=width,
             PAD=config.keys,
         )
-        self._counts = (k_tiles, p.kv_heads, padded, marks_k)
+        tasks = k_tiles * p.kv_heads * batch
+        self._counts = (k_tiles, p.kv_heads, padded, marks_k, tasks)
+        # Wide gradients leave by the buffers of queries, which the next task would fill: a program has one task.
+        programs = min(tasks, portable.processors(device)) if config.keys > ROWS else tasks
         # Packed queries and keys that begin at the same places, being one tensor, have a diagonal each.
         self._starts = {
             alike: Start(
                 backward_kernel,
-                k_tiles * p.kv_heads * batch,
+                programs,
                 {"num_warps": 4},
                 blocks=dict(enumerate(blocks)),
                 C=constants(p, config, width, alike),
@@ -116,7 +121,7 @@ class Backward:
         total = torch.empty(self._total, dtype=torch.float32, device=self._device)
         turns = None
         if self._ordered:
-            turns = torch.empty(1 + self._total // 4096, dtype=torch.int32, device=self._device)
+            turns = torch.empty(self._total // 4096, dtype=torch.int32, device=self._device)
         marks = self._mend.make()
         plain: tuple[Rows | None, Rows | None] = (None, None)
         log2, delta = (Rows(half, *self._padded_strides) for half in rows)
@@ -133,6 +138,7 @@ class Backward:
             dk,
             dv,
             marks,
+            tickets(2, self._device),
             turns,
             a_rule,
             a_lengths,
@@ -156,9 +162,8 @@ def constants(p: Problem, config: tuning.Steps, width: int, alike: bool) -> Cons
     parts = config.block_q * width // (2 * 64 * 64)
     ends = p.packed or p.kv_lengths is not None
     cut = (always_cut, a_rule.right is not None and not always_cut, a_rule.left is not None)
+    buffers = config.dq_buffers if writers else 1
+    out_tiles = 2 * buffers * 64 * 64 * 4 // (ROWS * width * 2)
     return Constants(
-        *map(
-            gl.constexpr,
-            (*sizes, parts, writers, config.dq_buffers if writers else 1, config.late, p.packed, ends, *cut),
-        )
+        *map(gl.constexpr, (*sizes, parts, writers, buffers, config.late, p.packed, ends, *cut, out_tiles))
     )

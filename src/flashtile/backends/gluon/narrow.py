@@ -23,6 +23,7 @@ from flashtile.backends.gluon.columns import (
     DO_FREE,
     IN_USE,
     KEYS,
+    KV_FREE,
     MARK,
     Q_FREE,
     ROOM,
@@ -36,7 +37,7 @@ from flashtile.backends.gluon.columns import (
     store_columns,
     walk,
 )
-from flashtile.backends.gluon.dq import add_to_dq, await_buffer
+from flashtile.backends.gluon.dq import add_to_dq, await_all, await_buffer
 
 # Named barriers. "dS is there": one for each warpgroup and parity, so that an arrival for the next tile never completes
 # the barrier of this one.
@@ -123,8 +124,8 @@ def step(t, s, dk, dv, shared, board, targets, rule, unit, ME: gl.constexpr, MAS
 
 
 @gluon.jit
-def own_128_keys(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
-    """One warpgroup: 64 keys, from the first product to the stored gradients."""
+def own_128_keys(t, shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
+    """One warpgroup: 64 keys, from the first product to the stored gradients. t: tiles of queries before; and after."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_Q, 16])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
     dtype: gl.constexpr = shared.k.dtype
@@ -141,19 +142,26 @@ def own_128_keys(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr
     dv = gl.zeros([KEYS, C.BLOCK_D], gl.float32, layout)
     s = gl.zeros([KEYS, C.BLOCK_Q], gl.float32, s_layout)
     if C.LATE:
-        mbarrier.wait(shared.q_full.index(0), 0)
-        after = queries(shared, 0, C).permute((1, 0))
+        mbarrier.wait(shared.q_full.index(t & 1), (t >> 1) & 1)
+        after = queries(shared, t & 1, C).permute((1, 0))
         s_later = warpgroup_mma(mine(shared.k, ME, C), after, s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s_later,))
-    dk, dv = walk(step, s, dk, dv, shared, board, targets, rule, ME, C)
-    sync(TOGETHER, WARPGROUPS)  # nobody reads K any more
+    tma.store_wait(0)  # of the task before: its gradients left by the buffers of dQ
+    gl.thread_barrier()
+    t, dk, dv = walk(step, t, s, dk, dv, shared, board, targets, rule, ME, C)
+    arrive(KV_FREE, ALL)
+    await_all(shared, t, ME, C)
     row: gl.constexpr = ME * KEYS
     dk, dv, flaw = finished(dk, dv, dtype, row, board, rule, C)
-    mine(shared.v, ME, C).store(dv)
-    mine(shared.k, ME, C).store(dk)
+    out = shared.dq._reinterpret(dtype, [C.OUT_TILES, 1, 1, KEYS, C.BLOCK_D], targets.dv_desc.layout)
+    v_out = out.index(ME * (C.OUT_TILES // 2))
+    k_out = out.index(ME * (C.OUT_TILES // 2) + 1)
+    gl.thread_barrier()
+    v_out.reshape([KEYS, C.BLOCK_D]).store(dv)
+    k_out.reshape([KEYS, C.BLOCK_D]).store(dk)
     fence_async_shared()
     gl.thread_barrier()
-    store_columns(targets.dv_desc, targets.dv, dv, shared.v.slice(row, KEYS, 2), row, board, 0, C.DIM_V, C)
-    store_columns(targets.dk_desc, targets.dk, dk, shared.k.slice(row, KEYS, 2), row, board, 0, C.DIM, C)
+    store_columns(targets.dv_desc, targets.dv, dv, v_out, row, board, 0, C.DIM_V, C)
+    store_columns(targets.dk_desc, targets.dk, dk, k_out, row, board, 0, C.DIM, C)
     mark_spoiled(targets, flaw, row, board)
-    tma.store_wait(0)
+    return t

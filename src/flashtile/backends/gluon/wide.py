@@ -23,6 +23,7 @@ from flashtile.backends.gluon.columns import (
     DO_FREE,
     IN_USE,
     KEYS,
+    KV_FREE,
     MARK,
     Q_FREE,
     ROOM,
@@ -38,8 +39,8 @@ from flashtile.backends.gluon.columns import (
 )
 from flashtile.backends.gluon.dq import add_to_dq, await_buffer
 
-P_READY = gl.constexpr(9)  # named barriers
-DS_READY = gl.constexpr(14)
+P_READY = gl.constexpr(5)  # named barriers
+DS_READY = gl.constexpr(6)
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
 
@@ -124,8 +125,8 @@ def step(t, s, dk, dv, shared, board, targets, rule, unit, ME: gl.constexpr, MAS
 
 
 @gluon.jit
-def own_64_keys(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
-    """One warpgroup: half of the columns of 64 keys."""
+def own_64_keys(t, shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
+    """One warpgroup: half of the columns of 64 keys. t: tiles of queries before; and after."""
     HALF: gl.constexpr = C.BLOCK_D // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     dtype: gl.constexpr = shared.k.dtype
@@ -141,8 +142,9 @@ def own_64_keys(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr)
         sync(TOGETHER, WARPGROUPS)
     dk = gl.zeros([KEYS, HALF], gl.float32, layout)
     dv = gl.zeros([KEYS, HALF], gl.float32, layout)
-    s = warpgroup_mma_wait(0, deps=(make_first(shared, gl.to_tensor(0), ME, C),))
-    dk, dv = walk(step, s, dk, dv, shared, board, targets, rule, ME, C)
+    s = warpgroup_mma_wait(0, deps=(make_first(shared, t, ME, C),))
+    t, dk, dv = walk(step, t, s, dk, dv, shared, board, targets, rule, ME, C)
+    arrive(KV_FREE, ALL)
     sync(TOGETHER, WARPGROUPS)  # nobody reads queries any more
     dk, dv, flaw = finished(dk, dv, dtype, 0, board, rule, C)
     v_out = shared.dout.index(0)._reinterpret(dtype, [2, 1, 1, KEYS, HALF], targets.dv_desc.layout).index(ME)
@@ -155,3 +157,4 @@ def own_64_keys(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr)
     store_columns(targets.dk_desc, targets.dk, dk, k_out, 0, board, ME * HALF, C.DIM, C)
     mark_spoiled(targets, flaw, 0, board)
     tma.store_wait(0)
+    return t

@@ -11,13 +11,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flashtile.backends.gluon.columns import (
-    BOARDS,
     FIELDS,
     GO,
     KEYS,
     ORDERS,
+    ROOM,
     TILE_FIELDS,
-    Board,
     Extent,
     Sources,
     Targets,
@@ -71,7 +70,7 @@ def backward_kernel(
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.KEYS, C.BLOCK_Q], dtype)
     ds = gl.allocate_shared_memory(dtype, [1 if WIDE else 2, C.KEYS, C.BLOCK_Q], ds_layout)
     dq = gl.allocate_shared_memory(gl.float32, [2 * C.DQ_BUFFERS, 16, 256], dq_desc.layout)
-    board = gl.allocate_shared_memory(gl.int32, [BOARDS * FIELDS, 1], numbers)
+    board = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], numbers)
     k_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
@@ -116,18 +115,22 @@ def backward_kernel(
 
 
 @gluon.jit
-def consume(shared, numbers, targets, rule, ME: gl.constexpr, C: gl.constexpr):
+def consume(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
     """One warpgroup."""
-    t = gl.to_tensor(0)
-    n = gl.to_tensor(0)
     mbarrier.wait(shared.v_full, 0)  # and the board is there
-    while get(Board(numbers, n % BOARDS * FIELDS), GO) != 0:
-        mbarrier.wait(shared.k_full, n & 1)
-        board = Board(numbers, n % BOARDS * FIELDS)
-        if C.KEYS > KEYS:
+    if C.PERSISTENT:
+        t = gl.to_tensor(0)
+        n = gl.to_tensor(0)
+        while get(board, GO) != 0:
+            mbarrier.wait(shared.k_full, n & 1)
             t = own_128_keys(t, shared, board, targets, rule, ME, C)
-        else:
-            t = own_64_keys(t, shared, board, targets, rule, ME, C)
-        n += 1
-        mbarrier.wait(shared.v_full, n & 1)
-    tma.store_wait(0)
+            n += 1
+            mbarrier.wait(shared.v_full, n & 1)
+        tma.store_wait(0)
+    else:
+        mbarrier.wait(shared.k_full, 0)
+        if not C.PACKED or C.ALWAYS_CUT == 0:
+            own_64_keys(shared, board, targets, rule, ME, C)
+        else:  # there may be more programs than tiles of keys, and those have no diagonal
+            for _ in range(gl.minimum(get(board, ROOM), 1)):
+                own_64_keys(shared, board, targets, rule, ME, C)

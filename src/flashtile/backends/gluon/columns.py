@@ -52,13 +52,6 @@ class Tiles(NamedTuple):
     dq_free: Any
 
 
-class Board(NamedTuple):
-    """A board in shared memory, and where on it the numbers of a task begin."""
-
-    numbers: Any
-    begin: Any
-
-
 # What warpgroups have to know of their keys.
 KEY = gl.constexpr(0)  # the program's first
 ROOM = gl.constexpr(1)  # keys from there to the end of the sequence
@@ -71,7 +64,6 @@ MARK = gl.constexpr(7)
 CUT = gl.constexpr(8)  # 0, and how many tiles of queries later whole ones begin, whole ones end, and all end
 GO = gl.constexpr(12)  # 0: there is no task any more
 FIELDS = gl.constexpr(13)
-BOARDS = gl.constexpr(3)  # a task that is ending, one that has begun, and the one that is being written
 # And of a tile of queries.
 QUERY = gl.constexpr(0)  # its first
 DQ_AT = gl.constexpr(1)  # where its dQ lies
@@ -79,6 +71,17 @@ SLOPE = gl.constexpr(2)  # where alibi has that of its head
 TURN = gl.constexpr(3)  # how many programs add to this tile of dQ before this one, where their order is fixed
 TILE_FIELDS = gl.constexpr(4)
 ORDERS = gl.constexpr(4)  # tiles whose orders are kept: a warp that writes dQ is up to three tiles behind
+
+
+class Ends(NamedTuple):
+    """What is left to know of a warpgroup's keys when the tiles of queries are done. The board is free then."""
+
+    room: Any
+    in_use: Any
+    sequence: Any
+    head: Any
+    row: Any
+    mark: Any
 
 
 class Sources(NamedTuple):
@@ -124,7 +127,7 @@ class Column(NamedTuple):
 
 
 @gluon.jit
-def load(shared, numbers, sources, counter, turns, work, C: gl.constexpr):
+def load(shared, board, sources, counter, turns, work, C: gl.constexpr):
     """Fetch, for one task after the other, its keys and values, and the tiles of queries that see them.
 
     The first of these come before the keys: warpgroups may still be busy with the keys of the task before.
@@ -147,13 +150,13 @@ def load(shared, numbers, sources, counter, turns, work, C: gl.constexpr):
         count = C.GROUP * (end - begin)
         for i in range(count + 1):
             if i == gl.minimum(count, 1):
-                if n > 0:
+                if C.PERSISTENT and n > 0:
                     sync(KV_FREE, ALL)
                 mbarrier.expect(shared.k_full, sources.k.block_type.nbytes)
                 k_at = [place, column.head, at.k_start + key, 0]
                 tma.async_copy_global_to_shared(sources.k, k_at, shared.k_full, shared.k)
                 cut = (begin, full_begin, full_end, end)
-                post(Board(numbers, n % BOARDS * FIELDS), column, place, key, cut, work, C)
+                post(board, column, place, key, cut, work, C)
                 mbarrier.expect(shared.v_full, sources.v.block_type.nbytes)  # after the board, for which it speaks too
                 tma.async_copy_global_to_shared(sources.v, k_at, shared.v_full, shared.v)
             if i < count:
@@ -186,7 +189,10 @@ def load(shared, numbers, sources, counter, turns, work, C: gl.constexpr):
                     row = begin * C.BLOCK_Q
                     h += 1
         n += 1
-        column, number = next_column(counter, turns, work, C)
+        if C.PERSISTENT:
+            column, number = next_column(counter, turns, work, C)
+        else:
+            number = work.tasks
     # Meet all arrivals. Where scores are made LATE, the last tile waits for one more, which nobody reads.
     if t >= 2:
         sync(Q_FREE + (t & 1), ALL)
@@ -200,11 +206,12 @@ def load(shared, numbers, sources, counter, turns, work, C: gl.constexpr):
         sync(Q_FREE + ((t + 1) & 1), ALL)
         if C.DOUT_STAGES == 2:
             sync(DO_FREE + ((t + 1) & 1), ALL)
-    if n > 0:
-        sync(KV_FREE, ALL)
-    put(numbers, n % BOARDS * FIELDS + GO, 0)
-    gl.thread_barrier()
-    mbarrier.arrive(shared.v_full, count=1)
+    if C.PERSISTENT:
+        if n > 0:
+            sync(KV_FREE, ALL)
+        put(board, GO, 0)
+        gl.thread_barrier()
+        mbarrier.arrive(shared.v_full, count=1)
     leave(counter)
 
 
@@ -213,7 +220,7 @@ def next_column(counter, turns, work, C: gl.constexpr):
     """The next task that has keys, and its number. Of packed sequences there may be fewer than numbers."""
     number = claim(counter)
     column = find_column(gl.minimum(number, work.tasks - 1), turns, work, C)
-    if work.lengths.cu_k is not None:
+    if work.lengths.cu_k is not None and C.PERSISTENT:
         while (number < work.tasks) & (column.tile * C.KEYS >= column.at.k_room):
             number = claim(counter)
             column = find_column(gl.minimum(number, work.tasks - 1), turns, work, C)
@@ -254,22 +261,22 @@ def query_tiles(key, at, work, C: gl.constexpr):
 def post(board, column, place, key, cut, work, C: gl.constexpr):
     """Write what warpgroups have to know."""
     at = column.at
-    write_number(board, GO, 1)
-    write_number(board, KEY, key)
-    write_number(board, ROOM, at.k_room - key)
-    write_number(board, IN_USE, at.k_len - key)
-    write_number(board, OFFSET, at.offset)
-    write_number(board, SEQUENCE, place)
-    write_number(board, HEAD, column.head)
-    write_number(board, ROW, at.k_start + key)
-    write_number(board, CUT, 0)
-    write_number(board, CUT + 1, cut[1] - cut[0])
-    write_number(board, CUT + 2, cut[2] - cut[0])
-    write_number(board, CUT + 3, cut[3] - cut[0])
+    put(board, GO, 1)
+    put(board, KEY, key)
+    put(board, ROOM, at.k_room - key)
+    put(board, IN_USE, at.k_len - key)
+    put(board, OFFSET, at.offset)
+    put(board, SEQUENCE, place)
+    put(board, HEAD, column.head)
+    put(board, ROW, at.k_start + key)
+    put(board, CUT, 0)
+    put(board, CUT + 1, cut[1] - cut[0])
+    put(board, CUT + 2, cut[2] - cut[0])
+    put(board, CUT + 3, cut[3] - cut[0])
     mark = key // KEYS
     if work.lengths.cu_q is not None:
         mark += at.k_start // KEYS + column.sequence
-    write_number(board, MARK, (place * work.kv_heads + column.head) * work.mark_tiles + mark)
+    put(board, MARK, (place * work.kv_heads + column.head) * work.mark_tiles + mark)
     gl.thread_barrier()  # the lane that speaks next speaks for all of them
 
 
@@ -322,8 +329,8 @@ def shaped(s, t, shared, board, rule, ME: gl.constexpr, MASKED: gl.constexpr, C:
     if MASKED or rule.alibi is not None:
         in_rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
         order = order_of(t)
-        seen = seen_by(board, rule, one(shared.orders.index(order + SLOPE)), in_rows, ME)
-        i0 = one(shared.orders.index(order + QUERY))
+        seen = seen_by(board, rule, get(shared.orders, order + SLOPE), in_rows, ME)
+        i0 = get(shared.orders, order + QUERY)
         s = shape_scores(s, rule, seen, i0)
         if MASKED:
             s = hide(s, seen, i0, rule.left is not None, rule.right is not None)
@@ -352,12 +359,20 @@ def seen_by(board, rule, slope_at, LAYOUT: gl.constexpr, ME: gl.constexpr):
 
 
 @gluon.jit
-def finished(dk, dv, dtype: gl.constexpr, row, board, rule, C: gl.constexpr):
-    """dK and dV of KEYS keys from `row` of the program on, as they are stored; 0 for each, or NaN where not finite."""
+def read_ends(board, row):
+    """Of KEYS keys from `row` of the task on."""
+    room = get(board, ROOM) - row
+    mark = get(board, MARK) + row // KEYS
+    return Ends(room, get(board, IN_USE) - row, get(board, SEQUENCE), get(board, HEAD), get(board, ROW) + row, mark)
+
+
+@gluon.jit
+def finished(dk, dv, dtype: gl.constexpr, ends, rule, C: gl.constexpr):
+    """dK and dV of KEYS keys, as they are stored; 0 for each, or NaN where not finite."""
     dk = dk * number(rule.scale, gl.float32)
     if C.ENDS:
         o_j = gl.arange(0, KEYS, gl.SliceLayout(1, dk.type.layout))
-        used = (o_j < get(board, IN_USE) - row)[:, None]
+        used = (o_j < ends.in_use)[:, None]
         dk = gl.where(used, dk, 0.0)
         dv = gl.where(used, dv, 0.0)
     flaw = gl.sum((dk + dv) * 0.0, 1)
@@ -365,41 +380,33 @@ def finished(dk, dv, dtype: gl.constexpr, row, board, rule, C: gl.constexpr):
 
 
 @gluon.jit
-def mark_spoiled(targets, flaw, row, board):
+def mark_spoiled(targets, flaw, ends):
     """Set the mark of these KEYS keys where any of them has a flaw."""
     o_j = gl.arange(0, KEYS, flaw.type.layout)
-    mark = targets.marks + (o_j * 0 + get(board, MARK) + row // KEYS)
-    gl.store(mark, o_j * 0 + 1, mask=(o_j < get(board, ROOM) - row) & (flaw != 0))
+    gl.store(targets.marks + (o_j * 0 + ends.mark), o_j * 0 + 1, mask=(o_j < ends.room) & (flaw != 0))
 
 
 @gluon.jit
-def store_columns(desc, x, block, tile, row, board, FIRST_COLUMN: gl.constexpr, WIDTH: gl.constexpr, C: gl.constexpr):
-    """dK or dV, of WIDTH columns, of KEYS keys: in registers, and in shared memory. row: counted in the program."""
-    room = get(board, ROOM) - row
-    head = get(board, HEAD)
-    whole = room > 0
+def store_columns(desc, x, block, tile, ends, FIRST_COLUMN: gl.constexpr, WIDTH: gl.constexpr, C: gl.constexpr):
+    """dK or dV, of WIDTH columns, of KEYS keys: in registers, and in shared memory."""
+    whole = ends.room > 0
     if C.PACKED:  # the next sequence begins where this one ends
-        whole = room >= KEYS
+        whole = ends.room >= KEYS
     if whole:
-        tma.async_copy_shared_to_global(desc, [get(board, SEQUENCE), head, get(board, ROW) + row, FIRST_COLUMN], tile)
+        tma.async_copy_shared_to_global(desc, [ends.sequence, ends.head, ends.row, FIRST_COLUMN], tile)
     if C.PACKED:
         o_j = gl.arange(0, KEYS, gl.SliceLayout(1, block.type.layout))
         o_d = FIRST_COLUMN + gl.arange(0, block.shape[1], gl.SliceLayout(0, block.type.layout))
-        p = x.ptr + head.to(gl.int64) * x.head + (get(board, ROW) + row + o_j).to(gl.int64) * x.row
-        there = (o_j < room) & (room < KEYS)
+        p = x.ptr + ends.head.to(gl.int64) * x.head + (ends.row + o_j).to(gl.int64) * x.row
+        there = (o_j < ends.room) & (ends.room < KEYS)
         gl.store(p[:, None] + o_d[None, :], block, mask=there[:, None] & (o_d < WIDTH)[None, :])
 
 
 @gluon.jit
-def put(numbers, at, x):
-    numbers.index(at).store(gl.full([1], x, gl.int32, LANES))
+def put(board, field, x):
+    board.index(field).store(gl.full([1], x, gl.int32, LANES))
 
 
 @gluon.jit
-def write_number(board, FIELD: gl.constexpr, x):
-    put(board.numbers, board.begin + FIELD, x)
-
-
-@gluon.jit
-def get(board, FIELD: gl.constexpr):
-    return one(board.numbers.index(board.begin + FIELD))
+def get(board, field):
+    return one(board.index(field))

@@ -7,8 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from flashtile.backends.gluon.assembly import added, await_count, reduce_add
-from flashtile.backends.gluon.columns import BOARDS, CUT, DQ_AT, FIELDS, GO, TURN, Board, get, order_of
-from flashtile.backends.gluon.tasks import one
+from flashtile.backends.gluon.columns import CUT, DQ_AT, GO, TURN, get, order_of
 
 # A 64 x 64 tile of dQ or P lies as 128 threads hold it, so that it is stored without conflicts, and dQ leaves in one
 # piece; row_kernels.py undoes the order.
@@ -51,40 +50,50 @@ def buffer_of(n, ME: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def dq_place(shared, t, PART: gl.constexpr, ME: gl.constexpr, C: gl.constexpr):
-    return one(shared.orders.index(order_of(t) + DQ_AT)) + (ME * C.PARTS + PART) * 16
+    return get(shared.orders, order_of(t) + DQ_AT) + (ME * C.PARTS + PART) * 16
 
 
 @gluon.jit
-def write(shared, numbers, dq, turns, ME: gl.constexpr, C: gl.constexpr):
+def write(shared, board, dq, turns, ME: gl.constexpr, C: gl.constexpr):
     """One warp: have the copy engine add a warpgroup's tiles to dQ, while the warpgroup goes on.
 
     With turns, in a fixed order, so that sums are the same each time: a task's turn at a tile of queries comes when all
     those of later keys have added theirs. A counter says how many have.
     """
-    t = gl.to_tensor(0)
-    at = gl.to_tensor(0)
-    n = gl.to_tensor(0)
     mbarrier.wait(shared.v_full, 0)  # and the board is there
-    while get(Board(numbers, n % BOARDS * FIELDS), GO) != 0:
-        for _ in range(C.GROUP * get(Board(numbers, n % BOARDS * FIELDS), CUT + 3)):
-            for part in gl.static_range(C.PARTS):
-                m = t * C.PARTS + part
-                buffer = buffer_of(m, ME, C)
-                mbarrier.wait(shared.dq_full.index(buffer), m // C.DQ_BUFFERS & 1)
-                if part == 0:  # orders stay as they are while a buffer is full
-                    at = dq_place(shared, t, 0, ME, C)
-                    if turns is not None:
-                        await_count(turns + at // 16, one(shared.orders.index(order_of(t) + TURN)))
-                reduce_add(dq, [at + part * 16, 0], shared.dq.index(buffer))
-                tma.store_wait(0)
-                mbarrier.arrive(shared.dq_free.index(buffer), count=1)
-            if turns is not None:
-                added()
-                gl.thread_barrier()
-                gl.atomic_add(turns + at // 16, 1, sem="release")
-            t += 1
-        n += 1
-        mbarrier.wait(shared.v_full, n & 1)
+    t = gl.to_tensor(0)
+    if C.PERSISTENT:
+        n = gl.to_tensor(0)
+        while get(board, GO) != 0:
+            t = write_tiles(t, shared, board, dq, turns, ME, C)
+            n += 1
+            mbarrier.wait(shared.v_full, n & 1)
+    else:
+        write_tiles(t, shared, board, dq, turns, ME, C)
+
+
+@gluon.jit
+def write_tiles(t, shared, board, dq, turns, ME: gl.constexpr, C: gl.constexpr):
+    """Those of one task. t: tiles before; and after."""
+    at = gl.to_tensor(0)
+    for _ in range(C.GROUP * get(board, CUT + 3)):
+        for part in gl.static_range(C.PARTS):
+            n = t * C.PARTS + part
+            buffer = buffer_of(n, ME, C)
+            mbarrier.wait(shared.dq_full.index(buffer), n // C.DQ_BUFFERS & 1)
+            if part == 0:  # orders stay as they are while a buffer is full
+                at = dq_place(shared, t, 0, ME, C)
+                if turns is not None:
+                    await_count(turns + at // 16, get(shared.orders, order_of(t) + TURN))
+            reduce_add(dq, [at + part * 16, 0], shared.dq.index(buffer))
+            tma.store_wait(0)
+            mbarrier.arrive(shared.dq_free.index(buffer), count=1)
+        if turns is not None:
+            added()
+            gl.thread_barrier()
+            gl.atomic_add(turns + at // 16, 1, sem="release")
+        t += 1
+    return t
 
 
 @gluon.jit

@@ -41,6 +41,7 @@ class Constants(NamedTuple):
     ALWAYS_CUT: Any  # the first so many tiles of queries are cut, in every column of keys
     CUT_AT_BEGIN: Any  # tiles may be cut by the right of the band
     CUT_AT_END: Any  # tiles may be cut by the left of the band
+    PERSISTENT: Any  # a program takes one task after the other
     OUT_TILES: Any  # of dK or dV of a warpgroup that the buffers of dQ can hold
 
 
@@ -96,8 +97,7 @@ class Backward:
         )
         tasks = k_tiles * p.kv_heads * batch
         self._counts = (k_tiles, p.kv_heads, padded, marks_k, tasks)
-        # Wide gradients leave by the buffers of queries, which the next task would fill: a program has one task.
-        programs = min(tasks, portable.processors(device)) if config.keys > ROWS else tasks
+        programs = min(tasks, portable.processors(device)) if _persistent(config) else tasks
         # Packed queries and keys that begin at the same places, being one tensor, have a diagonal each.
         self._starts = {
             alike: Start(
@@ -153,6 +153,11 @@ class Backward:
         return Gradients(dq.ptr, dk.ptr, dv.ptr, None, dsink)
 
 
+def _persistent(config: tuning.Steps) -> bool:
+    """Wide gradients leave by the buffers of queries, which a next task would fill."""
+    return config.keys > ROWS
+
+
 def constants(p: Problem, config: tuning.Steps, width: int, alike: bool) -> Constants:
     """alike: packed queries and keys begin at the same places."""
     always_cut = tuning.always_cut(p, alike)
@@ -165,5 +170,8 @@ def constants(p: Problem, config: tuning.Steps, width: int, alike: bool) -> Cons
     buffers = config.dq_buffers if writers else 1
     out_tiles = 2 * buffers * 64 * 64 * 4 // (ROWS * width * 2)
     return Constants(
-        *map(gl.constexpr, (*sizes, parts, writers, buffers, config.late, p.packed, ends, *cut, out_tiles))
+        *map(
+            gl.constexpr,
+            (*sizes, parts, writers, buffers, config.late, p.packed, ends, *cut, _persistent(config), out_tiles),
+        )
     )

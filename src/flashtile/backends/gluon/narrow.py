@@ -33,6 +33,7 @@ from flashtile.backends.gluon.columns import (
     finished,
     get,
     mark_spoiled,
+    read_ends,
     shaped,
     store_columns,
     walk,
@@ -149,10 +150,10 @@ def own_128_keys(t, shared, board, targets, rule, ME: gl.constexpr, C: gl.conste
     tma.store_wait(0)  # of the task before: its gradients left by the buffers of dQ
     gl.thread_barrier()
     t, dk, dv = walk(step, t, s, dk, dv, shared, board, targets, rule, ME, C)
+    ends = read_ends(board, ME * KEYS)
     arrive(KV_FREE, ALL)
     await_all(shared, t, ME, C)
-    row: gl.constexpr = ME * KEYS
-    dk, dv, flaw = finished(dk, dv, dtype, row, board, rule, C)
+    dk, dv, flaw = finished(dk, dv, dtype, ends, rule, C)
     out = shared.dq._reinterpret(dtype, [C.OUT_TILES, 1, 1, KEYS, C.BLOCK_D], targets.dv_desc.layout)
     v_out = out.index(ME * (C.OUT_TILES // 2))
     k_out = out.index(ME * (C.OUT_TILES // 2) + 1)
@@ -161,7 +162,7 @@ def own_128_keys(t, shared, board, targets, rule, ME: gl.constexpr, C: gl.conste
     k_out.reshape([KEYS, C.BLOCK_D]).store(dk)
     fence_async_shared()
     gl.thread_barrier()
-    store_columns(targets.dv_desc, targets.dv, dv, v_out, row, board, 0, C.DIM_V, C)
-    store_columns(targets.dk_desc, targets.dk, dk, k_out, row, board, 0, C.DIM, C)
-    mark_spoiled(targets, flaw, row, board)
+    store_columns(targets.dv_desc, targets.dv, dv, v_out, ends, 0, C.DIM_V, C)
+    store_columns(targets.dk_desc, targets.dk, dk, k_out, ends, 0, C.DIM, C)
+    mark_spoiled(targets, flaw, ends)
     return t

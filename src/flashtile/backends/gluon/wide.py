@@ -23,7 +23,6 @@ from flashtile.backends.gluon.columns import (
     DO_FREE,
     IN_USE,
     KEYS,
-    KV_FREE,
     MARK,
     Q_FREE,
     ROOM,
@@ -33,6 +32,7 @@ from flashtile.backends.gluon.columns import (
     finished,
     get,
     mark_spoiled,
+    read_ends,
     shaped,
     store_columns,
     walk,
@@ -125,8 +125,8 @@ def step(t, s, dk, dv, shared, board, targets, rule, unit, ME: gl.constexpr, MAS
 
 
 @gluon.jit
-def own_64_keys(t, shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
-    """One warpgroup: half of the columns of 64 keys. t: tiles of queries before; and after."""
+def own_64_keys(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
+    """One warpgroup: half of the columns of 64 keys."""
     HALF: gl.constexpr = C.BLOCK_D // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     dtype: gl.constexpr = shared.k.dtype
@@ -142,19 +142,18 @@ def own_64_keys(t, shared, board, targets, rule, ME: gl.constexpr, C: gl.constex
         sync(TOGETHER, WARPGROUPS)
     dk = gl.zeros([KEYS, HALF], gl.float32, layout)
     dv = gl.zeros([KEYS, HALF], gl.float32, layout)
-    s = warpgroup_mma_wait(0, deps=(make_first(shared, t, ME, C),))
-    t, dk, dv = walk(step, t, s, dk, dv, shared, board, targets, rule, ME, C)
-    arrive(KV_FREE, ALL)
+    s = warpgroup_mma_wait(0, deps=(make_first(shared, gl.to_tensor(0), ME, C),))
+    _t, dk, dv = walk(step, gl.to_tensor(0), s, dk, dv, shared, board, targets, rule, ME, C)
     sync(TOGETHER, WARPGROUPS)  # nobody reads queries any more
-    dk, dv, flaw = finished(dk, dv, dtype, 0, board, rule, C)
+    ends = read_ends(board, 0)
+    dk, dv, flaw = finished(dk, dv, dtype, ends, rule, C)
     v_out = shared.dout.index(0)._reinterpret(dtype, [2, 1, 1, KEYS, HALF], targets.dv_desc.layout).index(ME)
     k_out = shared.q.index(0)._reinterpret(dtype, [2, 1, 1, KEYS, HALF], targets.dk_desc.layout).index(ME)
     v_out.reshape([KEYS, HALF]).store(dv)
     k_out.reshape([KEYS, HALF]).store(dk)
     fence_async_shared()
     gl.thread_barrier()
-    store_columns(targets.dv_desc, targets.dv, dv, v_out, 0, board, ME * HALF, C.DIM_V, C)
-    store_columns(targets.dk_desc, targets.dk, dk, k_out, 0, board, ME * HALF, C.DIM, C)
-    mark_spoiled(targets, flaw, 0, board)
+    store_columns(targets.dv_desc, targets.dv, dv, v_out, ends, ME * HALF, C.DIM_V, C)
+    store_columns(targets.dk_desc, targets.dk, dk, k_out, ends, ME * HALF, C.DIM, C)
+    mark_spoiled(targets, flaw, ends)
     tma.store_wait(0)
-    return t

@@ -68,7 +68,7 @@ FIELDS = gl.constexpr(13)
 QUERY = gl.constexpr(0)  # its first
 DQ_AT = gl.constexpr(1)  # where its dQ lies
 SLOPE = gl.constexpr(2)  # where alibi has that of its head
-TURN = gl.constexpr(3)  # how many programs add to this tile of dQ before this one, where their order is fixed
+TURN = gl.constexpr(3)  # how many tasks add to this tile of dQ before, where their order is fixed; -1: nobody counts it
 TILE_FIELDS = gl.constexpr(4)
 ORDERS = gl.constexpr(4)  # tiles whose orders are kept: a warp that writes dQ is up to three tiles behind
 
@@ -126,6 +126,12 @@ class Column(NamedTuple):
     at: Any
 
 
+@gluon.constexpr_function
+def everyone(C):
+    """Threads that read the board, or write it."""
+    return 288 + 64 if C.WRITERS else 288
+
+
 @gluon.jit
 def load(shared, board, sources, counter, turns, work, C: gl.constexpr):
     """Fetch, for one task after the other, its keys and values, and the tiles of queries that see them.
@@ -144,21 +150,21 @@ def load(shared, board, sources, counter, turns, work, C: gl.constexpr):
         if lengths.cu_q is not None:
             place = 0
             dq_row = (at.q_start // C.KEYS + column.sequence) * C.KEYS
-        begin, full_begin, full_end, end = query_tiles(key, at, work, C)
+        begin, full_begin, full_end, end, seen = query_tiles(key, at, work, C)
         h = column.head * C.GROUP
         row = begin * C.BLOCK_Q
         count = C.GROUP * (end - begin)
         for i in range(count + 1):
             if i == gl.minimum(count, 1):
                 if C.PERSISTENT and n > 0:
-                    sync(KV_FREE, ALL)
+                    sync(KV_FREE, everyone(C))
                 mbarrier.expect(shared.k_full, sources.k.block_type.nbytes)
                 k_at = [place, column.head, at.k_start + key, 0]
-                tma.async_copy_global_to_shared(sources.k, k_at, shared.k_full, shared.k)
+                tma.async_copy_global_to_shared(sources.k, k_at, shared.k_full, shared.k.index(0))
                 cut = (begin, full_begin, full_end, end)
-                post(board, column, place, key, cut, work, C)
+                post(board, column, place, key, cut, seen, work, C)
                 mbarrier.expect(shared.v_full, sources.v.block_type.nbytes)  # after the board, for which it speaks too
-                tma.async_copy_global_to_shared(sources.v, k_at, shared.v_full, shared.v)
+                tma.async_copy_global_to_shared(sources.v, k_at, shared.v_full, shared.v.index(0))
             if i < count:
                 half = t & 1
                 slot = t % C.DOUT_STAGES
@@ -172,7 +178,8 @@ def load(shared, board, sources, counter, turns, work, C: gl.constexpr):
                 put(shared.orders, order + DQ_AT, (dq_head + row) // 64 * (C.BLOCK_D // 64) * 16)
                 put(shared.orders, order + SLOPE, column.sequence * work.rule.alibi_sequence + h * work.rule.alibi_head)
                 if turns is not None:
-                    put(shared.orders, order + TURN, turn_of(column.tile, row, at, work, C))
+                    turn = turn_of(column.tile, row, at, work, C)
+                    put(shared.orders, order + TURN, turn * seen + seen - 1)
                 gl.thread_barrier()  # the lane that speaks next speaks for all of them
                 mbarrier.expect(q_full, sources.q.block_type.nbytes + sources.rows.block_type.nbytes)
                 q_at = [place, h, at.q_start + row, 0]
@@ -208,7 +215,7 @@ def load(shared, board, sources, counter, turns, work, C: gl.constexpr):
             sync(DO_FREE + ((t + 1) & 1), ALL)
     if C.PERSISTENT:
         if n > 0:
-            sync(KV_FREE, ALL)
+            sync(KV_FREE, everyone(C))
         put(board, GO, 0)
         gl.thread_barrier()
         mbarrier.arrive(shared.v_full, count=1)
@@ -242,29 +249,41 @@ def find_column(number, turns, work, C: gl.constexpr):
 
 @gluon.jit
 def query_tiles(key, at, work, C: gl.constexpr):
-    """begin, full_begin, full_end, end of the tiles of queries that see the keys from `key` on."""
+    """begin, full_begin, full_end, end of the tiles of queries that see the keys from `key` on; 1, or 0 if none does.
+
+    Where a program takes one task after the other, those that nobody sees get a tile too, hidden by what mask there is,
+    or of keys that are not in use: the task before waits for one.
+    """
     # The band with the roles swapped says which. Rows beyond the last query have no weights: no tile is cut by it.
     rule = work.rule
     last = gl.maximum(gl.minimum(key + C.KEYS, at.k_len), key + 1)
     n_q = at.q_len * (key < at.k_len).to(gl.int32)
     begin, full_begin, full_end, end = cuts(reach(rule.right), reach(rule.left), -at.offset, key, last, n_q, C.BLOCK_Q)
+    seen = (begin < end).to(gl.int32)
     if rule.left is None:
         full_end = end
     if C.ALWAYS_CUT > 0:
         end = gl.maximum(end, begin + C.ALWAYS_CUT * (key < at.k_len).to(gl.int32))
         full_begin = begin + C.ALWAYS_CUT
         full_end = end
-    return begin, full_begin, full_end, end
+        seen = gl.to_tensor(1)
+    elif C.PERSISTENT:
+        hidden = 1 - seen
+        begin = begin * seen
+        full_begin = full_begin * seen + (hidden if C.CUT_AT_BEGIN else 0)
+        full_end = full_end * seen + (0 if C.CUT_AT_END and not C.CUT_AT_BEGIN else hidden)
+        end = end * seen + hidden
+    return begin, full_begin, full_end, end, seen
 
 
 @gluon.jit
-def post(board, column, place, key, cut, work, C: gl.constexpr):
+def post(board, column, place, key, cut, seen, work, C: gl.constexpr):
     """Write what warpgroups have to know."""
     at = column.at
     put(board, GO, 1)
     put(board, KEY, key)
     put(board, ROOM, at.k_room - key)
-    put(board, IN_USE, at.k_len - key)
+    put(board, IN_USE, (at.k_len - key) * seen)
     put(board, OFFSET, at.offset)
     put(board, SEQUENCE, place)
     put(board, HEAD, column.head)

@@ -6,8 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from flashtile.backends.gluon.assembly import added, await_count, reduce_add
-from flashtile.backends.gluon.columns import CUT, DQ_AT, GO, TURN, get, order_of
+from flashtile.backends.gluon.assembly import added, arrive, await_count, reduce_add
+from flashtile.backends.gluon.columns import CUT, DQ_AT, GO, KV_FREE, TURN, everyone, get, order_of
 
 # A 64 x 64 tile of dQ or P lies as 128 threads hold it, so that it is stored without conflicts, and dQ leaves in one
 # piece; row_kernels.py undoes the order.
@@ -75,8 +75,12 @@ def write(shared, board, dq, turns, ME: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def write_tiles(t, shared, board, dq, turns, ME: gl.constexpr, C: gl.constexpr):
     """Those of one task. t: tiles before; and after."""
+    tiles = C.GROUP * get(board, CUT + 3)
+    if C.PERSISTENT:
+        arrive(KV_FREE, everyone(C))  # it is done with the board
     at = gl.to_tensor(0)
-    for _ in range(C.GROUP * get(board, CUT + 3)):
+    turn = gl.to_tensor(0)
+    for _ in range(tiles):
         for part in gl.static_range(C.PARTS):
             n = t * C.PARTS + part
             buffer = buffer_of(n, ME, C)
@@ -84,14 +88,15 @@ def write_tiles(t, shared, board, dq, turns, ME: gl.constexpr, C: gl.constexpr):
             if part == 0:  # orders stay as they are while a buffer is full
                 at = dq_place(shared, t, 0, ME, C)
                 if turns is not None:
-                    await_count(turns + at // 16, get(shared.orders, order_of(t) + TURN))
+                    turn = get(shared.orders, order_of(t) + TURN)
+                    await_count(turns + at // 16, gl.maximum(turn, 0))
             reduce_add(dq, [at + part * 16, 0], shared.dq.index(buffer))
             tma.store_wait(0)
             mbarrier.arrive(shared.dq_free.index(buffer), count=1)
         if turns is not None:
             added()
             gl.thread_barrier()
-            gl.atomic_add(turns + at // 16, 1, sem="release")
+            gl.atomic_add(turns + at // 16, (turn >= 0).to(gl.int32), sem="release")
         t += 1
     return t
 

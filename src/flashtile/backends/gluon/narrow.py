@@ -30,6 +30,7 @@ from flashtile.backends.gluon.columns import (
     TOGETHER,
     WARPGROUPS,
     clear_unused,
+    everyone,
     finished,
     get,
     mark_spoiled,
@@ -61,21 +62,32 @@ def mine(tile, ME: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def made_anew(tile, t, C: gl.constexpr):
+    """K or V. Where registers are scarce its address looks as if t decided it: kept over the loop, it would be spilled."""
+    if C.BLOCK_D == 128:
+        return tile.index(t >> 30)
+    else:
+        return tile.index(0)
+
+
+@gluon.jit
 def step(t, s, dk, dv, shared, board, targets, rule, unit, ME: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
     """Tile t of queries. s: its scores already, where LATE."""
     dtype: gl.constexpr = shared.q.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_Q, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     half = t & 1
+    k_tile = made_anew(shared.k, t, C)
+    v_tile = made_anew(shared.v, t, C)
     phase = (t >> 1) & 1
     q = queries(shared, half, C)
     dout = shared.dout.index(half).reshape([C.BLOCK_Q, C.BLOCK_D])
     zero = gl.zeros([KEYS, C.BLOCK_Q], gl.float32, s_layout)
     if not C.LATE:
         mbarrier.wait(shared.q_full.index(half), phase)
-        s_later = warpgroup_mma(mine(shared.k, ME, C), q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s_later = warpgroup_mma(mine(k_tile, ME, C), q.permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(shared.dout_full.index(half), phase)
-    dp_later = warpgroup_mma(mine(shared.v, ME, C), dout.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dp_later = warpgroup_mma(mine(v_tile, ME, C), dout.permute((1, 0)), zero, use_acc=False, is_async=True)
     if not C.LATE:
         s = warpgroup_mma_wait(1, deps=(s_later,))
     s, slope = shaped(s, t, shared, board, rule, ME, MASKED, C)
@@ -103,9 +115,9 @@ def step(t, s, dk, dv, shared, board, targets, rule, unit, ME: gl.constexpr, MAS
     nothing = gl.zeros([64, 64], gl.float32, dq_layout)
     if C.BLOCK_Q == 128:  # half of the rows each
         a = both.slice(ME * 64, 64, 1).permute((1, 0))
-        dq_later = warpgroup_mma(a, keys(shared.k, C), nothing, use_acc=False, is_async=True)
+        dq_later = warpgroup_mma(a, keys(k_tile, C), nothing, use_acc=False, is_async=True)
     else:  # half of the columns each
-        b = keys(shared.k, C).slice(ME * 64, 64, 1)
+        b = keys(k_tile, C).slice(ME * 64, 64, 1)
         dq_later = warpgroup_mma(both.permute((1, 0)), b, nothing, use_acc=False, is_async=True)
     dk_later = warpgroup_mma(ds_operand, q, dk, is_async=True)
     dv, dq, p_operand = warpgroup_mma_wait(1, deps=(dv_later, dq_later, p_operand))
@@ -114,7 +126,7 @@ def step(t, s, dk, dv, shared, board, targets, rule, unit, ME: gl.constexpr, MAS
     if C.LATE:  # scores of the next tile, behind dK; registers of dQ are free by now
         mbarrier.wait(shared.q_full.index(half ^ 1), ((t + 1) >> 1) & 1)
         after = queries(shared, half ^ 1, C).permute((1, 0))
-        s_later = warpgroup_mma(mine(shared.k, ME, C), after, zero, use_acc=False, is_async=True)
+        s_later = warpgroup_mma(mine(k_tile, ME, C), after, zero, use_acc=False, is_async=True)
         dk, ds_operand = warpgroup_mma_wait(1, deps=(dk_later, ds_operand))
         s = warpgroup_mma_wait(0, deps=(s_later,))
     else:
@@ -129,14 +141,14 @@ def own_128_keys(t, shared, board, targets, rule, ME: gl.constexpr, C: gl.conste
     """One warpgroup: 64 keys, from the first product to the stored gradients. t: tiles of queries before; and after."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_Q, 16])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
-    dtype: gl.constexpr = shared.k.dtype
+    dtype: gl.constexpr = shared.q.dtype
     if get(board, ROOM) > ME * KEYS:
         gl.store(targets.marks + get(board, MARK) + ME, 0)
     if C.ENDS:
         in_use = get(board, IN_USE)
         if in_use < 2 * KEYS:
-            clear_unused(mine(shared.k, ME, C), in_use - ME * KEYS)
-            clear_unused(mine(shared.v, ME, C), in_use - ME * KEYS)
+            clear_unused(mine(shared.k.index(0), ME, C), in_use - ME * KEYS)
+            clear_unused(mine(shared.v.index(0), ME, C), in_use - ME * KEYS)
             fence_async_shared()
             sync(TOGETHER, WARPGROUPS)
     dk = gl.zeros([KEYS, C.BLOCK_D], gl.float32, layout)
@@ -145,13 +157,13 @@ def own_128_keys(t, shared, board, targets, rule, ME: gl.constexpr, C: gl.conste
     if C.LATE:
         mbarrier.wait(shared.q_full.index(t & 1), (t >> 1) & 1)
         after = queries(shared, t & 1, C).permute((1, 0))
-        s_later = warpgroup_mma(mine(shared.k, ME, C), after, s, use_acc=False, is_async=True)
+        s_later = warpgroup_mma(mine(shared.k.index(0), ME, C), after, s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s_later,))
     tma.store_wait(0)  # of the task before: its gradients left by the buffers of dQ
     gl.thread_barrier()
     t, dk, dv = walk(step, t, s, dk, dv, shared, board, targets, rule, ME, C)
     ends = read_ends(board, ME * KEYS)
-    arrive(KV_FREE, ALL)
+    arrive(KV_FREE, everyone(C))
     await_all(shared, t, ME, C)
     dk, dv, flaw = finished(dk, dv, dtype, ends, rule, C)
     out = shared.dq._reinterpret(dtype, [C.OUT_TILES, 1, 1, KEYS, C.BLOCK_D], targets.dv_desc.layout)

@@ -63,7 +63,7 @@ def mine(tile, ME: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def made_anew(tile, t, C: gl.constexpr):
-    """K or V. Where registers are scarce its address looks as if t decided it: kept over the loop, it would be spilled."""
+    """K or V. Where registers are scarce, its address looks as if t decided it: kept all along, it would be spilled."""
     if C.BLOCK_D == 128:
         return tile.index(t >> 30)
     else:

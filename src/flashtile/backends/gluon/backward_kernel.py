@@ -55,8 +55,8 @@ def backward_kernel(
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     WIDE: gl.constexpr = C.KEYS == KEYS
     numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    k = gl.allocate_shared_memory(dtype, [1, 1, C.KEYS, C.BLOCK_D], k_desc.layout)
-    v = gl.allocate_shared_memory(dtype, [1, 1, C.KEYS, C.BLOCK_D], v_desc.layout)
+    k = gl.allocate_shared_memory(dtype, [1, 1, 1, C.KEYS, C.BLOCK_D], k_desc.layout)
+    v = gl.allocate_shared_memory(dtype, [1, 1, 1, C.KEYS, C.BLOCK_D], v_desc.layout)
     q = gl.allocate_shared_memory(dtype, [2, 1, 1, C.BLOCK_Q, C.BLOCK_D], q_desc.layout)
     dout = gl.allocate_shared_memory(dtype, [C.DOUT_STAGES, 1, 1, C.BLOCK_Q, C.BLOCK_D], dout_desc.layout)
     rows = gl.allocate_shared_memory(gl.float32, [2, 2, 1, 1, C.BLOCK_Q], rows_desc.layout)

@@ -125,10 +125,10 @@ def load(shared, board, sources, turns, work, C: gl.constexpr):
         place = 0
         dq_row = (at.q_start // C.KEYS + sequence) * C.KEYS
     mbarrier.expect(shared.k_full, sources.k.block_type.nbytes)
-    tma.async_copy_global_to_shared(sources.k, [place, head, at.k_start + key, 0], shared.k_full, shared.k)
+    tma.async_copy_global_to_shared(sources.k, [place, head, at.k_start + key, 0], shared.k_full, shared.k.index(0))
     begin, end = post(board, sequence, place, head, key, at, work, C)
     mbarrier.expect(shared.v_full, sources.v.block_type.nbytes)  # after the board, for which it speaks too
-    tma.async_copy_global_to_shared(sources.v, [place, head, at.k_start + key, 0], shared.v_full, shared.v)
+    tma.async_copy_global_to_shared(sources.v, [place, head, at.k_start + key, 0], shared.v_full, shared.v.index(0))
     t = gl.to_tensor(0)
     for h in range(head * C.GROUP, head * C.GROUP + C.GROUP):
         row = begin * C.BLOCK_Q

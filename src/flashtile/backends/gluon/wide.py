@@ -54,11 +54,11 @@ def make_first(shared, t, ME: gl.constexpr, C: gl.constexpr):
     zero = gl.zeros([KEYS, 64], gl.float32, S_LAYOUT)
     if ME == 0:
         mbarrier.wait(shared.q_full.index(t & 1), (t >> 1) & 1)
-        a = whole(shared.k, C)
+        a = whole(shared.k.index(0), C)
         b = whole(shared.q.index(t & 1), C)
     else:
         mbarrier.wait(shared.dout_full.index(0), t & 1)
-        a = whole(shared.v, C)
+        a = whole(shared.v.index(0), C)
         b = whole(shared.dout.index(0), C)
     return warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
 
@@ -74,7 +74,7 @@ def step(t, s, dk, dv, shared, board, targets, rule, unit, ME: gl.constexpr, MAS
     half = t & 1
     q = whole(shared.q.index(half), C).slice(ME * HALF, HALF, 1)
     dout = whole(shared.dout.index(0), C).slice(ME * HALF, HALF, 1)
-    k = whole(shared.k, C)
+    k = whole(shared.k.index(0), C)
     rows = shared.rows.index(half).reshape([2, 64])
     ds_shared = shared.ds.index(0)
     if ME == 0:
@@ -128,15 +128,15 @@ def own_64_keys(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr)
     """One warpgroup: half of the columns of 64 keys."""
     HALF: gl.constexpr = C.BLOCK_D // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    dtype: gl.constexpr = shared.k.dtype
+    dtype: gl.constexpr = shared.q.dtype
     mine = (get(board, ROOM) > 0) & (ME == 0)
     if mine:
         gl.store(targets.marks + get(board, MARK), 0)
     # Keys beyond the last one are 0 already; but with this branch there, ptxas spills nothing in the loop.
     in_use = get(board, IN_USE)
     if in_use < KEYS:
-        clear_unused(whole(shared.k, C).slice(ME * HALF, HALF, 1), in_use)
-        clear_unused(whole(shared.v, C).slice(ME * HALF, HALF, 1), in_use)
+        clear_unused(whole(shared.k.index(0), C).slice(ME * HALF, HALF, 1), in_use)
+        clear_unused(whole(shared.v.index(0), C).slice(ME * HALF, HALF, 1), in_use)
         fence_async_shared()
         sync(TOGETHER, WARPGROUPS)
     dk = gl.zeros([KEYS, HALF], gl.float32, layout)

@@ -119,14 +119,15 @@ def step(t, s, dk, dv, shared, board, targets, rule, unit, ME: gl.constexpr, MAS
     dk_later = warpgroup_mma(ds_operand, q, dk, is_async=True)
     dv, dq, p_operand = warpgroup_mma_wait(1, deps=(dv_later, dq_later, p_operand))
     arrive(DO_FREE + half, ALL)
-    add_to_dq(dq, shared, targets.dq, t, 0, ME, C)
-    if C.LATE:  # scores of the next tile, behind dK; registers of dQ are free by now
+    if C.LATE:  # scores of the next tile, behind dK
         mbarrier.wait(shared.q_full.index(half ^ 1), ((t + 1) >> 1) & 1)
         after = queries(shared, half ^ 1, C).permute((1, 0))
         s_later = warpgroup_mma(mine(k_tile, ME, C), after, zero, use_acc=False, is_async=True)
+        add_to_dq(dq, shared, targets.dq, t, 0, ME, C)
         dk, ds_operand = warpgroup_mma_wait(1, deps=(dk_later, ds_operand))
         s = warpgroup_mma_wait(0, deps=(s_later,))
     else:
+        add_to_dq(dq, shared, targets.dq, t, 0, ME, C)
         dk, ds_operand = warpgroup_mma_wait(0, deps=(dk_later, ds_operand))
         s = zero
     arrive(Q_FREE + half, ALL)

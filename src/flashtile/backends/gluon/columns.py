@@ -68,7 +68,7 @@ DQ_AT = gl.constexpr(1)  # where its dQ lies
 SLOPE = gl.constexpr(2)  # where alibi has that of its head
 TURN = gl.constexpr(3)  # how many programs add to this tile of dQ before this one, where their order is fixed
 TILE_FIELDS = gl.constexpr(4)
-ORDERS = gl.constexpr(4)  # tiles whose orders are kept: a warp that writes dQ is up to three tiles behind
+ORDERS = gl.constexpr(8)  # tiles whose orders are kept: a warp that writes dQ is up to three tiles behind
 
 
 class Sources(NamedTuple):
@@ -237,7 +237,7 @@ def walk(STEP: gl.constexpr, s, dk, dv, shared, board, targets, rule, ME: gl.con
             for _ in range(get(board, CUT + n), get(board, CUT + n + 1)):
                 s, dk, dv = STEP(t, s, dk, dv, shared, board, targets, rule, unit, ME, n != 1, C)
                 t += 1
-    return dk, dv
+    return t, dk, dv
 
 
 @gluon.jit

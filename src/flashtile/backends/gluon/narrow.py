@@ -40,7 +40,7 @@ from flashtile.backends.gluon.dq import add_to_dq, await_buffer
 
 # Named barriers. "dS is there": one for each warpgroup and parity, so that an arrival for the next tile never completes
 # the barrier of this one.
-DS_READY = gl.constexpr(5)
+DS_THERE = gl.constexpr(5)
 
 
 @gluon.jit
@@ -56,6 +56,28 @@ def keys(tile, C: gl.constexpr):
 @gluon.jit
 def mine(tile, ME: gl.constexpr, C: gl.constexpr):
     return keys(tile, C).slice(ME * KEYS, KEYS, 0)
+
+
+@gluon.jit
+def begin_dq(shared, k, half, ME: gl.constexpr, C: gl.constexpr):
+    """Start this warpgroup's half of dQ of a tile, from dS of both."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    nothing = gl.zeros([64, 64], gl.float32, layout)
+    if C.BLOCK_Q == 128:  # half of the rows each
+        a = shared.ds.index(half).slice(ME * 64, 64, 1)
+        b = keys(k, C)
+    else:  # half of the columns each
+        a = shared.ds.index(half)
+        b = keys(k, C).slice(ME * 64, 64, 1)
+    return warpgroup_mma(a.permute((1, 0)), b, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_before(dq, shared, desc, t, ME: gl.constexpr, C: gl.constexpr):
+    """dQ of the tile before t, if there is one."""
+    if t > 0:
+        await_buffer(shared, t - 1, 0, ME, C)
+        add_to_dq(dq, shared, desc, t - 1, 0, ME, C)
 
 
 @gluon.jit
@@ -96,38 +118,25 @@ def step(t, s, dk, dv, shared, board, targets, rule, unit, ME: gl.constexpr, MAS
     if rule.softcap is not None:
         ds = ds * slope
     ds = ds.to(dtype)
-    both = shared.ds.index(half)
-    both.slice(ME * KEYS, KEYS, 0).store(ds)
+    sync(DS_THERE + 2 * (1 - ME) + (half ^ 1), WARPGROUPS)
+    shared.ds.index(half).slice(ME * KEYS, KEYS, 0).store(ds)
     fence_async_shared()
-    if not C.LATE:
-        arrive(DS_READY + 2 * ME + half, WARPGROUPS)
     dv_later = warpgroup_mma(p_operand, dout, dv, is_async=True)
     ds_operand = gl.convert_layout(ds, a_layout, assert_trivial=True)
-    await_buffer(shared, t, 0, ME, C)
-    if not C.LATE:
-        sync(DS_READY + 2 * (1 - ME) + half, WARPGROUPS)
-    else:
-        sync(TOGETHER, WARPGROUPS)
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    nothing = gl.zeros([64, 64], gl.float32, dq_layout)
-    if C.BLOCK_Q == 128:  # half of the rows each
-        a = both.slice(ME * 64, 64, 1).permute((1, 0))
-        dq_later = warpgroup_mma(a, keys(k_tile, C), nothing, use_acc=False, is_async=True)
-    else:  # half of the columns each
-        b = keys(k_tile, C).slice(ME * 64, 64, 1)
-        dq_later = warpgroup_mma(both.permute((1, 0)), b, nothing, use_acc=False, is_async=True)
+    dq_later = begin_dq(shared, k_tile, half ^ 1, ME, C)
     dk_later = warpgroup_mma(ds_operand, q, dk, is_async=True)
     dv, dq, p_operand = warpgroup_mma_wait(1, deps=(dv_later, dq_later, p_operand))
+    arrive(DS_THERE + 2 * ME + half, WARPGROUPS)
     arrive(DO_FREE + half, ALL)
     if C.LATE:  # scores of the next tile, behind dK
         mbarrier.wait(shared.q_full.index(half ^ 1), ((t + 1) >> 1) & 1)
         after = queries(shared, half ^ 1, C).permute((1, 0))
         s_later = warpgroup_mma(mine(k_tile, ME, C), after, zero, use_acc=False, is_async=True)
-        add_to_dq(dq, shared, targets.dq, t, 0, ME, C)
+        add_before(dq, shared, targets.dq, t, ME, C)
         dk, ds_operand = warpgroup_mma_wait(1, deps=(dk_later, ds_operand))
         s = warpgroup_mma_wait(0, deps=(s_later,))
     else:
-        add_to_dq(dq, shared, targets.dq, t, 0, ME, C)
+        add_before(dq, shared, targets.dq, t, ME, C)
         dk, ds_operand = warpgroup_mma_wait(0, deps=(dk_later, ds_operand))
         s = zero
     arrive(Q_FREE + half, ALL)
@@ -157,7 +166,12 @@ def own_128_keys(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr
         after = queries(shared, 0, C).permute((1, 0))
         s_later = warpgroup_mma(mine(shared.k.index(0), ME, C), after, s, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s_later,))
-    dk, dv = walk(step, s, dk, dv, shared, board, targets, rule, ME, C)
+    arrive(DS_THERE + 2 * ME + 1, WARPGROUPS)
+    t, dk, dv = walk(step, s, dk, dv, shared, board, targets, rule, ME, C)
+    last = (t + 1) & 1
+    sync(DS_THERE + 2 * (1 - ME) + last, WARPGROUPS)
+    dq = warpgroup_mma_wait(0, deps=(begin_dq(shared, shared.k.index(0), last, ME, C),))
+    add_before(dq, shared, targets.dq, t, ME, C)
     sync(TOGETHER, WARPGROUPS)  # nobody reads K any more
     row: gl.constexpr = ME * KEYS
     dk, dv, flaw = finished(dk, dv, dtype, row, board, rule, C)

@@ -142,7 +142,7 @@ def own_64_keys(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr)
     dk = gl.zeros([KEYS, HALF], gl.float32, layout)
     dv = gl.zeros([KEYS, HALF], gl.float32, layout)
     s = warpgroup_mma_wait(0, deps=(make_first(shared, gl.to_tensor(0), ME, C),))
-    dk, dv = walk(step, s, dk, dv, shared, board, targets, rule, ME, C)
+    _t, dk, dv = walk(step, s, dk, dv, shared, board, targets, rule, ME, C)
     sync(TOGETHER, WARPGROUPS)  # nobody reads queries any more
     dk, dv, flaw = finished(dk, dv, dtype, 0, board, rule, C)
     v_out = shared.dout.index(0)._reinterpret(dtype, [2, 1, 1, KEYS, HALF], targets.dv_desc.layout).index(ME)

@@ -121,7 +121,7 @@ def attention(
         "threads": threads,
     }
     if kind == "torch":
-        import flashtile.pytorch
+        import flashtile.pytorch  # not "from": that is one call more each time
 
         return flashtile.pytorch.attention(q, k, v, backend, return_lse, options)
     return _numpy_forward(describe(q, k, v, **options), backend, return_lse)

@@ -28,7 +28,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Tensors that hold no memory go to this backend, as those of a Hopper GPU would, and no kernel is started."""
     if request.param == "gluon":
         hopper = pytest.importorskip("flashtile.backends.gluon.launch")
-        monkeypatch.setattr(hopper, "tickets", lambda count, device: None)
+        monkeypatch.setattr(hopper, "tickets", lambda device: None)
     row = next(row for row in dispatch.TABLE if row.name == request.param)
     monkeypatch.setattr(dispatch, "choose", lambda *_: row)
     monkeypatch.setattr(launch, "_gpu", lambda device: (9, 0))

@@ -25,7 +25,7 @@ def test_which_gpus_have_chains(gpu: Any, can: bool) -> None:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool, bool]]:
-    """Of each launch: the kernel, whether it was launched to follow, and whether it says so."""
+    """Of each launch: the kernel, whether it was launched to follow, and whether it is compiled for a chain."""
     found: list[tuple[str, bool, bool]] = []
 
     def listen(start: Start, *args: Any) -> None:
@@ -34,6 +34,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool, bool]]:
 
     monkeypatch.setattr(Start, "__call__", listen)
     monkeypatch.setattr(launch, "_gpu", lambda _device: (9, 0))
+    monkeypatch.setattr(launch, "INTERPRETED", False)
     return found
 
 

@@ -66,7 +66,7 @@ FIELDS = gl.constexpr(12)
 QUERY = gl.constexpr(0)  # its first
 DQ_AT = gl.constexpr(1)  # where its dQ lies
 SLOPE = gl.constexpr(2)  # where alibi has that of its head
-TURN = gl.constexpr(3)  # how many programs add to this tile of dQ before this one, where their order is fixed
+TURN = gl.constexpr(3)  # programs that add to this tile of dQ before, if in a fixed order; under 0: it is not counted
 TILE_FIELDS = gl.constexpr(4)
 ORDERS = gl.constexpr(4)  # tiles whose orders are kept: a warp that writes dQ is up to three tiles behind
 
@@ -208,11 +208,15 @@ def post(board, sequence, place, head, key, at, work, C: gl.constexpr):
 
 @gluon.jit
 def turn_of(tile, row, at, work, C: gl.constexpr):
-    """How many programs come before that of this tile of keys at a tile of queries: those of all later keys it sees."""
+    """How many programs come before that of this tile of keys at a tile of queries: those of all later keys it sees.
+
+    Under 0 where only rows beyond the last query see these keys. That adds nothing, and if it were counted, a program
+    after it could go before its turn.
+    """
     rule = work.rule
     last = gl.minimum(row + C.BLOCK_Q, at.q_len)
     end = cuts(reach(rule.left), reach(rule.right), at.offset, row, last, at.k_len, C.KEYS)[3]
-    return gl.maximum(end - 1 - tile, 0)
+    return end - 1 - tile
 
 
 @gluon.jit

@@ -62,6 +62,7 @@ def write(shared, board, dq, turns, ME: gl.constexpr, C: gl.constexpr):
     """
     mbarrier.wait(shared.v_full, 0)  # and the board is there
     at = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
     for t in range(C.GROUP * get(board, CUT + 3)):
         for part in gl.static_range(C.PARTS):
             n = t * C.PARTS + part
@@ -70,12 +71,13 @@ def write(shared, board, dq, turns, ME: gl.constexpr, C: gl.constexpr):
             if part == 0:  # orders stay as they are while a buffer is full
                 at = dq_place(shared, t, 0, ME, C)
                 if turns is not None:
-                    await_count(turns + 1 + at // 16, get(shared.orders, order_of(t) + TURN))
+                    turn = get(shared.orders, order_of(t) + TURN)
+                    await_count(turns + 1 + at // 16, gl.maximum(turn, 0))
             reduce_add(dq, [at + part * 16, 0], shared.dq.index(buffer))
             tma.store_wait(0)
             mbarrier.arrive(shared.dq_free.index(buffer), count=1)
         if turns is not None:  # the first counter of all counts programs
             added()
             gl.thread_barrier()
-            gl.atomic_add(turns + 1 + at // 16, 1, sem="release")
+            gl.atomic_add(turns + 1 + at // 16, (turn >= 0).to(gl.int32), sem="release")
     added()

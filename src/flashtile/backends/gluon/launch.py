@@ -12,13 +12,13 @@ from flashtile.backends.gluon import tuning
 from flashtile.backends.gluon.descriptors import descriptors, outline_of
 from flashtile.backends.gluon.forward_kernel import forward_kernel
 from flashtile.backends.gluon.gradients import Backward
+from flashtile.backends.gluon.tickets import tickets
 from flashtile.backends.gluon.transpose_kernel import KEYS, WIDTH, transpose_kernel
 from flashtile.backends.gluon.tuning import ROWS
 from flashtile.backends.triton import launch as portable
 from flashtile.backends.triton.arguments import Rows, block, lengths, rule
 from flashtile.backends.triton.start import Start
 from flashtile.backends.triton.tensors import Result, outline, strides
-from flashtile.backends.triton.tickets import tickets
 from flashtile.band import FAR
 from flashtile.dtypes import EIGHT_BITS, ITEMSIZE
 from flashtile.inputs import TENSORS, Inputs
@@ -96,7 +96,7 @@ class Forward:
         v = x.v if self._turn is None else self._turn(x.v, a_rule, a_lengths)
         self._start(
             *(x.q, x.k, v, out, out, lse),
-            *(marks, self._mark_tiles, tickets(2, self._device), x.sink, a_rule, a_lengths),
+            *(marks, self._mark_tiles, tickets(self._device), x.sink, a_rule, a_lengths),
             *self._counts,
         )
         self._mend(x, out, lse, marks, a_rule, a_lengths)

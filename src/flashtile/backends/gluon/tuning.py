@@ -48,7 +48,7 @@ BACKWARD = {
     128: Steps(64, 128, 2, late=True, writers=True, dq_buffers=2),
     256: Steps(64, 64, 1, late=True, writers=True, dq_buffers=1),
 }
-# The loop over the heads of a group needs registers of its own, which scores that are made early leave it.
+# The loop over the heads of a group needs registers: scores are made within their tile, and none are carried into it.
 GROUPED = {128: BACKWARD[128]._replace(late=False)}
 WIDEST_BACKWARD = max(BACKWARD)
 L2_SECTION = 32 << 20  # bytes of keys and values that programs work on at a time

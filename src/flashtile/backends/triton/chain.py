@@ -22,7 +22,7 @@ def can_chain(gpu: tuple[int, int] | str | None) -> bool:
 
 @triton.jit
 def follow(CHAINED: tl.constexpr):
-    """Wait until the kernel before is complete, and what it wrote is to be seen. At once, where none was chained."""
+    """Wait until the kernel before is complete and what it wrote can be seen. Not CHAINED: nothing."""
     if CHAINED:
         tl.inline_asm_elementwise(
             "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
@@ -31,7 +31,7 @@ def follow(CHAINED: tl.constexpr):
 
 @triton.jit
 def lead(CHAINED: tl.constexpr):
-    """Let the next kernel begin; it begins when every program of this one has said so."""
+    """Let the next kernel begin, once every program of this one has said so. Not CHAINED: nothing."""
     if CHAINED:
         tl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1

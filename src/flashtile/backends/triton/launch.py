@@ -92,7 +92,7 @@ class Forward:
         programs = tiles * heads * self._splits * batch
         # Where each has a processor to itself, a program that mends its own rows is done sooner than another launch.
         # Where keys are split, it has to, however many share a processor: only it knows its share, and a row that was
-        # made anew as a whole would be none of the parts that are merged. It waits for no other program.
+        # made anew as a whole would be none of the parts that are merged.
         inside = self._splits > 1 or programs <= processors(device)
         self._mend = None if inside else MendForward(p, device, self._out, self._lse, config.block_q, packed_heads)
         q, k, v = (strides(x, p) for x in (p.q, p.k, p.v))
@@ -180,6 +180,7 @@ class MendBackward:
         k_tiles, q_tiles = count_tiles(p, p.n_k, p.k.shape[2], block_k), count_tiles(p, p.n_q, p.q.shape[2], block_q)
         self.first_of_queries = k_tiles * p.kv_heads * batch
         self._marks = Marks(self.first_of_queries + q_tiles * p.heads * batch, device)
+        self.make = self._marks.make  # not cleared, as in MendForward
         self._strides = tuple(strides(x, p) for x in (p.q, p.k, p.v))
         self._rule, self._lengths = rule(p), lengths(p)
         self._counts = (k_tiles, p.kv_heads, q_tiles, p.heads)
@@ -201,10 +202,6 @@ class MendBackward:
             OF_KEYS=constants(p, of_keys, _precision(p)),
             OF_QUERIES=constants(p, of_queries, _precision(p)),
         )
-
-    def make(self) -> Any:
-        """Room for the marks; see MendForward."""
-        return self._marks.make()
 
     def __call__(
         self,
@@ -287,7 +284,9 @@ class Backward:
         self._row_counts = (n_rows, p.heads)
         self._heads_at = 1 if p.packed else p.rank - 3  # among the axes of an lse; a call of rank 2 has no such axis
         # dq_kernel relies on what dkdv_kernel has waited for, so that one may not be missing.
-        chained = can_chain(_gpu(device)) and all(x.numel for x in (self._delta, self._dk, self._dq))
+        chained = (
+            not INTERPRETED and can_chain(_gpu(device)) and all(x.numel for x in (self._delta, self._dk, self._dq))
+        )
         self._statistics_start = Start(
             statistics_kernel,
             int(triton.cdiv(n_rows, tuning.STATISTICS_ROWS)) * p.heads * batch,

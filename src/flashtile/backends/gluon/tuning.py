@@ -44,7 +44,7 @@ class Steps(NamedTuple):
 FORWARD = {64: Config(128, 3, 3, 160, 32), 128: Config(128, 2, 2, 240, 32), 256: Config(64, 2, 2, 240, 32, True)}
 EIGHT_BITS = {64: Config(128, 3, 3, 160, 32), 128: Config(128, 3, 2, 240, 32), 256: Config(64, 3, 2, 240, 32)}
 BACKWARD = {
-    64: Steps(128, 128, 2, late=False, writers=False, dq_buffers=2),
+    64: Steps(128, 128, 2, late=True, writers=False, dq_buffers=2),
     128: Steps(64, 128, 2, late=True, writers=True, dq_buffers=2),
     256: Steps(64, 64, 1, late=True, writers=True, dq_buffers=1),
 }

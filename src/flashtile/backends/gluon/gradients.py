@@ -55,7 +55,7 @@ class Backward:
         self._device, self._packed, self._ordered = device, p.packed, p.deterministic
         dout = given[0].to(p.q.dtype)  # as the copy engine fetches it
         given = (dout, *given[1:])
-        config, width = tuning.backward(max(p.dim, p.dim_v), p.group), max(64, block(max(p.dim, p.dim_v)))
+        config, width = tuning.backward(max(p.dim, p.dim_v)), max(64, block(max(p.dim, p.dim_v)))
         n_rows, n_keys, batch = p.q.shape[2], p.k.shape[2], p.q.shape[0]
         self._rule, self._lengths, self._scale = rule(p), lengths(p), bits(p.scale)
         self._given_strides = tuple(None if x is None else strides(x, p) for x in given)

@@ -62,12 +62,9 @@ def mine(tile, ME: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def made_anew(tile, t, C: gl.constexpr):
-    """K or V. Where registers are scarce, its address looks as if t decided it: kept all along, it would be spilled."""
-    if C.BLOCK_D == 128:
-        return tile.index(t >> 30)
-    else:
-        return tile.index(0)
+def made_anew(tile, t):
+    """K or V. Its address looks as if t decided it: kept all along, it would be spilled, or displace others."""
+    return tile.index(t >> 30)
 
 
 @gluon.jit
@@ -77,8 +74,8 @@ def step(t, s, dk, dv, shared, board, targets, rule, unit, ME: gl.constexpr, MAS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_Q, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     half = t & 1
-    k_tile = made_anew(shared.k, t, C)
-    v_tile = made_anew(shared.v, t, C)
+    k_tile = made_anew(shared.k, t)
+    v_tile = made_anew(shared.v, t)
     phase = (t >> 1) & 1
     q = queries(shared, half, C)
     dout = shared.dout.index(half).reshape([C.BLOCK_Q, C.BLOCK_D])

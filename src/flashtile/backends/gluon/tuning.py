@@ -48,8 +48,6 @@ BACKWARD = {
     128: Steps(64, 128, 2, late=True, writers=True, dq_buffers=2),
     256: Steps(64, 64, 1, late=True, writers=True, dq_buffers=1),
 }
-# The loop over the heads of a group needs registers: scores are made within their tile, and none are carried into it.
-GROUPED = {128: BACKWARD[128]._replace(late=False)}
 WIDEST_BACKWARD = max(BACKWARD)
 L2_SECTION = 32 << 20  # bytes of keys and values that programs work on at a time
 MOST_PACKED = 16  # query heads that share the rows of a tile
@@ -100,7 +98,6 @@ def always_cut(problem: Problem, alike: bool = False) -> int:
     return steps.keys // steps.block_q if regular else 0
 
 
-def backward(width: int, group: int = 1) -> Steps:
-    """For the wider of the two head dims, and so many query heads on a key head."""
-    table = BACKWARD if group == 1 else BACKWARD | GROUPED
-    return table[next(step for step in table if width <= step)]
+def backward(width: int) -> Steps:
+    """For the wider of the two head dims."""
+    return BACKWARD[next(step for step in BACKWARD if width <= step)]

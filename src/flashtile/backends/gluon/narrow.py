@@ -99,15 +99,11 @@ def step(t, s, dk, dv, shared, board, targets, rule, unit, ME: gl.constexpr, MAS
     both = shared.ds.index(half)
     both.slice(ME * KEYS, KEYS, 0).store(ds)
     fence_async_shared()
-    if not C.LATE:
-        arrive(DS_READY + 2 * ME + half, WARPGROUPS)
+    arrive(DS_READY + 2 * ME + half, WARPGROUPS)
     dv_later = warpgroup_mma(p_operand, dout, dv, is_async=True)
     ds_operand = gl.convert_layout(ds, a_layout, assert_trivial=True)
     await_buffer(shared, t, 0, ME, C)
-    if not C.LATE:
-        sync(DS_READY + 2 * (1 - ME) + half, WARPGROUPS)
-    else:
-        sync(TOGETHER, WARPGROUPS)
+    sync(DS_READY + 2 * (1 - ME) + half, WARPGROUPS)
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     nothing = gl.zeros([64, 64], gl.float32, dq_layout)
     if C.BLOCK_Q == 128:  # half of the rows each

@@ -10,7 +10,7 @@ SOURCES := pyproject.toml CMakeLists.txt README.md LICENSE $(shell find src -typ
 # tools live in the venv.
 ISA = $(shell $(PYTHON) -c "import runpy; print(runpy.run_path('src/flashtile/backends/native/library.py')['candidates']()[0])")
 INSTALL = $(PIP) install --no-build-isolation -Cbuild-dir=build/wheel -Ccmake.define.FLASHTILE_ISA=$(ISA)
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 --dist worksteal
 
 .PHONY: demo test lint bench clean
 .DELETE_ON_ERROR:

@@ -16,9 +16,9 @@ from flashtile.backends.gluon.tickets import tickets
 from flashtile.backends.gluon.transpose_kernel import KEYS, WIDTH, transpose_kernel
 from flashtile.backends.gluon.tuning import ROWS
 from flashtile.backends.triton import launch as portable
-from flashtile.backends.triton.arguments import Rows, block, lengths, rule
+from flashtile.backends.triton.arguments import block, lengths, rule
 from flashtile.backends.triton.start import Start
-from flashtile.backends.triton.tensors import Result, outline, strides
+from flashtile.backends.triton.tensors import Result, empty, outline, strides
 from flashtile.band import FAR
 from flashtile.dtypes import EIGHT_BITS, ITEMSIZE
 from flashtile.inputs import TENSORS, Inputs
@@ -107,19 +107,18 @@ class Transpose:
     """The launch that turns 8-bit values, which the copy engine then fetches with keys side by side."""
 
     def __init__(self, p: Problem, device: Any) -> None:
-        self._device = device
         batch, keys = p.v.shape[0], int(KEYS.value)
         self._counts = (-(-p.n_k // keys), p.kv_heads)
-        self._shape = (batch, p.kv_heads, p.dim_v, self._counts[0] * keys)
-        self.outline = torch.empty(self._shape, dtype=p.v.dtype, device="meta")
-        self._strides = [strides(x, p) for x in (p.v, self.outline)]
+        shape = (batch, p.kv_heads, p.dim_v, self._counts[0] * keys)
+        self._empty = empty(shape, p.v.dtype, device)
+        self.outline = torch.empty(shape, dtype=p.v.dtype, device="meta")
+        rows = dict(enumerate(strides(x, p) for x in (p.v, self.outline)))
         programs = batch * p.kv_heads * self._counts[0] * -(-p.dim_v // int(WIDTH.value))
-        self._start = Start(transpose_kernel, programs, {"num_warps": 1}, DIM_V=p.dim_v)
+        self._start = Start(transpose_kernel, programs, {"num_warps": 1}, rows, DIM_V=p.dim_v)
 
     def __call__(self, v: Any, a_rule: Any, a_lengths: Any) -> Any:
-        turned = torch.empty(self._shape, dtype=self.outline.dtype, device=self._device)
-        ways = (Rows(x, *apart) for x, apart in zip((v, turned), self._strides, strict=True))
-        self._start(*ways, a_rule, a_lengths, *self._counts)
+        turned = self._empty()
+        self._start(v, turned, a_rule, a_lengths, *self._counts)
         return turned
 
 

@@ -59,14 +59,14 @@ STACK = {
     ("forward", 256, EVERYTHING): 56,
     ("forward", 64, f"{EVERYTHING} descale"): 16,
     ("forward", 256, f"{EVERYTHING} descale"): 24,
-    ("backward", 128, ""): 8,
-    ("backward", 128, "causal"): 24,
+    ("backward", 128, ""): 16,
+    ("backward", 128, "causal"): 8,
     ("backward", 128, "causal ragged"): 24,
-    ("backward", 128, "causal ragged deterministic"): 40,
+    ("backward", 128, "causal ragged deterministic"): 16,
     ("backward", 256, ""): 48,
-    ("backward", 256, "causal"): 16,
+    ("backward", 256, "causal"): 24,
     ("backward", 256, "causal ragged"): 24,
-    ("backward", 256, "causal ragged deterministic"): 32,
+    ("backward", 256, "causal ragged deterministic"): 40,
 }
 # Gradients with options that one would not tune for.
 ROOM_FOR_OPTIONS = 200

@@ -91,9 +91,3 @@ def check_always_cut(p: Problem) -> None:
         assert begin + cut <= len(tiles), (p.band, p.n_q, p.n_k, key)
         for n, tile in enumerate(tiles[begin + cut :], begin + cut):
             assert tile[: max(p.n_q - n * steps.block_q, 0)].all(), (p.band, p.n_q, p.n_k, key, n)
-
-
-def test_groups_carry_no_scores() -> None:
-    assert tuning.backward(128).late
-    assert not tuning.backward(128, 4).late
-    assert all(tuning.backward(dim, 4) == tuning.backward(dim) for dim in (64, 256))

@@ -1,17 +1,18 @@
 """The backward kernel for Hopper: a program owns 128 keys, or 64 wide ones, and walks the queries that see them.
 
 One warp fetches Q, dO and the statistics of rows; two warpgroups hold K, V, dK and dV, and work as narrow.py or wide.py
-says. They or two more warps have the copy engine add dQ to float32 in memory.
+says. Two more warps have the copy engine add dQ to float32 in memory.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flashtile.backends.gluon.columns import (
     FIELDS,
+    GO,
     KEYS,
     ORDERS,
     ROOM,
@@ -28,7 +29,7 @@ from flashtile.backends.gluon.narrow import own_128_keys
 from flashtile.backends.gluon.wide import own_64_keys
 
 
-@gluon.jit(do_not_specialize=["tiles", "kv_heads", "padded", "mark_tiles"])
+@gluon.jit(do_not_specialize=["tiles", "kv_heads", "padded", "mark_tiles", "tasks"])
 def backward_kernel(
     q_desc,
     k_desc,
@@ -41,6 +42,7 @@ def backward_kernel(
     dk,
     dv,
     marks,
+    counter,
     turns,
     rule,
     lengths,
@@ -48,15 +50,16 @@ def backward_kernel(
     kv_heads,
     padded,
     mark_tiles,
+    tasks,
     C: gl.constexpr,
 ):
-    """The grid counts tiles of keys, then key heads, then sequences. padded: rows of a head in dQ."""
+    """counter: 0 and 0 before and after. padded: rows of a head in dQ. Tasks: tiles of keys, key heads, sequences."""
     dtype: gl.constexpr = q_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     WIDE: gl.constexpr = C.KEYS == KEYS
     numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    k = gl.allocate_shared_memory(dtype, [1, 1, C.KEYS, C.BLOCK_D], k_desc.layout)
-    v = gl.allocate_shared_memory(dtype, [1, 1, C.KEYS, C.BLOCK_D], v_desc.layout)
+    k = gl.allocate_shared_memory(dtype, [1, 1, 1, C.KEYS, C.BLOCK_D], k_desc.layout)
+    v = gl.allocate_shared_memory(dtype, [1, 1, 1, C.KEYS, C.BLOCK_D], v_desc.layout)
     q = gl.allocate_shared_memory(dtype, [2, 1, 1, C.BLOCK_Q, C.BLOCK_D], q_desc.layout)
     dout = gl.allocate_shared_memory(dtype, [C.DOUT_STAGES, 1, 1, C.BLOCK_Q, C.BLOCK_D], dout_desc.layout)
     rows = gl.allocate_shared_memory(gl.float32, [2, 2, 1, 1, C.BLOCK_Q], rows_desc.layout)
@@ -66,7 +69,12 @@ def backward_kernel(
         p = gl.allocate_shared_memory(gl.float32, [KEYS, C.BLOCK_Q], BY_THREAD)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.KEYS, C.BLOCK_Q], dtype)
     ds = gl.allocate_shared_memory(dtype, [1 if WIDE else 2, C.KEYS, C.BLOCK_Q], ds_layout)
-    dq = gl.allocate_shared_memory(gl.float32, [2 * C.DQ_BUFFERS, 16, 256], dq_desc.layout)
+    out = None
+    if WIDE:
+        dq = gl.allocate_shared_memory(gl.float32, [2 * C.DQ_BUFFERS, 16, 256], dq_desc.layout)
+    else:  # dK and dV leave by the same memory, swizzled
+        out = gl.allocate_shared_memory(dtype, [C.OUT_TILES, 1, 1, KEYS, C.BLOCK_D], dv_desc.layout)
+        dq = out._reinterpret(gl.float32, [2 * C.DQ_BUFFERS, 16, 256], dq_desc.layout)
     board = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], numbers)
     k_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
@@ -83,49 +91,40 @@ def backward_kernel(
         mbarrier.init(q_full.index(n), count=1)
     for n in gl.static_range(C.DOUT_STAGES):
         mbarrier.init(dout_full.index(n), count=1)
-    shared = Tiles(k, v, q, dout, rows, orders, p, ds, dq, k_full, v_full, q_full, dout_full, dq_full, dq_free)
+    shared = Tiles(k, v, q, dout, rows, orders, p, ds, dq, out, k_full, v_full, q_full, dout_full, dq_full, dq_free)
     sources = Sources(q_desc, k_desc, v_desc, dout_desc, rows_desc)
-    targets = Targets(dq_desc, dk_desc, dv_desc, dk, dv, marks)
-    work = Extent(rule, lengths, tiles, kv_heads, padded, mark_tiles)
-    if C.WRITERS:
-        gl.warp_specialize(
-            [
-                (consume, (shared, board, targets, rule, 0, C)),
-                (consume, (shared, board, targets, rule, 1, C)),
-                (load, (shared, board, sources, turns, work, C)),
-                (write, (shared, board, dq_desc, turns, 0, C)),
-                (write, (shared, board, dq_desc, turns, 1, C)),
-            ],
-            [4, 1, 1, 1],
-            [240, 24, 24, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (consume, (shared, board, targets, rule, 0, C)),
-                (consume, (shared, board, targets, rule, 1, C)),
-                (load, (shared, board, sources, turns, work, C)),
-            ],
-            [4, 1],
-            [240, 24],
-        )
+    targets = Targets(dk_desc, dv_desc, dk, dv, marks)
+    work = Extent(rule, lengths, tiles, kv_heads, padded, mark_tiles, tasks)
+    gl.warp_specialize(
+        [
+            (consume, (shared, board, targets, rule, 0, C)),
+            (consume, (shared, board, targets, rule, 1, C)),
+            (load, (shared, board, sources, counter, turns, work, C)),
+            (write, (shared, board, dq_desc, turns, 0, C)),
+            (write, (shared, board, dq_desc, turns, 1, C)),
+        ],
+        [4, 1, 1, 1],
+        [240, 24, 24, 24],
+    )
 
 
 @gluon.jit
 def consume(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
     """One warpgroup."""
-    mbarrier.wait(shared.v_full, 0)
-    mbarrier.wait(shared.k_full, 0)
-    if not C.PACKED or C.ALWAYS_CUT == 0:
-        own_keys(shared, board, targets, rule, ME, C)
-    else:  # there may be more programs than tiles of keys, and those have no diagonal
-        for _ in range(gl.minimum(get(board, ROOM), 1)):
-            own_keys(shared, board, targets, rule, ME, C)
-
-
-@gluon.jit
-def own_keys(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
-    if C.KEYS > KEYS:
-        own_128_keys(shared, board, targets, rule, ME, C)
+    mbarrier.wait(shared.v_full, 0)  # and the board is there
+    if C.PERSISTENT:
+        t = gl.to_tensor(0)
+        n = gl.to_tensor(0)
+        while get(board, GO) != 0:
+            mbarrier.wait(shared.k_full, n & 1)
+            t = own_128_keys(t, shared, board, targets, rule, ME, C)
+            n += 1
+            mbarrier.wait(shared.v_full, n & 1)
+        tma.store_wait(0)
     else:
-        own_64_keys(shared, board, targets, rule, ME, C)
+        mbarrier.wait(shared.k_full, 0)
+        if not C.PACKED or C.ALWAYS_CUT == 0:
+            own_64_keys(shared, board, targets, rule, ME, C)
+        else:  # there may be more programs than tiles of keys, and those have no diagonal
+            for _ in range(gl.minimum(get(board, ROOM), 1)):
+                own_64_keys(shared, board, targets, rule, ME, C)

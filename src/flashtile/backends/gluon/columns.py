@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flashtile.backends.gluon.assembly import sync
 from flashtile.backends.gluon.softmax import Seen, hide, shape_scores, slope_of, unit_of
-from flashtile.backends.gluon.tasks import LANES, one
+from flashtile.backends.gluon.tasks import LANES, claim, leave, one
 from flashtile.backends.triton.blocks import locate, measure, number
 from flashtile.backends.triton.cuts import cuts, reach
 from flashtile.backends.triton.steady import plain
@@ -22,7 +22,9 @@ from flashtile.backends.triton.steady import plain
 KEYS = gl.constexpr(64)  # of a tile that a warpgroup works on
 WARPGROUPS = gl.constexpr(256)  # threads
 ALL = gl.constexpr(288)  # and the warp that loads
+EVERYONE = gl.constexpr(352)  # and those that write dQ: all who read the board, or write it
 # Named barriers; the others are the kernels' own.
+KV_FREE = gl.constexpr(9)
 Q_FREE = gl.constexpr(10)
 DO_FREE = gl.constexpr(12)
 TOGETHER = gl.constexpr(15)
@@ -31,7 +33,7 @@ TOGETHER = gl.constexpr(15)
 class Tiles(NamedTuple):
     """What is in shared memory. q and rows come in two buffers, by parity; dout in C.DOUT_STAGES; orders in ORDERS.
 
-    dq has C.DQ_BUFFERS a warpgroup; full and free are said of them where other warps write them to memory.
+    dq has C.DQ_BUFFERS a warpgroup, which other warps write to memory.
     """
 
     k: Any
@@ -43,6 +45,7 @@ class Tiles(NamedTuple):
     p: Any  # float32, where one warpgroup makes P for both; else None
     ds: Any
     dq: Any
+    out: Any  # the same memory, as dK and dV of both warpgroups leave by it; None where these leave otherwise
     k_full: Any
     v_full: Any
     q_full: Any
@@ -61,14 +64,26 @@ HEAD = gl.constexpr(5)
 ROW = gl.constexpr(6)  # of the first key, where the tensor begins being 0
 MARK = gl.constexpr(7)
 CUT = gl.constexpr(8)  # 0, and how many tiles of queries later whole ones begin, whole ones end, and all end
-FIELDS = gl.constexpr(12)
+GO = gl.constexpr(12)  # 0: there is no task any more
+FIELDS = gl.constexpr(13)
 # And of a tile of queries.
 QUERY = gl.constexpr(0)  # its first
 DQ_AT = gl.constexpr(1)  # where its dQ lies
 SLOPE = gl.constexpr(2)  # where alibi has that of its head
-TURN = gl.constexpr(3)  # programs that add to this tile of dQ before, if in a fixed order; under 0: it is not counted
+TURN = gl.constexpr(3)  # how many tasks add to this tile of dQ before, if in a fixed order; under 0: it is not counted
 TILE_FIELDS = gl.constexpr(4)
 ORDERS = gl.constexpr(4)  # tiles whose orders are kept: a warp that writes dQ is up to three tiles behind
+
+
+class Ends(NamedTuple):
+    """What is left to know of a warpgroup's keys when the tiles of queries are done. The board is free then."""
+
+    room: Any
+    in_use: Any
+    sequence: Any
+    head: Any
+    row: Any
+    mark: Any
 
 
 class Sources(NamedTuple):
@@ -82,9 +97,8 @@ class Sources(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """Where gradients go, dK and dV also by hand, and marks of tiles that came out spoiled."""
+    """Where dK and dV go, also by hand, and marks of tiles that came out spoiled."""
 
-    dq: Any
     dk_desc: Any
     dv_desc: Any
     dk: Any
@@ -101,116 +115,189 @@ class Extent(NamedTuple):
     kv_heads: Any
     padded: Any
     mark_tiles: Any
+    tasks: Any  # tiles of all heads and sequences
+
+
+class Column(NamedTuple):
+    """A task: a tile of keys of one key head of one sequence."""
+
+    sequence: Any
+    head: Any
+    tile: Any  # of its sequence
+    at: Any
 
 
 @gluon.jit
-def load(shared, board, sources, turns, work, C: gl.constexpr):
-    """Fetch keys and values, then one tile of queries after the other, of one head of the group after the other."""
+def load(shared, board, sources, counter, turns, work, C: gl.constexpr):
+    """Fetch, for one task after the other, its keys and values, and the tiles of queries that see them.
+
+    The first of these come before the keys: warpgroups may still be busy with the keys of the task before.
+    """
     lengths = work.lengths
-    program = gl.program_id(0)
-    if turns is not None:
-        program = gl.atomic_add(turns, 1, sem="relaxed")  # in the order in which programs begin
-    # Of dQ, which the kernel before this one cleared, the last heads may still be in the cache.
-    column = gl.num_programs(0) // work.tiles - 1 - program // work.tiles
-    tile = program % work.tiles
-    if turns is not None:  # the last keys first: nobody waits for a program that has not begun
-        tile = work.tiles - 1 - tile
-    head = column % work.kv_heads
-    sequence, tile = locate(lengths.cu_k, lengths.n_k, tile, column // work.kv_heads, lengths, C.KEYS)
-    at = measure(lengths, work.rule.offset, sequence)
-    key = tile * C.KEYS
-    place = sequence  # as descriptors count sequences
-    dq_row = 0
-    if lengths.cu_q is not None:
-        place = 0
-        dq_row = (at.q_start // C.KEYS + sequence) * C.KEYS
-    mbarrier.expect(shared.k_full, sources.k.block_type.nbytes)
-    tma.async_copy_global_to_shared(sources.k, [place, head, at.k_start + key, 0], shared.k_full, shared.k)
-    begin, end = post(board, sequence, place, head, key, at, work, C)
-    mbarrier.expect(shared.v_full, sources.v.block_type.nbytes)  # after the board, for which it speaks too
-    tma.async_copy_global_to_shared(sources.v, [place, head, at.k_start + key, 0], shared.v_full, shared.v)
     t = gl.to_tensor(0)
-    for h in range(head * C.GROUP, head * C.GROUP + C.GROUP):
+    n = gl.to_tensor(0)
+    column, number = next_column(counter, turns, work, C)
+    while number < work.tasks:
+        at = column.at
+        key = column.tile * C.KEYS
+        place = column.sequence  # as descriptors count sequences
+        dq_row = 0
+        if lengths.cu_q is not None:
+            place = 0
+            dq_row = (at.q_start // C.KEYS + column.sequence) * C.KEYS
+        begin, full_begin, full_end, end, seen = query_tiles(key, at, work, C)
+        h = column.head * C.GROUP
         row = begin * C.BLOCK_Q
-        dq_head = (place * work.kv_heads * C.GROUP + h) * work.padded + dq_row
-        for _ in range(begin, end):
-            half = t & 1
-            slot = t % C.DOUT_STAGES
-            q_full = shared.q_full.index(half)
-            dout_full = shared.dout_full.index(slot)
-            if t >= 2:
-                sync(Q_FREE + half, ALL)
-            order = order_of(t)
-            put(shared.orders, order + QUERY, row)
-            put(shared.orders, order + DQ_AT, (dq_head + row) // 64 * (C.BLOCK_D // 64) * 16)
-            put(shared.orders, order + SLOPE, sequence * work.rule.alibi_sequence + h * work.rule.alibi_head)
-            if turns is not None:
-                put(shared.orders, order + TURN, turn_of(tile, row, at, work, C))
-            gl.thread_barrier()  # the lane that speaks next speaks for all of them
-            mbarrier.expect(q_full, sources.q.block_type.nbytes + sources.rows.block_type.nbytes)
-            tma.async_copy_global_to_shared(sources.q, [place, h, at.q_start + row, 0], q_full, shared.q.index(half))
-            tma.async_copy_global_to_shared(sources.rows, [0, place, h, dq_row + row], q_full, shared.rows.index(half))
-            if t >= C.DOUT_STAGES:
-                sync(DO_FREE + slot, ALL)
-            mbarrier.expect(dout_full, sources.dout.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                sources.dout, [place, h, at.q_start + row, 0], dout_full, shared.dout.index(slot)
-            )
-            t += 1
-            row += C.BLOCK_Q
-    # Meet all arrivals. Where scores are made LATE, the last tile waits for one more, which nobody reads.
+        count = C.GROUP * (end - begin)
+        for i in range(count + 1):
+            if i == gl.minimum(count, 1):
+                if C.PERSISTENT and n > 0:
+                    sync(KV_FREE, EVERYONE)
+                mbarrier.expect(shared.k_full, sources.k.block_type.nbytes)
+                k_at = [place, column.head, at.k_start + key, 0]
+                tma.async_copy_global_to_shared(sources.k, k_at, shared.k_full, shared.k.index(0))
+                cut = (begin, full_begin, full_end, end)
+                post(board, column, place, key, cut, seen, work, C)
+                mbarrier.expect(shared.v_full, sources.v.block_type.nbytes)  # after the board, for which it speaks too
+                tma.async_copy_global_to_shared(sources.v, k_at, shared.v_full, shared.v.index(0))
+            if i < count:
+                half = t & 1
+                slot = t % C.DOUT_STAGES
+                q_full = shared.q_full.index(half)
+                dout_full = shared.dout_full.index(slot)
+                if t >= 2:
+                    sync(Q_FREE + half, ALL)
+                order = order_of(t)
+                dq_head = (place * work.kv_heads * C.GROUP + h) * work.padded + dq_row
+                put(shared.orders, order + QUERY, row)
+                put(shared.orders, order + DQ_AT, (dq_head + row) // 64 * (C.BLOCK_D // 64) * 16)
+                put(shared.orders, order + SLOPE, column.sequence * work.rule.alibi_sequence + h * work.rule.alibi_head)
+                if turns is not None:
+                    turn = turn_of(column.tile, row, at, work, C)
+                    put(shared.orders, order + TURN, turn * seen + seen - 1)
+                gl.thread_barrier()  # the lane that speaks next speaks for all of them
+                mbarrier.expect(q_full, sources.q.block_type.nbytes + sources.rows.block_type.nbytes)
+                q_at = [place, h, at.q_start + row, 0]
+                tma.async_copy_global_to_shared(sources.q, q_at, q_full, shared.q.index(half))
+                rows_at = [0, place, h, dq_row + row]
+                tma.async_copy_global_to_shared(sources.rows, rows_at, q_full, shared.rows.index(half))
+                if t >= C.DOUT_STAGES:
+                    sync(DO_FREE + slot, ALL)
+                mbarrier.expect(dout_full, sources.dout.block_type.nbytes)
+                tma.async_copy_global_to_shared(sources.dout, q_at, dout_full, shared.dout.index(slot))
+                t += 1
+                row += C.BLOCK_Q
+                if row == end * C.BLOCK_Q:
+                    row = begin * C.BLOCK_Q
+                    h += 1
+        n += 1
+        if C.PERSISTENT:
+            column, number = next_column(counter, turns, work, C)
+        else:
+            number = work.tasks
+    # Meet all arrivals. The last tile waits for one more, of which the scores are not used.
     if t >= 2:
         sync(Q_FREE + (t & 1), ALL)
-    if C.LATE:
-        mbarrier.arrive(shared.q_full.index(t & 1), count=1)
+    mbarrier.arrive(shared.q_full.index(t & 1), count=1)
     if t >= C.DOUT_STAGES:
         sync(DO_FREE + t % C.DOUT_STAGES, ALL)
-    if C.LATE and C.DOUT_STAGES == 1:
+    if C.DOUT_STAGES == 1:
         mbarrier.arrive(shared.dout_full.index(0), count=1)
     if t >= 1:
         sync(Q_FREE + ((t + 1) & 1), ALL)
         if C.DOUT_STAGES == 2:
             sync(DO_FREE + ((t + 1) & 1), ALL)
+    if C.PERSISTENT:
+        if n > 0:
+            sync(KV_FREE, EVERYONE)
+        put(board, GO, 0)
+        gl.thread_barrier()
+        mbarrier.arrive(shared.v_full, count=1)
+    leave(counter)
 
 
 @gluon.jit
-def post(board, sequence, place, head, key, at, work, C: gl.constexpr):
-    """Write what warpgroups have to know; the first and the last tile of queries that see these keys."""
+def next_column(counter, turns, work, C: gl.constexpr):
+    """The next task that has keys, and its number. Of packed sequences there may be fewer than numbers."""
+    number = claim(counter)
+    column = find_column(gl.minimum(number, work.tasks - 1), turns, work, C)
+    if work.lengths.cu_k is not None and C.PERSISTENT:
+        while (number < work.tasks) & (column.tile * C.KEYS >= column.at.k_room):
+            number = claim(counter)
+            column = find_column(gl.minimum(number, work.tasks - 1), turns, work, C)
+    return column, number
+
+
+@gluon.jit
+def find_column(number, turns, work, C: gl.constexpr):
+    """The task of a number: tiles of keys, then key heads, then sequences."""
+    # Of dQ, which the kernel before this one cleared, the last heads may still be in the cache.
+    column = work.tasks // work.tiles - 1 - number // work.tiles
+    tile = number % work.tiles
+    if turns is not None:  # the last keys first: nobody waits for a task that has not begun
+        tile = work.tiles - 1 - tile
+    lengths = work.lengths
+    sequence, tile = locate(lengths.cu_k, lengths.n_k, tile, column // work.kv_heads, lengths, C.KEYS)
+    return Column(sequence, column % work.kv_heads, tile, measure(lengths, work.rule.offset, sequence))
+
+
+@gluon.jit
+def query_tiles(key, at, work, C: gl.constexpr):
+    """begin, full_begin, full_end, end of the tiles of queries that see the keys from `key` on; 1, or 0 if none does.
+
+    Where a program takes one task after the other, those that nobody sees get a tile too, hidden by what mask there is,
+    or of keys that are not in use: the task before waits for one.
+    """
     # The band with the roles swapped says which. Rows beyond the last query have no weights: no tile is cut by it.
     rule = work.rule
     last = gl.maximum(gl.minimum(key + C.KEYS, at.k_len), key + 1)
     n_q = at.q_len * (key < at.k_len).to(gl.int32)
     begin, full_begin, full_end, end = cuts(reach(rule.right), reach(rule.left), -at.offset, key, last, n_q, C.BLOCK_Q)
+    seen = (begin < end).to(gl.int32)
     if rule.left is None:
         full_end = end
     if C.ALWAYS_CUT > 0:
         end = gl.maximum(end, begin + C.ALWAYS_CUT * (key < at.k_len).to(gl.int32))
         full_begin = begin + C.ALWAYS_CUT
         full_end = end
+        seen = gl.to_tensor(1)
+    elif C.PERSISTENT:
+        hidden = 1 - seen
+        begin = begin * seen
+        full_begin = full_begin * seen + (hidden if C.CUT_AT_BEGIN else 0)
+        full_end = full_end * seen + (0 if C.CUT_AT_END and not C.CUT_AT_BEGIN else hidden)
+        end = end * seen + hidden
+    return begin, full_begin, full_end, end, seen
+
+
+@gluon.jit
+def post(board, column, place, key, cut, seen, work, C: gl.constexpr):
+    """Write what warpgroups have to know."""
+    at = column.at
+    put(board, GO, 1)
     put(board, KEY, key)
     put(board, ROOM, at.k_room - key)
-    put(board, IN_USE, at.k_len - key)
+    put(board, IN_USE, (at.k_len - key) * seen)
     put(board, OFFSET, at.offset)
     put(board, SEQUENCE, place)
-    put(board, HEAD, head)
+    put(board, HEAD, column.head)
     put(board, ROW, at.k_start + key)
     put(board, CUT, 0)
-    put(board, CUT + 1, full_begin - begin)
-    put(board, CUT + 2, full_end - begin)
-    put(board, CUT + 3, end - begin)
+    put(board, CUT + 1, cut[1] - cut[0])
+    put(board, CUT + 2, cut[2] - cut[0])
+    put(board, CUT + 3, cut[3] - cut[0])
     mark = key // KEYS
     if work.lengths.cu_q is not None:
-        mark += at.k_start // KEYS + sequence
-    put(board, MARK, (place * work.kv_heads + head) * work.mark_tiles + mark)
+        mark += at.k_start // KEYS + column.sequence
+    put(board, MARK, (place * work.kv_heads + column.head) * work.mark_tiles + mark)
     gl.thread_barrier()  # the lane that speaks next speaks for all of them
-    return begin, end
 
 
 @gluon.jit
 def turn_of(tile, row, at, work, C: gl.constexpr):
-    """How many programs come before that of this tile of keys at a tile of queries: those of all later keys it sees.
+    """How many tasks come before that of this tile of keys at a tile of queries: those of all later keys it sees.
 
-    Under 0 where only rows beyond the last query see these keys. That adds nothing, and if it were counted, a program
+    Under 0 where only rows beyond the last query see these keys. That adds nothing, and if it were counted, a task
     after it could go before its turn.
     """
     rule = work.rule
@@ -229,19 +316,18 @@ def clear_unused(tile, in_use):
 
 
 @gluon.jit
-def walk(STEP: gl.constexpr, s, dk, dv, shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
-    """All tiles of queries that see a program's keys, of one head of the group after the other."""
+def walk(STEP: gl.constexpr, t, s, dk, dv, shared, board, rule, ME: gl.constexpr, C: gl.constexpr):
+    """All tiles of queries that see some keys, of one head of the group after the other. t: tiles before them."""
     unit = unit_of(rule, 1.0)
-    t = gl.to_tensor(0)
     for _ in range(C.GROUP):
         for n in gl.static_range(C.ALWAYS_CUT):
-            s, dk, dv = STEP(t + n, s, dk, dv, shared, board, targets, rule, unit, ME, True, C)
+            s, dk, dv = STEP(t + n, s, dk, dv, shared, board, rule, unit, ME, True, C)
         t += C.ALWAYS_CUT
         for n in gl.static_range(0 if C.CUT_AT_BEGIN else 1, 3 if C.CUT_AT_END else 2):
             for _ in range(get(board, CUT + n), get(board, CUT + n + 1)):
-                s, dk, dv = STEP(t, s, dk, dv, shared, board, targets, rule, unit, ME, n != 1, C)
+                s, dk, dv = STEP(t, s, dk, dv, shared, board, rule, unit, ME, n != 1, C)
                 t += 1
-    return dk, dv
+    return t, dk, dv
 
 
 @gluon.jit
@@ -290,12 +376,20 @@ def seen_by(board, rule, slope_at, LAYOUT: gl.constexpr, ME: gl.constexpr):
 
 
 @gluon.jit
-def finished(dk, dv, dtype: gl.constexpr, row, board, rule, C: gl.constexpr):
-    """dK and dV of KEYS keys from `row` of the program on, as they are stored; 0 for each, or NaN where not finite."""
+def read_ends(board, row):
+    """Of KEYS keys from `row` of the task on."""
+    room = get(board, ROOM) - row
+    mark = get(board, MARK) + row // KEYS
+    return Ends(room, get(board, IN_USE) - row, get(board, SEQUENCE), get(board, HEAD), get(board, ROW) + row, mark)
+
+
+@gluon.jit
+def finished(dk, dv, dtype: gl.constexpr, ends, rule, C: gl.constexpr):
+    """dK and dV of KEYS keys, as they are stored; 0 for each, or NaN where not finite."""
     dk = dk * number(rule.scale, gl.float32)
     if C.ENDS:
         o_j = gl.arange(0, KEYS, gl.SliceLayout(1, dk.type.layout))
-        used = (o_j < get(board, IN_USE) - row)[:, None]
+        used = (o_j < ends.in_use)[:, None]
         dk = gl.where(used, dk, 0.0)
         dv = gl.where(used, dv, 0.0)
     flaw = gl.sum((dk + dv) * 0.0, 1)
@@ -303,28 +397,25 @@ def finished(dk, dv, dtype: gl.constexpr, row, board, rule, C: gl.constexpr):
 
 
 @gluon.jit
-def mark_spoiled(targets, flaw, row, board):
+def mark_spoiled(targets, flaw, ends):
     """Set the mark of these KEYS keys where any of them has a flaw."""
     o_j = gl.arange(0, KEYS, flaw.type.layout)
-    mark = targets.marks + (o_j * 0 + get(board, MARK) + row // KEYS)
-    gl.store(mark, o_j * 0 + 1, mask=(o_j < get(board, ROOM) - row) & (flaw != 0))
+    gl.store(targets.marks + (o_j * 0 + ends.mark), o_j * 0 + 1, mask=(o_j < ends.room) & (flaw != 0))
 
 
 @gluon.jit
-def store_columns(desc, x, block, tile, row, board, FIRST_COLUMN: gl.constexpr, WIDTH: gl.constexpr, C: gl.constexpr):
-    """dK or dV, of WIDTH columns, of KEYS keys: in registers, and in shared memory. row: counted in the program."""
-    room = get(board, ROOM) - row
-    head = get(board, HEAD)
-    whole = room > 0
+def store_columns(desc, x, block, tile, ends, FIRST_COLUMN: gl.constexpr, WIDTH: gl.constexpr, C: gl.constexpr):
+    """dK or dV, of WIDTH columns, of KEYS keys: in registers, and in shared memory."""
+    whole = ends.room > 0
     if C.PACKED:  # the next sequence begins where this one ends
-        whole = room >= KEYS
+        whole = ends.room >= KEYS
     if whole:
-        tma.async_copy_shared_to_global(desc, [get(board, SEQUENCE), head, get(board, ROW) + row, FIRST_COLUMN], tile)
+        tma.async_copy_shared_to_global(desc, [ends.sequence, ends.head, ends.row, FIRST_COLUMN], tile)
     if C.PACKED:
         o_j = gl.arange(0, KEYS, gl.SliceLayout(1, block.type.layout))
         o_d = FIRST_COLUMN + gl.arange(0, block.shape[1], gl.SliceLayout(0, block.type.layout))
-        p = x.ptr + head.to(gl.int64) * x.head + (get(board, ROW) + row + o_j).to(gl.int64) * x.row
-        there = (o_j < room) & (room < KEYS)
+        p = x.ptr + ends.head.to(gl.int64) * x.head + (ends.row + o_j).to(gl.int64) * x.row
+        there = (o_j < ends.room) & (ends.room < KEYS)
         gl.store(p[:, None] + o_d[None, :], block, mask=there[:, None] & (o_d < WIDTH)[None, :])
 
 

@@ -1,4 +1,4 @@
-"""dQ on its way out: tiles of it are added to float32 in memory, by the warpgroups that made them or by other warps."""
+"""dQ on its way out: tiles of it are added to float32 in memory, by warps that do nothing else."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from flashtile.backends.gluon.assembly import added, await_count, reduce_add
-from flashtile.backends.gluon.columns import CUT, DQ_AT, TURN, get, order_of
+from flashtile.backends.gluon.assembly import added, arrive, await_count, reduce_add
+from flashtile.backends.gluon.columns import CUT, DQ_AT, EVERYONE, GO, KV_FREE, TURN, get, order_of
 
 # A 64 x 64 tile of dQ or P lies as 128 threads hold it, so that it is stored without conflicts, and dQ leaves in one
 # piece; row_kernels.py undoes the order.
@@ -21,25 +21,16 @@ BY_THREAD = gl.constexpr(
 @gluon.jit
 def await_buffer(shared, t, PART: gl.constexpr, ME: gl.constexpr, C: gl.constexpr):
     """Before add_to_dq(): until what was in its buffer has left it."""
-    if C.WRITERS:
-        n = t * C.PARTS + PART
-        mbarrier.wait(shared.dq_free.index(buffer_of(n, ME, C)), (n // C.DQ_BUFFERS + 1) & 1)
-    else:
-        tma.store_wait(0)
+    n = t * C.PARTS + PART
+    mbarrier.wait(shared.dq_free.index(buffer_of(n, ME, C)), (n // C.DQ_BUFFERS + 1) & 1)
 
 
 @gluon.jit
-def add_to_dq(dq, shared, desc, t, PART: gl.constexpr, ME: gl.constexpr, C: gl.constexpr):
-    """Have a 64 x 64 tile, one of C.PARTS of this warpgroup's share of tile t, added to dQ: by write(), or here."""
+def add_to_dq(dq, shared, t, PART: gl.constexpr, ME: gl.constexpr, C: gl.constexpr):
+    """Have write() add a 64 x 64 tile to dQ, one of C.PARTS of this warpgroup's share of tile t."""
     buffer = buffer_of(t * C.PARTS + PART, ME, C)
-    tile = shared.dq.index(buffer)
-    tile._reinterpret(gl.float32, [64, 64], BY_THREAD).store(dq)
-    fence_async_shared()
-    if C.WRITERS:
-        mbarrier.arrive(shared.dq_full.index(buffer), count=1)
-    else:
-        gl.thread_barrier()
-        reduce_add(desc, [dq_place(shared, t, PART, ME, C), 0], tile)
+    shared.dq.index(buffer)._reinterpret(gl.float32, [64, 64], BY_THREAD).store(dq)
+    mbarrier.arrive(shared.dq_full.index(buffer), count=1)
 
 
 @gluon.jit
@@ -49,35 +40,56 @@ def buffer_of(n, ME: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def dq_place(shared, t, PART: gl.constexpr, ME: gl.constexpr, C: gl.constexpr):
-    return get(shared.orders, order_of(t) + DQ_AT) + (ME * C.PARTS + PART) * 16
-
-
-@gluon.jit
 def write(shared, board, dq, turns, ME: gl.constexpr, C: gl.constexpr):
     """One warp: have the copy engine add a warpgroup's tiles to dQ, while the warpgroup goes on.
 
-    With turns, in a fixed order, so that sums are the same each time: a program's turn at a tile of queries comes when
-    all those of later keys have added theirs. A counter says how many have.
+    With turns, in a fixed order, so that sums are the same each time: a task's turn at a tile of queries comes when all
+    those of later keys have added theirs. A counter says how many have.
     """
     mbarrier.wait(shared.v_full, 0)  # and the board is there
+    t = gl.to_tensor(0)
+    if C.PERSISTENT:
+        n = gl.to_tensor(0)
+        while get(board, GO) != 0:
+            t = write_tiles(t, shared, board, dq, turns, ME, C)
+            n += 1
+            mbarrier.wait(shared.v_full, n & 1)
+    else:
+        write_tiles(t, shared, board, dq, turns, ME, C)
+
+
+@gluon.jit
+def write_tiles(t, shared, board, dq, turns, ME: gl.constexpr, C: gl.constexpr):
+    """Those of one task. t: tiles before; and after."""
+    tiles = C.GROUP * get(board, CUT + 3)
+    if C.PERSISTENT:
+        arrive(KV_FREE, EVERYONE)  # it is done with the board
     at = gl.to_tensor(0)
     turn = gl.to_tensor(0)
-    for t in range(C.GROUP * get(board, CUT + 3)):
+    for _ in range(tiles):
         for part in gl.static_range(C.PARTS):
             n = t * C.PARTS + part
             buffer = buffer_of(n, ME, C)
             mbarrier.wait(shared.dq_full.index(buffer), n // C.DQ_BUFFERS & 1)
+            fence_async_shared()  # for what the warpgroup stored: here it costs the warpgroup nothing
             if part == 0:  # orders stay as they are while a buffer is full
-                at = dq_place(shared, t, 0, ME, C)
+                at = get(shared.orders, order_of(t) + DQ_AT) + ME * C.PARTS * 16
                 if turns is not None:
                     turn = get(shared.orders, order_of(t) + TURN)
-                    await_count(turns + 1 + at // 16, gl.maximum(turn, 0))
+                    await_count(turns + at // 16, gl.maximum(turn, 0))
             reduce_add(dq, [at + part * 16, 0], shared.dq.index(buffer))
             tma.store_wait(0)
             mbarrier.arrive(shared.dq_free.index(buffer), count=1)
-        if turns is not None:  # the first counter of all counts programs
+        if turns is not None:
             added()
             gl.thread_barrier()
-            gl.atomic_add(turns + 1 + at // 16, (turn >= 0).to(gl.int32), sem="release")
-    added()
+            gl.atomic_add(turns + at // 16, (turn >= 0).to(gl.int32), sem="release")
+        t += 1
+    return t
+
+
+@gluon.jit
+def await_all(shared, t, ME: gl.constexpr, C: gl.constexpr):
+    """Until a warpgroup's buffers hold nothing, when it has made all of its tiles before tile t."""
+    for n in gl.static_range(C.DQ_BUFFERS):
+        await_buffer(shared, t, n, ME, C)

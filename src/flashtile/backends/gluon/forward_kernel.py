@@ -54,9 +54,11 @@ from flashtile.backends.gluon.tasks import (
     VALUE_GAIN,
     Orders,
     Work,
+    claim,
     dismiss,
     find_task,
     key_tiles,
+    leave,
     post,
     read,
     read_real,
@@ -209,20 +211,12 @@ def load(shared, q_desc, k_desc, v_desc, results, counter, work, C: gl.constexpr
             v_slot, v_count = fetch(shared.v, v_desc, values_at(v_desc, sequence, k_head, v_at), v_slot, v_count, C)
         v_slot, v_count = fetch(shared.v, v_desc, values_at(v_desc, sequence, k_head, k_at), v_slot, v_count, C)
         # As late as the rings allow: asked for when a task begins, long tasks would meet in one program.
-        task, number = next_task(claim(counter), counter, work, C)
+        task, number = next_task(claim(counter) + gl.num_programs(0), counter, work, C)
     dismiss(Orders(shared.board, turn * FIELDS))
     for n in gl.static_range(C.CONSUMERS):
         mbarrier.wait(shared.q_free.index(n), q_phase)
         mbarrier.arrive(shared.q_full.index(n), count=1)
-    if gl.atomic_add(counter + 1, 1, sem="acq_rel") == gl.num_programs(0) - 1:  # the last to leave
-        gl.store(counter, 0)
-        gl.store(counter + 1, 0)
-
-
-@gluon.jit
-def claim(counter):
-    """A number that no other program has. The first ones are the programs' own."""
-    return gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
+    leave(counter)
 
 
 @gluon.jit
@@ -231,7 +225,7 @@ def next_task(number, counter, work, C: gl.constexpr):
     task = find_task(gl.minimum(number, work.tasks - 1), work, C)
     if work.lengths.cu_q is not None:
         while (number < work.tasks) & (task.row >= task.q_len):
-            number = claim(counter)
+            number = claim(counter) + gl.num_programs(0)
             task = find_task(gl.minimum(number, work.tasks - 1), work, C)
     return task, number
 

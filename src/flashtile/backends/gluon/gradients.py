@@ -11,6 +11,7 @@ from flashtile.backends.gluon import tuning
 from flashtile.backends.gluon.backward_kernel import backward_kernel
 from flashtile.backends.gluon.descriptors import descriptors, outline_of
 from flashtile.backends.gluon.row_kernels import begin_kernel, finish_kernel
+from flashtile.backends.gluon.tickets import tickets
 from flashtile.backends.gluon.tuning import ROWS
 from flashtile.backends.triton import launch as portable
 from flashtile.backends.triton.arguments import Rows, bits, block, lengths, rule
@@ -32,14 +33,15 @@ class Constants(NamedTuple):
     KEYS: Any  # of a program
     DOUT_STAGES: Any
     PARTS: Any  # tiles of 64 x 64 that a warpgroup makes of dQ, of a tile of queries
-    WRITERS: Any  # other warps have dQ added
     DQ_BUFFERS: Any  # of a warpgroup
-    LATE: Any
+    SCORES_FIRST: Any  # those of the next tile begin before dQ of this one is stored
     PACKED: Any
     ENDS: Any  # of a tile of keys some may not be in use, though they are in memory
     ALWAYS_CUT: Any  # the first so many tiles of queries are cut, in every column of keys
     CUT_AT_BEGIN: Any  # tiles may be cut by the right of the band
     CUT_AT_END: Any  # tiles may be cut by the left of the band
+    PERSISTENT: Any  # a program takes one task after the other
+    OUT_TILES: Any  # of dK or dV of a warpgroup that the buffers of dQ can hold
 
 
 class Backward:
@@ -52,7 +54,7 @@ class Backward:
         self._device, self._packed, self._ordered = device, p.packed, p.deterministic
         dout = given[0].to(p.q.dtype)  # as the copy engine fetches it
         given = (dout, *given[1:])
-        config, width = tuning.backward(max(p.dim, p.dim_v), p.group), max(64, block(max(p.dim, p.dim_v)))
+        config, width = tuning.backward(max(p.dim, p.dim_v)), max(64, block(max(p.dim, p.dim_v)))
         n_rows, n_keys, batch = p.q.shape[2], p.k.shape[2], p.q.shape[0]
         self._rule, self._lengths, self._scale = rule(p), lengths(p), bits(p.scale)
         self._given_strides = tuple(None if x is None else strides(x, p) for x in given)
@@ -92,12 +94,14 @@ class Backward:
             BLOCK_D=width,
             PAD=config.keys,
         )
-        self._counts = (k_tiles, p.kv_heads, padded, marks_k)
+        tasks = k_tiles * p.kv_heads * batch
+        self._counts = (k_tiles, p.kv_heads, padded, marks_k, tasks)
+        programs = min(tasks, portable.processors(device)) if _persistent(config) else tasks
         # Packed queries and keys that begin at the same places, being one tensor, have a diagonal each.
         self._starts = {
             alike: Start(
                 backward_kernel,
-                k_tiles * p.kv_heads * batch,
+                programs,
                 {"num_warps": 4},
                 blocks=dict(enumerate(blocks)),
                 C=constants(p, config, width, alike),
@@ -116,7 +120,7 @@ class Backward:
         total = torch.empty(self._total, dtype=torch.float32, device=self._device)
         turns = None
         if self._ordered:
-            turns = torch.empty(1 + self._total // 4096, dtype=torch.int32, device=self._device)
+            turns = torch.empty(self._total // 4096, dtype=torch.int32, device=self._device)
         marks = self._mend.make()
         plain: tuple[Rows | None, Rows | None] = (None, None)
         log2, delta = (Rows(half, *self._padded_strides) for half in rows)
@@ -133,6 +137,7 @@ class Backward:
             dk,
             dv,
             marks,
+            tickets(self._device),
             turns,
             a_rule,
             a_lengths,
@@ -147,18 +152,18 @@ class Backward:
         return Gradients(dq.ptr, dk.ptr, dv.ptr, None, dsink)
 
 
+def _persistent(config: tuning.Steps) -> bool:
+    """Wide gradients leave by the buffers of queries, which a next task would fill."""
+    return config.keys > ROWS
+
+
 def constants(p: Problem, config: tuning.Steps, width: int, alike: bool) -> Constants:
     """alike: packed queries and keys begin at the same places."""
     always_cut = tuning.always_cut(p, alike)
     a_rule = rule(p)
     sizes = (p.group, p.dim, p.dim_v, width, config.block_q, config.keys, config.dout_stages)
-    writers = config.writers or p.deterministic
-    parts = config.block_q * width // (2 * 64 * 64)
     ends = p.packed or p.kv_lengths is not None
     cut = (always_cut, a_rule.right is not None and not always_cut, a_rule.left is not None)
-    return Constants(
-        *map(
-            gl.constexpr,
-            (*sizes, parts, writers, config.dq_buffers if writers else 1, config.late, p.packed, ends, *cut),
-        )
-    )
+    dq = (config.block_q * width // (2 * 64 * 64), config.dq_buffers, config.scores_first)
+    out_tiles = 2 * config.dq_buffers * 64 * 64 * 4 // (ROWS * width * 2)
+    return Constants(*map(gl.constexpr, (*sizes, *dq, p.packed, ends, *cut, _persistent(config), out_tiles)))

@@ -21,8 +21,10 @@ from flashtile.backends.gluon.assembly import arrive, sync
 from flashtile.backends.gluon.columns import (
     ALL,
     DO_FREE,
+    EVERYONE,
     IN_USE,
     KEYS,
+    KV_FREE,
     MARK,
     Q_FREE,
     ROOM,
@@ -32,11 +34,12 @@ from flashtile.backends.gluon.columns import (
     finished,
     get,
     mark_spoiled,
+    read_ends,
     shaped,
     store_columns,
     walk,
 )
-from flashtile.backends.gluon.dq import add_to_dq, await_buffer
+from flashtile.backends.gluon.dq import add_to_dq, await_all, await_buffer
 
 # Named barriers. "dS is there": one for each warpgroup and parity, so that an arrival for the next tile never completes
 # the barrier of this one.
@@ -59,23 +62,25 @@ def mine(tile, ME: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def step(t, s, dk, dv, shared, board, targets, rule, unit, ME: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
-    """Tile t of queries. s: its scores already, where LATE."""
+def made_anew(tile, t):
+    """K or V. Its address looks as if t decided it: kept all along, it would be spilled, or displace others."""
+    return tile.index(t >> 30)
+
+
+@gluon.jit
+def step(t, s, dk, dv, shared, board, rule, unit, ME: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
+    """Tile t of queries. s: its scores already."""
     dtype: gl.constexpr = shared.q.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_Q, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     half = t & 1
-    phase = (t >> 1) & 1
+    k_tile = made_anew(shared.k, t)
+    v_tile = made_anew(shared.v, t)
     q = queries(shared, half, C)
     dout = shared.dout.index(half).reshape([C.BLOCK_Q, C.BLOCK_D])
     zero = gl.zeros([KEYS, C.BLOCK_Q], gl.float32, s_layout)
-    if not C.LATE:
-        mbarrier.wait(shared.q_full.index(half), phase)
-        s_later = warpgroup_mma(mine(shared.k, ME, C), q.permute((1, 0)), zero, use_acc=False, is_async=True)
-    mbarrier.wait(shared.dout_full.index(half), phase)
-    dp_later = warpgroup_mma(mine(shared.v, ME, C), dout.permute((1, 0)), zero, use_acc=False, is_async=True)
-    if not C.LATE:
-        s = warpgroup_mma_wait(1, deps=(s_later,))
+    mbarrier.wait(shared.dout_full.index(half), (t >> 1) & 1)
+    dp_later = warpgroup_mma(mine(v_tile, ME, C), dout.permute((1, 0)), zero, use_acc=False, is_async=True)
     s, slope = shaped(s, t, shared, board, rule, ME, MASKED, C)
     rows = shared.rows.index(half).reshape([2, C.BLOCK_Q])
     p = gl.exp2(s * unit - rows.slice(0, 1, 0).load(s_layout))
@@ -88,72 +93,73 @@ def step(t, s, dk, dv, shared, board, targets, rule, unit, ME: gl.constexpr, MAS
     both = shared.ds.index(half)
     both.slice(ME * KEYS, KEYS, 0).store(ds)
     fence_async_shared()
-    if not C.LATE:
-        arrive(DS_READY + 2 * ME + half, WARPGROUPS)
+    arrive(DS_READY + 2 * ME + half, WARPGROUPS)
     dv_later = warpgroup_mma(p_operand, dout, dv, is_async=True)
     ds_operand = gl.convert_layout(ds, a_layout, assert_trivial=True)
     await_buffer(shared, t, 0, ME, C)
-    if not C.LATE:
-        sync(DS_READY + 2 * (1 - ME) + half, WARPGROUPS)
-    else:
-        sync(TOGETHER, WARPGROUPS)
+    sync(DS_READY + 2 * (1 - ME) + half, WARPGROUPS)
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     nothing = gl.zeros([64, 64], gl.float32, dq_layout)
     if C.BLOCK_Q == 128:  # half of the rows each
         a = both.slice(ME * 64, 64, 1).permute((1, 0))
-        dq_later = warpgroup_mma(a, keys(shared.k, C), nothing, use_acc=False, is_async=True)
+        dq_later = warpgroup_mma(a, keys(k_tile, C), nothing, use_acc=False, is_async=True)
     else:  # half of the columns each
-        b = keys(shared.k, C).slice(ME * 64, 64, 1)
+        b = keys(k_tile, C).slice(ME * 64, 64, 1)
         dq_later = warpgroup_mma(both.permute((1, 0)), b, nothing, use_acc=False, is_async=True)
     dk_later = warpgroup_mma(ds_operand, q, dk, is_async=True)
     dv, dq, p_operand = warpgroup_mma_wait(1, deps=(dv_later, dq_later, p_operand))
     arrive(DO_FREE + half, ALL)
-    add_to_dq(dq, shared, targets.dq, t, 0, ME, C)
-    if C.LATE:  # scores of the next tile, behind dK; registers of dQ are free by now
-        mbarrier.wait(shared.q_full.index(half ^ 1), ((t + 1) >> 1) & 1)
-        after = queries(shared, half ^ 1, C).permute((1, 0))
-        s_later = warpgroup_mma(mine(shared.k, ME, C), after, zero, use_acc=False, is_async=True)
-        dk, ds_operand = warpgroup_mma_wait(1, deps=(dk_later, ds_operand))
-        s = warpgroup_mma_wait(0, deps=(s_later,))
-    else:
-        dk, ds_operand = warpgroup_mma_wait(0, deps=(dk_later, ds_operand))
-        s = zero
+    if not C.SCORES_FIRST:
+        add_to_dq(dq, shared, t, 0, ME, C)
+    # Scores of the next tile, behind dK.
+    mbarrier.wait(shared.q_full.index(half ^ 1), ((t + 1) >> 1) & 1)
+    after = queries(shared, half ^ 1, C).permute((1, 0))
+    s_later = warpgroup_mma(mine(k_tile, ME, C), after, zero, use_acc=False, is_async=True)
+    if C.SCORES_FIRST:
+        add_to_dq(dq, shared, t, 0, ME, C)
+    dk, ds_operand = warpgroup_mma_wait(1, deps=(dk_later, ds_operand))
+    s = warpgroup_mma_wait(0, deps=(s_later,))
     arrive(Q_FREE + half, ALL)
     return s, dk, dv
 
 
 @gluon.jit
-def own_128_keys(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
-    """One warpgroup: 64 keys, from the first product to the stored gradients."""
+def own_128_keys(t, shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
+    """One warpgroup: 64 keys, from the first product to the stored gradients. t: tiles of queries before; and after."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_Q, 16])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
-    dtype: gl.constexpr = shared.k.dtype
+    dtype: gl.constexpr = shared.q.dtype
     if get(board, ROOM) > ME * KEYS:
         gl.store(targets.marks + get(board, MARK) + ME, 0)
     if C.ENDS:
         in_use = get(board, IN_USE)
         if in_use < 2 * KEYS:
-            clear_unused(mine(shared.k, ME, C), in_use - ME * KEYS)
-            clear_unused(mine(shared.v, ME, C), in_use - ME * KEYS)
+            clear_unused(mine(shared.k.index(0), ME, C), in_use - ME * KEYS)
+            clear_unused(mine(shared.v.index(0), ME, C), in_use - ME * KEYS)
             fence_async_shared()
             sync(TOGETHER, WARPGROUPS)
     dk = gl.zeros([KEYS, C.BLOCK_D], gl.float32, layout)
     dv = gl.zeros([KEYS, C.BLOCK_D], gl.float32, layout)
     s = gl.zeros([KEYS, C.BLOCK_Q], gl.float32, s_layout)
-    if C.LATE:
-        mbarrier.wait(shared.q_full.index(0), 0)
-        after = queries(shared, 0, C).permute((1, 0))
-        s_later = warpgroup_mma(mine(shared.k, ME, C), after, s, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=(s_later,))
-    dk, dv = walk(step, s, dk, dv, shared, board, targets, rule, ME, C)
-    sync(TOGETHER, WARPGROUPS)  # nobody reads K any more
-    row: gl.constexpr = ME * KEYS
-    dk, dv, flaw = finished(dk, dv, dtype, row, board, rule, C)
-    mine(shared.v, ME, C).store(dv)
-    mine(shared.k, ME, C).store(dk)
+    mbarrier.wait(shared.q_full.index(t & 1), (t >> 1) & 1)
+    first = queries(shared, t & 1, C).permute((1, 0))
+    s_later = warpgroup_mma(mine(shared.k.index(0), ME, C), first, s, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=(s_later,))
+    tma.store_wait(0)  # of the task before: its gradients left by the buffers of dQ
+    gl.thread_barrier()
+    t, dk, dv = walk(step, t, s, dk, dv, shared, board, rule, ME, C)
+    ends = read_ends(board, ME * KEYS)
+    arrive(KV_FREE, EVERYONE)
+    await_all(shared, t, ME, C)
+    dk, dv, flaw = finished(dk, dv, dtype, ends, rule, C)
+    v_out = shared.out.index(ME * (C.OUT_TILES // 2))
+    k_out = shared.out.index(ME * (C.OUT_TILES // 2) + 1)
+    gl.thread_barrier()
+    v_out.reshape([KEYS, C.BLOCK_D]).store(dv)
+    k_out.reshape([KEYS, C.BLOCK_D]).store(dk)
     fence_async_shared()
     gl.thread_barrier()
-    store_columns(targets.dv_desc, targets.dv, dv, shared.v.slice(row, KEYS, 2), row, board, 0, C.DIM_V, C)
-    store_columns(targets.dk_desc, targets.dk, dk, shared.k.slice(row, KEYS, 2), row, board, 0, C.DIM, C)
-    mark_spoiled(targets, flaw, row, board)
-    tma.store_wait(0)
+    store_columns(targets.dv_desc, targets.dv, dv, v_out, ends, 0, C.DIM_V, C)
+    store_columns(targets.dk_desc, targets.dk, dk, k_out, ends, 0, C.DIM, C)
+    mark_spoiled(targets, flaw, ends)
+    return t

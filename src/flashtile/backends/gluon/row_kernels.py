@@ -60,8 +60,6 @@ def begin_kernel(
     sequence, start, length, tile, row = place_of(lengths, program % tiles, sequence, PAD, PAD)
     if lengths.cu_q is not None:
         column = head
-    if turns is not None:
-        tl.store(turns, 0)
     if tile * PAD < length:
         first = tile * PAD
         L, D = row_statistics(dout, out, lse, dlse, sequence, head, start, length, first, DIM_V, BLOCK_DV, PAD, None)
@@ -76,7 +74,7 @@ def begin_kernel(
         for n in tl.static_range(squares):
             tl.store(total + at * BLOCK_D + n * ZEROS + tl.arange(0, ZEROS), tl.zeros([ZEROS], tl.float32))
         if turns is not None:
-            tl.store(turns + 1 + at * BLOCK_D // ZEROS + tl.arange(0, squares), tl.zeros([squares], tl.int32))
+            tl.store(turns + at * BLOCK_D // ZEROS + tl.arange(0, squares), tl.zeros([squares], tl.int32))
 
 
 @triton.jit(do_not_specialize=["tiles", "heads", "padded"])

@@ -172,6 +172,20 @@ def dismiss(orders):
 
 
 @gluon.jit
+def claim(counter):
+    """A number that no other program has."""
+    return gl.atomic_add(counter, 1, sem="relaxed")
+
+
+@gluon.jit
+def leave(counter):
+    """The last program to leave finds the counter of numbers, and that of those who left, as they are to be: 0."""
+    if gl.atomic_add(counter + 1, 1, sem="acq_rel") == gl.num_programs(0) - 1:
+        gl.store(counter, 0)
+        gl.store(counter + 1, 0)
+
+
+@gluon.jit
 def put(orders, FIELD: gl.constexpr, column):
     orders.board.index(orders.begin + FIELD).store(column)
 

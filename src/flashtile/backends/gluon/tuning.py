@@ -26,30 +26,25 @@ class Config(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Tiles of block_q queries in the backward kernels, for programs of so many keys.
+    """Tiles of block_q queries in the backward kernels, for tasks of so many keys. dq_buffers: of each warpgroup.
 
-    late: scores are made at the end of the tile before. Otherwise warpgroups do not wait for each other when they hand
-    dS over, only for what they read. writers: other warps have tiles of dQ added, from so many buffers; where the order
-    of sums is fixed they always do.
+    scores_first: those of the next tile begin before dQ of this one is stored. Over head dim 128 they always do.
     """
 
     block_q: int
     keys: int
     dout_stages: int
-    late: bool
-    writers: bool
     dq_buffers: int
+    scores_first: bool
 
 
 FORWARD = {64: Config(128, 3, 3, 160, 32), 128: Config(128, 2, 2, 240, 32), 256: Config(64, 2, 2, 240, 32, True)}
 EIGHT_BITS = {64: Config(128, 3, 3, 160, 32), 128: Config(128, 3, 2, 240, 32), 256: Config(64, 3, 2, 240, 32)}
 BACKWARD = {
-    64: Steps(128, 128, 2, late=False, writers=False, dq_buffers=2),
-    128: Steps(64, 128, 2, late=True, writers=True, dq_buffers=2),
-    256: Steps(64, 64, 1, late=True, writers=True, dq_buffers=1),
+    64: Steps(128, 128, 2, 2, scores_first=True),
+    128: Steps(64, 128, 2, 2, scores_first=False),
+    256: Steps(64, 64, 1, 1, scores_first=True),
 }
-# The loop over the heads of a group needs registers: scores are made within their tile, and none are carried into it.
-GROUPED = {128: BACKWARD[128]._replace(late=False)}
 WIDEST_BACKWARD = max(BACKWARD)
 L2_SECTION = 32 << 20  # bytes of keys and values that programs work on at a time
 MOST_PACKED = 16  # query heads that share the rows of a tile
@@ -100,7 +95,6 @@ def always_cut(problem: Problem, alike: bool = False) -> int:
     return steps.keys // steps.block_q if regular else 0
 
 
-def backward(width: int, group: int = 1) -> Steps:
-    """For the wider of the two head dims, and so many query heads on a key head."""
-    table = BACKWARD if group == 1 else BACKWARD | GROUPED
-    return table[next(step for step in table if width <= step)]
+def backward(width: int) -> Steps:
+    """For the wider of the two head dims."""
+    return BACKWARD[next(step for step in BACKWARD if width <= step)]

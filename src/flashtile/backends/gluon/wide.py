@@ -32,14 +32,15 @@ from flashtile.backends.gluon.columns import (
     finished,
     get,
     mark_spoiled,
+    read_ends,
     shaped,
     store_columns,
     walk,
 )
 from flashtile.backends.gluon.dq import add_to_dq, await_buffer
 
-P_READY = gl.constexpr(9)  # named barriers
-DS_READY = gl.constexpr(14)
+P_READY = gl.constexpr(5)  # named barriers
+DS_READY = gl.constexpr(6)
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
 
@@ -54,17 +55,17 @@ def make_first(shared, t, ME: gl.constexpr, C: gl.constexpr):
     zero = gl.zeros([KEYS, 64], gl.float32, S_LAYOUT)
     if ME == 0:
         mbarrier.wait(shared.q_full.index(t & 1), (t >> 1) & 1)
-        a = whole(shared.k, C)
+        a = whole(shared.k.index(0), C)
         b = whole(shared.q.index(t & 1), C)
     else:
         mbarrier.wait(shared.dout_full.index(0), t & 1)
-        a = whole(shared.v, C)
+        a = whole(shared.v.index(0), C)
         b = whole(shared.dout.index(0), C)
     return warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def step(t, s, dk, dv, shared, board, targets, rule, unit, ME: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
+def step(t, s, dk, dv, shared, board, rule, unit, ME: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
     """Tile t of queries. s: its S or dP already."""
     dtype: gl.constexpr = shared.q.dtype
     HALF: gl.constexpr = C.BLOCK_D // 2
@@ -74,7 +75,7 @@ def step(t, s, dk, dv, shared, board, targets, rule, unit, ME: gl.constexpr, MAS
     half = t & 1
     q = whole(shared.q.index(half), C).slice(ME * HALF, HALF, 1)
     dout = whole(shared.dout.index(0), C).slice(ME * HALF, HALF, 1)
-    k = whole(shared.k, C)
+    k = whole(shared.k.index(0), C)
     rows = shared.rows.index(half).reshape([2, 64])
     ds_shared = shared.ds.index(0)
     if ME == 0:
@@ -107,7 +108,7 @@ def step(t, s, dk, dv, shared, board, targets, rule, unit, ME: gl.constexpr, MAS
         dk_later = warpgroup_mma(ds_operand, q, dk, is_async=True)
     dv, dq, p_operand = warpgroup_mma_wait(1, deps=(dv_later, dq_later, p_operand))
     arrive(DO_FREE, ALL)
-    add_to_dq(dq, shared, targets.dq, t, 0, ME, C)
+    add_to_dq(dq, shared, t, 0, ME, C)
     second = k.slice(ME * HALF + 64, 64, 1)
     dq_later = warpgroup_mma(ds_shared.permute((1, 0)), second, nothing, use_acc=False, is_async=True)
     if ME == 0:
@@ -118,7 +119,7 @@ def step(t, s, dk, dv, shared, board, targets, rule, unit, ME: gl.constexpr, MAS
     s_later = make_first(shared, t + 1, ME, C)
     dq = warpgroup_mma_wait(1, deps=(dq_later,))
     await_buffer(shared, t, 1, ME, C)
-    add_to_dq(dq, shared, targets.dq, t, 1, ME, C)
+    add_to_dq(dq, shared, t, 1, ME, C)
     s = warpgroup_mma_wait(0, deps=(s_later,))
     return s, dk, dv
 
@@ -135,23 +136,24 @@ def own_64_keys(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr)
     # Keys beyond the last one are 0 already; but with this branch there, ptxas spills nothing in the loop.
     in_use = get(board, IN_USE)
     if in_use < KEYS:
-        clear_unused(whole(shared.k, C).slice(ME * HALF, HALF, 1), in_use)
-        clear_unused(whole(shared.v, C).slice(ME * HALF, HALF, 1), in_use)
+        clear_unused(whole(shared.k.index(0), C).slice(ME * HALF, HALF, 1), in_use)
+        clear_unused(whole(shared.v.index(0), C).slice(ME * HALF, HALF, 1), in_use)
         fence_async_shared()
         sync(TOGETHER, WARPGROUPS)
     dk = gl.zeros([KEYS, HALF], gl.float32, layout)
     dv = gl.zeros([KEYS, HALF], gl.float32, layout)
     s = warpgroup_mma_wait(0, deps=(make_first(shared, gl.to_tensor(0), ME, C),))
-    dk, dv = walk(step, s, dk, dv, shared, board, targets, rule, ME, C)
+    _t, dk, dv = walk(step, gl.to_tensor(0), s, dk, dv, shared, board, rule, ME, C)
     sync(TOGETHER, WARPGROUPS)  # nobody reads queries any more
-    dk, dv, flaw = finished(dk, dv, dtype, 0, board, rule, C)
+    ends = read_ends(board, 0)
+    dk, dv, flaw = finished(dk, dv, dtype, ends, rule, C)
     v_out = shared.dout.index(0)._reinterpret(dtype, [2, 1, 1, KEYS, HALF], targets.dv_desc.layout).index(ME)
     k_out = shared.q.index(0)._reinterpret(dtype, [2, 1, 1, KEYS, HALF], targets.dk_desc.layout).index(ME)
     v_out.reshape([KEYS, HALF]).store(dv)
     k_out.reshape([KEYS, HALF]).store(dk)
     fence_async_shared()
     gl.thread_barrier()
-    store_columns(targets.dv_desc, targets.dv, dv, v_out, 0, board, ME * HALF, C.DIM_V, C)
-    store_columns(targets.dk_desc, targets.dk, dk, k_out, 0, board, ME * HALF, C.DIM, C)
-    mark_spoiled(targets, flaw, 0, board)
+    store_columns(targets.dv_desc, targets.dv, dv, v_out, ends, ME * HALF, C.DIM_V, C)
+    store_columns(targets.dk_desc, targets.dk, dk, k_out, ends, ME * HALF, C.DIM, C)
+    mark_spoiled(targets, flaw, ends)
     tma.store_wait(0)

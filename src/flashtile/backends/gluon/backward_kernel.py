@@ -1,4 +1,4 @@
-"""The backward kernel for Hopper: a program owns 128 keys, or 64 wide ones, and walks the queries that see them.
+"""The backward kernel for Hopper: a program takes 128 keys, or 64 wide ones, and walks the queries that see them.
 
 One warp fetches Q, dO and the statistics of rows; two warpgroups hold K, V, dK and dV, and work as narrow.py or wide.py
 says. Two more warps have the copy engine add dQ to float32 in memory.

@@ -1,4 +1,4 @@
-"""Columns: the keys that a program of the backward pass owns, what it fetches for them, and what it knows of them.
+"""Columns: the keys of a task of the backward pass, what is fetched for them, and what is known of them.
 
 The loading warp works out what warpgroups have to know, and posts it on a board in shared memory: they have no
 registers to spare for numbers that they need once.
@@ -55,7 +55,7 @@ class Tiles(NamedTuple):
 
 
 # What warpgroups have to know of their keys.
-KEY = gl.constexpr(0)  # the program's first
+KEY = gl.constexpr(0)  # the task's first
 ROOM = gl.constexpr(1)  # keys from there to the end of the sequence
 IN_USE = gl.constexpr(2)  # likewise, of those in use
 OFFSET = gl.constexpr(3)  # of the band

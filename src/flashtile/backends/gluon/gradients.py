@@ -30,7 +30,7 @@ class Constants(NamedTuple):
     DIM_V: Any
     BLOCK_D: Any
     BLOCK_Q: Any
-    KEYS: Any  # of a program
+    KEYS: Any  # of a task
     DOUT_STAGES: Any
     PARTS: Any  # tiles of 64 x 64 that a warpgroup makes of dQ, of a tile of queries
     DQ_BUFFERS: Any  # of a warpgroup

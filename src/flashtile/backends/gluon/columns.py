@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flashtile.backends.gluon.assembly import sync
-from flashtile.backends.gluon.softmax import Seen, hide, shape_scores, slope_of, unit_of
+from flashtile.backends.gluon.softmax import Seen, hide, shape_scores, slope_of
 from flashtile.backends.gluon.tasks import LANES, claim, leave, one
 from flashtile.backends.triton.blocks import locate, measure, number
 from flashtile.backends.triton.cuts import cuts, reach
@@ -72,7 +72,7 @@ DQ_AT = gl.constexpr(1)  # where its dQ lies
 SLOPE = gl.constexpr(2)  # where alibi has that of its head
 TURN = gl.constexpr(3)  # how many tasks add to this tile of dQ before, if in a fixed order; under 0: it is not counted
 TILE_FIELDS = gl.constexpr(4)
-ORDERS = gl.constexpr(4)  # tiles whose orders are kept: a warp that writes dQ is up to three tiles behind
+ORDERS = gl.constexpr(8)  # tiles whose orders are kept: a warp that writes dQ is up to four tiles behind
 
 
 class Ends(NamedTuple):
@@ -322,15 +322,36 @@ def clear_unused(tile, in_use):
 
 
 @gluon.jit
-def walk(STEP: gl.constexpr, t, s, dk, dv, shared, board, rule, ME: gl.constexpr, C: gl.constexpr):
-    """All tiles of queries that see some keys, of one head of the group after the other. t: tiles before them."""
-    unit = unit_of(rule, 1.0)
-    for _ in range(C.GROUP):
-        for n in gl.static_range(C.ALWAYS_CUT):
-            s, dk, dv = STEP(t + n, s, dk, dv, shared, board, rule, unit, ME, True, C)
-        t += C.ALWAYS_CUT
+def walk(
+    STEP: gl.constexpr,
+    t,
+    s,
+    dk,
+    dv,
+    shared,
+    board,
+    rule,
+    unit,
+    ME: gl.constexpr,
+    C: gl.constexpr,
+    DONE: gl.constexpr = 0,
+):
+    """All tiles of queries that see some keys, of one head of the group after the other, but the first DONE of them.
+
+    t: tiles before them.
+    """
+    for g in range(C.GROUP):
+        done = DONE - gl.minimum(g, DONE)  # of this head
+        if C.GROUP == 1 or DONE == 0:
+            for _ in gl.static_range(DONE, C.ALWAYS_CUT):
+                s, dk, dv = STEP(t, s, dk, dv, shared, board, rule, unit, ME, True, C)
+                t += 1
+        else:
+            for _ in range(done, C.ALWAYS_CUT):
+                s, dk, dv = STEP(t, s, dk, dv, shared, board, rule, unit, ME, True, C)
+                t += 1
         for n in gl.static_range(0 if C.CUT_AT_BEGIN else 1, 3 if C.CUT_AT_END else 2):
-            for _ in range(get(board, CUT + n), get(board, CUT + n + 1)):
+            for _ in range(gl.maximum(get(board, CUT + n), done), get(board, CUT + n + 1)):
                 s, dk, dv = STEP(t, s, dk, dv, shared, board, rule, unit, ME, n != 1, C)
                 t += 1
     return t, dk, dv

@@ -1,8 +1,9 @@
 """The backward pass for head dims up to 128: each of two warpgroups owns 64 keys, all columns of them.
 
 For each tile of queries a warpgroup makes, transposed, S = Q K^T, P (eq. 9), dP = dO V^T (eq. 11) and dS (eq. 12), adds
-P^T dO to dV (eq. 10) and dS^T Q to dK (eq. 14), with P and dS in registers. Then dS of both goes through shared memory,
-and each makes half of dQ = dS K (eq. 13).
+P^T dO to dV (eq. 10) and dS^T Q to dK (eq. 14), with P and dS in registers. dS of both goes through shared memory, and
+each makes half of dQ = dS K (eq. 13), a tile later. So one may be half a tile ahead of the other, and has products to
+make while the other has exponentials.
 """
 
 from __future__ import annotations
@@ -41,10 +42,12 @@ from flashtile.backends.gluon.columns import (
     walk,
 )
 from flashtile.backends.gluon.dq import add_to_dq, await_all, await_buffer
+from flashtile.backends.gluon.softmax import unit_of
 
-# Named barriers. "dS is there": one for each warpgroup and parity, so that an arrival for the next tile never completes
-# the barrier of this one.
+# Named barriers. "My dS of this tile is there, and I have read that of the tile before": one for each warpgroup and
+# parity, so that an arrival for the next tile never completes the barrier of this one.
 DS_READY = gl.constexpr(5)
+HEAD_START = gl.constexpr(14)  # the first warpgroup has its first dS
 
 
 @gluon.jit
@@ -63,8 +66,42 @@ def mine(tile, ME: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def step(t, s, dk, dv, shared, board, rule, unit, ME: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
-    """Tile t of queries. s: its scores already."""
+def begin_dq(t, k_tile, shared, ME: gl.constexpr, C: gl.constexpr):
+    """Begin this warpgroup's half of dQ of tile t, from dS of both."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    nothing = gl.zeros([64, 64], gl.float32, layout)
+    ds = shared.ds.index(t & 1)
+    k = keys(k_tile, C)
+    if C.BLOCK_Q == 128:  # of the rows
+        ds = ds.slice(ME * 64, 64, 1)
+    else:  # of the columns
+        k = k.slice(ME * 64, 64, 1)
+    return warpgroup_mma(ds.permute((1, 0)), k, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def hand_over(dq, t, shared, ME: gl.constexpr, C: gl.constexpr):
+    """dQ of tile t to the warp that writes it."""
+    await_buffer(shared, t, 0, ME, C)
+    add_to_dq(dq, shared, t, 0, ME, C)
+
+
+@gluon.jit
+def step(
+    t,
+    s,
+    dk,
+    dv,
+    shared,
+    board,
+    rule,
+    unit,
+    ME: gl.constexpr,
+    MASKED: gl.constexpr,
+    C: gl.constexpr,
+    FIRST: gl.constexpr = False,
+):
+    """Tile t of queries, and dQ of the tile before it, unless it is the FIRST of a task. s: its scores already."""
     dtype: gl.constexpr = shared.q.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_Q, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
@@ -75,6 +112,8 @@ def step(t, s, dk, dv, shared, board, rule, unit, ME: gl.constexpr, MASKED: gl.c
     dout = shared.dout.index(half).reshape([C.BLOCK_Q, C.BLOCK_D])
     zero = gl.zeros([KEYS, C.BLOCK_Q], gl.float32, s_layout)
     mbarrier.wait(shared.dout_full.index(half), (t >> 1) & 1)
+    if FIRST and ME == 1:
+        sync(HEAD_START, WARPGROUPS)
     dp_later = warpgroup_mma(mine(v_tile, ME, C), dout.permute((1, 0)), zero, use_acc=False, is_async=True)
     s, slope = shaped(s, t, shared, board, rule, ME, MASKED, C)
     rows = shared.rows.index(half).reshape([2, C.BLOCK_Q])
@@ -85,33 +124,30 @@ def step(t, s, dk, dv, shared, board, rule, unit, ME: gl.constexpr, MASKED: gl.c
     if rule.softcap is not None:
         ds = ds * slope
     ds = ds.to(dtype)
-    both = shared.ds.index(half)
-    both.slice(ME * KEYS, KEYS, 0).store(ds)
+    if FIRST and ME == 0:
+        arrive(HEAD_START, WARPGROUPS)
+    sync(DS_READY + 2 * (1 - ME) + (half ^ 1), WARPGROUPS)
+    shared.ds.index(half).slice(ME * KEYS, KEYS, 0).store(ds)
     fence_async_shared()
-    arrive(DS_READY + 2 * ME + half, WARPGROUPS)
     dv_later = warpgroup_mma(p_operand, dout, dv, is_async=True)
     ds_operand = gl.convert_layout(ds, a_layout, assert_trivial=True)
-    await_buffer(shared, t, 0, ME, C)
-    sync(DS_READY + 2 * (1 - ME) + half, WARPGROUPS)
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    nothing = gl.zeros([64, 64], gl.float32, dq_layout)
-    if C.BLOCK_Q == 128:  # half of the rows each
-        a = both.slice(ME * 64, 64, 1).permute((1, 0))
-        dq_later = warpgroup_mma(a, keys(k_tile, C), nothing, use_acc=False, is_async=True)
-    else:  # half of the columns each
-        b = keys(k_tile, C).slice(ME * 64, 64, 1)
-        dq_later = warpgroup_mma(both.permute((1, 0)), b, nothing, use_acc=False, is_async=True)
-    dk_later = warpgroup_mma(ds_operand, q, dk, is_async=True)
-    dv, dq, p_operand = warpgroup_mma_wait(1, deps=(dv_later, dq_later, p_operand))
+    if FIRST:
+        dk_later = warpgroup_mma(ds_operand, q, dk, is_async=True)
+        dv, p_operand = warpgroup_mma_wait(1, deps=(dv_later, p_operand))
+    else:
+        dq_later = begin_dq(t - 1, k_tile, shared, ME, C)
+        dk_later = warpgroup_mma(ds_operand, q, dk, is_async=True)
+        dv, dq, p_operand = warpgroup_mma_wait(1, deps=(dv_later, dq_later, p_operand))
+    arrive(DS_READY + 2 * ME + half, WARPGROUPS)
     arrive(DO_FREE + half, ALL)
-    if not C.SCORES_FIRST:
-        add_to_dq(dq, shared, t, 0, ME, C)
+    if not FIRST and not C.SCORES_FIRST:
+        hand_over(dq, t - 1, shared, ME, C)
     # Scores of the next tile, behind dK.
     mbarrier.wait(shared.q_full.index(half ^ 1), ((t + 1) >> 1) & 1)
     after = queries(shared, half ^ 1, C).permute((1, 0))
     s_later = warpgroup_mma(mine(k_tile, ME, C), after, zero, use_acc=False, is_async=True)
-    if C.SCORES_FIRST:
-        add_to_dq(dq, shared, t, 0, ME, C)
+    if not FIRST and C.SCORES_FIRST:
+        hand_over(dq, t - 1, shared, ME, C)
     dk, ds_operand = warpgroup_mma_wait(1, deps=(dk_later, ds_operand))
     s = warpgroup_mma_wait(0, deps=(s_later,))
     arrive(Q_FREE + half, ALL)
@@ -142,11 +178,18 @@ def own_128_keys(t, shared, board, targets, rule, ME: gl.constexpr, C: gl.conste
     s = warpgroup_mma_wait(0, deps=(s_later,))
     tma.store_wait(0)  # of the task before: its gradients left by the buffers of dQ
     gl.thread_barrier()
-    t, dk, dv = walk(step, t, s, dk, dv, shared, board, rule, ME, C)
+    unit = unit_of(rule, 1.0)
+    CUT_SOMEWHERE: gl.constexpr = C.ALWAYS_CUT > 0 or C.CUT_AT_BEGIN or C.CUT_AT_END
+    arrive(DS_READY + 2 * ME + ((t + 1) & 1), WARPGROUPS)  # it has no dS of a tile before to wait for
+    s, dk, dv = step(t, s, dk, dv, shared, board, rule, unit, ME, CUT_SOMEWHERE, C, True)
+    t, dk, dv = walk(step, t + 1, s, dk, dv, shared, board, rule, unit, ME, C, 1)
     ends = read_ends(board, ME * KEYS)
-    arrive(KV_FREE, EVERYONE)
-    await_all(shared, t, ME, C)
     dk, dv, flaw = finished(dk, dv, dtype, ends, rule, C)
+    sync(DS_READY + 2 * (1 - ME) + ((t + 1) & 1), WARPGROUPS)
+    dq = warpgroup_mma_wait(0, deps=(begin_dq(t - 1, shared.k.index(0), shared, ME, C),))
+    arrive(KV_FREE, EVERYONE)
+    hand_over(dq, t - 1, shared, ME, C)
+    await_all(shared, t, ME, C)
     v_out = shared.out.index(ME * (C.OUT_TILES // 2))
     k_out = shared.out.index(ME * (C.OUT_TILES // 2) + 1)
     gl.thread_barrier()

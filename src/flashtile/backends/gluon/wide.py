@@ -39,6 +39,7 @@ from flashtile.backends.gluon.columns import (
     walk,
 )
 from flashtile.backends.gluon.dq import add_to_dq, await_buffer
+from flashtile.backends.gluon.softmax import unit_of
 
 P_READY = gl.constexpr(5)  # named barriers
 DS_READY = gl.constexpr(6)
@@ -144,7 +145,7 @@ def own_64_keys(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr)
     dk = gl.zeros([KEYS, HALF], gl.float32, layout)
     dv = gl.zeros([KEYS, HALF], gl.float32, layout)
     s = warpgroup_mma_wait(0, deps=(make_first(shared, gl.to_tensor(0), ME, C),))
-    _t, dk, dv = walk(step, gl.to_tensor(0), s, dk, dv, shared, board, rule, ME, C)
+    _t, dk, dv = walk(step, gl.to_tensor(0), s, dk, dv, shared, board, rule, unit_of(rule, 1.0), ME, C)
     sync(TOGETHER, WARPGROUPS)  # nobody reads queries any more
     ends = read_ends(board, 0)
     dk, dv, flaw = finished(dk, dv, dtype, ends, rule, C)

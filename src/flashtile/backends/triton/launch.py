@@ -30,7 +30,7 @@ from flashtile.backends.triton.forward_kernel import forward_kernel
 from flashtile.backends.triton.mend_kernels import mend_backward_kernel, mend_forward_kernel, mend_sums_kernel
 from flashtile.backends.triton.merge_kernel import merge_kernel
 from flashtile.backends.triton.start import Start
-from flashtile.backends.triton.tensors import Result, aligned, blocks, empty, laid_out, outline, strides
+from flashtile.backends.triton.tensors import Result, aligned, blocks, empty, laid_out, outline, strides, tidy_gradients
 from flashtile.backends.triton.tuning import Config
 from flashtile.inputs import TENSORS, Inputs
 from flashtile.problem import Problem, check_gradients
@@ -58,7 +58,7 @@ class Prepared:
 
     def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Gradients:
         """Gradients from the saved output and lse, in the caller's layout, those of bias (of rank 4) and sink wide."""
-        dout, out = (y if y.stride(-1) == 1 else y.contiguous() for y in (dout, out))
+        dout, out, lse, dlse = tidy_gradients(self._problem, dout, out, lse, dlse)
         key = (bias_grad, *(None if y is None else _kind(y) for y in (dout, out, lse, dlse)))
         run = self._backward.get(key)
         if run is None:

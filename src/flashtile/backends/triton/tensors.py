@@ -15,18 +15,31 @@ from flashtile.backends.triton.tuning import Config
 from flashtile.problem import Problem
 
 SHORT = 512  # rows
+FAR = 1 << 23  # elements: offsets within a tile, of 256 rows at most, have 32 bits
 
 
 def laid_out(p: Problem) -> Problem:
-    """The problem with contiguous columns and vectors, as kernels want them; p itself where it has them."""
+    """The problem with rows and vectors as kernels want them; p itself where it has them."""
     vectors = ("sink", "kv_lengths", "cu_q", "cu_k", "descale")
-    copies = {name: x.contiguous() for name in ("q", "k", "v") if (x := getattr(p, name)).stride(-1) != 1}
+    copies = {name: y for name in ("q", "k", "v") if (y := tidy(x := getattr(p, name), -2)) is not x}
     copies |= {
         name: x.contiguous() for name in vectors if (x := getattr(p, name)) is not None and not x.is_contiguous()
     }
     if p.dtype == "float64" and p.mask is not None:  # Triton 3.6 cannot multiply doubles that depend on a byte
         copies["mask"] = p.mask.to(torch.int64)
     return replace(p, **copies) if copies else p
+
+
+def tidy(x: Any, rows: int) -> Any:
+    """x, or a copy where its columns are not side by side, or its rows, along this axis, too far apart."""
+    return x if x.stride(-1) == 1 and x.stride(rows) < FAR else x.contiguous()
+
+
+def tidy_gradients(p: Problem, dout: Any, out: Any, lse: Any, dlse: Any) -> tuple[Any, Any, Any, Any]:
+    """What a backward pass is given, in the caller's layout, with rows as kernels want them."""
+    rows, alone = (0, 0) if p.packed else (-2, -1)
+    lse, dlse = (x if x is None or x.stride(alone) < FAR else x.contiguous() for x in (lse, dlse))
+    return tidy(dout, rows), tidy(out, rows), lse, dlse
 
 
 def outline(x: Any) -> Any:

@@ -1,0 +1,73 @@
+"""Tensors as launches want them: rows that 32-bit offsets reach, copied only where they have to be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import torch
+
+from flashtile.backends.triton.tensors import FAR, laid_out, tidy, tidy_gradients
+from flashtile.problem import describe
+
+TILE = 256  # rows of the largest one
+
+
+def strided(shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, device="meta", dtype=torch.bfloat16)
+
+
+def test_offsets_within_a_tile_have_32_bits() -> None:
+    assert (TILE - 1) * (FAR - 1) + 512 < 1 << 31
+
+
+@pytest.mark.parametrize(
+    ("strides", "stays"),
+    [
+        ((1 << 40, 1 << 36, 64, 1), True),  # heads and batches may be anywhere
+        ((1 << 40, 64, FAR - 1, 1), True),
+        ((1 << 40, 64, FAR, 1), False),
+        ((1 << 40, 64, 1 << 33, 1), False),
+        ((0, 0, 0, 1), True),
+        ((8192, 64, 128, 2), False),
+    ],
+)
+def test_rows_near_each_other(strides: tuple[int, ...], stays: bool) -> None:
+    x = strided((2, 2, 65, 64), strides)
+    y = tidy(x, -2)
+    assert (y is x) == stays and y.shape == x.shape
+    assert y.stride(-1) == 1 and y.stride(-2) < FAR
+
+
+def test_a_problem() -> None:
+    """The rows that lie far apart, and only these, are copied."""
+    near = torch.randn(1, 2, 3, 8)
+    p = describe(near, near, near)
+    assert laid_out(p) is p
+    far = replace(p, k=strided((1, 2, 3, 8), (1 << 40, 1 << 38, FAR, 1)))
+    found = laid_out(far)
+    assert found.q is p.q and found.v is p.v and found.k.is_contiguous()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients(packed: bool) -> None:
+    """dout, out, lse and dlse likewise, in the caller's layout: packed rows come first there."""
+    if packed:
+        x, cu = torch.randn(3, 2, 8), torch.tensor([0, 3])
+        p, rows, strides = describe(x, x, x, cu_q=cu, cu_k=cu), 0, [8, 1 << 30, 1]
+    else:
+        x = torch.randn(1, 2, 3, 8)
+        p, rows, strides = describe(x, x, x), 2, [1 << 30, 1 << 24, 8, 1]
+    near = strided(x.shape, strides)
+    given = (near, near, near[..., 0], None)
+    assert all(found is y for found, y in zip(tidy_gradients(p, *given), given, strict=True))
+    strides[rows] = FAR
+    far = strided(x.shape, strides)
+    dout, out, lse, dlse = tidy_gradients(p, far, far, far[..., 0], far[..., 0])
+    assert all(y.is_contiguous() and y.shape == x.shape for y in (dout, out))
+    assert all(y.is_contiguous() and y.shape == x.shape[:-1] for y in (lse, dlse))

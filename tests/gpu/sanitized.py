@@ -1,6 +1,9 @@
 """A handful of small calls, to be run under compute-sanitizer: every kernel, and the places where tiles end.
 
-python -m tests.gpu.sanitized triton | gluon | overrun (the last is wrong on purpose, to see that it is noticed)
+python -m tests.gpu.sanitized triton | gluon | overrun | handshake
+
+overrun is wrong on purpose, to see that it is noticed; handshake is right, to see whether a checker understands named
+barriers at which some only arrive.
 """
 
 from __future__ import annotations
@@ -10,7 +13,10 @@ import sys
 import torch
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
+from flashtile.backends.gluon.assembly import arrive, sync
 from tests.gpu.runner import BACKENDS, Given, by
 from tests.gpu.sizes import DECODE, LONG, PACKED, RAGGED
 from tests.grid import Case, Size, build
@@ -58,5 +64,44 @@ def overrun() -> None:
     torch.cuda.synchronize()
 
 
+TURNS = gl.constexpr(8)
+
+
+@gluon.jit
+def say(box):
+    """One warp: a number a turn, once the one before has been read."""
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    for turn in range(TURNS):
+        if turn > 0:
+            sync(8, 160)
+        box.store(gl.full([128], turn, gl.int32, layout))
+        arrive(9, 160)
+
+
+@gluon.jit
+def hear(box, out):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    for turn in range(TURNS):
+        sync(9, 160)
+        gl.store(out + turn * 128 + gl.arange(0, 128, layout), box.load(layout))
+        if turn < TURNS - 1:
+            arrive(8, 160)
+
+
+@gluon.jit
+def handshake_kernel(out):
+    box = gl.allocate_shared_memory(gl.int32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    gl.warp_specialize([(hear, (box, out)), (say, (box,))], [1], [24])
+
+
+def handshake() -> None:
+    """Numbers from one warp to four others by way of named barriers, where one side only arrives."""
+    out = torch.zeros(TURNS.value, 128, device="cuda", dtype=torch.int32)
+    handshake_kernel[(1,)](out, num_warps=4)
+    torch.cuda.synchronize()
+    assert torch.equal(out, torch.arange(TURNS.value, device="cuda", dtype=torch.int32)[:, None].expand(-1, 128))
+
+
 if __name__ == "__main__":
-    calls(sys.argv[1]) if sys.argv[1] in BACKENDS else overrun()
+    what = sys.argv[1]
+    calls(what) if what in BACKENDS else {"overrun": overrun, "handshake": handshake}[what]()

@@ -37,6 +37,8 @@ def errors(tool: str, what: str) -> tuple[int, str]:
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
 def test_calls(tool: str, backend: str) -> None:
+    if backend == "gluon" and tool != "memcheck" and errors(tool, "handshake")[0]:
+        pytest.skip(f"{tool} does not understand named barriers at which some only arrive")
     count, told = errors(tool, backend)
     assert count == 0, told[:6000]
     run = re.search(r"(\d+) calls", told)

@@ -68,9 +68,11 @@ STACK = {
     ("backward", 128, "causal"): 56,
     ("backward", 128, "causal ragged"): 64,
     ("backward", 128, "causal ragged deterministic"): 72,
+    ("backward", 256, ""): 48,
     ("backward", 256, "causal"): 24,
     ("backward", 256, "causal ragged"): 32,
     ("backward", 256, "causal ragged deterministic"): 40,
+    ("backward", 256, "causal packed"): 232,
 }
 # Gradients with options that one would not tune for.
 ROOM_FOR_OPTIONS = 200

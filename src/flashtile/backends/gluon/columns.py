@@ -307,12 +307,6 @@ def turn_of(tile, row, at, work, C: gl.constexpr):
 
 
 @gluon.jit
-def made_anew(tile, t):
-    """K or V. Its address looks as if t decided it: kept all along, it would be spilled, or displace others."""
-    return tile.index(t >> 30)
-
-
-@gluon.jit
 def clear_unused(tile, in_use):
     """0 for the rows of a tile that are not in use: whatever stood there could reach dQ."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])

@@ -30,6 +30,7 @@ def add_to_dq(dq, shared, t, PART: gl.constexpr, ME: gl.constexpr, C: gl.constex
     """Have write() add a 64 x 64 tile to dQ, one of C.PARTS of this warpgroup's share of tile t."""
     buffer = buffer_of(t * C.PARTS + PART, ME, C)
     shared.dq.index(buffer)._reinterpret(gl.float32, [64, 64], BY_THREAD).store(dq)
+    fence_async_shared()
     mbarrier.arrive(shared.dq_full.index(buffer), count=1)
 
 
@@ -71,7 +72,6 @@ def write_tiles(t, shared, board, dq, turns, ME: gl.constexpr, C: gl.constexpr):
             n = t * C.PARTS + part
             buffer = buffer_of(n, ME, C)
             mbarrier.wait(shared.dq_full.index(buffer), n // C.DQ_BUFFERS & 1)
-            fence_async_shared()  # for what the warpgroup stored: here it costs the warpgroup nothing
             if part == 0:  # orders stay as they are while a buffer is full
                 at = get(shared.orders, order_of(t) + DQ_AT) + ME * C.PARTS * 16
                 if turns is not None:

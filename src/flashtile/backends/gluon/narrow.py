@@ -34,7 +34,6 @@ from flashtile.backends.gluon.columns import (
     clear_unused,
     finished,
     get,
-    made_anew,
     mark_spoiled,
     read_ends,
     shaped,
@@ -63,6 +62,12 @@ def keys(tile, C: gl.constexpr):
 @gluon.jit
 def mine(tile, ME: gl.constexpr, C: gl.constexpr):
     return keys(tile, C).slice(ME * KEYS, KEYS, 0)
+
+
+@gluon.jit
+def made_anew(tile, t):
+    """K or V. Its address looks as if t decided it: kept all along, it would be spilled, or displace others."""
+    return tile.index(t >> 30)
 
 
 @gluon.jit

@@ -31,7 +31,6 @@ from flashtile.backends.gluon.columns import (
     clear_unused,
     finished,
     get,
-    made_anew,
     mark_spoiled,
     read_ends,
     shaped,
@@ -57,11 +56,11 @@ def make_first(shared, t, ME: gl.constexpr, C: gl.constexpr):
     zero = gl.zeros([KEYS, 64], gl.float32, S_LAYOUT)
     if ME == 0:
         mbarrier.wait(shared.q_full.index(t & 1), (t >> 1) & 1)
-        a = whole(made_anew(shared.k, t), C)
+        a = whole(shared.k.index(0), C)
         b = whole(shared.q.index(t & 1), C)
     else:
         mbarrier.wait(shared.dout_full.index(0), t & 1)
-        a = whole(made_anew(shared.v, t), C)
+        a = whole(shared.v.index(0), C)
         b = whole(shared.dout.index(0), C)
     return warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
 
@@ -77,7 +76,7 @@ def step(t, s, dk, dv, shared, board, rule, unit, ME: gl.constexpr, MASKED: gl.c
     half = t & 1
     q = whole(shared.q.index(half), C).slice(ME * HALF, HALF, 1)
     dout = whole(shared.dout.index(0), C).slice(ME * HALF, HALF, 1)
-    k = whole(made_anew(shared.k, t), C)
+    k = whole(shared.k.index(0), C)
     rows = shared.rows.index(half).reshape([2, 64])
     ds_shared = shared.ds.index(0)
     if ME == 0:

@@ -90,6 +90,19 @@ def test_gpu_stops_when_time_is_up(gpu: FakeDevice, tmp_path: Any) -> None:
     assert f"{rows.ROWS[1].name}: left out, the time was up" in result.stderr
 
 
+def test_gpu_goes_on_where_a_run_ended(gpu: FakeDevice, tmp_path: Any) -> None:
+    path = str(tmp_path / "gpu.json")
+    run("gpu", "--quick", "--only", "full", "--output", path)
+    (before,) = records.read(tmp_path / "gpu.json")["measurements"]
+    run("gpu", "--quick", "--resume", path, "--output", path)
+    found = records.read(tmp_path / "gpu.json")["measurements"]
+    assert [m["case"] for m in found] == [row.name for row in rows.ROWS] and found[0] == before
+    result = run("gpu", "--resume", path, "--output", path, code=2)
+    assert "--resume" in result.stderr and "another quick" in result.stderr
+    assert records.read(tmp_path / "gpu.json")["measurements"] == found
+    assert "--resume" in run("gpu", "--resume", str(tmp_path / "none.json"), code=2).stderr
+
+
 def test_gpu_tells_what_this_one_cannot_do(gpu: FakeDevice, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No device of this test multiplies 8-bit tensors as they are."""
     wide = rows.ROWS[0]

@@ -16,6 +16,12 @@ FOLDER = Path("benchmarks/records")
 
 Record = dict[str, Any]
 
+FOUND = {"created", "absent", "measurements", "summary", "failed", "unfit", "left_out"}  # not given, but found by a run
+
+
+class UnlikeError(ValueError):
+    """Two records cannot be parts of one run."""
+
 
 def new(suite: str, quick: bool, **more: Any) -> Record:
     """A record with nothing measured yet. `more`: what else its numbers have to be read with."""
@@ -52,6 +58,13 @@ def read(path: Path) -> Record:
     if record.get("schema") != SCHEMA:
         raise ValueError(f"{path}: expected a record of schema {SCHEMA}, got {record.get('schema')}")
     return record
+
+
+def demand_alike(record: Record, other: Record) -> None:
+    """An UnlikeError unless both were measured in the same way, by the same code, on the same machine."""
+    for name, value in json.loads(json.dumps(record)).items():
+        if name not in FOUND and value != other.get(name):
+            raise UnlikeError(f"measured with another {name}: {other.get(name)}, and here {value}")
 
 
 def default_path(record: Record) -> Path:

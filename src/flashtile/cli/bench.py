@@ -63,6 +63,9 @@ def gpu(
     workers: Annotated[
         int | None, typer.Option(min=0, help="Processes that compile ahead; one a core by default, 0 for none.")
     ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="A record that was left unfinished: its rows are kept, the others measured.")
+    ] = None,
     path: Annotated[Path, typer.Option("--output", help="Where the record goes.")] = records.FOLDER / "gpu.json",
     json: Annotated[bool, typer.Option("--json", help="Also print the record as plain JSON, and no table.")] = False,
     check: Annotated[bool, typer.Option(help="Exit with 1 where a bar does not hold.")] = False,
@@ -73,6 +76,7 @@ def gpu(
     chosen = rows.select([] if "all" in (which or ["all"]) else which or [], only or (), quick)
     if not chosen:
         raise typer.BadParameter("--only: no row has all of these words in its name")
+    earlier = None if resume is None else _read("--resume", resume)
     _need_gpu()
     start = time.monotonic()
     warm.keep_on_disk()
@@ -83,17 +87,22 @@ def gpu(
         bench.sample /= 5
     with output.progress_bar() as progress:
         half = None if seconds is None else start + seconds / 2
-        late = warm.compile_ahead(chosen, here, count=workers, end=half, progress=progress)
-        record = gpu_suite.run(
-            bench,
-            chosen,
-            absent=absent,
-            unfit=unfit,
-            quick=quick,
-            seconds=None if seconds is None else start + seconds - time.monotonic(),
-            progress=progress,
-            save=lambda record: records.write(record, path),
-        )
+        left = gpu_suite.unmeasured(chosen, earlier)
+        late = warm.compile_ahead(left, here, count=workers, end=half, progress=progress)
+        try:
+            record = gpu_suite.run(
+                bench,
+                chosen,
+                absent=absent,
+                unfit=unfit,
+                quick=quick,
+                seconds=None if seconds is None else start + seconds - time.monotonic(),
+                earlier=earlier,
+                progress=progress,
+                save=lambda record: records.write(record, path),
+            )
+        except records.UnlikeError as error:
+            raise typer.BadParameter(f"--resume: {error}") from None
     for what, reason in late.items():
         output.err().print(f"not compiled ahead: {what}: {reason}", soft_wrap=True)
     for (name, reason), cases in gpu_suite.absences(record).items():
@@ -200,6 +209,13 @@ def _known(option: str, given: list[str] | list[int] | None, names: tuple[str, .
     for name in given or ():
         if name not in names:
             raise typer.BadParameter(f"{option}: expected one of {', '.join(map(str, names))}, got {name!r}")
+
+
+def _read(option: str, path: Path) -> records.Record:
+    try:
+        return records.read(path)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{option}: {error}") from None
 
 
 def _need_gpu() -> None:

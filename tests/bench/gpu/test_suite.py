@@ -14,6 +14,7 @@ from flashtile.bench.gpu import ceilings, device, suite  # noqa: E402
 from flashtile.bench.gpu.peers import CUDNN, FLEX, OURS, WIDE, Peer, UnfitError  # noqa: E402
 from flashtile.bench.gpu.suite import Bench  # noqa: E402
 from flashtile.bench.gpu.table import details  # noqa: E402
+from flashtile.bench.records import UnlikeError  # noqa: E402
 from flashtile.bench.table import render  # noqa: E402
 from tests.bench.gpu.fakes import FakeDevice, one_thread, row_of, small_ceilings  # noqa: E402
 
@@ -227,6 +228,29 @@ def test_time_runs_out_between_rows(fake: FakeDevice) -> None:
     assert [m["case"] for m in record["measurements"]] == [rows[1].name, rows[2].name]  # as given
     assert record["left_out"] == [rows[0].name]  # the most to do
     assert "Left out for want of time: 1 rows." in render(record)
+
+
+def test_what_was_left_out_can_follow(fake: FakeDevice) -> None:
+    """Rows of the run before stay as they are, and the others are measured; the record is as if it had been one run."""
+    rows = [row_of(words) for words in ("train forward D64 full", "train forward D64 causal", "small")]
+    clock = iter([0.0, 1.0, 5.0, 11.0])
+    first = json.loads(json.dumps(suite.run(bench(fake), rows, seconds=10, now=lambda: next(clock))))
+    fake.samples = []
+    record = suite.run(bench(fake), rows, earlier=first)
+    assert [m["case"] for m in record["measurements"]] == [row.name for row in rows] and record["left_out"] == []
+    assert record["measurements"][1:] == first["measurements"]
+    whole = suite.run(bench(fake), rows)
+    assert [bar["group"] for bar in record["summary"]] == [bar["group"] for bar in whole["summary"]]
+    fake.samples = []
+    assert suite.run(bench(fake), rows, earlier=whole)["measurements"] == whole["measurements"] and not fake.samples
+
+
+@pytest.mark.parametrize("changed", [{"rounds": 5}, {"quick": True}, {"peers": []}, {"machine": {}}, {"device": {}}])
+def test_a_run_of_another_kind_cannot_be_resumed(fake: FakeDevice, changed: dict[str, Any]) -> None:
+    rows = [row_of("small")]
+    earlier = suite.run(bench(fake), rows) | changed
+    with pytest.raises(UnlikeError, match=f"^measured with another {next(iter(changed))}: "):
+        suite.run(bench(fake), rows, earlier=earlier)
 
 
 def test_ceilings_are_what_they_say() -> None:

@@ -187,34 +187,51 @@ def run(
     unfit: Mapping[str, str] | None = None,
     quick: bool = False,
     seconds: float | None = None,
+    earlier: Record | None = None,
     progress: Progress = lambda what, done, total: None,
     save: Callable[[Record], None] = lambda record: None,
     now: Callable[[], float] = time.monotonic,
 ) -> Record:
     """Measure rows until all are done, or until `seconds` have passed: the rest is listed. `save` sees every step.
 
-    `absent` are peers, and `unfit` rows, that this machine cannot do, each with its reason.
+    `absent` are peers, and `unfit` rows, that this machine cannot do, each with its reason. Rows that were measured
+    `earlier`, by the same code on the same machine, are kept and not measured again.
     """
     record = records.new("gpu", quick, rounds=bench.rounds, device=bench.device.describe())
     record |= {"absent": dict(absent or {}), "peers": [peer.name for peer in bench.peers]}
     record |= {"failed": {}, "unfit": dict(unfit or {}), "left_out": []}
+    if earlier is not None:
+        records.demand_alike(record, earlier)
+        record["measurements"] = list(earlier["measurements"])
     end = None if seconds is None else now() + seconds
-    turns, places = in_turn(rows), {row.name: n for n, row in enumerate(rows)}
+    places = {row.name: n for n, row in enumerate(rows)}
+    turns = in_turn(unmeasured(rows, earlier))
     for done, row in enumerate(turns):
         if end is not None and now() >= end:
             record["left_out"] = sorted((left.name for left in turns[done:]), key=lambda name: places[name])
             break
-        progress(row.name, done, len(rows))
+        progress(row.name, done, len(turns))
         try:
             record["measurements"].append(bench.measure(row))
-            record["measurements"].sort(key=lambda found: places[found["case"]])
+            record["measurements"].sort(key=lambda found: places.get(found["case"], -1))
         except Exception as error:
             record["failed"][row.name] = brief(error)
-        record["summary"] = bars.judge(record["measurements"], record["failed"])
-        save(record)
-    save(record)
-    progress("done", len(rows), len(rows))
+        save(judged(record))
+    save(judged(record))
+    progress("done", len(turns), len(turns))
     return record
+
+
+def judged(record: Record) -> Record:
+    """The record, and how it stands to its bars by now."""
+    record["summary"] = bars.judge(record["measurements"], record["failed"])
+    return record
+
+
+def unmeasured(rows: Sequence[Row], record: Record | None) -> list[Row]:
+    """Those that are not in a record."""
+    there = set() if record is None else {found["case"] for found in record["measurements"]}
+    return [row for row in rows if row.name not in there]
 
 
 def absences(record: Record) -> dict[tuple[str, str], list[str]]:

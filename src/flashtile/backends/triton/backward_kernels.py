@@ -169,10 +169,11 @@ def dkdv_tile(
     """A tile of queries gives its share to dK and dV; everything is transposed, [bc, br]."""
     b_q = load_rows(queries, q_desc, i0, C.BLOCK_Q, C.DIM, C.BLOCK_D, MASKED)
     b_do = load_rows(douts, do_desc, i0, C.BLOCK_Q, C.DIM_V, C.BLOCK_DV, MASKED)
-    L, D = load_statistics(log2, delta, i0, C.BLOCK_Q, MASKED)
     tile = tile_across(j0 + tl.arange(0, C.BLOCK_K), h, i0, at, C.BLOCK_Q)
     zero = tl.zeros([C.BLOCK_K, C.BLOCK_Q], C.REAL)
     S = dot(b_k, tl.trans(b_q), zero, C.PRECISION)
+    # What lies beyond the last row has no weight and may be anything; masks would cost more registers than there are.
+    L, D = load_statistics(log2, delta, i0, C.BLOCK_Q, CAREFUL)
     P, slope, visible = weights(S, L[None, :], tops, h, i0, rule, at, tile, MASKED)
     dP = dot(b_v, tl.trans(b_do), zero, C.PRECISION)  # eq. 11
     dropped = P

@@ -268,25 +268,27 @@ class Backward:
     def __init__(
         self, p: Problem, device: Any, is_aligned: dict[str, bool], given: tuple[Any, ...], bias_grad: bool
     ) -> None:
-        self._dtype, n_rows, batch = p.q.dtype, p.q.shape[2], p.q.shape[0]
+        self._dtype, self._packed, n_rows, batch = p.q.dtype, p.packed, p.q.shape[2], p.q.shape[0]
         dout = self.narrowed(given[0])
         given = (dout, *given[1:])
         self._strides = tuple(strides(x, p) for x in (p.q, p.k, p.v))
         self._given_strides = tuple(None if x is None else strides(x, p) for x in given)
         self._rule, self._lengths = rule(p), lengths(p)
         self._real = getattr(torch, p.accumulator)
-        # Padded, so that strides are multiples of it whatever the length: there would be kernels for both kinds.
-        room = n_rows if p.packed else int(triton.cdiv(n_rows, ALIGNED)) * ALIGNED
-        self._delta = Result(p, p.heads, room, None, p.accumulator, device)
+        of_keys = _config("dkdv", p, device)
+        # Rows side by side, with room for a whole tile where the last one begins. Multiples of ALIGNED, whatever the
+        # length: there would be kernels for both kinds.
+        unit = max(ALIGNED, of_keys.block_q)
+        room = int(triton.cdiv(n_rows + unit * p.packed, unit)) * unit
+        self._statistics = empty((batch, p.heads, room), self._real, device)
+        self._statistics_strides = (0 if p.packed else p.heads * room, room, 1)
         self._dq = Result(p, p.heads, n_rows, p.dim, p.dtype, device)
         self._dk = Result(p, p.kv_heads, p.k.shape[2], p.dim, p.dtype, device)
         self._dv = Result(p, p.kv_heads, p.k.shape[2], p.dim_v, p.dtype, device)
         self._row_counts = (n_rows, p.heads)
         self._heads_at = 1 if p.packed else p.rank - 3  # among the axes of an lse; a call of rank 2 has no such axis
         # dq_kernel relies on what dkdv_kernel has waited for, so that one may not be missing.
-        chained = (
-            not INTERPRETED and can_chain(_gpu(device)) and all(x.numel for x in (self._delta, self._dk, self._dq))
-        )
+        chained = not INTERPRETED and can_chain(_gpu(device)) and all(x.numel for x in (self._dk, self._dq))
         self._statistics_start = Start(
             statistics_kernel,
             int(triton.cdiv(n_rows, tuning.STATISTICS_ROWS)) * p.heads * batch,
@@ -295,16 +297,14 @@ class Backward:
             BLOCK=tuning.STATISTICS_ROWS,
             LARGE=LARGE[p.accumulator],
         )
-        config = _config("dkdv", p, device)
-        fetched = [blocks(x, is_aligned[name], config, config.block_q) for name, x in (("q", p.q), ("dout", dout))]
-        block_k = config.block_k
-        self._k_counts = (count_tiles(p, p.n_k, p.k.shape[2], block_k), p.kv_heads)
+        fetched = [blocks(x, is_aligned[name], of_keys, of_keys.block_q) for name, x in (("q", p.q), ("dout", dout))]
+        self._k_counts = (count_tiles(p, p.n_k, p.k.shape[2], of_keys.block_k), p.kv_heads)
         self._dkdv_start = Start(
             dkdv_kernel,
             self._k_counts[0] * p.kv_heads * batch,
-            _options(config),
+            _options(of_keys),
             blocks=dict(enumerate(fetched, 4)),
-            C=constants(p, config, _precision(p)),
+            C=constants(p, of_keys, _precision(p)),
             CHAINED=chained,
         )
         config = _config("dq", p, device)
@@ -318,7 +318,7 @@ class Backward:
             C=constants(p, config, _precision(p)),
             CHAINED=chained,
         )
-        self._mend = MendBackward(p, device, config.block_q, block_k)
+        self._mend = MendBackward(p, device, config.block_q, of_keys.block_k)
         self._bias_shape = p.bias.shape if bias_grad and p.bias is not None else None
         if self._bias_shape is not None:
             config = _config("dbias", p, device)
@@ -343,10 +343,10 @@ class Backward:
         dout, out, lse, dlse = (
             None if y is None or s is None else Rows(y, *s) for y, s in zip(given, self._given_strides, strict=True)
         )
-        log2, delta, tops = self._delta.make(), self._delta.make(), self._delta.make()
+        log2, delta, tops = (Rows(self._statistics(), *self._statistics_strides) for _ in range(3))
         dq, dk, dv = self._dq.make(), self._dk.make(), self._dv.make()
         a_rule, a_lengths = rule_of(self._rule, x), lengths_of(self._lengths, x)
-        if self._delta.numel:
+        if self._dq.numel:
             self._statistics_start(dout, out, lse, dlse, log2, delta, tops, *self._row_counts)
         marks = self._mend.make()
         if self._dk.numel:
@@ -368,9 +368,14 @@ class Backward:
         dsink = (
             None
             if x.sink is None
-            else sink_gradient(x.sink, given[2], delta.ptr[..., : given[2].shape[-1]], self._heads_at)
+            else sink_gradient(x.sink, given[2], like_lse(delta.ptr, given[2], self._packed), self._heads_at)
         )
         return Gradients(dq.ptr, dk.ptr, dv.ptr, dbias, dsink)
+
+
+def like_lse(rows: Any, lse: Any, packed: bool) -> Any:
+    """Statistics of rows, (batch, heads, room), in the shape of an lse in the caller's layout."""
+    return rows[0, :, : lse.shape[0]].T if packed else rows[..., : lse.shape[-1]].reshape(lse.shape)
 
 
 def sink_gradient(sink: Any, lse: Any, delta: Any, heads_at: int) -> Any:

@@ -33,9 +33,9 @@ KERNELS = {
 # Spills allowed in the loop over full tiles of a plain call; none where nothing is said. Options and float32 may spill,
 # and so may kernels that mend.
 SPILLS = {
-    ("sm_90", "dkdv_kernel"): 32,  # measured to be the fastest tiles all the same
+    ("sm_90", "dkdv_kernel"): 4,  # measured to be the fastest tiles all the same
     ("gfx1100", "forward_kernel"): 8,
-    ("gfx1100", "dkdv_kernel"): 8,
+    ("gfx1100", "dkdv_kernel"): 16,
 }
 # What those of a chain say to each other, and when they touch memory.
 TURNS = {"dkdv_kernel": "lead touch", "dq_kernel": "touch follow"}

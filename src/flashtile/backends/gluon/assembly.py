@@ -94,10 +94,18 @@ def pack_halves(low, high, dtype: gl.constexpr):
 
 
 @gluon.jit
-def added():
-    """Wait until what this thread had the copy engine add has been added; tma.store_wait() only until it was read."""
+def written(LEFT: gl.constexpr):
+    """Wait until all but LEFT of what this warp had the copy engine write is in memory, for everyone who is then told.
+
+    tma.store_wait() waits only until it was read.
+    """
     gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+        f"cp.async.bulk.wait_group {LEFT}; fence.proxy.async.global; mov.u32 $0, $1;",
+        "=r,r",
+        [gl.to_tensor(0)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -105,7 +113,8 @@ def added():
 def await_count(counter, count):
     """Wait until a counter in memory has come to `count`."""
     gl.inline_asm_elementwise(
-        "{ .reg .pred p; L: ld.acquire.gpu.global.u32 $0, [$1]; setp.lt.u32 p, $0, $2; @p bra L; }",
+        "{ .reg .pred p; L: ld.acquire.gpu.global.u32 $0, [$1]; setp.lt.u32 p, $0, $2; @p bra L;"
+        " fence.proxy.async.global; }",
         "=r,l,r",
         [counter, count],
         dtype=gl.int32,

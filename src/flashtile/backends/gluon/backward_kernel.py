@@ -24,12 +24,12 @@ from flashtile.backends.gluon.columns import (
     get,
     load,
 )
-from flashtile.backends.gluon.dq import BY_THREAD, write
+from flashtile.backends.gluon.dq import BY_THREAD, Rounding, finish, finish_late, write
 from flashtile.backends.gluon.narrow import own_128_keys
 from flashtile.backends.gluon.wide import own_64_keys
 
 
-@gluon.jit(do_not_specialize=["tiles", "kv_heads", "padded", "mark_tiles", "tasks"])
+@gluon.jit(do_not_specialize=["tiles", "kv_heads", "padded", "mark_tiles", "tasks", "units", "unit_tiles", "late"])
 def backward_kernel(
     q_desc,
     k_desc,
@@ -42,8 +42,11 @@ def backward_kernel(
     dk,
     dv,
     marks,
+    of_queries,
+    total,
+    out_q,
     counter,
-    turns,
+    counts,
     rule,
     lengths,
     tiles,
@@ -51,6 +54,9 @@ def backward_kernel(
     padded,
     mark_tiles,
     tasks,
+    units,
+    unit_tiles,
+    late,
     C: gl.constexpr,
 ):
     """counter: 0 and 0 before and after. padded: rows of a head in dQ. Tasks: tiles of keys, key heads, sequences."""
@@ -95,21 +101,36 @@ def backward_kernel(
     sources = Sources(q_desc, k_desc, v_desc, dout_desc, rows_desc)
     targets = Targets(dk_desc, dv_desc, dk, dv, marks)
     work = Extent(rule, lengths, tiles, kv_heads, padded, mark_tiles, tasks)
-    gl.warp_specialize(
-        [
-            (consume, (shared, board, targets, rule, 0, C)),
-            (consume, (shared, board, targets, rule, 1, C)),
-            (load, (shared, board, sources, counter, turns, work, C)),
-            (write, (shared, board, dq_desc, turns, 0, C)),
-            (write, (shared, board, dq_desc, turns, 1, C)),
-        ],
-        [4, 1, 1, 1],
-        [240, 24, 24, 24],
-    )
+    rounding = Rounding(total, counts, out_q, of_queries, units, unit_tiles, late)
+    if C.PERSISTENT:
+        gl.warp_specialize(
+            [
+                (consume, (shared, board, targets, rounding, work, 0, C)),
+                (consume, (shared, board, targets, rounding, work, 1, C)),
+                (load, (shared, board, sources, counter, work, C)),
+                (write, (shared, board, dq_desc, counts, 0, C)),
+                (write, (shared, board, dq_desc, counts, 1, C)),
+                (finish, (rounding, work, C)),
+            ],
+            [4, 1, 1, 1, 1],
+            [240, 24, 24, 24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (shared, board, targets, rounding, work, 0, C)),
+                (consume, (shared, board, targets, rounding, work, 1, C)),
+                (load, (shared, board, sources, counter, work, C)),
+                (write, (shared, board, dq_desc, counts, 0, C)),
+                (write, (shared, board, dq_desc, counts, 1, C)),
+            ],
+            [4, 1, 1, 1],
+            [240, 24, 24, 24],
+        )
 
 
 @gluon.jit
-def consume(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
+def consume(shared, board, targets, rounding, work, ME: gl.constexpr, C: gl.constexpr):
     """One warpgroup."""
     mbarrier.wait(shared.v_full, 0)  # and the board is there
     if C.PERSISTENT:
@@ -117,14 +138,15 @@ def consume(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
         n = gl.to_tensor(0)
         while get(board, GO) != 0:
             mbarrier.wait(shared.k_full, n & 1)
-            t = own_128_keys(t, shared, board, targets, rule, ME, C)
+            t = own_128_keys(t, shared, board, targets, work.rule, ME, C)
             n += 1
             mbarrier.wait(shared.v_full, n & 1)
         tma.store_wait(0)
+        finish_late(rounding, work, ME, C)
     else:
         mbarrier.wait(shared.k_full, 0)
         if not C.PACKED or C.ALWAYS_CUT == 0:
-            own_64_keys(shared, board, targets, rule, ME, C)
+            own_64_keys(shared, board, targets, work.rule, ME, C)
         else:  # there may be more programs than tiles of keys, and those have no diagonal
             for _ in range(gl.minimum(get(board, ROOM), 1)):
-                own_64_keys(shared, board, targets, rule, ME, C)
+                own_64_keys(shared, board, targets, work.rule, ME, C)

@@ -70,7 +70,7 @@ FIELDS = gl.constexpr(13)
 QUERY = gl.constexpr(0)  # its first
 DQ_AT = gl.constexpr(1)  # where its dQ lies
 SLOPE = gl.constexpr(2)  # where alibi has that of its head
-TURN = gl.constexpr(3)  # how many tasks add to this tile of dQ before, if in a fixed order; under 0: it is not counted
+TURN = gl.constexpr(3)  # how many tasks of later keys add to this tile of dQ; under 0: this one does not
 TILE_FIELDS = gl.constexpr(4)
 ORDERS = gl.constexpr(8)  # tiles whose orders are kept: a warp that writes dQ is up to four tiles behind
 
@@ -128,7 +128,7 @@ class Column(NamedTuple):
 
 
 @gluon.jit
-def load(shared, board, sources, counter, turns, work, C: gl.constexpr):
+def load(shared, board, sources, counter, work, C: gl.constexpr):
     """Fetch, for one task after the other, its keys and values, and the tiles of queries that see them.
 
     The first of these come before the keys: warpgroups may still be busy with the keys of the task before.
@@ -136,7 +136,7 @@ def load(shared, board, sources, counter, turns, work, C: gl.constexpr):
     lengths = work.lengths
     t = gl.to_tensor(0)
     n = gl.to_tensor(0)
-    column, number = next_column(counter, turns, work, C)
+    column, number = next_column(counter, work, C)
     while number < work.tasks:
         at = column.at
         key = column.tile * C.KEYS
@@ -172,9 +172,8 @@ def load(shared, board, sources, counter, turns, work, C: gl.constexpr):
                 put(shared.orders, order + QUERY, row)
                 put(shared.orders, order + DQ_AT, (dq_head + row) // 64 * (C.BLOCK_D // 64) * 16)
                 put(shared.orders, order + SLOPE, column.sequence * work.rule.alibi_sequence + h * work.rule.alibi_head)
-                if turns is not None:
-                    turn = turn_of(column.tile, row, at, work, C)
-                    put(shared.orders, order + TURN, turn * seen + seen - 1)
+                turn = turn_of(column.tile, row, at, work, C)
+                put(shared.orders, order + TURN, turn * seen + seen - 1)
                 gl.thread_barrier()  # the lane that speaks next speaks for all of them
                 mbarrier.expect(q_full, sources.q.block_type.nbytes + sources.rows.block_type.nbytes)
                 q_at = [place, h, at.q_start + row, 0]
@@ -192,7 +191,7 @@ def load(shared, board, sources, counter, turns, work, C: gl.constexpr):
                     h += 1
         n += 1
         if C.PERSISTENT:
-            column, number = next_column(counter, turns, work, C)
+            column, number = next_column(counter, work, C)
         else:
             number = work.tasks
     # Meet all arrivals. The last tile waits for one more, of which the scores are not used.
@@ -217,25 +216,23 @@ def load(shared, board, sources, counter, turns, work, C: gl.constexpr):
 
 
 @gluon.jit
-def next_column(counter, turns, work, C: gl.constexpr):
+def next_column(counter, work, C: gl.constexpr):
     """The next task that has keys, and its number. Of packed sequences there may be fewer than numbers."""
     number = claim(counter)
-    column = find_column(gl.minimum(number, work.tasks - 1), turns, work, C)
+    column = find_column(gl.minimum(number, work.tasks - 1), work, C)
     if work.lengths.cu_k is not None and C.PERSISTENT:
         while (number < work.tasks) & (column.tile * C.KEYS >= column.at.k_room):
             number = claim(counter)
-            column = find_column(gl.minimum(number, work.tasks - 1), turns, work, C)
+            column = find_column(gl.minimum(number, work.tasks - 1), work, C)
     return column, number
 
 
 @gluon.jit
-def find_column(number, turns, work, C: gl.constexpr):
+def find_column(number, work, C: gl.constexpr):
     """The task of a number: tiles of keys, then key heads, then sequences."""
     # Of dQ, which the kernel before this one cleared, the last heads may still be in the cache.
     column = work.tasks // work.tiles - 1 - number // work.tiles
-    tile = number % work.tiles
-    if turns is not None:  # the last keys first: nobody waits for a task that has not begun
-        tile = work.tiles - 1 - tile
+    tile = work.tiles - 1 - number % work.tiles  # the last keys first: nobody waits for a task that has not begun
     lengths = work.lengths
     sequence, tile = locate(lengths.cu_k, lengths.n_k, tile, column // work.kv_heads, lengths, C.KEYS)
     return Column(sequence, column % work.kv_heads, tile, measure(lengths, work.rule.offset, sequence))

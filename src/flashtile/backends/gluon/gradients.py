@@ -41,6 +41,7 @@ class Constants(NamedTuple):
     CUT_AT_BEGIN: Any  # tiles may be cut by the right of the band
     CUT_AT_END: Any  # tiles may be cut by the left of the band
     PERSISTENT: Any  # a program takes one task after the other
+    ORDERED: Any  # sums of dQ have a fixed order
     OUT_TILES: Any  # of dK or dV of a warpgroup that the buffers of dQ can hold
 
 
@@ -51,7 +52,7 @@ class Backward:
     """
 
     def __init__(self, p: Problem, device: Any, given: tuple[Any, ...]) -> None:
-        self._device, self._packed, self._ordered = device, p.packed, p.deterministic
+        self._device, self._packed = device, p.packed
         dout = given[0].to(p.q.dtype)  # as the copy engine fetches it
         given = (dout, *given[1:])
         config, width = tuning.backward(max(p.dim, p.dim_v)), max(64, block(max(p.dim, p.dim_v)))
@@ -95,8 +96,9 @@ class Backward:
             PAD=config.keys,
         )
         tasks = k_tiles * p.kv_heads * batch
-        self._counts = (k_tiles, p.kv_heads, padded, marks_k, tasks)
         programs = min(tasks, portable.processors(device)) if _persistent(config) else tasks
+        late = min(columns, (programs // k_tiles + 1) * p.group) * marks_q  # heads of the last tasks
+        self._counts = (k_tiles, p.kv_heads, padded, marks_k, tasks, marks_q * columns, marks_q, late)
         # Packed queries and keys that begin at the same places, being one tensor, have a diagonal each.
         self._starts = {
             alike: Start(
@@ -109,7 +111,9 @@ class Backward:
             for alike in (False, True)
         }
         self._finish_counts = (marks_q, p.heads, padded)
-        self._finish = Start(finish_kernel, marks_q * columns, DIM=p.dim, BLOCK_D=width, PAD=config.keys)
+        self._finish = None
+        if not _persistent(config):
+            self._finish = Start(finish_kernel, marks_q * columns, DIM=p.dim, BLOCK_D=width, PAD=config.keys)
 
     def __call__(self, x: Inputs, *given: Any) -> Gradients:
         dout, out, lse, dlse = (
@@ -118,9 +122,7 @@ class Backward:
         dq, dk, dv = self._dq.make(), self._dk.make(), self._dv.make()
         rows = torch.empty(self._rows, dtype=torch.float32, device=self._device)
         total = torch.empty(self._total, dtype=torch.float32, device=self._device)
-        turns = None
-        if self._ordered:
-            turns = torch.empty(self._total // 4096, dtype=torch.int32, device=self._device)
+        counts = torch.empty(self._total // 4096, dtype=torch.int32, device=self._device)
         marks = self._mend.make()
         plain: tuple[Rows | None, Rows | None] = (None, None)
         log2, delta = (Rows(half, *self._padded_strides) for half in rows)
@@ -129,7 +131,7 @@ class Backward:
             plain = log2, delta = self._statistics.make(), self._statistics.make()
         of_queries = marks[self._mend.first_of_queries :]
         a_rule, a_lengths = portable.rule_of(self._rule, x), portable.lengths_of(self._lengths, x)
-        self._begin(dout, out, lse, dlse, rows, *plain, total, turns, a_lengths, *self._begin_counts)
+        self._begin(dout, out, lse, dlse, rows, *plain, counts, a_lengths, *self._begin_counts)
         alike = x.cu_q is not None and x.cu_q.data_ptr() == x.cu_k.data_ptr()
         self._starts[alike](
             *(x.q, x.k, x.v, given[0]),
@@ -137,13 +139,17 @@ class Backward:
             dk,
             dv,
             marks,
+            of_queries,
+            total,
+            dq,
             tickets(self._device),
-            turns,
+            counts,
             a_rule,
             a_lengths,
             *self._counts,
         )
-        self._finish(total, dq, of_queries, self._scale, a_lengths, *self._finish_counts)
+        if self._finish is not None:
+            self._finish(total, counts, dq, of_queries, self._scale, a_lengths, *self._finish_counts)
         self._mend(x, dout, log2, delta, dq, dk, dv, marks)
         dsink = None
         if x.sink is not None:
@@ -166,4 +172,6 @@ def constants(p: Problem, config: tuning.Steps, width: int, alike: bool) -> Cons
     cut = (always_cut, a_rule.right is not None and not always_cut, a_rule.left is not None)
     dq = (config.block_q * width // (2 * 64 * 64), config.dq_buffers, config.scores_first)
     out_tiles = 2 * config.dq_buffers * 64 * 64 * 4 // (ROWS * width * 2)
-    return Constants(*map(gl.constexpr, (*sizes, *dq, p.packed, ends, *cut, _persistent(config), out_tiles)))
+    return Constants(
+        *map(gl.constexpr, (*sizes, *dq, p.packed, ends, *cut, _persistent(config), p.deterministic, out_tiles))
+    )

@@ -13,7 +13,7 @@ from flashtile.backends.triton.backward_kernels import row_statistics
 from flashtile.backends.triton.blocks import extent, head_of, locate, number, store_column, wide
 from flashtile.backends.triton.steady import plain
 
-ZEROS = tl.constexpr(4096)  # a 64 x 64 tile of dQ
+SQUARE = tl.constexpr(4096)  # a 64 x 64 tile of dQ
 
 
 @triton.jit
@@ -36,8 +36,7 @@ def begin_kernel(
     rows,
     log2,
     delta,
-    total,
-    turns,
+    counts,
     lengths,
     tiles,
     heads,
@@ -48,7 +47,7 @@ def begin_kernel(
     BLOCK_D: tl.constexpr,
     PAD: tl.constexpr,
 ):
-    """Of PAD rows a program: lse in base 2 and delta, +inf and 0 beyond the last row; dQ and turns cleared.
+    """Of PAD rows a program: lse in base 2 and delta, +inf and 0 beyond the last row; counts of dQ cleared.
 
     The grid counts tiles, then heads, then sequences. columns: heads of all sequences. log2 and delta: where the
     statistics of packed rows go once more, row by row.
@@ -70,16 +69,14 @@ def begin_kernel(
         if log2 is not None:
             store_column(head_of(log2, sequence, head, start, length), first, L)
             store_column(head_of(delta, sequence, head, start, length), first, D)
-        squares: tl.constexpr = PAD * BLOCK_D // ZEROS
-        for n in tl.static_range(squares):
-            tl.store(total + at * BLOCK_D + n * ZEROS + tl.arange(0, ZEROS), tl.zeros([ZEROS], tl.float32))
-        if turns is not None:
-            tl.store(turns + at * BLOCK_D // ZEROS + tl.arange(0, squares), tl.zeros([squares], tl.int32))
+        squares: tl.constexpr = PAD * BLOCK_D // SQUARE
+        tl.store(counts + at * BLOCK_D // SQUARE + tl.arange(0, squares), tl.zeros([squares], tl.int32))
 
 
 @triton.jit(do_not_specialize=["tiles", "heads", "padded"])
 def finish_kernel(
     total,
+    counts,
     dq,
     marks,
     scale,
@@ -103,17 +100,18 @@ def finish_kernel(
     if lengths.cu_q is not None:
         column = head
     o_r = tile * 64 + tl.arange(0, 64)
-    there = o_r < length
+    real = o_r < length
     x_dq = head_of(dq, sequence, head, start, length)
     p_dq = x_dq.ptr + wide(o_r) * x_dq.row
     flaw = tl.zeros([64], tl.float32)
     for part in tl.static_range(BLOCK_D // 64):
         # bits of a place: column 0, row 3, columns 1 and 2, rows 0 to 2, rows 4 and 5, columns 3 to 5
-        p = total + (wide(column) * padded + row) * BLOCK_D + part * 4096
-        x = tl.load(p + tl.arange(0, 4096), mask=tile * 64 < length, other=0.0) * number(scale, tl.float32)
+        place = (wide(column) * padded + row) * BLOCK_D // SQUARE + part
+        there = (tile * 64 < length) & (tl.load(counts + place // 2 * 2) > 0)
+        x = tl.load(total + place * SQUARE + tl.arange(0, SQUARE), mask=there, other=0.0) * number(scale, tl.float32)
         x = tl.reshape(tl.permute(tl.reshape(x, [8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5]), [64, 64])
         o_d = part * 64 + tl.arange(0, 64)
-        kept = there[:, None] & (o_d < DIM)[None, :]
+        kept = real[:, None] & (o_d < DIM)[None, :]
         tl.store(p_dq[:, None] + o_d[None, :], x.to(dq.ptr.dtype.element_ty), mask=kept)
         flaw += tl.sum(x * 0.0, 1)
-    tl.store(marks + program, tl.max(((flaw != 0) & there).to(tl.int32), 0))
+    tl.store(marks + program, tl.max(((flaw != 0) & real).to(tl.int32), 0))

@@ -84,13 +84,14 @@ def gpu() -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that flashtile lives in, with "+" where files were changed; None outside one."""
+    """The commit of the checkout that flashtile lives in, with "+" where its sources were changed; None outside one."""
     here = Path(__file__).parent
     top = _git(here, "rev-parse", "--show-toplevel")
     if top is None or not (Path(top) / "src" / "flashtile" / "machine.py").exists():  # someone else's repository
         return None
     head = _git(here, "rev-parse", "HEAD")
-    return head and head + ("+" if _git(Path(top), "status", "--porcelain", "--untracked-files=no") else "")
+    changed = _git(Path(top), "status", "--porcelain", "--untracked-files=no", "--", "src")
+    return head and head + ("+" if changed else "")
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

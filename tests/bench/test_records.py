@@ -56,6 +56,16 @@ def test_another_schema_is_refused(tmp_path):
         records.read(path)
 
 
+def test_records_of_one_run_are_alike():
+    record = records.new("cpu", quick=False, threads=2)
+    records.demand_alike(record, json.loads(json.dumps(record)) | {"created": "later", "measurements": [1]})
+    other = record | {"machine": record["machine"] | {"commit": "0123"}}
+    with pytest.raises(records.UnlikeError, match=r"^measured with another machine, commit: 0123, and here "):
+        records.demand_alike(record, other)
+    with pytest.raises(records.UnlikeError, match=r"^measured with another threads: 3, and here 2"):
+        records.demand_alike(record, record | {"threads": 3})
+
+
 def test_tables():
     record = example()
     assert "| forward | time / SDPA time | 0.50 | 0.50 | 0.85, none over 0.97 | yes |" in table.summary(record)

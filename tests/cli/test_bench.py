@@ -101,6 +101,8 @@ def test_gpu_goes_on_where_a_run_ended(gpu: FakeDevice, tmp_path: Any) -> None:
     assert "--resume" in result.stderr and "another quick" in result.stderr
     assert records.read(tmp_path / "gpu.json")["measurements"] == found
     assert "--resume" in run("gpu", "--resume", str(tmp_path / "none.json"), code=2).stderr
+    tuned = records.FOLDER / "tune.json"
+    assert "another suite" in run("gpu", "--quick", "--resume", str(tuned), code=2).stderr
 
 
 def test_gpu_tells_what_this_one_cannot_do(gpu: FakeDevice, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

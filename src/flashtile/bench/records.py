@@ -63,8 +63,11 @@ def read(path: Path) -> Record:
 def demand_alike(record: Record, other: Record) -> None:
     """An UnlikeError unless both were measured in the same way, by the same code, on the same machine."""
     for name, value in json.loads(json.dumps(record)).items():
-        if name not in FOUND and value != other.get(name):
-            raise UnlikeError(f"measured with another {name}: {other.get(name)}, and here {value}")
+        if name not in FOUND and value != (before := other.get(name)):
+            if isinstance(value, dict) and isinstance(before, dict):  # which of its parts
+                part = next(key for key in value | before if value.get(key) != before.get(key))
+                name, value, before = f"{name}, {part}", value.get(part), before.get(part)
+            raise UnlikeError(f"measured with another {name}: {before}, and here {value}")
 
 
 def default_path(record: Record) -> Path:

@@ -82,6 +82,11 @@ def gpu(
     warm.keep_on_disk()
     here, absent = peers.present(peer or ())
     bench = gpu_suite.Bench(device.Cuda(), here, min(rounds, 3) if quick else rounds)
+    if earlier is not None:
+        try:
+            records.demand_alike(gpu_suite.begun(bench, quick), earlier)
+        except records.UnlikeError as error:
+            raise typer.BadParameter(f"--resume: {error}") from None
     chosen, unfit = rows.measurable(chosen, bench.device.name)
     if quick:
         bench.sample /= 5
@@ -89,20 +94,17 @@ def gpu(
         half = None if seconds is None else start + seconds / 2
         left = gpu_suite.unmeasured(chosen, earlier)
         late = warm.compile_ahead(left, here, count=workers, end=half, progress=progress)
-        try:
-            record = gpu_suite.run(
-                bench,
-                chosen,
-                absent=absent,
-                unfit=unfit,
-                quick=quick,
-                seconds=None if seconds is None else start + seconds - time.monotonic(),
-                earlier=earlier,
-                progress=progress,
-                save=lambda record: records.write(record, path),
-            )
-        except records.UnlikeError as error:
-            raise typer.BadParameter(f"--resume: {error}") from None
+        record = gpu_suite.run(
+            bench,
+            chosen,
+            absent=absent,
+            unfit=unfit,
+            quick=quick,
+            seconds=None if seconds is None else start + seconds - time.monotonic(),
+            earlier=earlier,
+            progress=progress,
+            save=lambda record: records.write(record, path),
+        )
     for what, reason in late.items():
         output.err().print(f"not compiled ahead: {what}: {reason}", soft_wrap=True)
     for (name, reason), cases in gpu_suite.absences(record).items():

@@ -20,6 +20,8 @@ KILO = 1024
 SHAPES = {
     "forward": ((2, 8, 4, 1024, 1024), 8),
     "backward": ((2, 8, 4, 1024, 1024), 8),
+    "backward-ragged": ((2, 8, 4, 1001, 1001), 8),
+    "backward-packed": ((2, 8, 4, 1001, 1001), 8),  # both sequences in one
     "decode": ((1, 8, 2, 1, 8192), 8),
     "decode-short": ((1, 32, 8, 1, 8192), 132),
 }
@@ -177,9 +179,13 @@ def start(case: Case) -> None:
         "alibi": torch.empty(heads),
         "sink": torch.empty(heads),
     }
-    problem = describe(q, k, v, **{name: values[name] for name in case.options.split()})
-    if case.work == "backward":
-        launch.backward(problem, torch.empty_like(q), torch.empty_like(q), torch.empty(q.shape[:3]), None)
+    options = {name: values[name] for name in case.options.split()}
+    if case.work.endswith("packed"):
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        options["cu_q"], options["cu_k"] = (torch.arange(batch + 1) * n for n in (n_q, n_k))
+    problem = describe(q, k, v, **options)
+    if case.work.startswith("backward"):
+        launch.backward(problem, torch.empty_like(q), torch.empty_like(q), torch.empty(q.shape[:-1]), None)
     else:
         launch.forward(problem)
 

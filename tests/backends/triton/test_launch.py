@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flashtile.problem import describe
+from flashtile.problem import check_gradients, describe
 from tests.backends.triton import kernels
 
 torch = pytest.importorskip("torch")
@@ -107,3 +107,19 @@ def test_candidates_take_its_place() -> None:
 def test_one_warp_merges_if_it_can(more: dict[str, Any], splits: int, warps: int) -> None:
     found = decode(1, **{"keys": 8192, **more})
     assert found._splits == splits and found._merge.options == {"num_warps": warps}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 1000, 1024])
+def test_statistics_have_room_for_a_whole_tile(rows: int, packed: bool) -> None:
+    """dkdv_kernel reads a tile of them where the last rows begin, wherever a packed sequence begins."""
+    shape = (rows, 2, 64) if packed else (1, 2, rows, 64)
+    q = torch.empty(shape, dtype=torch.bfloat16)
+    cu = {"cu_q": torch.tensor([0, rows]), "cu_k": torch.tensor([0, rows])} if packed else {}
+    p = describe(q, q, q, **cu)
+    given = check_gradients(p, q, q, torch.empty(shape[:-1]), None)
+    run = launch.Backward(p, q.device, dict.fromkeys(("q", "k", "v", "dout"), True), given, False)
+    tile, room = run._dkdv_start.constants["C"].BLOCK_Q, run._statistics_strides[1]
+    last = rows - 1 if packed else (rows - 1) // tile * tile
+    assert last + tile <= room and room % 16 == 0
+    assert run._statistics().shape == (1, 2, room)

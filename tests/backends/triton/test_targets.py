@@ -15,11 +15,16 @@ EVERYTHING = "causal mask bias alibi softcap dropout sink"
 # A call without a mask runs the kernels of a causal one.
 PLAIN = [Case(work, dim, "causal") for dim in DIMS for work in ("forward", "backward")]
 QUICK = {name: [case for case in PLAIN if case.dim == 128 or name == "sm_90"] for name in TARGETS}
-QUICK["sm_90"] += [Case("decode", 128), Case("decode", 32, EVERYTHING, "float32")]
+QUICK["sm_90"] += [
+    Case("decode", 128),
+    Case("decode", 32, EVERYTHING, "float32"),
+    Case("backward-packed", 128, "causal"),
+]
 SHORT = [Case("decode-short", 128, options) for options in ("", "causal alibi softcap dropout sink")]
 FULL = [
     *PLAIN,
     *(Case("decode", dim) for dim in DIMS),
+    *(Case(f"backward-{rows}", 128, "causal") for rows in ("ragged", "packed")),
     Case("forward", 128, "window"),
     *(Case(work, dim, EVERYTHING) for dim in DIMS for work in ("forward", "backward")),
     *(case._replace(dtype="float32") for case in PLAIN),
@@ -28,7 +33,10 @@ KERNELS = {
     "forward": {"forward_kernel", "mend_forward_kernel"},
     "decode": {"forward_kernel", "merge_kernel"},  # which mends its own rows
     "decode-short": {"forward_kernel", "merge_kernel"},
-    "backward": {"statistics_kernel", "dkdv_kernel", "dq_kernel", "mend_backward_kernel"},
+    **{
+        work: {"statistics_kernel", "dkdv_kernel", "dq_kernel", "mend_backward_kernel"}
+        for work in ("backward", "backward-ragged", "backward-packed")
+    },
 }
 # Spills allowed in the loop over full tiles of a plain call; none where nothing is said. Options and float32 may spill,
 # and so may kernels that mend.

@@ -12,10 +12,9 @@ pytest.importorskip("triton")
 
 import torch
 
+from flashtile.backends.triton import tuning
 from flashtile.backends.triton.tensors import FAR, laid_out, tidy, tidy_gradients
 from flashtile.problem import describe
-
-TILE = 256  # rows of the largest one
 
 
 def strided(shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
@@ -23,7 +22,10 @@ def strided(shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
 
 
 def test_offsets_within_a_tile_have_32_bits() -> None:
-    assert (TILE - 1) * (FAR - 1) + 512 < 1 << 31
+    tables = [*tuning.MEASURED.values(), *tuning.REASONED.values()]
+    tiles = [config for table in tables for steps in table.values() for config in steps.values()]
+    largest = max(max(tile.block_q, tile.block_k) for tile in tiles)
+    assert largest >= 128 and (largest - 1) * (FAR - 1) + 512 < 1 << 31
 
 
 @pytest.mark.parametrize(
@@ -42,6 +44,13 @@ def test_rows_near_each_other(strides: tuple[int, ...], stays: bool) -> None:
     y = tidy(x, -2)
     assert (y is x) == stays and y.shape == x.shape
     assert y.stride(-1) == 1 and y.stride(-2) < FAR
+
+
+def test_wrong_ranks_are_left_to_the_check() -> None:
+    x = torch.randn(1, 2, 3, 8)
+    p, number = describe(x, x, x), torch.zeros(())
+    given = (number, torch.zeros(3), number, number)
+    assert all(found is y for found, y in zip(tidy_gradients(p, *given), given, strict=True))
 
 
 def test_a_problem() -> None:

@@ -245,11 +245,24 @@ def test_what_was_left_out_can_follow(fake: FakeDevice) -> None:
     assert suite.run(bench(fake), rows, earlier=whole)["measurements"] == whole["measurements"] and not fake.samples
 
 
+def test_what_failed_or_was_left_out_is_not_forgotten(fake: FakeDevice) -> None:
+    """Where a run is resumed with other rows."""
+    full, causal, small = (row_of(words) for words in ("train forward D64 full", "train forward D64 causal", "small"))
+    first = suite.run(bench(fake), [small])
+    first |= {"failed": {full.name: "device lost"}, "unfit": {"old": "no"}, "left_out": [causal.name, full.name]}
+    record = suite.run(bench(fake), [causal], unfit={"new": "no"}, earlier=first)
+    assert record["failed"] == {full.name: "device lost"} and record["summary"][-1]["holds"] is False
+    assert record["unfit"] == {"new": "no", "old": "no"} and record["left_out"] == [full.name]
+    assert {m["case"] for m in record["measurements"]} == {small.name, causal.name}
+    again = suite.run(bench(fake), [full], earlier=record)
+    assert again["failed"] == {} and again["left_out"] == []
+
+
 @pytest.mark.parametrize("changed", [{"rounds": 5}, {"quick": True}, {"peers": []}, {"machine": {}}, {"device": {}}])
 def test_a_run_of_another_kind_cannot_be_resumed(fake: FakeDevice, changed: dict[str, Any]) -> None:
     rows = [row_of("small")]
     earlier = suite.run(bench(fake), rows) | changed
-    with pytest.raises(UnlikeError, match=f"^measured with another {next(iter(changed))}: "):
+    with pytest.raises(UnlikeError, match=f"^measured with another {next(iter(changed))}\\b"):
         suite.run(bench(fake), rows, earlier=earlier)
 
 

@@ -218,7 +218,9 @@ def load(shared, board, sources, counter, turns, work, C: gl.constexpr):
 
 @gluon.jit
 def next_column(counter, turns, work, C: gl.constexpr):
-    """The next task that has keys, and its number. Of packed sequences there may be fewer than numbers."""
+    """The next task, and its number. Of packed sequences there may be fewer than numbers: a program that takes one
+    task after the other passes over those without keys.
+    """
     number = claim(counter)
     column = find_column(gl.minimum(number, work.tasks - 1), turns, work, C)
     if work.lengths.cu_k is not None and C.PERSISTENT:

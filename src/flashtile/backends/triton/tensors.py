@@ -32,13 +32,13 @@ def laid_out(p: Problem) -> Problem:
 
 def tidy(x: Any, rows: int) -> Any:
     """x, or a copy where its columns are not side by side, or its rows, along this axis, too far apart."""
-    return x if x.stride(-1) == 1 and x.stride(rows) < FAR else x.contiguous()
+    return x if x.ndim < 2 or (x.stride(-1) == 1 and x.stride(rows) < FAR) else x.contiguous()
 
 
 def tidy_gradients(p: Problem, dout: Any, out: Any, lse: Any, dlse: Any) -> tuple[Any, Any, Any, Any]:
-    """What a backward pass is given, in the caller's layout, with rows as kernels want them."""
+    """What a backward pass is given, in the caller's layout, with rows as kernels want them; wrong ranks stay."""
     rows, alone = (0, 0) if p.packed else (-2, -1)
-    lse, dlse = (x if x is None or x.stride(alone) < FAR else x.contiguous() for x in (lse, dlse))
+    lse, dlse = (x if x is None or x.ndim < 1 or x.stride(alone) < FAR else x.contiguous() for x in (lse, dlse))
     return tidy(dout, rows), tidy(out, rows), lse, dlse
 
 

@@ -197,18 +197,21 @@ def run(
     `absent` are peers, and `unfit` rows, that this machine cannot do, each with its reason. Rows that were measured
     `earlier`, by the same code on the same machine, are kept and not measured again.
     """
-    record = records.new("gpu", quick, rounds=bench.rounds, device=bench.device.describe())
-    record |= {"absent": dict(absent or {}), "peers": [peer.name for peer in bench.peers]}
-    record |= {"failed": {}, "unfit": dict(unfit or {}), "left_out": []}
+    record = begun(bench, quick) | {"absent": dict(absent or {}), "unfit": dict(unfit or {})}
+    places = {row.name: n for n, row in enumerate(rows)}
+    aside: list[str] = []  # rows that were left out before, and are not among these
     if earlier is not None:
         records.demand_alike(record, earlier)
         record["measurements"] = list(earlier["measurements"])
+        for found in ("failed", "unfit"):
+            record[found] |= {name: reason for name, reason in earlier[found].items() if name not in places}
+        aside = [name for name in earlier["left_out"] if name not in places]
+    record["left_out"] = list(aside)
     end = None if seconds is None else now() + seconds
-    places = {row.name: n for n, row in enumerate(rows)}
     turns = in_turn(unmeasured(rows, earlier))
     for done, row in enumerate(turns):
         if end is not None and now() >= end:
-            record["left_out"] = sorted((left.name for left in turns[done:]), key=lambda name: places[name])
+            record["left_out"] += sorted((left.name for left in turns[done:]), key=lambda name: places[name])
             break
         progress(row.name, done, len(turns))
         try:
@@ -220,6 +223,12 @@ def run(
     save(judged(record))
     progress("done", len(turns), len(turns))
     return record
+
+
+def begun(bench: Bench, quick: bool) -> Record:
+    """A record of what these measurements will have to be read with."""
+    record = records.new("gpu", quick, rounds=bench.rounds, device=bench.device.describe())
+    return record | {"peers": [peer.name for peer in bench.peers], "failed": {}, "unfit": {}, "left_out": []}
 
 
 def judged(record: Record) -> Record:

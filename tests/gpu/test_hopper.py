@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor
 
 import flashtile as ft
 from flashtile import dispatch
+from flashtile.backends.triton import launch
 from flashtile.backends.triton.launch import MendForward
 from flashtile.band import FAR
 from flashtile.dtypes import narrow
@@ -309,6 +310,17 @@ def test_two_hundred_gradients_in_order(name: str) -> None:
     in_order(build(REPEATED[name]), turns=40)
 
 
+@pytest.mark.parametrize("name", REPEATED)
+def test_three_programs_take_all_tasks(name: str) -> None:
+    """One task after the other in each of them: the bits of many programs."""
+    call = build(REPEATED[name])
+    given = Given(replace(call, options=call.options | {"deterministic": True}), "cuda")
+    want = given.step()
+    with unprepared(), mock.patch.object(launch, "processors", lambda _device: 3):
+        for _ in range(3):
+            assert all(same_bits(x, y) for x, y in zip(given.step(), want, strict=True))
+
+
 def test_gradients_in_order_where_rows_end_before_the_band() -> None:
     """Of the last tile of queries, some keys are seen only by rows that are not there: those have no turn."""
     call = build(Case(Size(2, 8, 8, 388, 1024, 128, 128), "bfloat16"))
@@ -367,18 +379,19 @@ def test_large_calls_come_back() -> None:
 
 
 @pytest.mark.parametrize("alike", [True, False], ids=["the same call", "two calls"])
-def test_two_streams_at_once(alike: bool) -> None:
+@pytest.mark.parametrize("work", [Given.forward, Given.step], ids=["forward", "gradients"])
+def test_two_streams_at_once(work: Callable[[Given], tuple[Tensor, ...]], alike: bool) -> None:
     """Fifty launches on each: programs of one must not take tasks of the other."""
-    cases = [REPEATED["causal"], REPEATED["causal"] if alike else REPEATED["packed"]]
-    calls = [Given(build(case), "cuda") for case in cases]
-    alone = [given.forward() for given in calls]
+    cases = [build(REPEATED[name]) for name in ("causal", "causal" if alike else "packed")]
+    calls = [Given(replace(call, options=call.options | {"deterministic": True}), "cuda") for call in cases]
+    alone = [work(given) for given in calls]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
     results = []
     for _ in range(50):
         for n, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                results.append((n, calls[n].forward()))
+                results.append((n, work(calls[n])))
     torch.cuda.synchronize()
     for n, found in results:
         assert all(same_bits(x, y) for x, y in zip(found, alone[n], strict=True)), n

@@ -56,7 +56,7 @@ def backward_kernel(
     """counter: 0 and 0 before and after. padded: rows of a head in dQ. Tasks: tiles of keys, key heads, sequences."""
     dtype: gl.constexpr = q_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    WIDE: gl.constexpr = C.KEYS == KEYS
+    WIDE: gl.constexpr = not C.PERSISTENT
     numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k = gl.allocate_shared_memory(dtype, [1, 1, 1, C.KEYS, C.BLOCK_D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [1, 1, 1, C.KEYS, C.BLOCK_D], v_desc.layout)

@@ -41,7 +41,7 @@ class Constants(NamedTuple):
     CUT_AT_BEGIN: Any  # tiles may be cut by the right of the band
     CUT_AT_END: Any  # tiles may be cut by the left of the band
     PERSISTENT: Any  # a program takes one task after the other
-    OUT_TILES: Any  # of dK or dV of a warpgroup that the buffers of dQ can hold
+    OUT_TILES: Any  # of dK or dV, each of a warpgroup, that all buffers of dQ can hold
 
 
 class Backward:

@@ -199,14 +199,12 @@ def run(
     """
     record = begun(bench, quick) | {"absent": dict(absent or {}), "unfit": dict(unfit or {})}
     places = {row.name: n for n, row in enumerate(rows)}
-    aside: list[str] = []  # rows that were left out before, and are not among these
-    if earlier is not None:
+    if earlier is not None:  # what it says of rows that are not among these still holds
         records.demand_alike(record, earlier)
         record["measurements"] = list(earlier["measurements"])
         for found in ("failed", "unfit"):
             record[found] |= {name: reason for name, reason in earlier[found].items() if name not in places}
-        aside = [name for name in earlier["left_out"] if name not in places]
-    record["left_out"] = list(aside)
+        record["left_out"] = [name for name in earlier["left_out"] if name not in places]
     end = None if seconds is None else now() + seconds
     turns = in_turn(unmeasured(rows, earlier))
     for done, row in enumerate(turns):

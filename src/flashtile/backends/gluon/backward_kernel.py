@@ -29,7 +29,7 @@ from flashtile.backends.gluon.narrow import own_128_keys
 from flashtile.backends.gluon.wide import own_64_keys
 
 
-@gluon.jit(do_not_specialize=["tiles", "kv_heads", "padded", "mark_tiles", "tasks"])
+@gluon.jit(do_not_specialize=["tiles", "kv_heads", "section", "padded", "mark_tiles", "tasks"])
 def backward_kernel(
     q_desc,
     k_desc,
@@ -48,6 +48,7 @@ def backward_kernel(
     lengths,
     tiles,
     kv_heads,
+    section,
     padded,
     mark_tiles,
     tasks,
@@ -94,7 +95,7 @@ def backward_kernel(
     shared = Tiles(k, v, q, dout, rows, orders, p, ds, dq, out, k_full, v_full, q_full, dout_full, dq_full, dq_free)
     sources = Sources(q_desc, k_desc, v_desc, dout_desc, rows_desc)
     targets = Targets(dk_desc, dv_desc, dk, dv, marks)
-    work = Extent(rule, lengths, tiles, kv_heads, padded, mark_tiles, tasks)
+    work = Extent(rule, lengths, tiles, kv_heads, section, padded, mark_tiles, tasks)
     gl.warp_specialize(
         [
             (consume, (shared, board, targets, rule, 0, C)),

@@ -113,6 +113,7 @@ class Extent(NamedTuple):
     lengths: Any
     tiles: Any
     kv_heads: Any
+    section: Any  # heads, the last ones, that are worked on side by side
     padded: Any
     mark_tiles: Any
     tasks: Any  # tiles of all heads and sequences
@@ -232,10 +233,21 @@ def next_column(counter, turns, work, C: gl.constexpr):
 
 @gluon.jit
 def find_column(number, turns, work, C: gl.constexpr):
-    """The task of a number: tiles of keys, then key heads, then sequences."""
-    # Of dQ, which the kernel before this one cleared, the last heads may still be in the cache.
-    column = work.tasks // work.tiles - 1 - number // work.tiles
+    """The task of a number: tiles of keys, then key heads, then sequences.
+
+    The heads of the last section come side by side: first tiles of keys, which a causal band gives most to do, of all
+    of them, then the second. Such a tile of the very last head would go on alone when all others have ended.
+    """
+    columns = work.tasks // work.tiles
+    alone = columns - work.section
+    column = number // work.tiles
     tile = number % work.tiles
+    if column >= alone:
+        inside = number - alone * work.tiles
+        column = alone + inside % work.section
+        tile = inside // work.section
+    # Of dQ, which the kernel before this one cleared, the last heads may still be in the cache.
+    column = columns - 1 - column
     if turns is not None:  # the last keys first: nobody waits for a task that has not begun
         tile = work.tiles - 1 - tile
     lengths = work.lengths

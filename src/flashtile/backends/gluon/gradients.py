@@ -95,8 +95,10 @@ class Backward:
             PAD=config.keys,
         )
         tasks = k_tiles * p.kv_heads * batch
-        self._counts = (k_tiles, p.kv_heads, padded, marks_k, tasks)
-        programs = min(tasks, portable.processors(device)) if _persistent(config) else tasks
+        processors = portable.processors(device)
+        section = tuning.section(k_tiles, p.kv_heads * batch, processors)
+        self._counts = (k_tiles, p.kv_heads, section, padded, marks_k, tasks)
+        programs = min(tasks, processors) if _persistent(config) else tasks
         # Packed queries and keys that begin at the same places, being one tensor, have a diagonal each.
         self._starts = {
             alike: Start(

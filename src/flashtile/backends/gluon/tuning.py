@@ -47,7 +47,13 @@ BACKWARD = {
 }
 WIDEST_BACKWARD = max(BACKWARD)
 L2_SECTION = 32 << 20  # bytes of keys and values that programs work on at a time
+WAVES = 2
 MOST_PACKED = 16  # query heads that share the rows of a tile
+
+
+def section(tiles: int, columns: int, processors: int) -> int:
+    """Of the backward pass, the last heads, that are worked on side by side: WAVES tasks a processor."""
+    return max(1, min(columns, -(-WAVES * processors // max(1, tiles))))
 
 
 def packed_heads(problem: Problem) -> int:

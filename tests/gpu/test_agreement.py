@@ -133,6 +133,12 @@ def test_head_dims_with_everything(dims: tuple[int, int], dtype: str) -> None:
     agree(Case(Size(2, 2, 1, 65, 129, *dims), dtype, ("everything",)))
 
 
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256), (512, 512)], ids=str)
+def test_head_dims_with_dropout(dims: tuple[int, int]) -> None:
+    """Which has tiles of its own."""
+    agree(Case(Size(2, 2, 1, 130, 257, *dims), "bfloat16", ("causal", "dropout")))
+
+
 @each_dtype
 def test_one_column(dtype: str) -> None:
     """q.k is one product: standard attention has nothing to add up, so the dtype's own grain is the bar."""

@@ -1,5 +1,7 @@
 """tuning.py: every kernel has a tile for every width, and an override holds only while it is asked for."""
 
+from itertools import product
+
 import pytest
 
 from flashtile.backends.triton import tuning
@@ -13,8 +15,8 @@ from flashtile.backends.triton.tuning import KERNELS, Config
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
 def test_there_is_a_tile_for_everything(kernel, gpu, itemsize):
     for dim in (1, 64, 65, 128, 200, 256, 512):
-        for pairs in (False, True):
-            config = tuning.choose(kernel, dim, dim, itemsize, gpu, pairs)
+        for pairs, dropout in product((False, True), repeat=2):
+            config = tuning.choose(kernel, dim, dim, itemsize, gpu, pairs, dropout)
             assert config.block_q >= 16 and config.block_k >= 16 and config.warps and config.stages
 
 
@@ -56,6 +58,15 @@ def test_measured_rows_are_used_where_they_were_measured():
                 assert tuning.choose(kernel, dim, dim, itemsize, (major, 0), False) == config
                 assert tuning.choose(kernel, dim, 1, itemsize, (major, 5), False) == config
     assert tuning.choose("forward", 64, 64, 2, None, False) == Config(*tuning.ELSEWHERE["forward"][64])
+
+
+def test_dropout_has_rows_where_other_tiles_would_not_do():
+    for (major, itemsize), kernels in tuning.DROPOUT.items():
+        for kernel, dims in kernels.items():
+            for dim, config in dims.items():
+                assert tuning.choose(kernel, dim, dim, itemsize, (major, 0), dropout=True) == config
+                assert tuning.choose(kernel, dim, dim, itemsize, (major, 0)) != config
+    assert tuning.choose("dq", 128, 128, 2, (9, 0), dropout=True) == tuning.choose("dq", 128, 128, 2, (9, 0))
 
 
 def test_a_short_decode_has_a_tile_of_its_own_only_where_that_was_measured():

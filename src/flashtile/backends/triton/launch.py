@@ -420,8 +420,7 @@ def lengths_of(some: Lengths, x: Inputs) -> Lengths:
 def _config(kernel: str, p: Problem, device: Any) -> Config:
     if kernel == "dbias":
         return tuning.DBIAS if max(p.dim, p.dim_v) <= 128 else tuning.DBIAS._replace(block_q=16)
-    with_pairs = p.mask is not None or p.bias is not None
-    return tuning.choose(kernel, p.dim, p.dim_v, p.q.element_size(), _gpu(device), with_pairs)
+    return tuning.choose(kernel, p.dim, p.dim_v, p.q.element_size(), _gpu(device), *tuning.asks(p))
 
 
 def _careful(p: Problem, rows: int, walked: int = 32) -> Config:

@@ -46,6 +46,15 @@ MEASURED: dict[tuple[int, int], dict[str, dict[int, Config]]] = {
         "decode-short": {128: Config(16, 64, 2, 3, programs=2)},
     },
 }
+# With dropout. Weights then pass through shared memory, and random numbers want registers: tiles that fit, and of which
+# no loop spills, as the compiler tells. Where there is no row, that of other calls does.
+DROPOUT: dict[tuple[int, int], dict[str, dict[int, Config]]] = {
+    (9, 2): {
+        "forward": {128: Config(128, 64, 8, 3, True), 256: Config(64, 64, 8, 2, True)},
+        "dkdv": {64: Config(64, 64, 8, 2, True), 128: Config(64, 64, 8, 2, True), 256: Config(32, 64, 8, 2, True)},
+        "dq": {256: Config(64, 32, 8, 3, True)},
+    },
+}
 # Not measured: tiles that fit the shared memory of these GPUs and keep the loop over full tiles in registers, as the
 # compiler tells (tests/backends/triton/test_targets.py). 16-bit types, by kernel and padded head dim.
 REASONED: dict[str, dict[str, dict[int, Config]]] = {
@@ -109,7 +118,15 @@ MERGED = 16384  # bytes of parts that one warp holds in registers
 _overrides: dict[str, Config] = {}
 
 
-def choose(kernel: str, dim: int, dim_v: int, itemsize: int, gpu: tuple[int, int] | str | None, pairs: bool) -> Config:
+def choose(
+    kernel: str,
+    dim: int,
+    dim_v: int,
+    itemsize: int,
+    gpu: tuple[int, int] | str | None,
+    pairs: bool = False,
+    dropout: bool = False,
+) -> Config:
     """The tile for one of KERNELS. gpu: the compute capability of NVIDIA's, the architecture of AMD's ("gfx942").
 
     `pairs`: there is a mask or a bias, whose tiles want shared memory too. A short decode that has no row, or has such
@@ -118,9 +135,13 @@ def choose(kernel: str, dim: int, dim_v: int, itemsize: int, gpu: tuple[int, int
     if kernel in _overrides:
         return _overrides[kernel]
     width = max(dim, dim_v)
-    measured = MEASURED.get((gpu[0], itemsize), {}).get(kernel, {}) if isinstance(gpu, tuple) else {}
+    measured: dict[int, Config] = {}
+    if isinstance(gpu, tuple):
+        measured |= MEASURED.get((gpu[0], itemsize), {}).get(kernel, {})
+        if dropout:
+            measured |= DROPOUT.get((gpu[0], itemsize), {}).get(kernel, {})
     if kernel == "decode-short" and (pairs or _step(width) not in measured):
-        return choose("decode", dim, dim_v, itemsize, gpu, pairs)
+        return choose("decode", dim, dim_v, itemsize, gpu, pairs, dropout)
     if _step(width) in measured and not (pairs and width > 128):
         config = measured[_step(width)]
         if pairs:
@@ -130,6 +151,11 @@ def choose(kernel: str, dim: int, dim_v: int, itemsize: int, gpu: tuple[int, int
     if _step(width) in reasoned and itemsize == 2 and not pairs:
         return reasoned[_step(width)]
     return Config(*ELSEWHERE[kernel][_step(_room(width, itemsize))])
+
+
+def asks(problem: Problem) -> tuple[bool, bool]:
+    """The `pairs` and `dropout` of choose()."""
+    return problem.mask is not None or problem.bias is not None, problem.dropout > 0
 
 
 def careful(dim: int, dim_v: int, itemsize: int, exact: bool, rows: int, walked: int) -> Config:
@@ -165,7 +191,7 @@ def forward(problem: Problem, gpu: tuple[int, int] | str | None, short: bool = F
     `short`: if it is a decode, it is a short one.
     """
     p = problem
-    room = (p.dim, p.dim_v, ITEMSIZE[p.dtype], gpu, p.mask is not None or p.bias is not None)
+    room = (p.dim, p.dim_v, ITEMSIZE[p.dtype], gpu, *asks(p))
     config, decode = choose("forward", *room), choose("decode-short" if short else "decode", *room)
     heads = p.group if p.group > 1 and not p.packed and p.n_q * 2 <= config.block_q else 1
     return decode if heads * p.n_q <= decode.block_q and not p.packed else config, heads

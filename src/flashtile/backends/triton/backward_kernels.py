@@ -90,7 +90,7 @@ def row_statistics(
         D -= dL
         idle = idle & (dL == 0)
     empty = float("-inf") == L
-    L = in_base_2(L)
+    L *= LOG2E
     if LARGE is not None:
         large = (tl.abs(L) >= LARGE) & (tl.abs(L) < float("inf"))
         empty = empty | (large & idle)
@@ -99,17 +99,11 @@ def row_statistics(
 
 
 @triton.jit
-def in_base_2(L):
-    """An lse; that of an empty row is +inf, and its weights then come out as 0."""
-    return tl.where(float("-inf") == L, float("inf"), L * LOG2E)
-
-
-@triton.jit
 def load_statistics(log2, delta, first, ROWS: tl.constexpr, RAGGED: tl.constexpr, NATURAL: tl.constexpr = False):
     """lse in base 2 and delta; beyond the last row as of an empty one. NATURAL: log2 is the lse as it was saved."""
     L = load_column(log2, first, ROWS, float("inf"), RAGGED)
     if NATURAL:
-        L = in_base_2(L)
+        L = tl.where(float("-inf") == L, float("inf"), L * LOG2E)  # as row_statistics() has it
     return L, load_column(delta, first, ROWS, 0.0, RAGGED)
 
 

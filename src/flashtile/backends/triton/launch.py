@@ -454,8 +454,7 @@ def _careful(p: Problem, rows: int, walked: int = 32) -> Config:
 
 
 def _options(config: Config) -> dict[str, int]:
-    capped = {} if config.registers is None else {"maxnreg": config.registers}
-    return {"num_warps": config.warps, "num_stages": config.stages, **capped}
+    return {"num_warps": config.warps, "num_stages": config.stages}
 
 
 @cache

@@ -244,12 +244,12 @@ def same_dtype_error(call: Call) -> Truth:
     it, so standard attention is given four, and its error is the largest: the luck of one order is no yardstick.
     """
     dtype = call.problem().dtype
-    exact = _standard(call, "float64")
+    exact = standard(call, "float64")
     error = dict.fromkeys((name for name, x in exact.items() if x is not None), 0.0)
     rng = np.random.default_rng(0)
     for n in range(4 if dtype == "float32" else 1 if dtype != "float64" else 0):
         order = rng.permutation(call.q.shape[-1]) if n else np.arange(call.q.shape[-1])
-        found = _standard(replace(call, q=call.q[..., order], k=call.k[..., order]), dtype)
+        found = standard(replace(call, q=call.q[..., order], k=call.k[..., order]), dtype)
         for name in error:
             x = found[name] if name == "lse" else widen(narrow(found[name], dtype), np.float64)
             same_order = exact[name][..., order] if name in ("dq", "dk") else exact[name]
@@ -257,7 +257,7 @@ def same_dtype_error(call: Call) -> Truth:
     return Truth(exact["out"], exact["lse"], {name: exact[name] for name in GRADIENTS}, error)
 
 
-def _standard(call: Call, precision: str) -> dict[str, Any]:
+def standard(call: Call, precision: str) -> dict[str, Any]:
     problem = call.problem()
     out, lse = reference.forward(problem, precision)
     # The oracle looks at neither out nor lse, so any of the right shape will do to bring dout to rank 4.

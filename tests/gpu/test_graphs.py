@@ -76,17 +76,44 @@ def test_replays(name: str, work: str) -> None:
     assert not same_bits(seen[0], seen[1]), "new numbers, new results"
 
 
-@pytest.mark.parametrize("n_q", [1, 65])
-def test_lengths_are_read_at_replay(n_q: int) -> None:
+def replay_beside(given: Given, work: str) -> None:
+    """Two graphs of the same call, each on a stream of its own, beside that call on the stream they came from."""
+    function = getattr(given, work)
+    want = [x.clone() for x in function()]
+    graphs = [capture(function) for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in graphs]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(30):
+        for stream, (graph, results) in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+                found.append([x.clone() for x in results])
+        found.append(list(function()))
+    torch.cuda.synchronize()
+    for n, each in enumerate(found):
+        assert given.alike(each, want), f"number {n}"
+
+
+@pytest.mark.parametrize("work", ["forward", "step"])
+@pytest.mark.parametrize("name", CALLS)
+def test_replays_beside_other_streams(name: str, work: str) -> None:
+    replay_beside(Given(build(CALLS[name]), "cuda"), work)
+
+
+@pytest.mark.parametrize(("n_q", "work"), [(1, "forward"), (65, "forward"), (65, "step")])
+def test_lengths_are_read_at_replay(n_q: int, work: str) -> None:
     """A cache that fills up: the graph is captured once, kv_lengths grows on the device."""
     call = build(Case(Size(2, 8, 4, n_q, 2047, 64, 64), "bfloat16", ("causal",)))
     given = Given(replace(call, options=call.options | {"kv_lengths": np.array([1, 1])}), "cuda")
     lengths = given.arguments["kv_lengths"]
-    graph, (out, lse) = capture(given.forward)
+    function = getattr(given, work)
+    graph, results = capture(function)
+    out, lse = results[:2]
     for a, b in ((1, 2047), (500, 3), (0, 1024), (2047, 2046), (66, 65)):
         lengths.copy_(torch.tensor([a, b]))
         graph.replay()
-        assert all(same_bits(x, y) for x, y in zip((out, lse), given.forward(), strict=True)), (a, b)
+        assert given.alike(results, function()), (a, b)
         for n, keys in enumerate((a, b)):
             q, k, v = (given.arguments[name][n : n + 1] for name in "qkv")
             want, want_lse = standard(q, k[:, :, :keys], v[:, :, :keys], causal=True)

@@ -33,7 +33,7 @@ from tests.gpu.child import python
 from tests.gpu.placing import same_bits, unprepared
 from tests.gpu.runner import CUDA, Given, agree, by_each, check, refusal
 from tests.gpu.test_determinism import other_work
-from tests.gpu.test_graphs import capture
+from tests.gpu.test_graphs import replay_beside
 from tests.gpu.test_random import Kind, try_some
 from tests.grid import Call, Case, Size, build, same_dtype_error
 from tests.runners import Runner
@@ -397,35 +397,25 @@ def test_two_streams_at_once(work: Callable[[Given], tuple[Tensor, ...]], alike:
         assert all(same_bits(x, y) for x, y in zip(found, alone[n], strict=True)), n
 
 
+@pytest.mark.parametrize("work", ["forward", "step"])
 @pytest.mark.parametrize("name", ["causal", "packed"])
-def test_a_graph_beside_the_stream_it_was_captured_on(name: str) -> None:
-    given = Given(build(REPEATED[name]), "cuda")
-    want = [x.clone() for x in given.forward()]
-    graph, results = capture(given.forward)
-    again, more = capture(given.forward)
-    aside, further = torch.cuda.Stream(), torch.cuda.Stream()
-    torch.cuda.synchronize()
-    found = []
-    for _ in range(30):
-        for stream, one, filled in ((aside, graph, results), (further, again, more)):
-            with torch.cuda.stream(stream):
-                one.replay()
-                found.append([x.clone() for x in filled])
-        found.append(list(given.forward()))
-    torch.cuda.synchronize()
-    for n, each in enumerate(found):
-        assert all(same_bits(x, y) for x, y in zip(each, want, strict=True)), f"number {n}"
+def test_a_graph_beside_the_stream_it_was_captured_on(name: str, work: str) -> None:
+    """In order, so that gradients have the same bits too."""
+    call = build(REPEATED[name])
+    replay_beside(Given(replace(call, options=call.options | {"deterministic": True}), "cuda"), work)
 
 
-def test_a_capture_that_is_given_up() -> None:
+@pytest.mark.parametrize("work", ["forward", "step"])
+def test_a_capture_that_is_given_up(work: str) -> None:
     """Launches that were recorded and never ran leave nothing behind that later ones would count on."""
     given = Given(build(REPEATED["causal"]), "cuda")
-    want = [x.clone() for x in given.forward()]
+    function = getattr(given, work)
+    want = [x.clone() for x in function()]
     with pytest.raises(ZeroDivisionError), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        given.forward()
+        function()
         raise ZeroDivisionError
     for _ in range(3):
-        assert all(same_bits(x, y) for x, y in zip(given.forward(), want, strict=True))
+        assert given.alike(function(), want)
 
 
 # ---- beside a peer ----

@@ -72,6 +72,21 @@ def test_backward_is_linear(name: str) -> None:
     assert added(backward) <= 2 * q.nbytes + 4 * STATISTICS + SLACK
 
 
+@pytest.mark.parametrize("deterministic", [False, True], ids=["in any order", "in order"])
+def test_backward_adds_delta_and_dq(deterministic: bool) -> None:
+    """No more than dQ in float32, a number a row, and a few counters a tile."""
+    q, k, v = [x.requires_grad_() for x in tensors(heads=16, dim=128)]
+    out = ft.attention(q, k, v, causal=True, deterministic=deterministic)
+    dout = torch.randn_like(out)
+    delta = 4 * q.numel() // q.shape[-1]
+
+    def backward() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+    counters = 3 * delta // 32  # a mark for 64 rows, a turn for each 64 x 64 of dQ, and as much to round up
+    assert added(backward) <= 2 * q.nbytes + delta + counters
+
+
 def test_packed_adds_nothing() -> None:
     q, k, v = (torch.randn(N, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     cu = torch.tensor([0, 5, 5, 8000, N], device="cuda", dtype=torch.int32)

@@ -6,6 +6,7 @@ Ten of each kind; with -m "gpu and slow" a thousand more.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests import test_search
 from tests.gpu.placing import FENCE, UNALIGNED
 from tests.gpu.runner import each_backend, on
 from tests.grid import Call, laid_out
+from tests.runners import Runner
 
 pytestmark = [pytest.mark.gpu, *each_backend]
 
@@ -137,7 +139,13 @@ def problem(kind: Kind, rng: np.random.Generator, lengths: tuple[int, int] = (13
     return Call(q, k, v, options, array(*q_shape, dim_v), array(*q_shape, dtype=accumulator(kind.dtype)), packed)
 
 
-def try_some(kind: Kind, seed: int, count: int, lengths: tuple[int, int] = (131, 239)) -> None:
+def try_some(
+    kind: Kind,
+    seed: int,
+    count: int,
+    lengths: tuple[int, int] = (131, 239),
+    agree: Callable[[Call, Runner], None] = test_search.agree,
+) -> None:
     rng = np.random.default_rng([zlib.crc32(str(kind).encode()), seed])
     wrong = []
     runner = RUNNERS[kind.place]
@@ -146,7 +154,7 @@ def try_some(kind: Kind, seed: int, count: int, lengths: tuple[int, int] = (131,
         if not n and (reason := runner.refusal(call)):
             pytest.skip(reason)
         try:
-            test_search.agree(call, runner)
+            agree(call, runner)
         except AssertionError as error:
             wrong.append(f"number {n}, q {call.q.shape}, k {call.k.shape}: {error}")
     assert not wrong, "\n".join(wrong)

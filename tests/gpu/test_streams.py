@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -12,14 +12,16 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from torch import Tensor
 
-from tests.gpu.placing import same_bits
-from tests.gpu.runner import Given, each_backend
+from tests.gpu.runner import DIFFERENTIABLE, Given, each_backend
 from tests.gpu.sizes import DECODE, LONG, PACKED, RAGGED
 from tests.grid import OPTIONS, Case, build
+from tests.pytorch.samples import run
 
 pytestmark = [pytest.mark.gpu, *each_backend]
 
+Work = Callable[[Given], tuple[Tensor, ...]]
 VARIED = [
     *(Case(size, "bfloat16", (option,)) for size in (LONG, DECODE, PACKED) for option in ("causal", "kv_lengths")),
     Case(LONG, "bfloat16", ("everything",)),
@@ -107,21 +109,52 @@ def test_many_threads() -> None:
     assert all(right), [str(case) for case, good in zip(VARIED, right, strict=True) if not good]
 
 
-def test_memory_freed_on_another_stream_is_not_taken_early() -> None:
-    """Results of one stream feed another; scratch memory of either is its own."""
-    given = Given(build(Case(DECODE, "bfloat16", ("causal",))), "cuda")
-    out, lse = given.forward()
+@pytest.mark.parametrize(
+    ("case", "work"),
+    [(Case(DECODE, "bfloat16", ("causal",)), Given.forward), *((case, Given.step) for case in VARIED)],
+    ids=lambda x: x.__name__ if callable(x) else str(x),
+)
+def test_memory_freed_on_another_stream_is_not_taken_early(case: Case, work: Work) -> None:
+    """Results of one stream are read by another, and freed before it has; scratch memory of either is its own."""
+    given = Given(build(case), "cuda")
+    alone = work(given)
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.synchronize()
+    results = []
     for _ in range(20):
         with torch.cuda.stream(first):
-            once, once_lse = given.forward()
+            once = work(given)
         second.wait_stream(first)
         with torch.cuda.stream(second):
-            twice, _ = given.forward()
-            difference = (once - twice).abs().sum() + (once_lse - lse).abs().nan_to_num().sum()
-        once.record_stream(second)
-        once_lse.record_stream(second)
-        torch.cuda.current_stream().wait_stream(second)
-        assert not difference.item()
-        assert same_bits(once, out)
+            twice = work(given)
+            results += [tuple(x.clone() for x in once), twice]
+        for x in once:
+            x.record_stream(second)
+        del once
+    torch.cuda.synchronize()
+    for n, found in enumerate(results):
+        assert given.alike(found, alone), f"number {n}"
+
+
+def test_gradients_asked_for_on_another_stream() -> None:
+    """Autograd goes back on the stream of the forward pass, and the one that asked waits for it."""
+    calls = [Given(build(case), "cuda") for case in VARIED]
+    alone = [given.step() for given in calls]
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    results = []
+    for n in [*range(len(calls))] * 8:
+        leaves = {name: x.detach().requires_grad_() for name, x in calls[n].leaves.items()}
+        inputs = {DIFFERENTIABLE[name]: x for name, x in leaves.items()}
+        with torch.cuda.stream(first):
+            forward = run(**(calls[n].arguments | inputs))
+        second.wait_stream(first)
+        with torch.cuda.stream(second):
+            found = torch.autograd.grad(forward, tuple(leaves.values()), (calls[n].dout, calls[n].dlse))
+            results.append((n, tuple(x.detach().clone() for x in (*forward, *found))))
+        for x in (*forward, *found):
+            x.record_stream(second)
+        del forward, found
+    torch.cuda.synchronize()
+    for n, copies in results:
+        assert calls[n].alike(copies, alone[n]), str(VARIED[n])

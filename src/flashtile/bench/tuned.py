@@ -37,11 +37,10 @@ def _arguments(config: Sequence[Any]) -> str:
 
 
 def short(config: Sequence[Any]) -> str:
-    """As in "16x64 w2 s3 p2": the tile, warps, stages, whether by the copy engine, a limit of registers, programs."""
+    """As in "16x64 w2 s3 p2": the tile, warps, stages, whether by the copy engine, programs."""
     given = Config(*config)
     engine, programs = " tma" if given.descriptors else "", "" if given.programs == 1 else f" p{given.programs}"
-    limit = "" if given.registers is None else f" r{given.registers}"
-    return f"{given.block_q}x{given.block_k} w{given.warps} s{given.stages}{engine}{limit}{programs}"
+    return f"{given.block_q}x{given.block_k} w{given.warps} s{given.stages}{engine}{programs}"
 
 
 def caption(record: Record) -> str:

@@ -14,9 +14,10 @@ from flashtile.backends.gluon.row_kernels import begin_kernel, finish_kernel
 from flashtile.backends.gluon.tickets import tickets
 from flashtile.backends.gluon.tuning import ROWS
 from flashtile.backends.triton import launch as portable
-from flashtile.backends.triton.arguments import Rows, bits, block, lengths, rule
+from flashtile.backends.triton.arguments import bits, block, lengths, rule
 from flashtile.backends.triton.start import Start
 from flashtile.backends.triton.tensors import Result, strides
+from flashtile.dtypes import ITEMSIZE
 from flashtile.inputs import Inputs
 from flashtile.problem import Problem
 from flashtile.results import Gradients
@@ -57,19 +58,23 @@ class Backward:
         config, width = tuning.backward(max(p.dim, p.dim_v)), max(64, block(max(p.dim, p.dim_v)))
         n_rows, n_keys, batch = p.q.shape[2], p.k.shape[2], p.q.shape[0]
         self._rule, self._lengths, self._scale = rule(p), lengths(p), bits(p.scale)
-        self._given_strides = tuple(None if x is None else strides(x, p) for x in given)
+        given_rows = [None if x is None else strides(x, p) for x in given]
         pads = portable.count_tiles(p, p.n_q, n_rows, config.keys)
         padded, columns = pads * config.keys, p.heads * batch
         self._rows = (2, batch, p.heads, padded)  # lse in base 2 and delta, side by side for one copy
-        self._padded_strides = (p.heads * padded, padded, 1)
-        self._statistics = Result(p, p.heads, n_rows, None, "float32", device)
+        self._delta = Result(p, p.heads, n_rows, None, "float32", device)
         self._dq = Result(p, p.heads, n_rows, p.dim, p.dtype, device)
         self._dk = Result(p, p.kv_heads, n_keys, p.dim, p.dtype, device)
         self._dv = Result(p, p.kv_heads, n_keys, p.dim_v, p.dtype, device)
+        # No one has a use for the memory of dQ before the kernel is done, nor for these statistics after it.
+        self._rows_in_dq = self._dq.numel * ITEMSIZE[p.dtype] >= 2 * columns * padded * 4
         k_tiles, marks_k = (portable.count_tiles(p, p.n_k, n_keys, n) for n in (config.keys, ROWS))
         marks_q = portable.count_tiles(p, p.n_q, n_rows, ROWS)
         self._total = columns * padded * width
-        self._mend = portable.MendBackward(p, device, ROWS, ROWS)
+        self._heads_at = portable.heads_at(p)
+        of_mend = (given_rows[0], given_rows[2], self._delta.strides, None)
+        grads = (self._dq, self._dk, self._dv)
+        self._mend = portable.MendBackward(p, device, ROWS, ROWS, of_mend, grads, natural=True)
         q_box, k_box = ([1, 1, n, width] for n in (config.block_q, config.keys))
         out_box = [1, 1, ROWS, min(width, 128)]  # what a warpgroup has
         rows = torch.empty(self._rows, dtype=torch.float32, device="meta")
@@ -89,6 +94,7 @@ class Backward:
             begin_kernel,
             pads * columns,
             {"num_warps": 8},
+            portable.present(*given_rows, None, self._delta.strides),
             DIM_V=p.dim_v,
             BLOCK_DV=block(p.dim_v),
             BLOCK_D=width,
@@ -105,37 +111,39 @@ class Backward:
                 backward_kernel,
                 programs,
                 {"num_warps": 4},
+                {8: self._dk.strides, 9: self._dv.strides},
                 blocks=dict(enumerate(blocks)),
                 C=constants(p, config, width, alike),
             )
             for alike in (False, True)
         }
         self._finish_counts = (marks_q, p.heads, padded)
-        self._finish = Start(finish_kernel, marks_q * columns, DIM=p.dim, BLOCK_D=width, PAD=config.keys)
+        rows_of_dq = portable.present(None, self._dq.strides)
+        self._finish = Start(
+            finish_kernel, marks_q * columns, rows=rows_of_dq, DIM=p.dim, BLOCK_D=width, PAD=config.keys
+        )
 
     def __call__(self, x: Inputs, *given: Any) -> Gradients:
-        dout, out, lse, dlse = (
-            None if y is None or s is None else Rows(y, *s) for y, s in zip(given, self._given_strides, strict=True)
-        )
-        dq, dk, dv = self._dq.make(), self._dk.make(), self._dv.make()
-        rows = torch.empty(self._rows, dtype=torch.float32, device=self._device)
+        dout, _out, lse, _dlse = given
+        dq, dk, dv, delta = self._dq.empty(), self._dk.empty(), self._dv.empty(), self._delta.empty()
+        if self._rows_in_dq:
+            rows = dq.view(torch.float32)
+        else:
+            rows = torch.empty(self._rows, dtype=torch.float32, device=self._device)
         total = torch.empty(self._total, dtype=torch.float32, device=self._device)
         turns = None
         if self._ordered:
             turns = torch.empty(self._total // 4096, dtype=torch.int32, device=self._device)
         marks = self._mend.make()
-        plain: tuple[Rows | None, Rows | None] = (None, None)
-        log2, delta = (Rows(half, *self._padded_strides) for half in rows)
         if self._packed:
             marks.zero_()  # tiles that no sequence has are never written
-            plain = log2, delta = self._statistics.make(), self._statistics.make()
         of_queries = marks[self._mend.first_of_queries :]
         a_rule, a_lengths = portable.rule_of(self._rule, x), portable.lengths_of(self._lengths, x)
-        self._begin(dout, out, lse, dlse, rows, *plain, total, turns, a_lengths, *self._begin_counts)
+        self._begin(*given, rows, delta, total, turns, a_lengths, *self._begin_counts)
         alike = x.cu_q is not None and x.cu_q.data_ptr() == x.cu_k.data_ptr()
         self._starts[alike](
-            *(x.q, x.k, x.v, given[0]),
-            *(rows, total, dk.ptr, dv.ptr),
+            *(x.q, x.k, x.v, dout),
+            *(rows, total, dk, dv),
             dk,
             dv,
             marks,
@@ -146,12 +154,11 @@ class Backward:
             *self._counts,
         )
         self._finish(total, dq, of_queries, self._scale, a_lengths, *self._finish_counts)
-        self._mend(x, dout, log2, delta, dq, dk, dv, marks)
+        self._mend(x, dout, lse, delta, None, dq, dk, dv, marks)
         dsink = None
         if x.sink is not None:
-            found = delta.ptr if self._packed else delta.ptr[..., : given[2].shape[-1]]
-            dsink = portable.sink_gradient(x.sink, given[2].reshape(found.shape), found, 1)
-        return Gradients(dq.ptr, dk.ptr, dv.ptr, None, dsink)
+            dsink = portable.sink_gradient(x.sink, lse, delta, self._heads_at)
+        return Gradients(dq, dk, dv, None, dsink)
 
 
 def _persistent(config: tuning.Steps) -> bool:

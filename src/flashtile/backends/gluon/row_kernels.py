@@ -34,7 +34,6 @@ def begin_kernel(
     lse,
     dlse,
     rows,
-    log2,
     delta,
     total,
     turns,
@@ -50,8 +49,8 @@ def begin_kernel(
 ):
     """Of PAD rows a program: lse in base 2 and delta, +inf and 0 beyond the last row; dQ and turns cleared.
 
-    The grid counts tiles, then heads, then sequences. columns: heads of all sequences. log2 and delta: where the
-    statistics of packed rows go once more, row by row.
+    The grid counts tiles, then heads, then sequences. columns: heads of all sequences. delta goes row by row once more,
+    for those who come after the pass.
     """
     program = tl.program_id(0)
     head = program // tiles % heads
@@ -67,9 +66,7 @@ def begin_kernel(
         at = wide(column) * padded + row
         tl.store(rows + at + o_r, tl.where(first + o_r < length, L, float("inf")))
         tl.store(rows + wide(columns) * padded + at + o_r, D)
-        if log2 is not None:
-            store_column(head_of(log2, sequence, head, start, length), first, L)
-            store_column(head_of(delta, sequence, head, start, length), first, D)
+        store_column(head_of(delta, sequence, head, start, length), first, D)
         squares: tl.constexpr = PAD * BLOCK_D // ZEROS
         for n in tl.static_range(squares):
             tl.store(total + at * BLOCK_D + n * ZEROS + tl.arange(0, ZEROS), tl.zeros([ZEROS], tl.float32))

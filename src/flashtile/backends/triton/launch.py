@@ -29,7 +29,7 @@ from flashtile.backends.triton.chain import FOLLOWING, can_chain
 from flashtile.backends.triton.forward_kernel import forward_kernel
 from flashtile.backends.triton.mend_kernels import mend_backward_kernel, mend_forward_kernel, mend_sums_kernel
 from flashtile.backends.triton.merge_kernel import merge_kernel
-from flashtile.backends.triton.start import Start
+from flashtile.backends.triton.start import Start, Strides
 from flashtile.backends.triton.tensors import Result, aligned, blocks, empty, laid_out, outline, strides, tidy_gradients
 from flashtile.backends.triton.tuning import Config
 from flashtile.inputs import TENSORS, Inputs
@@ -172,16 +172,27 @@ class MendForward:
 class MendBackward:
     """The launch that makes spoiled tiles of a backward pass anew: dK and dV of block_k keys, dQ of block_q queries.
 
-    The marks of all tiles of keys come first; those of tiles of queries begin at first_of_queries.
+    The marks of all tiles of keys come first; those of tiles of queries begin at first_of_queries. given: strides of
+    dout and of what statistics_kernel made of each row, log2, delta and tops; without tops no lse is ever too coarse.
+    natural: log2 is the lse as it was saved, and not in base 2.
     """
 
-    def __init__(self, p: Problem, device: Any, block_q: int, block_k: int) -> None:
+    def __init__(
+        self,
+        p: Problem,
+        device: Any,
+        block_q: int,
+        block_k: int,
+        given: tuple[Strides | None, ...],
+        grads: tuple[Result, ...],
+        natural: bool = False,
+    ) -> None:
         batch = p.q.shape[0]
         k_tiles, q_tiles = count_tiles(p, p.n_k, p.k.shape[2], block_k), count_tiles(p, p.n_q, p.q.shape[2], block_q)
         self.first_of_queries = k_tiles * p.kv_heads * batch
         self._marks = Marks(self.first_of_queries + q_tiles * p.heads * batch, device)
         self.make = self._marks.make  # not cleared, as in MendForward
-        self._strides = tuple(strides(x, p) for x in (p.q, p.k, p.v))
+        q, k, v = (strides(x, p) for x in (p.q, p.k, p.v))
         self._rule, self._lengths = rule(p), lengths(p)
         self._counts = (k_tiles, p.kv_heads, q_tiles, p.heads)
         of_queries, of_keys = _careful(p, block_q), _careful(p, block_k)
@@ -189,6 +200,7 @@ class MendBackward:
             mend_sums_kernel,
             self._marks.programs,
             _options(of_queries),
+            present(q, k, given[1], given[3]),
             ROWS=block_q,
             C=constants(p, of_queries, _precision(p)),
         )
@@ -197,30 +209,30 @@ class MendBackward:
             mend_backward_kernel,
             self._marks.programs,
             _options(min(of_queries, of_keys, key=lambda config: config.warps)),
+            present(q, k, v, *given, *(x.strides for x in grads)),
             K_ROWS=block_k,
             Q_ROWS=block_q,
             OF_KEYS=constants(p, of_keys, _precision(p)),
             OF_QUERIES=constants(p, of_queries, _precision(p)),
+            NATURAL=natural,
         )
 
     def __call__(
         self,
         x: Inputs,
-        dout: Rows | None,
-        log2: Rows,
-        delta: Rows,
-        dq: Rows,
-        dk: Rows,
-        dv: Rows,
+        dout: Any,
+        log2: Any,
+        delta: Any,
+        tops: Any,
+        dq: Any,
+        dk: Any,
+        dv: Any,
         marks: Any,
-        tops: Rows | None = None,
     ) -> None:
-        """log2, delta and tops: what statistics_kernel made of each row. Without tops no lse is ever too coarse."""
-        q, k, v = self._strides
         if tops is not None:
             self._sums(
-                Rows(x.q, *q),
-                Rows(x.k, *k),
+                x.q,
+                x.k,
                 log2,
                 tops,
                 x.sink,
@@ -232,9 +244,9 @@ class MendBackward:
                 *self._counts[2:],
             )
         self._start(
-            Rows(x.q, *q),
-            Rows(x.k, *k),
-            Rows(x.v, *v),
+            x.q,
+            x.k,
+            x.v,
             dout,
             log2,
             delta,
@@ -249,6 +261,11 @@ class MendBackward:
             lengths_of(self._lengths, x),
             *self._counts,
         )
+
+
+def present(*strides: Strides | None) -> dict[int, Strides]:
+    """What a Start is told of its first arguments; None of one that is no Rows, or absent."""
+    return {n: s for n, s in enumerate(strides) if s is not None}
 
 
 class Marks:
@@ -286,7 +303,7 @@ class Backward:
         self._dk = Result(p, p.kv_heads, p.k.shape[2], p.dim, p.dtype, device)
         self._dv = Result(p, p.kv_heads, p.k.shape[2], p.dim_v, p.dtype, device)
         self._row_counts = (n_rows, p.heads)
-        self._heads_at = 1 if p.packed else p.rank - 3  # among the axes of an lse; a call of rank 2 has no such axis
+        self._heads_at = heads_at(p)
         # dq_kernel relies on what dkdv_kernel has waited for, so that one may not be missing.
         chained = not INTERPRETED and can_chain(_gpu(device)) and all(x.numel for x in (self._dk, self._dq))
         self._statistics_start = Start(
@@ -318,7 +335,9 @@ class Backward:
             C=constants(p, config, _precision(p)),
             CHAINED=chained,
         )
-        self._mend = MendBackward(p, device, config.block_q, of_keys.block_k)
+        given_rows = (self._given_strides[0], *3 * (self._statistics_strides,))
+        grads = (self._dq, self._dk, self._dv)
+        self._mend = MendBackward(p, device, config.block_q, of_keys.block_k, given_rows, grads)
         self._bias_shape = p.bias.shape if bias_grad and p.bias is not None else None
         if self._bias_shape is not None:
             config = _config("dbias", p, device)
@@ -357,7 +376,7 @@ class Backward:
             where = marks, self._mend.first_of_queries
             self._dq_start(q, k, v, dout, *fetched, log2, delta, dq, *where, a_rule, a_lengths, *self._q_counts)
         if marks.numel():
-            self._mend(x, dout, log2, delta, dq, dk, dv, marks, tops)
+            self._mend(x, given[0], log2.ptr, delta.ptr, tops.ptr, dq.ptr, dk.ptr, dv.ptr, marks)
         dbias = None
         if self._bias_shape is not None:
             dbias = x.q.new_zeros(self._bias_shape, dtype=self._real)
@@ -378,9 +397,14 @@ def like_lse(rows: Any, lse: Any, packed: bool) -> Any:
     return rows[0, :, : lse.shape[0]].T if packed else rows[..., : lse.shape[-1]].reshape(lse.shape)
 
 
-def sink_gradient(sink: Any, lse: Any, delta: Any, heads_at: int) -> Any:
+def heads_at(p: Problem) -> int:
+    """The axis of heads of an lse in the caller's layout; a call of rank 2 has no such axis."""
+    return 1 if p.packed else p.rank - 3
+
+
+def sink_gradient(sink: Any, lse: Any, delta: Any, heads: int) -> Any:
     """-sum over rows of exp(sink - lse) * delta, whose axis of heads is this one; an empty row has no part in it."""
-    rows_at = tuple(axis for axis in range(lse.ndim) if axis != heads_at)
+    rows_at = tuple(axis for axis in range(lse.ndim) if axis != heads)
     weight = torch.exp(sink.to(lse.dtype).reshape([1 if axis in rows_at else -1 for axis in range(lse.ndim)]) - lse)
     parts = torch.where(torch.isneginf(lse), torch.zeros_like(delta), weight * delta)
     return -parts.sum(rows_at).reshape(sink.shape)
@@ -429,8 +453,7 @@ def _careful(p: Problem, rows: int, walked: int = 32) -> Config:
 
 
 def _options(config: Config) -> dict[str, int]:
-    capped = {} if config.registers is None else {"maxnreg": config.registers}
-    return {"num_warps": config.warps, "num_stages": config.stages, **capped}
+    return {"num_warps": config.warps, "num_stages": config.stages}
 
 
 @cache

@@ -20,10 +20,19 @@ MARKS = tl.constexpr(128)  # that a program looks at together
 
 
 @triton.jit
-def any_set(marks, first, step, count):
-    """Whether any of MARKS marks is set, `step` apart from `first` on, so that neighbours have different programs."""
-    o_n = first + tl.arange(0, MARKS) * step
-    return tl.max(tl.load(marks + o_n, mask=o_n < count, other=0), 0) > 0
+def next_set(marks, n, count):
+    """The first mark that is set, of a program's share from n on; count or more if none is.
+
+    A share is every so many-th mark, so that neighbours have different programs.
+    """
+    step = tl.num_programs(0)
+    found = n * 0 + count
+    while (n < count) & (found == count):
+        o_n = n + tl.arange(0, MARKS) * step
+        m_set = tl.load(marks + o_n, mask=o_n < count, other=0) != 0
+        found = tl.min(tl.where(m_set, o_n, count), 0)
+        n += step * MARKS
+    return found
 
 
 @triton.jit(do_not_specialize=["count", "tiles", "heads"])
@@ -45,18 +54,16 @@ def mend_forward_kernel(
     C: tl.constexpr,
 ):
     """Output and lse of marked tiles of ROWS rows, which are forward_kernel's or another's."""
-    step = tl.num_programs(0)
-    for begin in range(tl.program_id(0), count, step * MARKS):
-        if any_set(marks, begin, step, count):
-            for n in range(begin, tl.minimum(begin + step * MARKS, count), step):
-                if tl.load(marks + n) != 0:
-                    head = n // tiles % heads
-                    sequence, tile = locate(lengths.cu_q, lengths.n_q, n % tiles, n // tiles // heads, lengths, ROWS)
-                    at = measure(lengths, rule.offset, sequence)
-                    forward_rows_again(
-                        *(q, k, v, out, lse, p_sink, rule, at, head, tile * ROWS, 0, (0, at.k_len), 0, 0),
-                        *(ROWS, PACKED_HEADS, 1, C),
-                    )
+    n = next_set(marks, tl.program_id(0), count)
+    while n < count:
+        head = n // tiles % heads
+        sequence, tile = locate(lengths.cu_q, lengths.n_q, n % tiles, n // tiles // heads, lengths, ROWS)
+        at = measure(lengths, rule.offset, sequence)
+        forward_rows_again(
+            *(q, k, v, out, lse, p_sink, rule, at, head, tile * ROWS, 0, (0, at.k_len), 0, 0),
+            *(ROWS, PACKED_HEADS, 1, C),
+        )
+        n = next_set(marks, n + tl.num_programs(0), count)
 
 
 @triton.jit
@@ -104,19 +111,17 @@ def mend_sums_kernel(
     C: tl.constexpr,
 ):
     """Maximum and sum of the rows whose lse is NaN, in marked tiles of ROWS queries, for mend_backward_kernel."""
-    step = tl.num_programs(0)
-    for begin in range(tl.program_id(0), count, step * MARKS):
-        if any_set(marks + first_of_queries, begin, step, count):
-            for n in range(begin, tl.minimum(begin + step * MARKS, count), step):
-                if tl.load(marks + first_of_queries + n) != 0:
-                    h = n // tiles % heads
-                    sequence, tile = locate(lengths.cu_q, lengths.n_q, n % tiles, n // tiles // heads, lengths, ROWS)
-                    at = measure(lengths, rule.offset, sequence)
-                    rows = head_of(log2, at.sequence, h, at.q_start, at.q_len)
-                    for i0 in range(tile * ROWS, tl.minimum((tile + 1) * ROWS, at.q_len), C.BLOCK_Q):
-                        L = load_column(rows, i0, C.BLOCK_Q, 0.0, True)
-                        if tl.max((L != L).to(tl.int32), 0) > 0:
-                            sums_of_rows(q, k, log2, tops, p_sink, rule, at, h, i0, C)
+    n = next_set(marks + first_of_queries, tl.program_id(0), count)
+    while n < count:
+        h = n // tiles % heads
+        sequence, tile = locate(lengths.cu_q, lengths.n_q, n % tiles, n // tiles // heads, lengths, ROWS)
+        at = measure(lengths, rule.offset, sequence)
+        rows = head_of(log2, at.sequence, h, at.q_start, at.q_len)
+        for i0 in range(tile * ROWS, tl.minimum((tile + 1) * ROWS, at.q_len), C.BLOCK_Q):
+            L = load_column(rows, i0, C.BLOCK_Q, 0.0, True)
+            if tl.max((L != L).to(tl.int32), 0) > 0:
+                sums_of_rows(q, k, log2, tops, p_sink, rule, at, h, i0, C)
+        n = next_set(marks + first_of_queries, n + tl.num_programs(0), count)
 
 
 @triton.jit(do_not_specialize=["count", "first_of_queries", "k_tiles", "kv_heads", "q_tiles", "heads"])
@@ -144,31 +149,35 @@ def mend_backward_kernel(
     Q_ROWS: tl.constexpr,
     OF_KEYS: tl.constexpr,
     OF_QUERIES: tl.constexpr,
+    NATURAL: tl.constexpr,
 ):
-    """dK and dV of marked tiles of K_ROWS keys, whose marks come first, and dQ of tiles of Q_ROWS queries."""
-    step = tl.num_programs(0)
-    for begin in range(tl.program_id(0), count, step * MARKS):
-        if any_set(marks, begin, step, count):
-            for n in range(begin, tl.minimum(begin + step * MARKS, count), step):
-                if tl.load(marks + n) != 0:
-                    if n < first_of_queries:
-                        head = n // k_tiles % kv_heads
-                        sequence = n // k_tiles // kv_heads
-                        sequence, tile = locate(lengths.cu_k, lengths.n_k, n % k_tiles, sequence, lengths, K_ROWS)
-                        at = measure(lengths, rule.offset, sequence)
-                        for j0 in range(tile * K_ROWS, tl.minimum((tile + 1) * K_ROWS, at.k_room), OF_KEYS.BLOCK_K):
-                            dkdv_rows(
-                                *(q, k, v, dout, None, None, log2, delta, tops, dk, dv, rule, at, head, j0, OF_KEYS),
-                                CAREFUL=True,
-                            )
-                    else:
-                        n_q = n - first_of_queries
-                        head = n_q // q_tiles % heads
-                        sequence = n_q // q_tiles // heads
-                        sequence, tile = locate(lengths.cu_q, lengths.n_q, n_q % q_tiles, sequence, lengths, Q_ROWS)
-                        at = measure(lengths, rule.offset, sequence)
-                        for i0 in range(tile * Q_ROWS, tl.minimum((tile + 1) * Q_ROWS, at.q_len), OF_QUERIES.BLOCK_Q):
-                            dq_rows(
-                                *(q, k, v, dout, None, None, log2, delta, tops, dq, rule, at, head, i0, OF_QUERIES),
-                                CAREFUL=True,
-                            )
+    """dK and dV of marked tiles of K_ROWS keys, whose marks come first, and dQ of tiles of Q_ROWS queries.
+
+    NATURAL: log2 is the lse as it was saved.
+    """
+    n = next_set(marks, tl.program_id(0), count)
+    while n < count:
+        if n < first_of_queries:
+            head = n // k_tiles % kv_heads
+            sequence = n // k_tiles // kv_heads
+            sequence, tile = locate(lengths.cu_k, lengths.n_k, n % k_tiles, sequence, lengths, K_ROWS)
+            at = measure(lengths, rule.offset, sequence)
+            for j0 in range(tile * K_ROWS, tl.minimum((tile + 1) * K_ROWS, at.k_room), OF_KEYS.BLOCK_K):
+                dkdv_rows(
+                    *(q, k, v, dout, None, None, log2, delta, tops, dk, dv, rule, at, head, j0, OF_KEYS),
+                    CAREFUL=True,
+                    NATURAL=NATURAL,
+                )
+        else:
+            n_q = n - first_of_queries
+            head = n_q // q_tiles % heads
+            sequence = n_q // q_tiles // heads
+            sequence, tile = locate(lengths.cu_q, lengths.n_q, n_q % q_tiles, sequence, lengths, Q_ROWS)
+            at = measure(lengths, rule.offset, sequence)
+            for i0 in range(tile * Q_ROWS, tl.minimum((tile + 1) * Q_ROWS, at.q_len), OF_QUERIES.BLOCK_Q):
+                dq_rows(
+                    *(q, k, v, dout, None, None, log2, delta, tops, dq, rule, at, head, i0, OF_QUERIES),
+                    CAREFUL=True,
+                    NATURAL=NATURAL,
+                )
+        n = next_set(marks, n + tl.num_programs(0), count)

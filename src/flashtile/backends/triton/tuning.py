@@ -17,7 +17,6 @@ SHORT = 1024  # keys: a split decode whose programs would walk no more of them, 
 class Config(NamedTuple):
     """A tile of block_q x block_k; whether the copy engine of Hopper and later fetches the blocks.
 
-    registers: the most a thread may have, where the loop needs no more and another program then fits beside it.
     programs: where keys are split, for so many programs a processor.
     """
 
@@ -26,7 +25,6 @@ class Config(NamedTuple):
     warps: int
     stages: int
     descriptors: bool = False
-    registers: int | None = None
     programs: int = 1
 
 

@@ -1,0 +1,83 @@
+"""What goes on about the backward kernel on Hopper, under Triton's interpreter; the kernel itself needs a GPU.
+
+In its place all of dQ is spoiled and all tiles of keys are marked, so that everything is made anew.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashtile as ft
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from flashtile.backends.gluon.gradients import Backward  # noqa: E402
+from flashtile.backends.triton.arguments import INTERPRETED  # noqa: E402
+from flashtile.dtypes import name_of, narrow  # noqa: E402
+from flashtile.inputs import Inputs  # noqa: E402
+from flashtile.problem import check_gradients  # noqa: E402
+from tests.backends.triton import kernels  # noqa: E402
+from tests.grid import Call, Case, Size, build, check_backward, truth  # noqa: E402
+from tests.runners import public  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning"),
+    pytest.mark.skipif(not INTERPRETED, reason="on a GPU there is the kernel itself"),
+]
+LONG = Size(1, 2, 1, 131, 70, 64, 64)
+CASES = {
+    "in dQ": Case(LONG, "bfloat16", ("causal", "sink")),
+    "of another width": Case(Size(1, 2, 1, 150, 40, 128, 64), "float16", ("window",)),
+    "too few queries": Case(Size(1, 2, 2, 3, 70, 64, 64), "bfloat16", ("sink",)),
+    "empty rows": Case(LONG, "bfloat16", ("band far behind", "sink")),
+    "packed": Case(Size.packed(2, 2, 64, 64, (150, 90), (0, 5), (7, 0), (64, 64)), "bfloat16", ("causal", "sink")),
+    "packed, short": Case(Size.packed(2, 2, 64, 64, *9 * [(5, 9)]), "bfloat16", ("sink",)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_is_made_anew_from_what_is_left(name: str) -> None:
+    """The saved lse and delta; statistics that lay in the memory of dQ are gone by then."""
+    call, against = build(CASES[name]), truth(CASES[name])
+    out, lse = public("tiles").forward(call)
+    problem = kernels.problem_of(call)
+    given = tuple(kernels.tensor(x) for x in (call.dout, out, lse, call.dlse))
+    run = Backward(problem, problem.q.device, check_gradients(problem, *given))
+    lent = []
+
+    def spoil(*args: Any) -> None:
+        rows, total, marks = args[4], args[5], args[10]
+        check_statistics(call, lse, rows.flatten(), total.reshape(problem.heads * len(problem.q), -1), run)
+        lent.append(rows.shape != run._rows)
+        total.fill_(torch.nan)
+        marks[: run._mend.first_of_queries] = 1
+
+    run._starts = dict.fromkeys((False, True), spoil)  # type: ignore[assignment]
+    found = run(Inputs.of(problem), *given)
+    dq, dk, dv = (kernels.array(x) for x in found[:3])
+    dsink = None if found.dsink is None else narrow(kernels.array(found.dsink), name_of(call.options["sink"].dtype))
+    check_backward(call, against, ft.Grads(dq, dk, dv, None, dsink))
+    assert lent == ["too few" not in name and "short" not in name]
+
+
+def check_statistics(call: Call, lse: Any, rows: Any, total: Any, run: Backward) -> None:
+    """As the kernel finds them: of each row the lse in base 2 and delta, +inf and 0 beyond the last; and a dQ of 0."""
+    pad, width = (run._begin.constants[name] for name in ("PAD", "BLOCK_D"))
+    columns, padded = len(total), total.shape[1] // width
+    log2, delta = rows[: 2 * columns * padded].numpy().reshape(2, columns, padded)
+    lse, cu = np.moveaxis(lse, 0, -1) if call.packed else lse, call.packed.get("cu_q", [0, lse.shape[-1]])
+    lse = lse.reshape(columns, -1)
+    for s, (start, end) in enumerate(pairwise(cu)):
+        first = (start // pad + s) * pad
+        last = first + -(-(end - start) // pad) * pad
+        want = np.full((columns, last - first), np.inf, np.float32)
+        of_rows = lse[:, start:end]
+        want[:, : end - start] = np.where(np.isneginf(of_rows), np.inf, of_rows * np.log2(np.e))
+        np.testing.assert_allclose(log2[:, first:last], want, rtol=1e-6, atol=1e-6)
+        assert not delta[:, first:last][np.isinf(want)].any() and delta[:, first:last][np.isfinite(want)].all()
+        assert not total[:, first * width : last * width].any()

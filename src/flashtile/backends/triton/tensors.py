@@ -58,8 +58,13 @@ def strides(x: Any, p: Problem) -> tuple[int, int, int]:
 
 
 def empty(shape: tuple[int, ...], dtype: Any, device: Any) -> Callable[[], Any]:
-    """What makes contiguous tensors like this: with strides given, torch has less to work out each time."""
+    """What makes contiguous tensors like this: with strides given, torch has less to work out each time.
+
+    On a GPU, which then has to be the current one, it is spared the dispatcher too, as by torch's own compiler.
+    """
     strides = torch.empty(shape, device="meta").stride()
+    if device.type == "cuda" and torch.version.cuda is not None:
+        return partial(torch._C._dynamo.guards._empty_strided_cuda, shape, strides, dtype)
     return partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
 
 

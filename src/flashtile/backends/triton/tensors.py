@@ -15,6 +15,7 @@ from flashtile.backends.triton.tuning import Config
 from flashtile.problem import Problem
 
 SHORT = 512  # rows
+_GUARDS: Any = torch._C._dynamo.guards
 FAR = 1 << 23  # elements: offsets within a tile, of 256 rows at most, have 32 bits
 
 
@@ -64,7 +65,7 @@ def empty(shape: tuple[int, ...], dtype: Any, device: Any) -> Callable[[], Any]:
     """
     strides = torch.empty(shape, device="meta").stride()
     if device.type == "cuda" and torch.version.cuda is not None:
-        return partial(torch._C._dynamo.guards._empty_strided_cuda, shape, strides, dtype)
+        return partial(_GUARDS._empty_strided_cuda, shape, strides, dtype)
     return partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
 
 

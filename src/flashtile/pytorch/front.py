@@ -27,7 +27,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, backend: str, return_lse: bool, o
         return (out, lse) if return_lse else out
     tensors = [q, k, v]
     if options:
-        tensors += [x for name in call.TENSORS if (x := options.get(name)) is not None]
+        tensors += [x for name, x in options.items() if x is not None and name in call.TENSORS]
     reject_forward_mode(tensors)
     recorded = torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)
     if not recorded and unwatched(tensors):

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import torch
 
 from flashtile.backends.triton import tuning
-from flashtile.backends.triton.tensors import FAR, laid_out, tidy, tidy_gradients
+from flashtile.backends.triton.tensors import DUMPED, FAR, Result, laid_out, tidy, tidy_gradients
 from flashtile.problem import describe
 
 
@@ -80,3 +80,18 @@ def test_gradients(packed: bool) -> None:
     dout, out, lse, dlse = tidy_gradients(p, far, far, far[..., 0], far[..., 0])
     assert all(y.is_contiguous() and y.shape == x.shape for y in (dout, out))
     assert all(y.is_contiguous() and y.shape == x.shape[:-1] for y in (lse, dlse))
+
+
+def test_what_nobody_wants_is_dumped_where_there_is_room() -> None:
+    """Small results of one dtype in one place; each large one in its own."""
+    x = torch.randn(1, 2, 3, 8)
+    p = describe(x, x, x)
+    small, smaller, large = (Result(p, 2, n, None, "float32", x.device) for n in (DUMPED // 2, 3, DUMPED // 2 + 1))
+    wide = Result(p, 2, 3, None, "float64", x.device)
+    place = small.dump()
+    assert place.numel() >= small.numel and place.dtype == torch.float32 and place.device == x.device
+    assert smaller.dump().data_ptr() == place.data_ptr()
+    assert wide.dump().dtype == torch.float64
+    one, other = large.dump(), large.dump()
+    assert one.shape == other.shape == large.shape
+    assert len({x.data_ptr() for x in (place, one, other, small.empty())}) == 4

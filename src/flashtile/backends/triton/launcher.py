@@ -149,12 +149,12 @@ class Launcher:
 
 def can_launch(compiled: Any, descriptors: int) -> bool:
     """Whether a Launcher can, or it takes more than that: scratch memory, clusters, other drivers, other arguments."""
-    run, (_, programs_together, _) = compiled.run, compiled.packed_metadata
+    run = compiled.run
     return (
         type(run).__name__ == "CudaLauncher"
         and run.global_scratch_size == run.profile_scratch_size == 0
         and not run.launch_cooperative_grid
-        and programs_together == 1
+        and compiled.packed_metadata[1] == 1  # programs together
         and len(compiled.metadata.tensordesc_meta or ()) == descriptors
         and all(map(_known, compiled.src.signature.values()))
         and _library() is not None

@@ -66,7 +66,7 @@ def empty(shape: tuple[int, ...], dtype: Any, device: Any) -> Callable[[], Any]:
     """
     strides = torch.empty(shape, device="meta").stride()
     if device.type == "cuda" and torch.version.cuda is not None:
-        return partial(_GUARDS._empty_strided_cuda, shape, strides, dtype)
+        return partial(_GUARDS._empty_strided_cuda, tuple(shape), strides, dtype)
     return partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
 
 

@@ -254,6 +254,7 @@ def test_what_the_driver_refuses_goes_to_triton(driver: Driver) -> None:
         {"packed_metadata": (4, 2, 0)},
         {"kind": "fp32"},
         {"kind": ("i32", "fp32")},
+        {"kind": ("i32", ("i32", "i32"))},
         {"library": None},
         {"meta": [{}]},
     ],

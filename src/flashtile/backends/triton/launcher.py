@@ -50,7 +50,9 @@ class _Room(NamedTuple):
 
 
 class Launcher:
-    """Words hold a number or an address each; a field of a tuple has one, and so has a descriptor for each of its sizes
+    """A kernel as it was started once: from then on tensors and tuples may be others, but all else stays.
+
+    Words hold a number or an address each; a field of a tuple has one, and so has a descriptor for each of its sizes
     and strides. Threads that launch at once have a room each.
     """
 
@@ -163,7 +165,7 @@ def can_launch(compiled: Any, descriptors: int) -> bool:
 
 def _known(kind: Any) -> bool:
     if isinstance(kind, tuple):
-        return all(_known(x) and not x.startswith("tensordesc") for x in kind)
+        return all(isinstance(x, str) and _known(x) and not x.startswith("tensordesc") for x in kind)
     return kind == "constexpr" or kind[0] == "*" or kind in _WHOLE_NUMBERS or kind.startswith("tensordesc")
 
 

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+ARRAYS = ("mask", "bias", "alibi", "sink", "kv_lengths")  # among the options
+
+
 class Options(TypedDict, total=False):
     """What every function here takes besides its arrays; attention() says what each one means."""
 
@@ -99,27 +102,43 @@ def attention(
     The order of operations on a score: scale, softcap, bias, alibi, mask, softmax, dropout. A row that sees no key
     gives output 0 and lse -inf. What is masked has no effect, NaN and Inf included.
     """
-    kind = library(q, k=k, v=v, mask=mask, bias=bias, alibi=alibi, sink=sink, kv_lengths=kv_lengths)
+    options: dict[str, Any] = {}  # only what is given: every look through them counts in a small call
+    if causal is not False:
+        options["causal"] = causal
+    if window is not None:
+        options["window"] = window
+    if band is not None:
+        options["band"] = band
+    if mask is not None:
+        options["mask"] = mask
+    if bias is not None:
+        options["bias"] = bias
+    if alibi is not None:
+        options["alibi"] = alibi
+    if softcap.__class__ is not float or softcap:
+        options["softcap"] = softcap
+    if sink is not None:
+        options["sink"] = sink
+    if scale is not None:
+        options["scale"] = scale
+    if dropout.__class__ is not float or dropout:
+        options["dropout"] = dropout
+    if seed.__class__ is not int or seed:
+        options["seed"] = seed
+    if kv_lengths is not None:
+        options["kv_lengths"] = kv_lengths
+    if descale is not None:
+        options["descale"] = descale
+    if out_dtype is not None:
+        options["out_dtype"] = out_dtype
+    if deterministic is not False:
+        options["deterministic"] = deterministic
+    if threads is not None:
+        options["threads"] = threads
+    arrays = {name: x for name, x in options.items() if name in ARRAYS} if options else options
+    kind = library(q, k=k, v=v, **arrays)
     if return_lse is not False:
         return_lse = check_flag("return_lse", return_lse)
-    options: dict[str, Any] = {
-        "causal": causal,
-        "window": window,
-        "band": band,
-        "mask": mask,
-        "bias": bias,
-        "alibi": alibi,
-        "softcap": softcap,
-        "sink": sink,
-        "scale": scale,
-        "dropout": dropout,
-        "seed": seed,
-        "kv_lengths": kv_lengths,
-        "descale": descale,
-        "out_dtype": out_dtype,
-        "deterministic": deterministic,
-        "threads": threads,
-    }
     if kind == "torch":
         import flashtile.pytorch  # not "from": that is one call more each time
 
@@ -143,7 +162,7 @@ def attention_packed(
     Takes every option of attention(). mask and bias broadcast to (sequences, heads, longest q, longest k), counted
     within each sequence; alibi may be (sequences, heads); kv_lengths is (sequences,). The lse is (total, heads).
     """
-    arrays = {name: options.get(name) for name in ("mask", "bias", "alibi", "sink", "kv_lengths")}
+    arrays = {name: options.get(name) for name in ARRAYS}
     kind = library(q, k=k, v=v, cu_q=cu_q, cu_k=cu_k, **arrays)
     return_lse = check_flag("return_lse", return_lse)
     if cu_q is None or cu_k is None:
@@ -173,7 +192,7 @@ def attention_backward(
 
     Takes cu_q and cu_k for packed sequences. torch users call .backward() on the output of attention() instead.
     """
-    arrays = {name: options.get(name) for name in ("mask", "bias", "alibi", "sink", "kv_lengths")}
+    arrays = {name: options.get(name) for name in ARRAYS}
     kind = library(q, k=k, v=v, dout=dout, out=out, lse=lse, dlse=dlse, cu_q=cu_q, cu_k=cu_k, **arrays)
     if kind == "torch":
         raise UnsupportedError(

@@ -132,6 +132,9 @@ def canaries() -> Iterator[Canaries]:
             return plainly_strided(size, stride, dtype=dtype, device=device)
         return empty(size, dtype=dtype, device=device)
 
+    def on_current(size: Any, stride: Any, dtype: Any) -> Tensor:
+        return empty_strided(size, stride, dtype=dtype, device=torch.device("cuda", torch.cuda.current_device()))
+
     def empty_like(x: Tensor, *, dtype: Any = None, **_: Any) -> Tensor:
         return birds.allocate(x.shape, dtype or x.dtype, x.device, None)
 
@@ -141,6 +144,7 @@ def canaries() -> Iterator[Canaries]:
         mock.patch.object(torch.Tensor, "new_zeros", like(0), create=True),
         mock.patch.object(torch, "empty", empty),
         mock.patch.object(torch, "empty_strided", empty_strided),
+        mock.patch.object(torch._C._dynamo.guards, "_empty_strided_cuda", on_current),
         mock.patch.object(torch, "empty_like", empty_like),
     ):
         yield birds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -117,6 +118,39 @@ def test_in_and_out_of_autograd() -> None:
             )
             whole = whole or grads
             assert all(same_bits(x, whole[name]) for name, x in grads.items())
+
+
+@pytest.mark.parametrize("rows", [65, 20_000])
+def test_with_and_without_the_lse(rows: int) -> None:
+    """The same output; and an lse that was given out stays as it was."""
+    q, other = normal(1, 4, rows, 64), normal(1, 4, rows, 64, seed=1)
+    out, lse = ft.attention(q, q, q, return_lse=True)
+    kept = lse.clone()
+    assert same_bits(ft.attention(q, q, q), out)
+    ft.attention(other, other, other)
+    assert same_bits(lse, kept)
+    assert same_bits(ft.attention(q, q, q, return_lse=True)[1], kept)
+
+
+def test_addresses_that_change() -> None:
+    """Tensors of one shape, each at its own place; results of earlier calls stay as they were."""
+    given = [tuple(normal(1, 8, 128, 64, seed=3 * n + m) for m in range(3)) for n in range(20)]
+    turns = [0, 1, 0, *range(20), 19, 3]
+    found = [ft.attention(*given[n]) for n in turns]
+    for n, out in zip(turns, found, strict=True):
+        want, _ = standard(*given[n])
+        torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=2e-2)
+    assert same_bits(found[0], found[2]) and same_bits(found[1], found[4])
+
+
+def test_a_thread_that_has_not_met_the_gpu() -> None:
+    """Its first launch is one that others have made before."""
+    q = normal(1, 8, 128, 64)
+    ft.attention(q, q, q)
+    want = ft.attention(q, q, q)
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: ft.attention(q, q, q), range(16)))
+    assert all(same_bits(x, want) for x in results)
 
 
 def test_a_cache_that_grows() -> None:

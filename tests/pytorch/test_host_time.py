@@ -20,7 +20,7 @@ from flashtile.backends.triton.start import Start  # noqa: E402
 from flashtile.pytorch import prepared, watch  # noqa: E402
 
 # Of Python, and of C. One of either takes a twentieth of a microsecond or more.
-MOST = {"triton": (23, 36), "gluon": (26, 36)}
+MOST = {"triton": (23, 32), "gluon": (26, 32)}
 
 
 @pytest.fixture(params=MOST)

@@ -214,7 +214,9 @@ def test_wrong_starts(cu: list[int], grad: bool) -> None:
 @pytest.mark.parametrize("asked", [False, True])
 def test_torch_may_ask_for_determinism(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(kernel, "output", lambda q, k, v, backend, options: seen.append(options.get("deterministic")))
+    monkeypatch.setattr(
+        kernel, "output", lambda q, k, v, backend, options: seen.append(options.get("deterministic", False))
+    )
     x = torch.zeros(2, 3, 4)
     torch.use_deterministic_algorithms(asked)
     try:

@@ -26,9 +26,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, backend: str, return_lse: bool, o
         out, lse = ops.ATTENTION(*call.of(q, k, v, backend, **options))
         return (out, lse) if return_lse else out
     tensors = [q, k, v]
-    for x in map(options.get, call.TENSORS):
-        if x is not None:
-            tensors.append(x)
+    if options:
+        tensors += [x for name, x in options.items() if x is not None and name in call.TENSORS]
     reject_forward_mode(tensors)
     recorded = torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)
     if not recorded and unwatched(tensors):

@@ -48,14 +48,17 @@ def find(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any])
 def _key(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Any, ...] | None:
     """All that decides what is launched: everything but the numbers in the tensors, where they lie, and the seed."""
     dtype = q.dtype
-    key: list[Any] = [
-        *(backend, q.device),  # on which the others are too, or the call was refused before
+    always = (
+        backend,
+        q.device,  # on which the others are too, or the call was refused before
         *(dtype, q.shape, q.stride(), q.data_ptr() % 16),
         *(k.dtype, k.shape, k.stride(), k.data_ptr() % 16),
         *(v.dtype, v.shape, v.stride(), v.data_ptr() % 16),
-    ]
-    if dtype is torch.float32:
-        key.append(torch.get_float32_matmul_precision())
+        torch.get_float32_matmul_precision() if dtype is torch.float32 else None,
+    )
+    if not options:
+        return always
+    key: list[Any] = []
     for name, x in options.items():
         if x is None or name == "seed":
             continue
@@ -66,7 +69,7 @@ def _key(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any])
             key += (name, x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
         else:
             key += (name, x, kind, _classes(x))
-    return tuple(key)
+    return *always, *key
 
 
 def _classes(x: Any) -> Any:

@@ -152,7 +152,7 @@ def start_call(case: Case) -> None:
     assert why_not(problem) is None
     device, inputs = torch.device("cpu"), Inputs.of(problem)
     if case.work != "backward":
-        launch.Forward(problem, device)(inputs)
+        launch.Forward(problem, device)(inputs, True)
     else:
         assert launch.differentiates(problem)
         dout = torch.empty(*q_shape, shapes[2][-1], dtype=q.dtype)

@@ -1,21 +1,75 @@
-"""Start past its first call, with a launcher that only listens in place of the driver."""
+"""Start past its first call, with a driver that only listens."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import weakref
+from collections.abc import Iterable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from flashtile.backends.triton import launcher, tensors  # noqa: E402
 from flashtile.backends.triton import start as starting  # noqa: E402
 from flashtile.backends.triton.arguments import Rows  # noqa: E402
 from flashtile.backends.triton.start import Start  # noqa: E402
-from flashtile.backends.triton.tensors import maker  # noqa: E402
 
-BEFORE = 13  # what a launcher is given before the arguments of the kernel: grid, stream, function, hooks
+ROWS = Rows("*fp32", "i32", "i64", "constexpr")
+MAPPED = "tensordesc<bf16[8, 8],layout>"
+
+
+class Launch(NamedTuple):
+    """What the driver was told."""
+
+    grid: list[int]
+    threads: list[int]
+    shared: int
+    stream: int
+    attributes: list[tuple[int, int]]
+    function: int
+    parameters: list[Any]  # the map of a descriptor is the address in it
+
+
+class Driver:
+    """CUDA's, of a GPU that is not there. The parameters end with two of scratch memory."""
+
+    def __init__(self) -> None:
+        self.heard: list[Launch] = []
+        self.replaced: list[int] = []
+        self.sizes: list[int] = []  # of the parameters, in bytes
+        self.refuses = False
+        self.during: Any = None
+        self.stream = 5  # that is current
+
+    def cuLaunchKernelEx(self, config: Any, function: int, parameters: Any, extra: Any) -> int:
+        if self.refuses:
+            return 201
+        assert extra is None and len(parameters) == len(self.sizes) + 2
+        told = [config.attributes[n] for n in range(config.count)]
+        if self.during is not None:
+            self.during()
+        values = [read(at, size) for at, size in zip(parameters, [*self.sizes, 8, 8], strict=True)]
+        assert values[-2:] == [0, 0]
+        sizes = [*config.grid], [*config.block], config.shared
+        launch = Launch(*sizes, config.stream, [(x.id, x.value) for x in told], function, values[:-2])
+        self.heard.append(launch)
+        return 0
+
+    def cuTensorMapReplaceAddress(self, place: int, address: int) -> int:
+        assert place % 64 == 0
+        self.replaced.append(address)
+        ctypes.c_int64.from_address(place).value = address
+        return 0
+
+
+def read(at: int, size: int) -> int:
+    kind = {4: ctypes.c_int32, 8: ctypes.c_int64, launcher.MAP: ctypes.c_int64}[size]
+    return kind.from_address(at).value
 
 
 class CudaLauncher:
@@ -24,25 +78,24 @@ class CudaLauncher:
     global_scratch_size = profile_scratch_size = 0
     launch_cooperative_grid = launch_pdl = False
 
-    def __init__(self, described: bool) -> None:
-        self.heard: list[tuple[Any, ...]] = []
+    def __init__(self) -> None:
+        self.given: list[tuple[Any, ...]] = []
 
-        def launcher(*args: Any) -> None:
-            self.heard.append(args)
-
-        self.launch = (lambda *args: launcher(*args)) if described else launcher
+    def __call__(self, *args: Any) -> None:
+        self.given.append(args)
 
 
 class Kernel:
     """Compiled at once; knows with what it was started by Triton's own way."""
 
-    def __init__(self, descriptors: int = 0) -> None:
+    def __init__(self, *kinds: Any) -> None:
         self.given: list[tuple[Any, ...]] = []
         self.compiled = SimpleNamespace(
-            run=CudaLauncher(described=descriptors > 0),
-            packed_metadata=(4, 1, 0),
+            run=CudaLauncher(),
+            packed_metadata=(4, 1, 1000),
             function=77,
-            metadata=SimpleNamespace(tensordesc_meta=[{}] * descriptors),
+            metadata=SimpleNamespace(tensordesc_meta=[{}] * kinds.count(MAPPED)),
+            src=SimpleNamespace(signature=dict(enumerate(kinds))),
         )
 
     def __getitem__(self, grid: Any) -> Any:
@@ -53,88 +106,193 @@ class Kernel:
         return run
 
 
-@pytest.fixture(autouse=True)
-def streams(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """No interpreter and no GPU; the stream that is current can be set."""
-    current = SimpleNamespace(stream=5)
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """In place of the interpreter and of a GPU."""
+    found = Driver()
+    active = SimpleNamespace(
+        get_current_device=lambda: 1, get_current_stream=lambda device: 100 * device + found.stream
+    )
     monkeypatch.setattr(starting, "INTERPRETED", False)
-    active = SimpleNamespace(get_current_device=lambda: 1, get_current_stream=lambda device: (device, current.stream))
     monkeypatch.setattr(starting, "driver", SimpleNamespace(active=active))
-    return current
+    monkeypatch.setattr(launcher, "_library", lambda: found)
+    return found
 
 
-def test_tensors_get_their_strides_and_go_as_addresses() -> None:
-    kernel = Kernel()
-    start = Start(kernel, 9, rows={0: (1, 2, 3)}, blocks={2: None}, C="constant")
-    first, second, marks = (torch.zeros(4) for _ in range(3))
-    start(first, marks, first, None, 8)
-    assert kernel.given == [(Rows(first, 1, 2, 3), marks, None, None, 8)]
-    start(second, marks, second, None, 8)
-    (heard,) = kernel.compiled.run.heard
-    assert heard[:5] == (9, 1, 1, (1, 5), 77)
-    assert heard[BEFORE:] == ((second.data_ptr(), 1, 2, 3), marks.data_ptr(), None, None, 8, "constant")
+class Map:
+    """An object that ends with the bytes of a map, as Triton's does."""
+
+    __slots__ = tuple(f"word{n}" for n in range(launcher.MAP // 8))
 
 
-def test_a_kernel_that_follows_is_launched_so() -> None:
+def zeros(count: int) -> Iterable[Any]:
+    return (torch.zeros(4) for _ in range(count))
+
+
+def test_tensors_become_addresses_and_all_else_stays(driver: Driver) -> None:
+    kernel = Kernel(ROWS, "*i32", "constexpr", "constexpr", "i32", "i64", "constexpr")
+    driver.sizes = [8, 4, 8, 8, 4, 8]
+    start = Start(kernel, 9, rows={0: (-2, 1 << 40, 1)}, blocks={2: None}, C="constant")
+    first, second, marks, others = zeros(4)
+    start(first, marks, first, None, -8, 3 << 50)
+    assert kernel.given == [(Rows(first, -2, 1 << 40, 1), marks, None, None, -8, 3 << 50)]
+    start(second, others, second, None, -8, 3 << 50)
+    start(first, others, first, None, -8, 3 << 50)
+    rest = [-2, 1 << 40, others.data_ptr(), -8, 3 << 50]
+    assert driver.heard[0] == Launch([9, 1, 1], [128, 1, 1], 1000, 105, [], 77, [second.data_ptr(), *rest])
+    assert driver.heard[1].parameters == [first.data_ptr(), *rest]
+
+
+def test_tuples_are_written_anew_where_they_are_others(driver: Driver) -> None:
+    kernel = Kernel(("i64", "constexpr", "*fp32"), ("i32", "i32"))
+    driver.sizes = [8, 8, 4, 4]
+    start = Start(kernel, 1)
+    x, y = zeros(2)
+    plain = (1, 2)
+    calls = [((7, None, x), plain), ((8, None, y), plain), ((8, None, x), (3, 4)), ((9, None, y), plain)]
+    start(*calls[0])
+    for call in calls:
+        start(*call)
+    wanted = [[a, tensor.data_ptr(), *pair] for (a, _, tensor), pair in calls]
+    assert [heard.parameters for heard in driver.heard] == wanted
+
+
+def test_no_tensor_is_kept(driver: Driver) -> None:
+    kernel = Kernel("*fp32", ("i32", "*fp32"), ROWS)
+    driver.sizes = [8, 4, 8, 8, 4, 8]
+    start = Start(kernel, 1, rows={2: (1, 2, 1)})
+    for _ in range(3):
+        x, y, z = zeros(3)
+        start(x, (1, y), z)
+    gone = [weakref.ref(tensor) for tensor in (x, y, z)]
+    kernel.given.clear()
+    del x, y, z
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 3
+
+
+def test_a_kernel_that_follows_is_launched_so(driver: Driver) -> None:
+    driver.sizes = [4]
     for follows in (False, True):
-        kernel = Kernel()
+        kernel = Kernel("i32")
         kernel.compiled.run.launch_pdl = follows
         start = Start(kernel, 1)
         start(1)
-        start(2)
-        (heard,) = kernel.compiled.run.heard
-        assert heard[6] is follows
-
-
-def test_each_launch_goes_to_the_stream_of_its_time(streams: Any) -> None:
-    kernel = Kernel()
-    start = Start(kernel, 1)
-    for stream in (5, 6, 7):
-        streams.stream = stream
         start(1)
-    assert [heard[3] for heard in kernel.compiled.run.heard] == [(1, 6), (1, 7)]
+        assert driver.heard[-1].attributes == ([(6, 1)] if follows else [])
 
 
-def test_a_descriptor_is_encoded_once_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton.backends.nvidia import driver
+def test_each_launch_goes_to_the_stream_of_its_time(driver: Driver) -> None:
+    driver.sizes = [4]
+    start = Start(Kernel("i32"), 1)
+    for stream in (5, 6, 7):
+        driver.stream = stream
+        start(1)
+    assert [heard.stream for heard in driver.heard] == [106, 107]
 
+
+def test_a_launch_within_a_launch_has_memory_of_its_own(driver: Driver) -> None:
+    """As threads have that launch the same kernel at once."""
+    driver.sizes = [8]
+    start = Start(Kernel("*fp32"), 1)
+    outer, inner = zeros(2)
+    start(outer)
+
+    def once() -> None:
+        driver.during = None
+        start(inner)
+
+    for _ in range(2):
+        driver.during = once
+        start(outer)
+    assert [heard.parameters for heard in driver.heard] == 2 * [[inner.data_ptr()], [outer.data_ptr()]]
+
+
+def test_a_map_gets_its_address_where_that_is_another(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvidia = pytest.importorskip("triton.backends.nvidia.driver")
     encoded: list[Any] = []
 
     def encode(descriptor: Any, metadata: Any) -> list[Any]:
         encoded.append(descriptor)
-        return ["map", descriptor.base.data_ptr(), *descriptor.shape]
+        return [Map(), *descriptor.shape]
 
-    monkeypatch.setattr(driver, "make_tensordesc_arg", encode)
-    monkeypatch.setattr(starting, "MOST_ENCODED", 4)
-    kernel = Kernel(descriptors=2)
-    like = maker(SimpleNamespace(base=None, shape=[6]))
-    start = Start(kernel, 1, rows={1: (1, 2, 3)}, blocks={2: like, 0: like})
-    x, y = torch.zeros(6), torch.zeros(6)
-    for _ in range(3):
-        start(x, y, y, 5)
-    at, other = x.data_ptr(), y.data_ptr()
-    assert kernel.compiled.run.heard[-1][BEFORE:] == ("map", at, 6, (other, 1, 2, 3), "map", other, 6, 5)
+    monkeypatch.setattr(nvidia, "make_tensordesc_arg", encode)
+    kernel = Kernel(MAPPED, ROWS, MAPPED, "i32")
+    driver.sizes = [launcher.MAP, 4, 8, 4, 8, launcher.MAP, 4, 4]
+    like = tensors.maker(SimpleNamespace(base=None, shape=[6]))
+    start = Start(kernel, 1, rows={1: (1, 2, 1)}, blocks={2: like, 0: like})
+    x, y, z = zeros(3)
+    start(x, y, y, 5)
+    for first in (x, x, z, x):
+        start(first, y, y, 5)
+        at, other = first.data_ptr(), y.data_ptr()
+        assert driver.heard[-1].parameters == [at, 6, other, 1, 2, other, 6, 5]
     assert len(encoded) == 2
-    many = [torch.zeros(6) for _ in range(6)]
-    for z in many:
-        start(z, y, y, 5)
-        assert kernel.compiled.run.heard[-1][BEFORE + 1] == z.data_ptr()
-    assert len(encoded) > 2 + len(many)  # some of y's too, forgotten on the way
+    assert driver.replaced == [x.data_ptr(), y.data_ptr(), z.data_ptr(), x.data_ptr()]
 
 
-def test_a_profiler_hears_of_launches() -> None:
-    import triton
+def test_what_the_driver_refuses_goes_to_triton(driver: Driver) -> None:
+    driver.sizes = [8]
+    kernel = Kernel("*fp32", "constexpr")
+    start = Start(kernel, 3, C="constant")
+    x, y = zeros(2)
+    start(x)
+    driver.refuses = True
+    start(y)
+    assert kernel.compiled.run.given == [(3, 1, 1, 105, 77, (4, 1, 1000), None, None, None, y, "constant")]
+    driver.refuses = False
+    start(x)
+    assert driver.heard[-1].parameters == [x.data_ptr()] and len(kernel.compiled.run.given) == 1
 
-    kernel = Kernel()
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"global_scratch_size": 8},
+        {"profile_scratch_size": 8},
+        {"launch_cooperative_grid": True},
+        {"packed_metadata": (4, 2, 0)},
+        {"kind": "fp32"},
+        {"kind": ("i32", "fp32")},
+        {"kind": ("i32", ("i32", "i32"))},
+        {"library": None},
+        {"meta": [{}]},
+    ],
+    ids=str,
+)
+def test_what_takes_more_goes_to_triton(
+    change: dict[str, Any], driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver.sizes = [4]
+    kernel = Kernel(change.get("kind", "i32"))
+    compiled = kernel.compiled
+    if "library" in change:
+        monkeypatch.setattr(launcher, "_library", lambda: None)
+    compiled.metadata.tensordesc_meta = change.get("meta", [])
+    compiled.packed_metadata = change.get("packed_metadata", compiled.packed_metadata)
+    for name in vars(CudaLauncher).keys() & change.keys():
+        setattr(compiled.run, name, change[name])
     start = Start(kernel, 1)
     start(1)
+    start(1)
+    assert not driver.heard and len(compiled.run.given) == 1
+
+
+def test_a_profiler_hears_of_launches(driver: Driver) -> None:
+    import triton
+
+    driver.sizes = [8]
+    kernel = Kernel("*fp32")
+    start = Start(kernel, 1)
+    x, y, z = zeros(3)
+    start(x)
     hook = triton.knobs.runtime.launch_enter_hook
     listener: Any = lambda metadata: None  # noqa: E731
     hook.add(listener)
     try:
-        start(2)
+        start(y)
     finally:
         hook.remove(listener)
-    start(3)
-    assert kernel.given == [(1,), (2,)]
-    assert [heard[BEFORE:] for heard in kernel.compiled.run.heard] == [(3,)]
+    start(z)
+    assert kernel.given == [(x,), (y,)]
+    assert [heard.parameters for heard in driver.heard] == [[z.data_ptr()]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,8 +13,8 @@ pytest.importorskip("triton")
 
 import torch
 
-from flashtile.backends.triton import tuning
-from flashtile.backends.triton.tensors import FAR, laid_out, tidy, tidy_gradients
+from flashtile.backends.triton import tensors, tuning
+from flashtile.backends.triton.tensors import DUMPED, FAR, Result, laid_out, tidy, tidy_gradients
 from flashtile.problem import describe
 
 
@@ -80,3 +81,32 @@ def test_gradients(packed: bool) -> None:
     dout, out, lse, dlse = tidy_gradients(p, far, far, far[..., 0], far[..., 0])
     assert all(y.is_contiguous() and y.shape == x.shape for y in (dout, out))
     assert all(y.is_contiguous() and y.shape == x.shape[:-1] for y in (lse, dlse))
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5), (4,), (0, 3), torch.Size((2, 3))], ids=str)
+def test_new_tensors_are_contiguous(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, and as on a GPU, where torch takes the same arguments."""
+    guards = torch._C._dynamo.guards
+    makers = [tensors.empty(shape, torch.bfloat16, torch.device("cpu"))]
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(tensors, "_GUARDS", SimpleNamespace(_empty_strided_cuda=guards._empty_strided_cpu))
+    makers.append(tensors.empty(shape, torch.bfloat16, torch.device("cuda", 0)))
+    for make in makers:
+        x, y = make(), make()
+        assert x.shape == shape and x.dtype == torch.bfloat16 and x.is_contiguous()
+        assert x.untyped_storage()._cdata != y.untyped_storage()._cdata
+
+
+def test_what_nobody_wants_is_dumped_where_there_is_room() -> None:
+    """Small results of one dtype in one place; each large one in its own."""
+    x = torch.randn(1, 2, 3, 8)
+    p = describe(x, x, x)
+    small, smaller, large = (Result(p, 2, n, None, "float32", x.device) for n in (DUMPED // 2, 3, DUMPED // 2 + 1))
+    wide = Result(p, 2, 3, None, "float64", x.device)
+    place = small.dump()
+    assert place.numel() >= small.numel and place.dtype == torch.float32 and place.device == x.device
+    assert smaller.dump().data_ptr() == place.data_ptr()
+    assert wide.dump().dtype == torch.float64
+    one, other = large.dump(), large.dump()
+    assert one.shape == other.shape == large.shape
+    assert len({x.data_ptr() for x in (place, one, other, small.empty())}) == 4

@@ -87,8 +87,8 @@ class Forward:
             C=constants(p, config, packed_heads),
         )
 
-    def __call__(self, x: Inputs) -> tuple[Any, Any]:
-        out, lse = self._out.empty(), self._lse.empty()
+    def __call__(self, x: Inputs, with_lse: bool) -> tuple[Any, Any]:
+        out, lse = self._out.empty(), self._lse.empty() if with_lse else self._lse.dump()
         marks = self._mend.make()
         if self._packed:  # tiles that no sequence has are never written
             marks.zero_()
@@ -156,7 +156,11 @@ class Prepared:
 
     def forward(self, x: Inputs) -> tuple[Any, Any]:
         """Output and lse, contiguous, in the caller's layout."""
-        return portable.on_device(self._index, self._forward, x)
+        return portable.on_device(self._index, self._forward, x, True)
+
+    def output(self, x: Inputs) -> Any:
+        """The output alone: a small call notices what the memory of an lse costs."""
+        return portable.on_device(self._index, self._forward, x, False)[0]
 
     def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Gradients:
         """Gradients from the saved output and lse, in the caller's layout; that of a sink is wide."""

@@ -54,7 +54,11 @@ class Prepared:
 
     def forward(self, x: Inputs) -> tuple[Any, Any]:
         """Output and lse, contiguous, in the caller's layout."""
-        return on_device(self._index, self._forward, x)
+        return on_device(self._index, self._forward, x, True)
+
+    def output(self, x: Inputs) -> Any:
+        """The output alone: a small call notices what the memory of an lse costs."""
+        return on_device(self._index, self._forward, x, False)[0]
 
     def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Gradients:
         """Gradients from the saved output and lse, in the caller's layout, those of bias (of rank 4) and sink wide."""
@@ -118,8 +122,8 @@ class Forward:
             BLOCK_DV=block(p.dim_v),
         )
 
-    def __call__(self, x: Inputs) -> tuple[Any, Any]:
-        out, lse = self._out.empty(), self._lse.empty()
+    def __call__(self, x: Inputs, with_lse: bool) -> tuple[Any, Any]:
+        out, lse = self._out.empty(), self._lse.empty() if with_lse else self._lse.dump()
         if self._out.numel == 0:
             return out, lse
         part, part_lse = (out, lse) if self._splits == 1 else (self._part(), self._part_lse())

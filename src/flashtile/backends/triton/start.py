@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from inspect import getclosurevars
 from typing import Any
 
 import triton
 from triton.runtime import driver
 
 from flashtile.backends.triton.arguments import INTERPRETED, Rows
+from flashtile.backends.triton.launcher import Launcher, can_launch
 
-MOST_ENCODED = 256  # descriptors remembered
 Strides = tuple[int, int, int]
 Maker = Callable[[Any], Any]
 _HOOKS: Any = triton.knobs.runtime
@@ -69,57 +68,13 @@ class Start:
 
 def _direct(compiled: Any, start: Start, args: tuple[Any, ...]) -> Callable[..., None]:
     """The compiled kernel as a function of what a call gives, past all of Triton that it can do without."""
-    launcher, grid, constants = compiled.run, start.grid, tuple(start.constants.values())
+    grid, constants = start.grid, tuple(start.constants.values())
     stream_of, device = driver.active.get_current_stream, driver.active.get_current_device()
     before = (compiled.packed_metadata, None, None, None)
-    raw = None
-    on_nvidia = type(launcher).__name__ == "CudaLauncher"
-    if on_nvidia and launcher.global_scratch_size == launcher.profile_scratch_size == 0:
-        raw = getclosurevars(launcher.launch).nonlocals.get("launcher") if start.blocks else launcher.launch
-    if raw is None:
 
-        def by_triton(*given: Any) -> None:
-            launcher(*grid, stream_of(device), compiled.function, *before, *start.whole(given), *constants)
+    def by_triton(*given: Any) -> None:
+        compiled.run(*grid, stream_of(device), compiled.function, *before, *start.whole(given), *constants)
 
+    if not can_launch(compiled, len(start.blocks)):
         return by_triton
-    fixed = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, *before)
-    rows, absent = [*start.rows.items()], start.absent
-    dressed = {*start.rows, *start.blocks, *absent}
-    bare = [n for n, x in enumerate(args) if hasattr(x, "data_ptr") and n not in dressed]
-    encode = _encoder(compiled, start.blocks) if start.blocks else None
-
-    def straight(*given: Any) -> None:
-        args = [*given]
-        # Addresses are numbers at once: of each tensor the launcher would ask the driver whether the GPU can reach it.
-        for n, strides in rows:
-            args[n] = (args[n].data_ptr(), *strides)
-        for n in bare:
-            args[n] = args[n].data_ptr()
-        for n in absent:
-            args[n] = None
-        if encode is not None:
-            encode(args)
-        raw(*grid, stream_of(device), *fixed, *args, *constants)
-
-    return straight
-
-
-def _encoder(compiled: Any, blocks: dict[int, Maker]) -> Callable[[list[Any]], None]:
-    """What puts encoded descriptors, each of several arguments, in the places of tensors."""
-    from triton.backends.nvidia.driver import make_tensordesc_arg
-
-    makers = [(n, blocks[n], meta) for n, meta in zip(sorted(blocks), compiled.metadata.tensordesc_meta, strict=True)]
-    makers.reverse()  # so that the places before stay where they are
-    encoded: dict[tuple[int, int], list[Any]] = {}
-
-    def encode(args: list[Any]) -> None:
-        for n, make, meta in makers:
-            key = (n, args[n].data_ptr())
-            found = encoded.get(key)
-            if found is None:
-                if len(encoded) >= MOST_ENCODED:
-                    encoded.clear()
-                found = encoded[key] = make_tensordesc_arg(make(args[n]), meta)
-            args[n : n + 1] = found
-
-    return encode
+    return Launcher(compiled, grid, args, start.whole(args)).on(device, stream_of, by_triton)

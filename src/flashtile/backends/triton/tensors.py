@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from flashtile.backends.triton.tuning import Config
 from flashtile.problem import Problem
 
 SHORT = 512  # rows
+DUMPED = 1 << 16  # elements at most
+_GUARDS: Any = torch._C._dynamo.guards
 FAR = 1 << 23  # elements: offsets within a tile, of 256 rows at most, have 32 bits
 
 
@@ -58,9 +60,20 @@ def strides(x: Any, p: Problem) -> tuple[int, int, int]:
 
 
 def empty(shape: tuple[int, ...], dtype: Any, device: Any) -> Callable[[], Any]:
-    """What makes contiguous tensors like this: with strides given, torch has less to work out each time."""
+    """What makes contiguous tensors like this: with strides given, torch has less to work out each time.
+
+    On a GPU, which then has to be the current one, it is spared the dispatcher too, as by torch's own compiler.
+    """
     strides = torch.empty(shape, device="meta").stride()
+    if device.type == "cuda" and torch.version.cuda is not None:
+        return partial(_GUARDS._empty_strided_cuda, tuple(shape), strides, dtype)
     return partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
+
+
+@cache
+def dump(dtype: Any, device: Any) -> Any:
+    """Memory that all launches may write to, on whichever stream, because none reads it. Graphs rely on it for ever."""
+    return torch.empty(DUMPED, dtype=dtype, device=device)
 
 
 class Result:
@@ -79,6 +92,10 @@ class Result:
 
     def make(self) -> Rows:
         return Rows(self.empty(), *self.strides)
+
+    def dump(self) -> Any:
+        """A place for the result where nobody wants it: as empty(), but a small one costs nothing."""
+        return dump(self.dtype, self.device) if self.numel <= DUMPED else self.empty()
 
     def parts(self, *count: int, dtype: Any) -> Callable[[], Any]:
         """What makes the same a number of times, along another axis."""

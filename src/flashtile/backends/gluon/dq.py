@@ -28,8 +28,19 @@ def await_buffer(shared, t, PART: gl.constexpr, ME: gl.constexpr, C: gl.constexp
 @gluon.jit
 def add_to_dq(dq, shared, t, PART: gl.constexpr, ME: gl.constexpr, C: gl.constexpr):
     """Have write() add a 64 x 64 tile to dQ, one of C.PARTS of this warpgroup's share of tile t."""
+    put_dq(dq, shared, t, PART, ME, C)
+    send_dq(shared, t, PART, ME, C)
+
+
+@gluon.jit
+def put_dq(dq, shared, t, PART: gl.constexpr, ME: gl.constexpr, C: gl.constexpr):
+    """The first half of add_to_dq(). Between the two there may be other work: stores take a while to be seen by all."""
+    shared.dq.index(buffer_of(t * C.PARTS + PART, ME, C))._reinterpret(gl.float32, [64, 64], BY_THREAD).store(dq)
+
+
+@gluon.jit
+def send_dq(shared, t, PART: gl.constexpr, ME: gl.constexpr, C: gl.constexpr):
     buffer = buffer_of(t * C.PARTS + PART, ME, C)
-    shared.dq.index(buffer)._reinterpret(gl.float32, [64, 64], BY_THREAD).store(dq)
     fence_async_shared()
     mbarrier.arrive(shared.dq_full.index(buffer), count=1)
 

@@ -40,7 +40,7 @@ from flashtile.backends.gluon.columns import (
     store_columns,
     walk,
 )
-from flashtile.backends.gluon.dq import add_to_dq, await_all, await_buffer
+from flashtile.backends.gluon.dq import await_all, await_buffer, put_dq, send_dq
 from flashtile.backends.gluon.softmax import unit_of
 
 # Named barriers. "My dS of this tile is there, and I have read that of the tile before": one for each warpgroup and
@@ -85,10 +85,10 @@ def begin_dq(t, k_tile, shared, ME: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def hand_over(dq, t, shared, ME: gl.constexpr, C: gl.constexpr):
-    """dQ of tile t to the warp that writes it."""
+def lay_down(dq, t, shared, ME: gl.constexpr, C: gl.constexpr):
+    """dQ of tile t, for the warp that writes it; send_dq() tells that warp."""
     await_buffer(shared, t, 0, ME, C)
-    add_to_dq(dq, shared, t, 0, ME, C)
+    put_dq(dq, shared, t, 0, ME, C)
 
 
 @gluon.jit
@@ -146,13 +146,15 @@ def step(
     arrive(DS_READY + 2 * ME + half, WARPGROUPS)
     arrive(DO_FREE + half, ALL)
     if not FIRST and not C.SCORES_FIRST:
-        hand_over(dq, t - 1, shared, ME, C)
+        lay_down(dq, t - 1, shared, ME, C)
     # Scores of the next tile, behind dK.
     mbarrier.wait(shared.q_full.index(half ^ 1), ((t + 1) >> 1) & 1)
     after = queries(shared, half ^ 1, C).permute((1, 0))
     s_later = warpgroup_mma(mine(k_tile, ME, C), after, zero, use_acc=False, is_async=True)
-    if not FIRST and C.SCORES_FIRST:
-        hand_over(dq, t - 1, shared, ME, C)
+    if not FIRST:
+        if C.SCORES_FIRST:
+            lay_down(dq, t - 1, shared, ME, C)
+        send_dq(shared, t - 1, 0, ME, C)
     dk, ds_operand = warpgroup_mma_wait(1, deps=(dk_later, ds_operand))
     s = warpgroup_mma_wait(0, deps=(s_later,))
     arrive(Q_FREE + half, ALL)
@@ -193,7 +195,8 @@ def own_128_keys(t, shared, board, targets, rule, ME: gl.constexpr, C: gl.conste
     sync(DS_READY + 2 * (1 - ME) + ((t + 1) & 1), WARPGROUPS)
     dq = warpgroup_mma_wait(0, deps=(begin_dq(t - 1, shared.k.index(0), shared, ME, C),))
     arrive(KV_FREE, EVERYONE)
-    hand_over(dq, t - 1, shared, ME, C)
+    lay_down(dq, t - 1, shared, ME, C)
+    send_dq(shared, t - 1, 0, ME, C)
     await_all(shared, t, ME, C)
     v_out = shared.out.index(ME * (C.OUT_TILES // 2))
     k_out = shared.out.index(ME * (C.OUT_TILES // 2) + 1)

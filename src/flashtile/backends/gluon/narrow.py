@@ -133,15 +133,18 @@ def step(
         arrive(HEAD_START, WARPGROUPS)
     sync(DS_READY + 2 * (1 - ME) + (half ^ 1), WARPGROUPS)
     shared.ds.index(half).slice(ME * KEYS, KEYS, 0).store(ds)
-    fence_async_shared()
+    if C.SCORES_FIRST:
+        fence_async_shared()
     dv_later = warpgroup_mma(p_operand, dout, dv, is_async=True)
     ds_operand = gl.convert_layout(ds, a_layout, assert_trivial=True)
+    if not FIRST:
+        dq_later = begin_dq(t - 1, k_tile, shared, ME, C)
+    dk_later = warpgroup_mma(ds_operand, q, dk, is_async=True)
+    if not C.SCORES_FIRST:
+        fence_async_shared()
     if FIRST:
-        dk_later = warpgroup_mma(ds_operand, q, dk, is_async=True)
         dv, p_operand = warpgroup_mma_wait(1, deps=(dv_later, p_operand))
     else:
-        dq_later = begin_dq(t - 1, k_tile, shared, ME, C)
-        dk_later = warpgroup_mma(ds_operand, q, dk, is_async=True)
         dv, dq, p_operand = warpgroup_mma_wait(1, deps=(dv_later, dq_later, p_operand))
     arrive(DS_READY + 2 * ME + half, WARPGROUPS)
     arrive(DO_FREE + half, ALL)

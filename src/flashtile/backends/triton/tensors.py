@@ -16,7 +16,7 @@ from flashtile.problem import Problem
 
 SHORT = 512  # rows
 DUMPED = 1 << 16  # elements at most
-_EMPTY: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # not in every torch
+_GUARDS: Any = torch._C._dynamo.guards
 FAR = 1 << 23  # elements: offsets within a tile, of 256 rows at most, have 32 bits
 
 
@@ -62,11 +62,12 @@ def strides(x: Any, p: Problem) -> tuple[int, int, int]:
 def empty(shape: tuple[int, ...], dtype: Any, device: Any) -> Callable[[], Any]:
     """What makes contiguous tensors like this: with strides given, torch has less to work out each time.
 
-    On a GPU, which then has to be the current one, it is spared the dispatcher too, as by torch's own compiler.
+    On a GPU, which then has to be the current one, it is spared the dispatcher too, as by torch's own compiler,
+    where this torch has what that takes.
     """
     strides = torch.empty(shape, device="meta").stride()
-    if device.type == "cuda" and torch.version.cuda is not None and _EMPTY is not None:
-        return partial(_EMPTY, tuple(shape), strides, dtype)
+    if device.type == "cuda" and torch.version.cuda is not None and hasattr(_GUARDS, "_empty_strided_cuda"):
+        return partial(_GUARDS._empty_strided_cuda, tuple(shape), strides, dtype)
     return partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
 
 

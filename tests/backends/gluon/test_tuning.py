@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -91,3 +92,10 @@ def check_always_cut(p: Problem) -> None:
         assert begin + cut <= len(tiles), (p.band, p.n_q, p.n_k, key)
         for n, tile in enumerate(tiles[begin + cut :], begin + cut):
             assert tile[: max(p.n_q - n * steps.block_q, 0)].all(), (p.band, p.n_q, p.n_k, key, n)
+
+
+@pytest.mark.parametrize(("tiles", "columns"), [(1, 1), (8, 256), (32, 64), (128, 16), (64, 3), (0, 4), (500, 2)])
+def test_the_last_heads_have_tasks_for_all_processors(tiles: int, columns: int) -> None:
+    heads = tuning.section(tiles, columns, 132)
+    assert 1 <= heads <= columns
+    assert heads == columns or tiles * heads >= tuning.WAVES * 132 > tiles * (heads - 1)

@@ -35,7 +35,7 @@ class Constants(NamedTuple):
     DOUT_STAGES: Any
     PARTS: Any  # tiles of 64 x 64 that a warpgroup makes of dQ, of a tile of queries
     DQ_BUFFERS: Any  # of a warpgroup
-    SCORES_FIRST: Any  # those of the next tile begin before dQ of this one is stored
+    SCORES_FIRST: Any  # see tuning.Steps
     PACKED: Any
     ENDS: Any  # of a tile of keys some may not be in use, though they are in memory
     ALWAYS_CUT: Any  # the first so many tiles of queries are cut, in every column of keys

@@ -28,7 +28,8 @@ class Config(NamedTuple):
 class Steps(NamedTuple):
     """Tiles of block_q queries in the backward kernels, for tasks of so many keys. dq_buffers: of each warpgroup.
 
-    scores_first: those of the next tile begin before dQ of this one is stored. Over head dim 128 they always do.
+    scores_first: those of the next tile begin before dQ of this one is stored, and the fence for dS comes before the
+    products. Over head dim 128 it is always so.
     """
 
     block_q: int

@@ -102,6 +102,14 @@ def added():
 
 
 @gluon.jit
+def to_engine():
+    """What threads have written to memory, and know to be written, the copy engine sees from here on."""
+    gl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def await_count(counter, count):
     """Wait until a counter in memory has come to `count`."""
     gl.inline_asm_elementwise(

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashtile.backends.gluon.assembly import arrive, sync
+from flashtile.backends.gluon.assembly import arrive, hold, sync
 from flashtile.backends.gluon.columns import (
     ALL,
     DO_FREE,
@@ -123,7 +123,10 @@ def step(
     s, slope = shaped(s, t, shared, board, rule, ME, MASKED, C)
     rows = shared.rows.index(half).reshape([2, C.BLOCK_Q])
     p = gl.exp2(s * unit - rows.slice(0, 1, 0).load(s_layout))
-    p_operand = gl.convert_layout(p.to(dtype), a_layout, assert_trivial=True)
+    weights = p.to(dtype)
+    if not C.SCORES_FIRST:
+        hold(weights)
+    p_operand = gl.convert_layout(weights, a_layout, assert_trivial=True)
     dp = warpgroup_mma_wait(0, deps=(dp_later,))
     ds = p * (dp - rows.slice(1, 1, 0).load(s_layout))
     if rule.softcap is not None:

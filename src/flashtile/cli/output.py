@@ -71,12 +71,15 @@ def facts(title: str, rows: Sequence[tuple[str, str]]) -> Table:
 
 @contextmanager
 def progress_bar() -> Iterator[Report]:
-    """A bar on stderr; the caller says what comes next, how many are done, and of how many."""
+    """A bar on stderr; the caller says what comes next, how many are done, and of how many.
+
+    It is drawn then and at no other time: a thread that did so would take time from what is measured.
+    """
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=err(), transient=True) as bar:
+    with Progress(*columns, console=err(), transient=True, auto_refresh=False) as bar:
         task = bar.add_task("", total=None)
 
         def report(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
+            bar.update(task, description=what, completed=done, total=total, refresh=True)
 
         yield report

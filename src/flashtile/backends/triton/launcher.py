@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
+DRIVER = "libcuda.so.1"
 MAP = 128  # bytes of a tensor map, what the driver knows a descriptor by
 MAP_ALIGNED = 64
 FOLLOWS = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: see chain.py
@@ -188,7 +189,9 @@ def _write(words: Any, fields: Iterable[tuple[int, int]], given: tuple[Any, ...]
 def _library() -> Any:
     """CUDA's driver; None where there is none, or none that has what is needed."""
     try:
-        library = ctypes.CDLL("libcuda.so.1")
+        library = ctypes.CDLL(DRIVER)
+        # By the other, threads may run meanwhile, as they have to where a launch waits; here that would take longer.
+        library.cuTensorMapReplaceAddress = ctypes.PyDLL(DRIVER).cuTensorMapReplaceAddress
         library.cuLaunchKernelEx.argtypes = (ctypes.POINTER(_Config), *[ctypes.c_void_p] * 3)
         library.cuTensorMapReplaceAddress.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     except (OSError, AttributeError):

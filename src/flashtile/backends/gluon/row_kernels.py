@@ -52,8 +52,9 @@ def begin_kernel(
 ):
     """Of PAD rows a program: lse in base 2 and delta, +inf and 0 beyond the last row; dQ and turns cleared.
 
-    dQ of the first `later` heads is cleared later, and there are `counts` heads of keys to count it with. The grid counts tiles, then heads, then sequences. columns: heads of all sequences. delta goes row by row once more,
-    for those who come after the pass.
+    dQ of the first `later` heads is cleared later, and there are `counts` heads of keys to count it with. The grid
+    counts tiles, then heads, then sequences. columns: heads of all sequences. delta goes row by row once more, for
+    those who come after the pass.
     """
     program = tl.program_id(0)
     if program < counts:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable
 from functools import cache
+from inspect import signature
 from typing import Any, NamedTuple
 
 DRIVER = "libcuda.so.1"
@@ -90,9 +91,7 @@ class Launcher:
         return len(self._words) - 1
 
     def _add_map(self, descriptor: Any, meta: Any) -> None:
-        from triton.backends.nvidia.driver import make_tensordesc_arg
-
-        a_map, *sizes = make_tensordesc_arg(descriptor, meta)
+        a_map, *sizes = _encode(descriptor, meta)
         inside = id(a_map) + type(a_map).__basicsize__ - MAP  # the end of the object, after CPython's own
         self._order.append((True, len(self._maps)))
         self._maps.append(ctypes.string_at(inside, MAP))
@@ -172,6 +171,15 @@ def _known(kind: Any) -> bool:
 
 def _number(x: Any) -> int:
     return int(x.data_ptr()) if hasattr(x, "data_ptr") else int(x)
+
+
+def _encode(descriptor: Any, meta: Any) -> list[Any]:
+    """A descriptor as kernels take it: its map, sizes and strides."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    others = len(signature(make_tensordesc_arg).parameters) - 2  # from Triton 3.8 on, for the GPUs of others
+    encoded: list[Any] = make_tensordesc_arg(descriptor, meta, *[None] * others)
+    return encoded
 
 
 def _write(words: Any, fields: Iterable[tuple[int, int]], given: tuple[Any, ...]) -> tuple[Any, ...] | None:

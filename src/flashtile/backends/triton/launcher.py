@@ -197,7 +197,7 @@ def _write(words: Any, fields: Iterable[tuple[int, int]], given: tuple[Any, ...]
 def _library() -> Any:
     """CUDA's driver; None where there is none, or none that has what is needed."""
     try:
-        library = ctypes.CDLL(DRIVER)
+        library: Any = ctypes.CDLL(DRIVER)
         # By the other, threads may run meanwhile, as they have to where a launch waits; here that would take longer.
         library.cuTensorMapReplaceAddress = ctypes.PyDLL(DRIVER).cuTensorMapReplaceAddress
         library.cuLaunchKernelEx.argtypes = (ctypes.POINTER(_Config), *[ctypes.c_void_p] * 3)

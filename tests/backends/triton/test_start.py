@@ -76,7 +76,7 @@ class CudaLauncher:
     """By this name Start knows that the driver can be called at once."""
 
     global_scratch_size = profile_scratch_size = 0
-    launch_cooperative_grid = launch_pdl = False
+    launch_cooperative_grid = launch_pdl = gsan_enabled = False
 
     def __init__(self) -> None:
         self.given: list[tuple[Any, ...]] = []
@@ -257,6 +257,7 @@ def test_what_the_driver_refuses_goes_to_triton(driver: Driver) -> None:
         {"global_scratch_size": 8},
         {"profile_scratch_size": 8},
         {"launch_cooperative_grid": True},
+        {"gsan_enabled": True},
         {"packed_metadata": (4, 2, 0)},
         {"kind": "fp32"},
         {"kind": ("i32", "fp32")},

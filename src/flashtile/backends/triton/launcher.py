@@ -156,6 +156,7 @@ def can_launch(compiled: Any, descriptors: int) -> bool:
         type(run).__name__ == "CudaLauncher"
         and run.global_scratch_size == run.profile_scratch_size == 0
         and not run.launch_cooperative_grid
+        and not getattr(run, "gsan_enabled", False)  # a sanitizer that Triton 3.8 has, with arguments of its own
         and compiled.packed_metadata[1] == 1  # programs together
         and len(compiled.metadata.tensordesc_meta or ()) == descriptors
         and all(map(_known, compiled.src.signature.values()))

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from flashtile.backends.triton.tuning import Config  # noqa: E402
 from flashtile.bench import candidates, records, table, tune, tuned, workers  # noqa: E402
 from flashtile.bench.candidates import Limits, Target  # noqa: E402
 from tests.bench.gpu.fakes import FakeDevice  # noqa: E402
+from tests.readme_tree import ROOT  # noqa: E402
 
 CACHES = {"decode": ((1, 64),), "decode-short": ((1, 512),)}
 HOPPER = Limits(227 << 10, True)
@@ -201,7 +203,23 @@ def test_programs_a_processor_are_told(record: records.Record) -> None:
     record["measurements"] = [record["measurements"][0] | {"kernel": "decode-short", "dim": 128, "best": list(best)}]
     measured = eval("{" + tuned.rows(record) + "}", {"Config": Config})
     assert measured == {(9, 2): {"decode-short": {128: best}}}
-    assert tuned.short(best) == "16x64 w2 s3 p2" and tuned.short([16, 64, 2, 3, True]) == "16x64 w2 s3 tma"
+    assert tuned.short(best) == "16x64 w2 s3 p2" and tuned.short(Config(16, 64, 2, 3, True)) == "16x64 w2 s3 tma"
+
+
+def test_fields_that_tiles_had_once_come_by_name() -> None:
+    fields = ("block_q", "block_k", "warps", "stages", "descriptors", "registers")
+    assert tuned.short([64, 64, 4, 3, True, 128], fields) == "64x64 w4 s3 tma registers=128"
+    assert tuned.short([64, 64, 4, 3, True, None], fields) == "64x64 w4 s3 tma"
+
+
+STORED = sorted((ROOT / "benchmarks" / "records").glob("tune*.json"))
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
+def test_stored_records_are_read_by_their_fields(path: Path) -> None:
+    record = records.read(path)
+    assert "None" not in table.render(record) + table.details(record)
+    assert eval("{" + tuned.rows(record) + "}", {"Config": Config})
 
 
 def test_it_can_be_shown(record: records.Record) -> None:

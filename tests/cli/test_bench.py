@@ -141,7 +141,8 @@ def test_wrong_usage_is_exit_code_2(gpu: FakeDevice, arguments: tuple[str, ...])
 
 def test_tune_prints_rows_for_the_table(gpu: FakeDevice, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    found = records.new("tune", False, rounds=1, device=gpu.describe()) | {"left_out": []}
+    fields = ["block_q", "block_k", "warps", "stages", "descriptors"]
+    found = records.new("tune", False, rounds=1, device=gpu.describe(), fields=fields) | {"left_out": []}
     found["measurements"] = [
         {
             "kernel": "dq",

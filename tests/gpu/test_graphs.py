@@ -13,6 +13,8 @@ pytest.importorskip("torch")
 import torch
 from torch import Tensor
 
+import flashtile as ft
+from flashtile.backends.triton import tensors
 from tests.gpu.oracle import standard
 from tests.gpu.placing import same_bits
 from tests.gpu.runner import Given, each_backend
@@ -99,6 +101,30 @@ def replay_beside(given: Given, work: str) -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_replays_beside_other_streams(name: str, work: str) -> None:
     replay_beside(Given(build(CALLS[name]), "cuda"), work)
+
+
+def test_the_place_of_an_lse_that_nobody_wants_outlives_the_graph_it_was_made_in() -> None:
+    """All later calls, on whichever stream, write there."""
+    q = torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16)
+    want = ft.attention(q, q, q)
+    ft.attention(q, q, q)
+    tensors.dump.cache_clear()
+    first = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(first):
+        out = ft.attention(q, q, q)
+    first.replay()
+    assert same_bits(out, want)
+    del out, first
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    second = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(second):
+        out = ft.attention(q, q, q)
+    for _ in range(3):
+        second.replay()
+        others = [torch.zeros(1 << 16, device="cuda") for _ in range(20)]  # as large as that place
+        assert same_bits(ft.attention(q, q, q), want) and same_bits(out, want)
+        assert not any(x.any() for x in others)
 
 
 @pytest.mark.parametrize(("n_q", "work"), [(1, "forward"), (65, "forward"), (65, "step")])

@@ -310,13 +310,17 @@ def test_two_hundred_gradients_in_order(name: str) -> None:
     in_order(build(REPEATED[name]), turns=40)
 
 
+@pytest.mark.parametrize("programs", [3, 10])
 @pytest.mark.parametrize("name", REPEATED)
-def test_three_programs_take_all_tasks(name: str) -> None:
-    """One task after the other in each of them: the bits of many programs."""
+def test_few_programs_take_all_tasks(name: str, programs: int) -> None:
+    """One task after the other in each of them: the bits of many programs.
+
+    For many, all heads here are worked on side by side in the backward pass; for 10 the last few, behind the others.
+    """
     call = build(REPEATED[name])
     given = Given(replace(call, options=call.options | {"deterministic": True}), "cuda")
     want = given.step()
-    with unprepared(), mock.patch.object(launch, "processors", lambda _device: 3):
+    with unprepared(), mock.patch.object(launch, "processors", lambda _device: programs):
         for _ in range(3):
             assert all(same_bits(x, y) for x, y in zip(given.step(), want, strict=True))
 

@@ -53,6 +53,20 @@ def test_other_strides_and_alignments() -> None:
             torch.testing.assert_close(grad, want_grad, rtol=2e-2, atol=2e-2, msg=lambda m, name=name: f"{name}: {m}")
 
 
+def test_gradients_come_in_at_other_places() -> None:
+    """q, k and v, whose alignment decides the backend, stay where they are."""
+    q = normal(2, 4, 65, 64).requires_grad_()
+    out, lse = ft.attention(q, q, q, causal=True, return_lse=True)
+    slopes = normal(2, 4, 65, dtype=torch.float32)
+    (want,) = torch.autograd.grad((out, lse), q, (q.detach(), slopes), retain_graph=True)
+    for name, x in views():
+        for offset in (0, 1, 4):
+            room = torch.full((slopes.numel() + offset,), torch.nan, device="cuda")
+            dlse = room[offset:].view_as(slopes).copy_(slopes)
+            (grad,) = torch.autograd.grad((out, lse), q, (x, dlse), retain_graph=True)
+            torch.testing.assert_close(grad, want, rtol=2e-2, atol=2e-2, msg=lambda m, name=name: f"{name}: {m}")
+
+
 def test_other_numbers() -> None:
     """A scale, a window, a cap, a seed, lengths: each of the calls in turn, twice, and none answers for another."""
     q = normal(2, 4, 65, 64)

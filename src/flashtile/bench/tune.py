@@ -187,7 +187,7 @@ def run(
     """Check every candidate in `count` processes, then time those that passed; the others come with a reason."""
     end = None if seconds is None else time.monotonic() + seconds
     about = device.describe()
-    record = records.new("tune", False, rounds=rounds, device=about) | {"left_out": []}
+    record = records.new("tune", False, rounds=rounds, device=about, fields=list(Config._fields)) | {"left_out": []}
     jobs = _jobs(wanted, limits, tuple(about["capability"]))
     finished: list[workers.Job] = []
 

@@ -22,25 +22,38 @@ def rows(record: Record) -> str:
             continue
         written.append(f"    ({major}, {ITEMSIZE[dtype]}): {{")
         for kernel in KERNELS:
-            cells = [f"{m['dim']}: Config({_arguments(m['best'])})" for m in found if m["kernel"] == kernel]
+            cells = [
+                f"{m['dim']}: Config({_arguments(Config(**_named(m['best'], record['fields'])))})"
+                for m in found
+                if m["kernel"] == kernel
+            ]
             if cells:
                 written.append(f'        "{kernel}": {{{", ".join(cells)}}},')
         written.append("    },")
     return "\n".join(written)
 
 
-def _arguments(config: Sequence[Any]) -> str:
-    given = Config(*config)
+def _arguments(given: Config) -> str:
     said = [str(x) for x in given[: 5 if given.descriptors else 4]]
     rest = {name: x for name, x in zip(given._fields[5:], given[5:], strict=True) if x != Config._field_defaults[name]}
     return ", ".join(said + [f"{name}={x}" for name, x in rest.items()])
 
 
-def short(config: Sequence[Any]) -> str:
-    """As in "16x64 w2 s3 p2": the tile, warps, stages, whether by the copy engine, programs."""
-    given = Config(*config)
+def _named(config: Sequence[Any], fields: Sequence[str]) -> dict[str, Any]:
+    """A tile of a record, by the names that the record has for its numbers; None is no number."""
+    return {name: x for name, x in zip(fields, config, strict=True) if x is not None}
+
+
+def short(config: Sequence[Any], fields: Sequence[str] = Config._fields) -> str:
+    """As in "16x64 w2 s3 p2": the tile, warps, stages, whether by the copy engine, programs.
+
+    A record may have fields that tiles no longer have. Those come by their names.
+    """
+    named = _named(config, fields)
+    given = Config(**{name: named.pop(name) for name in Config._fields if name in named})
     engine, programs = " tma" if given.descriptors else "", "" if given.programs == 1 else f" p{given.programs}"
-    return f"{given.block_q}x{given.block_k} w{given.warps} s{given.stages}{engine}{programs}"
+    others = "".join(f" {name}={x}" for name, x in named.items())
+    return f"{given.block_q}x{given.block_k} w{given.warps} s{given.stages}{engine}{programs}{others}"
 
 
 def caption(record: Record) -> str:
@@ -60,9 +73,9 @@ def table(record: Record) -> str:
                 m["kernel"],
                 m["dtype"],
                 str(m["dim"]),
-                short(m["best"]),
+                short(m["best"], record["fields"]),
                 f"{m['best_seconds'] * 1e6:.4g}",
-                short(m["today"]),
+                short(m["today"], record["fields"]),
                 f"{m['today_seconds'] * 1e6:.4g}",
                 markdown.number(m["best_seconds"] / m["today_seconds"], 3),
                 f"{passed} of {len(m['candidates'])}",
@@ -78,7 +91,6 @@ def details(record: Record) -> str:
         for c in sorted(m["candidates"], key=lambda c: c["seconds"] or math.inf):
             us = "" if c["seconds"] is None else f"{c['seconds'] * 1e6:.4g}"
             numbers = ["" if c[key] is None else str(c[key]) for key in ("registers", "spills", "shared")]
-            shown.append(
-                (f"{m['kernel']} {m['dtype']} D{m['dim']}", short(c["config"]), us, *numbers, c["why_not"] or "")
-            )
+            target, config = f"{m['kernel']} {m['dtype']} D{m['dim']}", short(c["config"], record["fields"])
+            shown.append((target, config, us, *numbers, c["why_not"] or ""))
     return markdown.table(shown)

@@ -16,11 +16,13 @@ import flashtile as ft
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from flashtile.backends.gluon import launch  # noqa: E402
 from flashtile.backends.gluon.gradients import Backward  # noqa: E402
 from flashtile.backends.triton.arguments import INTERPRETED  # noqa: E402
+from flashtile.backends.triton.tensors import aligned  # noqa: E402
 from flashtile.dtypes import name_of, narrow  # noqa: E402
 from flashtile.inputs import Inputs  # noqa: E402
-from flashtile.problem import check_gradients  # noqa: E402
+from flashtile.problem import check_gradients, describe  # noqa: E402
 from tests.backends.triton import kernels  # noqa: E402
 from tests.grid import Call, Case, Size, build, check_backward, truth  # noqa: E402
 from tests.runners import public  # noqa: E402
@@ -81,3 +83,37 @@ def check_statistics(call: Call, lse: Any, rows: Any, total: Any, run: Backward)
         np.testing.assert_allclose(log2[:, first:last], want, rtol=1e-6, atol=1e-6)
         assert not delta[:, first:last][np.isinf(want)].any() and delta[:, first:last][np.isfinite(want)].all()
         assert not total[:, first * width : last * width].any()
+
+
+def test_tensors_that_are_not_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that was compiled for aligned ones is not theirs. dout, which the copy engine fetches, is copied."""
+    x = torch.randn(1, 2, 128, 64, dtype=torch.bfloat16)
+    rows = torch.randn(1, 2, 128)
+    prepared = launch.Prepared(describe(x, x, x))
+    made, seen = [], []
+
+    class Listener:
+        def __init__(self, *_: Any) -> None:
+            made.append(self)
+
+        def __call__(self, inputs: Inputs, *given: Any) -> None:
+            seen.append((self, given))
+
+    monkeypatch.setattr(launch, "Backward", Listener)
+
+    def backward(dout: Any, dlse: Any) -> None:
+        prepared.backward(Inputs.of(describe(x, x, x)), dout, x, rows, dlse)
+
+    backward(x, rows)
+    backward(beside(x), rows)
+    backward(x, beside(rows))
+    backward(x, beside(rows))
+    assert [run for run, _ in seen] == [made[0], made[0], made[1], made[1]]
+    for _, (dout, *_) in seen:
+        assert aligned(dout) and torch.equal(dout, x)
+
+
+def beside(x: Any) -> Any:
+    """The same numbers, one further than memory is aligned."""
+    room = x.new_empty(x.numel() + 1)
+    return room[1:].view(x.shape).copy_(x)

@@ -76,7 +76,7 @@ class CudaLauncher:
     """By this name Start knows that the driver can be called at once."""
 
     global_scratch_size = profile_scratch_size = 0
-    launch_cooperative_grid = launch_pdl = False
+    launch_cooperative_grid = launch_pdl = gsan_enabled = False
 
     def __init__(self) -> None:
         self.given: list[tuple[Any, ...]] = []
@@ -208,7 +208,10 @@ def test_a_launch_within_a_launch_has_memory_of_its_own(driver: Driver) -> None:
     assert [heard.parameters for heard in driver.heard] == 2 * [[inner.data_ptr()], [outer.data_ptr()]]
 
 
-def test_a_map_gets_its_address_where_that_is_another(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("later", [False, True], ids=["Triton 3.6", "Triton 3.8"])
+def test_a_map_gets_its_address_where_that_is_another(
+    later: bool, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nvidia = pytest.importorskip("triton.backends.nvidia.driver")
     encoded: list[Any] = []
 
@@ -216,7 +219,10 @@ def test_a_map_gets_its_address_where_that_is_another(driver: Driver, monkeypatc
         encoded.append(descriptor)
         return [Map(), *descriptor.shape]
 
-    monkeypatch.setattr(nvidia, "make_tensordesc_arg", encode)
+    def encode_later(descriptor: Any, metadata: Any, others: Any) -> list[Any]:
+        return encode(descriptor, metadata)
+
+    monkeypatch.setattr(nvidia, "make_tensordesc_arg", encode_later if later else encode)
     kernel = Kernel(MAPPED, ROWS, MAPPED, "i32")
     driver.sizes = [launcher.MAP, 4, 8, 4, 8, launcher.MAP, 4, 4]
     like = tensors.maker(SimpleNamespace(base=None, shape=[6]))
@@ -251,6 +257,7 @@ def test_what_the_driver_refuses_goes_to_triton(driver: Driver) -> None:
         {"global_scratch_size": 8},
         {"profile_scratch_size": 8},
         {"launch_cooperative_grid": True},
+        {"gsan_enabled": True},
         {"packed_metadata": (4, 2, 0)},
         {"kind": "fp32"},
         {"kind": ("i32", "fp32")},

@@ -23,7 +23,7 @@ def strided(shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
 
 
 def test_offsets_within_a_tile_have_32_bits() -> None:
-    tables = [*tuning.MEASURED.values(), *tuning.REASONED.values()]
+    tables = [*tuning.MEASURED.values(), *tuning.DROPOUT.values(), *tuning.REASONED.values()]
     tiles = [config for table in tables for steps in table.values() for config in steps.values()]
     largest = max(max(tile.block_q, tile.block_k) for tile in tiles)
     assert largest >= 128 and (largest - 1) * (FAR - 1) + 512 < 1 << 31

@@ -16,7 +16,7 @@ from flashtile.backends.gluon.tuning import ROWS
 from flashtile.backends.triton import launch as portable
 from flashtile.backends.triton.arguments import bits, block, lengths, rule
 from flashtile.backends.triton.start import Start
-from flashtile.backends.triton.tensors import Result, strides
+from flashtile.backends.triton.tensors import Result, empty, strides
 from flashtile.dtypes import ITEMSIZE
 from flashtile.inputs import Inputs
 from flashtile.problem import Problem
@@ -70,7 +70,9 @@ class Backward:
         self._rows_in_dq = self._dq.numel * ITEMSIZE[p.dtype] >= 2 * columns * padded * 4
         k_tiles, marks_k = (portable.count_tiles(p, p.n_k, n_keys, n) for n in (config.keys, ROWS))
         marks_q = portable.count_tiles(p, p.n_q, n_rows, ROWS)
-        self._total = columns * padded * width
+        size = columns * padded * width
+        self._new_rows, self._new_total = (empty(n, torch.float32, device) for n in (self._rows, (size,)))
+        self._new_turns = empty((size // 4096,), torch.int32, device)
         self._heads_at = portable.heads_at(p)
         of_mend = (given_rows[0], given_rows[2], self._delta.strides, None)
         grads = (self._dq, self._dk, self._dv)
@@ -78,7 +80,7 @@ class Backward:
         q_box, k_box = ([1, 1, n, width] for n in (config.block_q, config.keys))
         out_box = [1, 1, ROWS, min(width, 128)]  # what a warpgroup has
         rows = torch.empty(self._rows, dtype=torch.float32, device="meta")
-        total = torch.empty((self._total // 256, 256), dtype=torch.float32, device="meta")
+        total = torch.empty((size // 256, 256), dtype=torch.float32, device="meta")
         blocks = (
             descriptors(p.q, q_box),
             descriptors(p.k, k_box),
@@ -126,14 +128,8 @@ class Backward:
     def __call__(self, x: Inputs, *given: Any) -> Gradients:
         dout, _out, lse, _dlse = given
         dq, dk, dv, delta = self._dq.empty(), self._dk.empty(), self._dv.empty(), self._delta.empty()
-        if self._rows_in_dq:
-            rows = dq.view(torch.float32)
-        else:
-            rows = torch.empty(self._rows, dtype=torch.float32, device=self._device)
-        total = torch.empty(self._total, dtype=torch.float32, device=self._device)
-        turns = None
-        if self._ordered:
-            turns = torch.empty(self._total // 4096, dtype=torch.int32, device=self._device)
+        rows = dq.view(torch.float32) if self._rows_in_dq else self._new_rows()
+        total, turns = self._new_total(), self._new_turns() if self._ordered else None
         marks = self._mend.make()
         if self._packed:
             marks.zero_()  # tiles that no sequence has are never written

@@ -18,7 +18,7 @@ from flashtile.backends.gluon.tuning import ROWS
 from flashtile.backends.triton import launch as portable
 from flashtile.backends.triton.arguments import block, lengths, rule
 from flashtile.backends.triton.start import Start
-from flashtile.backends.triton.tensors import Result, empty, outline, strides, tidy_gradients
+from flashtile.backends.triton.tensors import Result, aligned, empty, outline, strides, tidy_gradients
 from flashtile.band import FAR
 from flashtile.dtypes import EIGHT_BITS, ITEMSIZE
 from flashtile.inputs import TENSORS, Inputs
@@ -166,8 +166,11 @@ class Prepared:
         """Gradients from the saved output and lse, in the caller's layout; that of a sink is wide."""
         if self._portable is not None:
             return self._portable.backward(x, dout, out, lse, dlse, bias_grad=bias_grad)
-        dout, out, lse, dlse = tidy_gradients(self._problem, dout.contiguous(), out, lse, dlse)
-        key = tuple(None if y is None else (y.shape, y.stride(), y.dtype) for y in (dout, out, lse, dlse))
+        dout = dout.contiguous()
+        if not aligned(dout):  # the copy engine fetches it
+            dout = dout.clone()
+        dout, out, lse, dlse = tidy_gradients(self._problem, dout, out, lse, dlse)
+        key = tuple(map(portable.kind_of, (dout, out, lse, dlse)))
         run = self._backward.get(key)
         if run is None:
             outlines = check_gradients(self._problem, *map(outline, (dout, out, lse, dlse)))

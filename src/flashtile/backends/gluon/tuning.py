@@ -48,12 +48,12 @@ BACKWARD = {
 }
 WIDEST_BACKWARD = max(BACKWARD)
 L2_SECTION = 32 << 20  # bytes of keys and values that programs work on at a time
-WAVES = 2
+WAVES = 2  # tasks of the backward pass a processor, whose heads are worked on side by side
 MOST_PACKED = 16  # query heads that share the rows of a tile
 
 
 def section(tiles: int, columns: int, processors: int) -> int:
-    """Of the backward pass, the last heads, that are worked on side by side: WAVES tasks a processor."""
+    """How many heads, the last ones of a backward pass, have WAVES tasks a processor; see columns.find_column()."""
     return max(1, min(columns, -(-WAVES * processors // max(1, tiles))))
 
 

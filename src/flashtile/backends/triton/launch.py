@@ -63,7 +63,7 @@ class Prepared:
     def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Gradients:
         """Gradients from the saved output and lse, in the caller's layout, those of bias (of rank 4) and sink wide."""
         dout, out, lse, dlse = tidy_gradients(self._problem, dout, out, lse, dlse)
-        key = (bias_grad, *(None if y is None else _kind(y) for y in (dout, out, lse, dlse)))
+        key = (bias_grad, *map(kind_of, (dout, out, lse, dlse)))
         run = self._backward.get(key)
         if run is None:
             outlines = check_gradients(self._problem, *map(outline, (dout, out, lse, dlse)))
@@ -414,8 +414,9 @@ def sink_gradient(sink: Any, lse: Any, delta: Any, heads: int) -> Any:
     return -parts.sum(rows_at).reshape(sink.shape)
 
 
-def _kind(x: Any) -> tuple[Any, ...]:
-    return x.shape, x.stride(), x.dtype, aligned(x)
+def kind_of(x: Any) -> tuple[Any, ...] | None:
+    """All of a tensor that decides what is launched."""
+    return None if x is None else (x.shape, x.stride(), x.dtype, aligned(x))
 
 
 def index_of(device: Any) -> int | None:

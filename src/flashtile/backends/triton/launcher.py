@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable
 from functools import cache
+from inspect import signature
 from typing import Any, NamedTuple
 
 DRIVER = "libcuda.so.1"
@@ -90,9 +91,7 @@ class Launcher:
         return len(self._words) - 1
 
     def _add_map(self, descriptor: Any, meta: Any) -> None:
-        from triton.backends.nvidia.driver import make_tensordesc_arg
-
-        a_map, *sizes = make_tensordesc_arg(descriptor, meta)
+        a_map, *sizes = _encode(descriptor, meta)
         inside = id(a_map) + type(a_map).__basicsize__ - MAP  # the end of the object, after CPython's own
         self._order.append((True, len(self._maps)))
         self._maps.append(ctypes.string_at(inside, MAP))
@@ -157,6 +156,7 @@ def can_launch(compiled: Any, descriptors: int) -> bool:
         type(run).__name__ == "CudaLauncher"
         and run.global_scratch_size == run.profile_scratch_size == 0
         and not run.launch_cooperative_grid
+        and not getattr(run, "gsan_enabled", False)  # a sanitizer that Triton 3.8 has, with arguments of its own
         and compiled.packed_metadata[1] == 1  # programs together
         and len(compiled.metadata.tensordesc_meta or ()) == descriptors
         and all(map(_known, compiled.src.signature.values()))
@@ -174,6 +174,15 @@ def _number(x: Any) -> int:
     return int(x.data_ptr()) if hasattr(x, "data_ptr") else int(x)
 
 
+def _encode(descriptor: Any, meta: Any) -> list[Any]:
+    """A descriptor as kernels take it: its map, sizes and strides."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    others = len(signature(make_tensordesc_arg).parameters) - 2  # from Triton 3.8 on, for the GPUs of others
+    encoded: list[Any] = make_tensordesc_arg(descriptor, meta, *[None] * others)
+    return encoded
+
+
 def _write(words: Any, fields: Iterable[tuple[int, int]], given: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """The words of a tuple. Given back to be known again, but not where it holds a tensor, and with it memory."""
     known: tuple[Any, ...] | None = given
@@ -189,7 +198,7 @@ def _write(words: Any, fields: Iterable[tuple[int, int]], given: tuple[Any, ...]
 def _library() -> Any:
     """CUDA's driver; None where there is none, or none that has what is needed."""
     try:
-        library = ctypes.CDLL(DRIVER)
+        library: Any = ctypes.CDLL(DRIVER)
         # By the other, threads may run meanwhile, as they have to where a launch waits; here that would take longer.
         library.cuTensorMapReplaceAddress = ctypes.PyDLL(DRIVER).cuTensorMapReplaceAddress
         library.cuLaunchKernelEx.argtypes = (ctypes.POINTER(_Config), *[ctypes.c_void_p] * 3)

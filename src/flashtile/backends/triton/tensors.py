@@ -15,9 +15,9 @@ from flashtile.backends.triton.tuning import Config
 from flashtile.problem import Problem
 
 SHORT = 512  # rows
-DUMPED = 1 << 16  # elements at most
-_GUARDS: Any = torch._C._dynamo.guards
 FAR = 1 << 23  # elements: offsets within a tile, of 256 rows at most, have 32 bits
+DUMPED = 1 << 16  # elements: larger results that nobody wants have memory of their own
+_GUARDS: Any = torch._C._dynamo.guards
 
 
 def laid_out(p: Problem) -> Problem:

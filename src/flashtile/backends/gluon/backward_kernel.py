@@ -24,12 +24,12 @@ from flashtile.backends.gluon.columns import (
     get,
     load,
 )
-from flashtile.backends.gluon.dq import BY_THREAD, write
+from flashtile.backends.gluon.dq import BY_THREAD, Clearing, write
 from flashtile.backends.gluon.narrow import own_128_keys
 from flashtile.backends.gluon.wide import own_64_keys
 
 
-@gluon.jit(do_not_specialize=["tiles", "kv_heads", "section", "padded", "mark_tiles", "tasks"])
+@gluon.jit(do_not_specialize=["tiles", "kv_heads", "section", "padded", "mark_tiles", "tasks", "ahead"])
 def backward_kernel(
     q_desc,
     k_desc,
@@ -42,8 +42,10 @@ def backward_kernel(
     dk,
     dv,
     marks,
+    total,
     counter,
     turns,
+    cleared,
     rule,
     lengths,
     tiles,
@@ -52,6 +54,7 @@ def backward_kernel(
     padded,
     mark_tiles,
     tasks,
+    ahead,
     C: gl.constexpr,
 ):
     """counter: 0 and 0 before and after. padded: rows of a head in dQ. Tasks: tiles of keys, key heads, sequences."""
@@ -96,13 +99,15 @@ def backward_kernel(
     sources = Sources(q_desc, k_desc, v_desc, dout_desc, rows_desc)
     targets = Targets(dk_desc, dv_desc, dk, dv, marks)
     work = Extent(rule, lengths, tiles, kv_heads, section, padded, mark_tiles, tasks)
+    columns = tasks // tiles
+    clearing = Clearing(total, cleared, ahead, columns, tiles, C.GROUP * (padded // C.KEYS))
     gl.warp_specialize(
         [
             (consume, (shared, board, targets, rule, 0, C)),
             (consume, (shared, board, targets, rule, 1, C)),
             (load, (shared, board, sources, counter, turns, work, C)),
-            (write, (shared, board, dq_desc, turns, 0, C)),
-            (write, (shared, board, dq_desc, turns, 1, C)),
+            (write, (shared, board, dq_desc, turns, clearing, 0, C)),
+            (write, (shared, board, dq_desc, turns, clearing, 1, C)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

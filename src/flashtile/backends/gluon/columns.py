@@ -65,7 +65,9 @@ ROW = gl.constexpr(6)  # of the first key, where the tensor begins being 0
 MARK = gl.constexpr(7)
 CUT = gl.constexpr(8)  # 0, and how many tiles of queries later whole ones begin, whole ones end, and all end
 GO = gl.constexpr(12)  # 0: there is no task any more
-FIELDS = gl.constexpr(13)
+POSITION = gl.constexpr(13)  # of the head, among all of them as they are taken
+TILE = gl.constexpr(14)  # of the head
+FIELDS = gl.constexpr(15)
 # And of a tile of queries.
 QUERY = gl.constexpr(0)  # its first
 DQ_AT = gl.constexpr(1)  # where its dQ lies
@@ -122,6 +124,7 @@ class Extent(NamedTuple):
 class Column(NamedTuple):
     """A task: a tile of keys of one key head of one sequence."""
 
+    position: Any  # of the head, among all of them as they are taken
     sequence: Any
     head: Any
     tile: Any  # of its sequence
@@ -246,13 +249,14 @@ def find_column(number, turns, work, C: gl.constexpr):
         inside = number - alone * work.tiles
         column = alone + inside % work.section
         tile = inside // work.section
+    position = column
     # Of dQ, which the kernel before this one cleared, the last heads may still be in the cache.
-    column = columns - 1 - column
+    column = columns - 1 - position
     if turns is not None:  # the last keys first: nobody waits for a task that has not begun
         tile = work.tiles - 1 - tile
     lengths = work.lengths
     sequence, tile = locate(lengths.cu_k, lengths.n_k, tile, column // work.kv_heads, lengths, C.KEYS)
-    return Column(sequence, column % work.kv_heads, tile, measure(lengths, work.rule.offset, sequence))
+    return Column(position, sequence, column % work.kv_heads, tile, measure(lengths, work.rule.offset, sequence))
 
 
 @gluon.jit
@@ -295,6 +299,8 @@ def post(board, column, place, key, cut, seen, work, C: gl.constexpr):
     put(board, OFFSET, at.offset)
     put(board, SEQUENCE, place)
     put(board, HEAD, column.head)
+    put(board, POSITION, column.position)
+    put(board, TILE, column.tile)
     put(board, ROW, at.k_start + key)
     put(board, CUT, 0)
     put(board, CUT + 1, cut[1] - cut[0])

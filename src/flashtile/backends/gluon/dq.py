@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from flashtile.backends.gluon.assembly import added, arrive, await_count, reduce_add
-from flashtile.backends.gluon.columns import CUT, DQ_AT, EVERYONE, GO, KV_FREE, TURN, get, order_of
+from flashtile.backends.gluon.assembly import added, arrive, await_count, reduce_add, to_engine
+from flashtile.backends.gluon.columns import CUT, DQ_AT, EVERYONE, GO, KV_FREE, POSITION, TILE, TURN, get, order_of
 
 # A 64 x 64 tile of dQ or P lies as 128 threads hold it, so that it is stored without conflicts, and dQ leaves in one
 # piece; row_kernels.py undoes the order.
@@ -16,6 +18,17 @@ BY_THREAD = gl.constexpr(
         [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0], [0, 8], [0, 16], [0, 32]], [], 128
     )
 )
+
+
+class Clearing(NamedTuple):
+    """dQ of a head is cleared when those `ahead` of it are worked on; that of the first ones was before."""
+
+    total: Any  # dQ
+    counts: Any  # of tasks that have cleared their share, for each head as it is taken
+    ahead: Any
+    columns: Any  # heads
+    tiles: Any  # tasks of a head
+    blocks: Any  # of KEYS rows that the queries of a key head have in dQ
 
 
 @gluon.jit
@@ -52,7 +65,7 @@ def buffer_of(n, ME: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def write(shared, board, dq, turns, ME: gl.constexpr, C: gl.constexpr):
+def write(shared, board, dq, turns, clearing, ME: gl.constexpr, C: gl.constexpr):
     """One warp: have the copy engine add a warpgroup's tiles to dQ, while the warpgroup goes on.
 
     With turns, in a fixed order, so that sums are the same each time: a task's turn at a tile of queries comes when all
@@ -63,19 +76,45 @@ def write(shared, board, dq, turns, ME: gl.constexpr, C: gl.constexpr):
     if C.PERSISTENT:
         n = gl.to_tensor(0)
         while get(board, GO) != 0:
-            t = write_tiles(t, shared, board, dq, turns, ME, C)
+            if ME == 0:
+                clear_ahead(board, clearing, C)
+            t = write_tiles(t, shared, board, dq, turns, clearing, ME, C)
             n += 1
             mbarrier.wait(shared.v_full, n & 1)
     else:
-        write_tiles(t, shared, board, dq, turns, ME, C)
+        write_tiles(t, shared, board, dq, turns, clearing, ME, C)
 
 
 @gluon.jit
-def write_tiles(t, shared, board, dq, turns, ME: gl.constexpr, C: gl.constexpr):
+def clear_ahead(board, clearing, C: gl.constexpr):
+    """A task's share of clearing dQ of a head that is taken later. It is long cleared then, and nobody waits."""
+    BLOCK: gl.constexpr = C.KEYS * C.BLOCK_D
+    STEP: gl.constexpr = 128
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    later = get(board, POSITION) + clearing.ahead
+    if later < clearing.columns:
+        first = clearing.total + (clearing.columns - 1 - later).to(gl.int64) * clearing.blocks * BLOCK
+        nothing = gl.zeros([STEP], gl.float32, layout)
+        for block in range(get(board, TILE), clearing.blocks, clearing.tiles):
+            place = first + block.to(gl.int64) * BLOCK + gl.arange(0, STEP, layout)
+            for _ in range(BLOCK // STEP):
+                gl.store(place, nothing)
+                place += STEP
+        to_engine()
+        gl.thread_barrier()
+        gl.atomic_add(clearing.counts + later, 1, sem="release")
+
+
+@gluon.jit
+def write_tiles(t, shared, board, dq, turns, clearing, ME: gl.constexpr, C: gl.constexpr):
     """Those of one task. t: tiles before; and after."""
     tiles = C.GROUP * get(board, CUT + 3)
     if C.PERSISTENT:
+        position = get(board, POSITION)
         arrive(KV_FREE, EVERYONE)  # it is done with the board
+        if position >= clearing.ahead:
+            await_count(clearing.counts + position, clearing.tiles)
+            to_engine()
     at = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     for _ in range(tiles):

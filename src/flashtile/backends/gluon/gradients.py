@@ -91,7 +91,15 @@ class Backward:
             descriptors(outline_of(self._dk, batch, p.kv_heads, n_keys, p.dim), out_box),
             descriptors(outline_of(self._dv, batch, p.kv_heads, n_keys, p.dim_v), out_box),
         )
-        self._begin_counts = (pads, p.heads, padded, columns)
+        tasks = k_tiles * p.kv_heads * batch
+        processors = portable.processors(device)
+        section = tuning.section(k_tiles, p.kv_heads * batch, processors)
+        # Tasks clear dQ of heads that come later, of the last ones nothing. Packed sequences may have fewer tasks.
+        kv_columns = p.kv_heads * batch
+        ahead = section if _persistent(config) and pads > 0 and not p.packed else kv_columns
+        self._counts = (k_tiles, p.kv_heads, section, padded, marks_k, tasks, ahead)
+        self._new_counts = empty((kv_columns,), torch.int32, device)
+        self._begin_counts = (pads, p.heads, padded, columns, (kv_columns - ahead) * p.group, kv_columns)
         self._begin = Start(
             begin_kernel,
             pads * columns,
@@ -102,10 +110,6 @@ class Backward:
             BLOCK_D=width,
             PAD=config.keys,
         )
-        tasks = k_tiles * p.kv_heads * batch
-        processors = portable.processors(device)
-        section = tuning.section(k_tiles, p.kv_heads * batch, processors)
-        self._counts = (k_tiles, p.kv_heads, section, padded, marks_k, tasks)
         programs = min(tasks, processors) if _persistent(config) else tasks
         # Packed queries and keys that begin at the same places, being one tensor, have a diagonal each.
         self._starts = {
@@ -130,12 +134,13 @@ class Backward:
         dq, dk, dv, delta = self._dq.empty(), self._dk.empty(), self._dv.empty(), self._delta.empty()
         rows = dq.view(torch.float32) if self._rows_in_dq else self._new_rows()
         total, turns = self._new_total(), self._new_turns() if self._ordered else None
+        cleared = self._new_counts()
         marks = self._mend.make()
         if self._packed:
             marks.zero_()  # tiles that no sequence has are never written
         of_queries = marks[self._mend.first_of_queries :]
         a_rule, a_lengths = portable.rule_of(self._rule, x), portable.lengths_of(self._lengths, x)
-        self._begin(*given, rows, delta, total, turns, a_lengths, *self._begin_counts)
+        self._begin(*given, rows, delta, total, turns, cleared, a_lengths, *self._begin_counts)
         alike = x.cu_q is not None and x.cu_q.data_ptr() == x.cu_k.data_ptr()
         self._starts[alike](
             *(x.q, x.k, x.v, dout),
@@ -143,8 +148,10 @@ class Backward:
             dk,
             dv,
             marks,
+            total,
             tickets(self._device),
             turns,
+            cleared,
             a_rule,
             a_lengths,
             *self._counts,

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashtile.backends.gluon.assembly import arrive, sync
+from flashtile.backends.gluon.assembly import arrive, hold, sync
 from flashtile.backends.gluon.columns import (
     ALL,
     DO_FREE,
@@ -92,6 +92,13 @@ def lay_down(dq, t, shared, ME: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def statistic(shared, half, WHICH: gl.constexpr, C: gl.constexpr):
+    """Of a tile's rows: lse in base 2, or delta, one for each column of S."""
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_Q, 16])
+    return shared.rows.index(half).reshape([2, C.BLOCK_Q]).slice(WHICH, 1, 0).load(s_layout)
+
+
+@gluon.jit
 def step(
     t,
     s,
@@ -110,6 +117,7 @@ def step(
     dtype: gl.constexpr = shared.q.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_Q, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    s, lse = s
     half = t & 1
     k_tile = made_anew(shared.k, t)
     v_tile = made_anew(shared.v, t)
@@ -121,11 +129,17 @@ def step(
         sync(HEAD_START, WARPGROUPS)
     dp_later = warpgroup_mma(mine(v_tile, ME, C), dout.permute((1, 0)), zero, use_acc=False, is_async=True)
     s, slope = shaped(s, t, shared, board, rule, ME, MASKED, C)
-    rows = shared.rows.index(half).reshape([2, C.BLOCK_Q])
-    p = gl.exp2(s * unit - rows.slice(0, 1, 0).load(s_layout))
-    p_operand = gl.convert_layout(p.to(dtype), a_layout, assert_trivial=True)
+    p = gl.exp2(s * unit - lse)
+    weights = p.to(dtype)
+    if not C.SCORES_FIRST and rule.softcap is None:
+        hold(weights)
+    p_operand = gl.convert_layout(weights, a_layout, assert_trivial=True)
+    if rule.softcap is None:  # else there are no registers for it yet
+        delta = statistic(shared, half, 1, C)
     dp = warpgroup_mma_wait(0, deps=(dp_later,))
-    ds = p * (dp - rows.slice(1, 1, 0).load(s_layout))
+    if rule.softcap is not None:
+        delta = statistic(shared, half, 1, C)
+    ds = p * (dp - delta)
     if rule.softcap is not None:
         ds = ds * slope
     ds = ds.to(dtype)
@@ -154,6 +168,7 @@ def step(
     mbarrier.wait(shared.q_full.index(half ^ 1), ((t + 1) >> 1) & 1)
     after = queries(shared, half ^ 1, C).permute((1, 0))
     s_later = warpgroup_mma(mine(k_tile, ME, C), after, zero, use_acc=False, is_async=True)
+    lse = statistic(shared, half ^ 1, 0, C)
     if not FIRST:
         if C.SCORES_FIRST:
             lay_down(dq, t - 1, shared, ME, C)
@@ -161,7 +176,7 @@ def step(
     dk, ds_operand = warpgroup_mma_wait(1, deps=(dk_later, ds_operand))
     s = warpgroup_mma_wait(0, deps=(s_later,))
     arrive(Q_FREE + half, ALL)
-    return s, dk, dv
+    return (s, lse), dk, dv
 
 
 @gluon.jit
@@ -185,7 +200,7 @@ def own_128_keys(t, shared, board, targets, rule, ME: gl.constexpr, C: gl.conste
     mbarrier.wait(shared.q_full.index(t & 1), (t >> 1) & 1)
     first = queries(shared, t & 1, C).permute((1, 0))
     s_later = warpgroup_mma(mine(shared.k.index(0), ME, C), first, s, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(0, deps=(s_later,))
+    s = (warpgroup_mma_wait(0, deps=(s_later,)), statistic(shared, t & 1, 0, C))
     tma.store_wait(0)  # of the task before: its gradients left by the buffers of dQ
     gl.thread_barrier()
     unit = unit_of(rule, 1.0)

@@ -27,7 +27,7 @@ def place_of(lengths, tile, sequence, ROWS: tl.constexpr, PAD: tl.constexpr):
     return sequence, start, length, tile, row
 
 
-@triton.jit(do_not_specialize=["tiles", "heads", "padded", "columns"])
+@triton.jit(do_not_specialize=["tiles", "heads", "padded", "columns", "later", "counts"])
 def begin_kernel(
     dout,
     out,
@@ -37,11 +37,14 @@ def begin_kernel(
     delta,
     total,
     turns,
+    cleared,
     lengths,
     tiles,
     heads,
     padded,
     columns,
+    later,
+    counts,
     DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -49,10 +52,13 @@ def begin_kernel(
 ):
     """Of PAD rows a program: lse in base 2 and delta, +inf and 0 beyond the last row; dQ and turns cleared.
 
-    The grid counts tiles, then heads, then sequences. columns: heads of all sequences. delta goes row by row once more,
-    for those who come after the pass.
+    dQ of the first `later` heads is cleared later, and there are `counts` heads of keys to count it with. The grid
+    counts tiles, then heads, then sequences. columns: heads of all sequences. delta goes row by row once more, for
+    those who come after the pass.
     """
     program = tl.program_id(0)
+    if program < counts:
+        tl.store(cleared + program, 0)
     head = program // tiles % heads
     sequence = program // tiles // heads
     column = sequence * heads + head
@@ -68,8 +74,9 @@ def begin_kernel(
         tl.store(rows + wide(columns) * padded + at + o_r, D)
         store_column(head_of(delta, sequence, head, start, length), first, D)
         squares: tl.constexpr = PAD * BLOCK_D // ZEROS
-        for n in tl.static_range(squares):
-            tl.store(total + at * BLOCK_D + n * ZEROS + tl.arange(0, ZEROS), tl.zeros([ZEROS], tl.float32))
+        if column >= later:
+            for n in tl.static_range(squares):
+                tl.store(total + at * BLOCK_D + n * ZEROS + tl.arange(0, ZEROS), tl.zeros([ZEROS], tl.float32))
         if turns is not None:
             tl.store(turns + at * BLOCK_D // ZEROS + tl.arange(0, squares), tl.zeros([squares], tl.int32))
 

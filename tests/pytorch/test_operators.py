@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -85,9 +86,9 @@ def test_a_call_is_its_options_again() -> None:
     ):
         q = randn(3, 4)
         again = call.of(q, q, q, "tiles", **options).options()
-        assert {name: again[name] for name in options} == options | (
-            {"out_dtype": "float32"} if "out_dtype" in options else {}
-        )
+        assert again == options | ({"out_dtype": "float32"} if "out_dtype" in options else {})
+        assert list(again) == [name for name in signature(ft.attention).parameters if name in options]
+    assert call.of(q, q, q, "tiles").options() == {}
 
 
 @pytest.mark.parametrize("where", ["meta", "fake", "fake cuda"])

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from flashtile.backends.triton import launch  # noqa: E402
-from flashtile.pytorch import prepared  # noqa: E402
+from flashtile.pytorch import call, prepared  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning"),
@@ -67,6 +67,14 @@ def test_other_options_are_prepared_anew(more: dict[str, Any]) -> None:
     given = tensors()
     assert find(*given)[0] is not find(*given, **more)[0]
     assert find(*given, **more)[0] is find(*given, **more)[0]
+
+
+@pytest.mark.parametrize("more", [{}, {"causal": True}, {"softcap": 2.0, "causal": True, "window": (3, None)}], ids=str)
+def test_a_call_with_gradients_is_prepared_once(more: dict[str, Any]) -> None:
+    """attention() looks at it before the operator does, and the way back after it."""
+    given = tensors()
+    first, _ = prepared.find(*given, "auto", more)
+    assert prepared.find(*given, "auto", call.of(*given, "auto", **more).options())[0] is first
 
 
 def test_other_shapes_strides_and_alignments_are_prepared_anew() -> None:

@@ -48,21 +48,30 @@ class Call(NamedTuple):
     threads: Any
 
     def options(self) -> dict[str, Any]:
-        """What describe() takes besides q, k and v."""
+        """What describe() takes besides q, k and v, as attention() hands it on: only what is given, in its order."""
         banded = self.offset is not None
-        return {
-            **{name: getattr(self, name) for name in TENSORS},
-            "causal": self.causal,
-            "window": None if banded else (self.left, self.right),
+        windowed = not banded and not (self.left is None and self.right is None)
+        every = {
+            "cu_q": self.cu_q,
+            "cu_k": self.cu_k,
+            "causal": self.causal or None,
+            "window": (self.left, self.right) if windowed else None,
             "band": Band(self.left, self.right, self.offset) if banded else None,
-            "softcap": self.softcap,
+            "mask": self.mask,
+            "bias": self.bias,
+            "alibi": self.alibi,
+            "softcap": self.softcap or None,
+            "sink": self.sink,
             "scale": self.scale,
-            "dropout": self.dropout,
-            "seed": self.seed % 2**64,
+            "dropout": self.dropout or None,
+            "seed": self.seed % 2**64 or None,
+            "kv_lengths": self.kv_lengths,
+            "descale": self.descale,
             "out_dtype": self.out_dtype,
-            "deterministic": self.deterministic,
+            "deterministic": self.deterministic or None,
             "threads": self.threads,
         }
+        return {name: x for name, x in every.items() if x is not None}
 
 
 def of(

@@ -76,7 +76,7 @@ def backward(
         given = (None if x is None else to_numpy(x) for x in (dout, out, lse, dlse))
         grads = row.backward(problem, *check_gradients(problem, *given), bias_grad=bias_grad)
         dq, dk, dv = (_given(problem, x, problem.dtype) for x in grads[:3])
-    return dq, dk, dv, _like(options["bias"], grads.dbias, q), _like(options["sink"], grads.dsink, q)
+    return dq, dk, dv, _like(options.get("bias"), grads.dbias, q), _like(options.get("sink"), grads.dsink, q)
 
 
 def _chosen(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Problem, dispatch.Backend]:

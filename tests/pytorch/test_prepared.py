@@ -69,7 +69,7 @@ def test_other_options_are_prepared_anew(more: dict[str, Any]) -> None:
     assert find(*given, **more)[0] is find(*given, **more)[0]
 
 
-@pytest.mark.parametrize("more", [{}, {"causal": True}, {"softcap": 2.0, "causal": True, "window": (3, None)}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"causal": True}, {"causal": True, "window": (3, None), "softcap": 2.0}], ids=str)
 def test_a_call_with_gradients_is_prepared_once(more: dict[str, Any]) -> None:
     """attention() looks at it before the operator does, and the way back after it."""
     given = tensors()

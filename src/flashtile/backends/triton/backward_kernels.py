@@ -19,6 +19,7 @@ from flashtile.backends.triton.blocks import (
     number,
     store_column,
     store_rows,
+    tile_of,
     wide,
 )
 from flashtile.backends.triton.chain import follow, lead
@@ -297,11 +298,7 @@ def dkdv_kernel(
     """
     lead(CHAINED)
     program = tl.program_id(0)
-    head = program // tiles % kv_heads
-    sequence, tile = locate(
-        lengths.cu_k, lengths.n_k, program % tiles, program // tiles // kv_heads, lengths, C.BLOCK_K
-    )
-    at = measure(lengths, rule.offset, sequence)
+    head, tile, at = tile_of(program, tiles, kv_heads, lengths.cu_k, lengths.n_k, rule, lengths, C.BLOCK_K)
     j0 = tile * C.BLOCK_K
     if j0 < at.k_room:
         bad = dkdv_rows(q, k, v, dout, q_desc, do_desc, log2, delta, None, dk, dv, rule, at, head, j0, C, CAREFUL=False)

@@ -156,3 +156,14 @@ def measure(lengths, offset, sequence):
         return Place(sequence, q_start, q_len, k_start, k_room, k_len, k_len - q_len)
     else:
         return Place(sequence, q_start, q_len, k_start, k_room, k_len, offset)
+
+
+@triton.jit
+def tile_of(n, tiles, heads, p_cu, total, rule, lengths, BLOCK: tl.constexpr):
+    """The n-th tile of all heads and sequences: its head, its number in its sequence, and the Place of that.
+
+    Tiles are of queries or of keys, as p_cu and total are.
+    """
+    head = n // tiles % heads
+    sequence, tile = locate(p_cu, total, n % tiles, n // tiles // heads, lengths, BLOCK)
+    return head, tile, measure(lengths, rule.offset, sequence)

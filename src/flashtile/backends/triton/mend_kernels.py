@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.triton.backward_kernels import dkdv_rows, dq_rows, tile_down
-from flashtile.backends.triton.blocks import head_of, load_column, load_rows, locate, measure, store_column
+from flashtile.backends.triton.blocks import head_of, load_column, load_rows, store_column, tile_of
 from flashtile.backends.triton.cuts import cuts, reach
 from flashtile.backends.triton.forward_kernel import begin_rows, forward_rows_again
 from flashtile.backends.triton.scores import dot, shape_scores, visible_pairs
@@ -56,9 +56,7 @@ def mend_forward_kernel(
     """Output and lse of marked tiles of ROWS rows, which are forward_kernel's or another's."""
     n = next_set(marks, tl.program_id(0), count)
     while n < count:
-        head = n // tiles % heads
-        sequence, tile = locate(lengths.cu_q, lengths.n_q, n % tiles, n // tiles // heads, lengths, ROWS)
-        at = measure(lengths, rule.offset, sequence)
+        head, tile, at = tile_of(n, tiles, heads, lengths.cu_q, lengths.n_q, rule, lengths, ROWS)
         forward_rows_again(
             *(q, k, v, out, lse, p_sink, rule, at, head, tile * ROWS, 0, (0, at.k_len), 0, 0),
             *(ROWS, PACKED_HEADS, 1, C),
@@ -113,9 +111,7 @@ def mend_sums_kernel(
     """Maximum and sum of the rows whose lse is NaN, in marked tiles of ROWS queries, for mend_backward_kernel."""
     n = next_set(marks + first_of_queries, tl.program_id(0), count)
     while n < count:
-        h = n // tiles % heads
-        sequence, tile = locate(lengths.cu_q, lengths.n_q, n % tiles, n // tiles // heads, lengths, ROWS)
-        at = measure(lengths, rule.offset, sequence)
+        h, tile, at = tile_of(n, tiles, heads, lengths.cu_q, lengths.n_q, rule, lengths, ROWS)
         rows = head_of(log2, at.sequence, h, at.q_start, at.q_len)
         for i0 in range(tile * ROWS, tl.minimum((tile + 1) * ROWS, at.q_len), C.BLOCK_Q):
             L = load_column(rows, i0, C.BLOCK_Q, 0.0, True)
@@ -158,10 +154,7 @@ def mend_backward_kernel(
     n = next_set(marks, tl.program_id(0), count)
     while n < count:
         if n < first_of_queries:
-            head = n // k_tiles % kv_heads
-            sequence = n // k_tiles // kv_heads
-            sequence, tile = locate(lengths.cu_k, lengths.n_k, n % k_tiles, sequence, lengths, K_ROWS)
-            at = measure(lengths, rule.offset, sequence)
+            head, tile, at = tile_of(n, k_tiles, kv_heads, lengths.cu_k, lengths.n_k, rule, lengths, K_ROWS)
             for j0 in range(tile * K_ROWS, tl.minimum((tile + 1) * K_ROWS, at.k_room), OF_KEYS.BLOCK_K):
                 dkdv_rows(
                     *(q, k, v, dout, None, None, log2, delta, tops, dk, dv, rule, at, head, j0, OF_KEYS),
@@ -170,10 +163,7 @@ def mend_backward_kernel(
                 )
         else:
             n_q = n - first_of_queries
-            head = n_q // q_tiles % heads
-            sequence = n_q // q_tiles // heads
-            sequence, tile = locate(lengths.cu_q, lengths.n_q, n_q % q_tiles, sequence, lengths, Q_ROWS)
-            at = measure(lengths, rule.offset, sequence)
+            head, tile, at = tile_of(n_q, q_tiles, heads, lengths.cu_q, lengths.n_q, rule, lengths, Q_ROWS)
             for i0 in range(tile * Q_ROWS, tl.minimum((tile + 1) * Q_ROWS, at.q_len), OF_QUERIES.BLOCK_Q):
                 dq_rows(
                     *(q, k, v, dout, None, None, log2, delta, tops, dq, rule, at, head, i0, OF_QUERIES),

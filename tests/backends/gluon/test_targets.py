@@ -65,7 +65,7 @@ STACK = {
     ("backward", 64, "causal ragged deterministic"): 40,
     ("backward", 64, "softcap"): 352,
     ("backward", 128, ""): 40,
-    ("backward", 128, "causal"): 56,
+    ("backward", 128, "causal"): 64,
     ("backward", 128, "causal ragged"): 64,
     ("backward", 128, "causal ragged deterministic"): 72,
     ("backward", 256, ""): 48,

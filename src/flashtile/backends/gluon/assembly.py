@@ -84,6 +84,26 @@ def scale_rows(o, factor):
     )
 
 
+@gluon.constexpr_function
+def _hold(words):
+    """Results, then operands: one word for two weights. The sign of none of them is set."""
+    every = "".join(f" or.b32 x, x, ${n};" for n in range(words, 2 * words))
+    zeros = "".join(f" mov.b32 ${n}, 0;" for n in range(words))
+    return f"{{ .reg .pred p; .reg .b32 x; mov.b32 x, 0;{every} setp.lt.s32 p, x, 0; @p bar.arrive 8, 160;{zeros} }}"
+
+
+@gluon.constexpr_function
+def _hold_operands(words):
+    return ",".join(["=r"] * words + ["r"] * words)
+
+
+@gluon.jit
+def hold(p):
+    """As stay_before(), for all of a tile of 16-bit weights."""
+    WORDS: gl.constexpr = p.shape[0] * p.shape[1] // 256
+    gl.inline_asm_elementwise(_hold(WORDS), _hold_operands(WORDS), [p], dtype=gl.int16, is_pure=False, pack=2 * WORDS)
+
+
 @gluon.jit
 def pack_halves(low, high, dtype: gl.constexpr):
     """Two float32, rounded to a 16-bit type, in one integer."""

@@ -235,17 +235,21 @@ def next_column(counter, turns, work, C: gl.constexpr):
 def find_column(number, turns, work, C: gl.constexpr):
     """The task of a number: tiles of keys, then key heads, then sequences.
 
-    The heads of the last section come side by side: first tiles of keys, which a causal band gives most to do, of all
-    of them, then the second. Such a tile of the very last head would go on alone when all others have ended.
+    The heads of a section come side by side: first tiles of keys, which a causal band gives most to do, of all of them,
+    then the second. So it is for the last heads: such a tile of the very last head would go on alone when all others
+    have ended. With turns it is so for all heads: tasks of one head wait for each other, and begin one after the other.
     """
     columns = work.tasks // work.tiles
-    alone = columns - work.section
+    first = columns - work.section  # head of a section
+    if turns is not None:
+        first = number // (work.tiles * work.section) * work.section
     column = number // work.tiles
     tile = number % work.tiles
-    if column >= alone:
-        inside = number - alone * work.tiles
-        column = alone + inside % work.section
-        tile = inside // work.section
+    if column >= first:
+        beside = gl.minimum(work.section, columns - first)
+        inside = number - first * work.tiles
+        column = first + inside % beside
+        tile = inside // beside
     # Of dQ, which the kernel before this one cleared, the last heads may still be in the cache.
     column = columns - 1 - column
     if turns is not None:  # the last keys first: nobody waits for a task that has not begun

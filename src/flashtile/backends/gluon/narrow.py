@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashtile.backends.gluon.assembly import arrive, sync
+from flashtile.backends.gluon.assembly import arrive, hold, sync
 from flashtile.backends.gluon.columns import (
     ALL,
     DO_FREE,
@@ -110,6 +110,7 @@ def step(
     dtype: gl.constexpr = shared.q.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_Q, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    HELD: gl.constexpr = not C.SCORES_FIRST and rule.softcap is None  # softcap leaves no registers for it
     half = t & 1
     k_tile = made_anew(shared.k, t)
     v_tile = made_anew(shared.v, t)
@@ -123,9 +124,16 @@ def step(
     s, slope = shaped(s, t, shared, board, rule, ME, MASKED, C)
     rows = shared.rows.index(half).reshape([2, C.BLOCK_Q])
     p = gl.exp2(s * unit - rows.slice(0, 1, 0).load(s_layout))
-    p_operand = gl.convert_layout(p.to(dtype), a_layout, assert_trivial=True)
-    dp = warpgroup_mma_wait(0, deps=(dp_later,))
-    ds = p * (dp - rows.slice(1, 1, 0).load(s_layout))
+    weights = p.to(dtype)
+    p_operand = gl.convert_layout(weights, a_layout, assert_trivial=True)
+    if HELD:
+        hold(weights)
+        delta = rows.slice(1, 1, 0).load(s_layout)
+        dp = warpgroup_mma_wait(0, deps=(dp_later,))
+    else:
+        dp = warpgroup_mma_wait(0, deps=(dp_later,))
+        delta = rows.slice(1, 1, 0).load(s_layout)
+    ds = p * (dp - delta)
     if rule.softcap is not None:
         ds = ds * slope
     ds = ds.to(dtype)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -78,7 +79,7 @@ class Ring(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What is in shared memory. q and out: a tile a warpgroup. The board has the orders of BOARDS tasks."""
+    """What is in shared memory. q, out and weights: a tile a warpgroup. The board has the orders of BOARDS tasks."""
 
     q: Any
     q_full: Any
@@ -87,6 +88,7 @@ class Shared(NamedTuple):
     v: Any
     out: Any
     board: Any
+    weights: Any  # P of a warpgroup's last tile, where C.WEIGHTS_SHARED; else None
 
 
 @gluon.jit(do_not_specialize=["mark_tiles", "tiles", "heads", "section", "tasks"])
@@ -131,6 +133,9 @@ def forward_kernel(
             out_desc.dtype, [C.CONSUMERS, 1, 1, QUERIES, C.PACKED_HEADS, C.BLOCK_DV], out_desc.layout
         )
     board = gl.allocate_shared_memory(gl.int32, [BOARDS * FIELDS, MOST], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    weights = None
+    if C.WEIGHTS_SHARED:
+        weights = gl.allocate_shared_memory(dtype, [C.CONSUMERS, ROWS, C.BLOCK_K], gl.NVMMASharedLayout(128, 8, 2))
     for n in gl.static_range(C.CONSUMERS):
         mbarrier.init(q_full.index(n), count=1)
         mbarrier.init(q_free.index(n), count=1)
@@ -138,7 +143,7 @@ def forward_kernel(
         mbarrier.init(k_full.index(n), count=1)
         mbarrier.init(v_full.index(n), count=1)
     shared = Shared(
-        q_tiles, q_full, q_free, Ring(k_tiles, k_full, K_FREE), Ring(v_tiles, v_full, V_FREE), out_tiles, board
+        q_tiles, q_full, q_free, Ring(k_tiles, k_full, K_FREE), Ring(v_tiles, v_full, V_FREE), out_tiles, board, weights
     )
     work = Work(rule, lengths, tiles, heads, section, tasks)
     results = Results(out_desc, out, lse, marks, mark_tiles)
@@ -298,6 +303,37 @@ def weight_layout(columns, dtype):
 
 
 @gluon.jit
+def keep(p, shared, ME: gl.constexpr, C: gl.constexpr):
+    """Keep P until its values are there, in registers, packed, or in shared memory: then these registers are free."""
+    dtype: gl.constexpr = shared.q.dtype
+    packed = carried(p, dtype)
+    if C.WEIGHTS_SHARED:
+        words: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+        shared.weights.index(ME)._reinterpret(gl.int32, packed.shape, words).store(packed)
+        fence_async_shared()
+        packed = gl.to_tensor(0)
+    return packed
+
+
+@gluon.jit
+def begin_values(p, o, shared, slot, ME: gl.constexpr, C: gl.constexpr):
+    """Begin o + P V, of a P that was kept."""
+    dtype: gl.constexpr = shared.q.dtype
+    kept = shared.weights.index(ME) if C.WEIGHTS_SHARED else operand(p, dtype, weight_layout(C.BLOCK_DV, dtype))
+    return warpgroup_mma(kept, value_tile(shared.v, slot, C), o, is_async=True)
+
+
+@gluon.jit
+def end_values(o, p, C: gl.constexpr):
+    """o once P V is in it. ptxas must not reuse the registers of p before that."""
+    if C.WEIGHTS_SHARED:
+        return warpgroup_mma_wait(0, deps=(o,))
+    else:
+        o, p = warpgroup_mma_wait(0, deps=(o, p))
+        return o
+
+
+@gluon.jit
 def step(
     p,
     m,
@@ -312,6 +348,7 @@ def step(
     seen,
     rule,
     unit,
+    ME: gl.constexpr,
     MASKED: gl.constexpr,
     C: gl.constexpr,
 ):
@@ -329,9 +366,8 @@ def step(
     zero = gl.zeros([ROWS, C.BLOCK_K], gl.float32, s_layout)
     s_later = warpgroup_mma(q, key_tile(shared.k, slot, C), zero, use_acc=False, is_async=True)
     before_p = p
-    p_operand = operand(p, dtype, weight_layout(C.BLOCK_DV, dtype))
     mbarrier.wait(shared.v.full.index(before), phase_before)
-    o_later = warpgroup_mma(p_operand, value_tile(shared.v, before, C), o, is_async=True)
+    o_later = begin_values(p, o, shared, before, ME, C)
     s = warpgroup_mma_wait(1, deps=(s_later,))
     give_back(shared.k, slot, C)
     s = shape_scores(s, rule, seen, j0)
@@ -345,9 +381,9 @@ def step(
         due = factor * now
         factor = factor * 0 + 1
     stay_before(l)
-    o, before_p = warpgroup_mma_wait(0, deps=(o_later, before_p))  # ptxas must not reuse its registers before that
+    o = end_values(o_later, before_p, C)
     give_back(shared.v, before, C)
-    return carried(p, dtype), m, l, scale_rows(o, due), factor, slot, phase, j0
+    return keep(p, shared, ME, C), m, l, scale_rows(o, due), factor, slot, phase, j0
 
 
 @gluon.jit
@@ -384,18 +420,17 @@ def consume(shared, results, sink, rule, cu_q, ME: gl.constexpr, C: gl.constexpr
             s = hide(s, seen, j0, True, rule.left is not None)
         p, m, l = weigh_first(s, unit, dtype)
         factor = m * 0 + 1
-        p = carried(p, dtype)
+        p = keep(p, shared, ME, C)
         for n in gl.static_range(1 if C.SEEN_FIRST else 0, 2 if rule.left is None else 3):
             for _ in range(read(orders, STRETCHES + n, ME)):
                 p, m, l, o, factor, slot, phase, j0 = step(
-                    p, m, l, o, factor, slot, phase, j0, q, shared, seen, rule, unit, n != 1, C
+                    p, m, l, o, factor, slot, phase, j0, q, shared, seen, rule, unit, ME, n != 1, C
                 )
         if not C.OUT_OVER_Q:
             mbarrier.arrive(shared.q_free.index(ME), count=1)
             gl.thread_barrier()
         mbarrier.wait(shared.v.full.index(slot), phase)
-        p_operand = operand(p, dtype, weight_layout(C.BLOCK_DV, dtype))
-        o_later = warpgroup_mma(p_operand, value_tile(shared.v, slot, C), o, is_async=True)
+        o_later = begin_values(p, o, shared, slot, ME, C)
         o_r = gl.arange(0, ROWS, in_s)
         real = (o_r >= read(orders, REAL_FROM, ME)) & (o_r < read(orders, REAL_TO, ME))
         weight, row_lse, lost = finish(m, l, sink, seen, real, orders, ME, C)
@@ -403,7 +438,7 @@ def consume(shared, results, sink, rule, cu_q, ME: gl.constexpr, C: gl.constexpr
         if rule.descale is not None:
             weight = weight * read_real(orders, VALUE_GAIN, ME)
             lost = lost | (seen.gain <= 0)  # the largest of s is then no maximum
-        o, p = warpgroup_mma_wait(0, deps=(o_later, p))
+        o = end_values(o_later, p, C)
         give_back(shared.v, slot, C)
         if rule.left is not None:
             slot, phase = skip(shared, slot, phase, read(orders, SKIP_AFTER, ME), C)

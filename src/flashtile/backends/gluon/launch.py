@@ -40,6 +40,7 @@ class Constants(NamedTuple):
     REGISTERS: Any
     LOAD_REGISTERS: Any
     OUT_OVER_Q: Any
+    WEIGHTS_SHARED: Any
     TRUST: Any  # see softmax.py
     WHOLE: Any  # no band, no length and no ragged end cuts a tile of keys
     SEEN_FIRST: Any  # the first tile that a warpgroup takes is the only one cut on the right, and all its rows see it

@@ -23,6 +23,7 @@ class Config(NamedTuple):
     registers: int
     load_registers: int
     out_over_q: bool = False  # the output leaves by the buffer of the queries
+    weights_shared: bool = False  # P waits for its values in shared memory, not in registers; for 8 bits
 
 
 class Steps(NamedTuple):
@@ -40,7 +41,11 @@ class Steps(NamedTuple):
 
 
 FORWARD = {64: Config(128, 3, 3, 160, 32), 128: Config(128, 2, 2, 240, 32), 256: Config(64, 2, 2, 240, 32, True)}
-EIGHT_BITS = {64: Config(128, 3, 3, 160, 32), 128: Config(128, 3, 2, 240, 32), 256: Config(64, 3, 2, 240, 32)}
+EIGHT_BITS = {
+    64: Config(128, 3, 3, 160, 32),
+    128: Config(128, 3, 3, 160, 32, weights_shared=True),
+    256: Config(64, 3, 2, 240, 32),
+}
 BACKWARD = {
     64: Steps(128, 128, 2, 2, scores_first=True),
     128: Steps(64, 128, 2, 2, scores_first=False),

@@ -127,8 +127,8 @@ def step(
     weights = p.to(dtype)
     p_operand = gl.convert_layout(weights, a_layout, assert_trivial=True)
     if HELD:
-        hold(weights)
         delta = rows.slice(1, 1, 0).load(s_layout)
+        hold(weights)
         dp = warpgroup_mma_wait(0, deps=(dp_later,))
     else:
         dp = warpgroup_mma_wait(0, deps=(dp_later,))

@@ -20,7 +20,7 @@ from flashtile.pytorch.call import N_TENSORS, Call, Settings
 _NONE = Call(*(None for _ in Call._fields))
 
 
-class Attention(torch.autograd.Function):
+class WatchedAttention(torch.autograd.Function):
     """out and lse, and the way back: of Settings, q, k, v and the tensors among the options."""
 
     generate_vmap_rule = True
@@ -57,7 +57,7 @@ class Attention(torch.autograd.Function):
         )
 
 
-class Unwatched(Attention):
+class Attention(WatchedAttention):
     """The same where nothing stands between the call and its kernel."""
 
     @staticmethod
@@ -65,9 +65,9 @@ class Unwatched(Attention):
         return kernel.forward(q, k, v, settings.backend, settings.options_with(others))
 
 
-# Unwatched.apply() without what torch does first: it binds the arguments to the signature of forward(), which takes
+# Attention.apply() without what torch does first: it binds the arguments to the signature of forward(), which takes
 # longer than all the rest, and hands them to torch.func, which would be watching.
-record: Any = super(torch.autograd.Function, Unwatched).apply
+record: Any = super(torch.autograd.Function, Attention).apply
 
 
 class AttentionBackward(torch.autograd.Function):

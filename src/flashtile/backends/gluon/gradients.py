@@ -54,6 +54,7 @@ class Backward:
     def __init__(self, p: Problem, device: Any, given: tuple[Any, ...]) -> None:
         self._device, self._packed, self._ordered = device, p.packed, p.deterministic
         dout = given[0].to(p.q.dtype)  # as the copy engine fetches it
+        self._narrow = p.q.dtype if given[0].dtype != p.q.dtype else None
         given = (dout, *given[1:])
         config, width = tuning.backward(max(p.dim, p.dim_v)), max(64, block(max(p.dim, p.dim_v)))
         n_rows, n_keys, batch = p.q.shape[2], p.k.shape[2], p.q.shape[0]
@@ -126,6 +127,8 @@ class Backward:
         )
 
     def __call__(self, x: Inputs, *given: Any) -> Gradients:
+        if self._narrow is not None:
+            given = (given[0].to(self._narrow), *given[1:])
         dout, _out, lse, _dlse = given
         dq, dk, dv, delta = self._dq.empty(), self._dk.empty(), self._dv.empty(), self._delta.empty()
         rows = dq.view(torch.float32) if self._rows_in_dq else self._new_rows()

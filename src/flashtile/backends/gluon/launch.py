@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +17,11 @@ from flashtile.backends.gluon.tuning import ROWS
 from flashtile.backends.triton import launch as portable
 from flashtile.backends.triton.arguments import block, lengths, rule
 from flashtile.backends.triton.start import Start
-from flashtile.backends.triton.tensors import Result, aligned, empty, outline, strides, tidy_gradients
+from flashtile.backends.triton.tensors import Result, aligned, empty, strides
 from flashtile.band import FAR
 from flashtile.dtypes import EIGHT_BITS, ITEMSIZE
-from flashtile.inputs import TENSORS, Inputs
-from flashtile.problem import Problem, check_gradients
-from flashtile.results import Gradients
+from flashtile.inputs import Inputs
+from flashtile.problem import Problem
 
 
 class Constants(NamedTuple):
@@ -142,40 +140,23 @@ def _section(p: Problem, columns: int) -> int:
     return min(columns, 1 << fit.bit_length() - 1)
 
 
-class Prepared:
-    """A call without its numbers: what is launched for tensors of these shapes, strides, dtypes and alignments."""
+class Prepared(portable.Passes):
+    """By these kernels; the gradients of some calls are left to the portable ones."""
 
     def __init__(self, problem: Problem) -> None:
-        self._device = problem.q.device
-        self._index = portable.index_of(self._device)
-        self._problem = replace(problem, **{name: outline(getattr(problem, name)) for name in TENSORS})
+        super().__init__(problem)
         self._forward = Forward(self._problem, self._device)
-        self._backward: dict[Any, Backward] = {}
-        without = problem.dtype == EIGHT_BITS or differentiates(problem)
-        self._portable = None if without else portable.Prepared(problem)
+        if problem.dtype != EIGHT_BITS and not differentiates(problem):
+            self.backward = portable.Prepared(problem).backward  # type: ignore[method-assign]
 
-    def forward(self, x: Inputs) -> tuple[Any, Any]:
-        """Output and lse, contiguous, in the caller's layout."""
-        return portable.on_device(self._index, self._forward, x, True)
-
-    def output(self, x: Inputs) -> Any:
-        """The output alone: a small call notices what the memory of an lse costs."""
-        return portable.on_device(self._index, self._forward, x, False)[0]
-
-    def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Gradients:
-        """Gradients from the saved output and lse, in the caller's layout; that of a sink is wide."""
-        if self._portable is not None:
-            return self._portable.backward(x, dout, out, lse, dlse, bias_grad=bias_grad)
-        dout = dout.contiguous()
+    def _tidied(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        dout = given[0].contiguous()
         if not aligned(dout):  # the copy engine fetches it
             dout = dout.clone()
-        dout, out, lse, dlse = tidy_gradients(self._problem, dout, out, lse, dlse)
-        key = tuple(map(portable.kind_of, (dout, out, lse, dlse)))
-        run = self._backward.get(key)
-        if run is None:
-            outlines = check_gradients(self._problem, *map(outline, (dout, out, lse, dlse)))
-            run = self._backward[key] = Backward(self._problem, self._device, outlines)
-        return portable.on_device(self._index, run, x, dout.to(x.q.dtype), out, lse, dlse)
+        return super()._tidied((dout, *given[1:]))
+
+    def _differentiate(self, given: tuple[Any, ...], outlines: tuple[Any, ...], bias_grad: bool) -> Backward:
+        return Backward(self._problem, self._device, outlines)
 
 
 def differentiates(p: Problem) -> bool:

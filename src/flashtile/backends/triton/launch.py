@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -41,16 +42,15 @@ LARGE = {"float32": 2.0**15, "float64": 2.0**12}  # an lse whose rounding change
 T = TypeVar("T")
 
 
-class Prepared:
+class Passes:
     """A call without its numbers: what is launched for tensors of these shapes, strides, dtypes and alignments."""
 
     def __init__(self, problem: Problem) -> None:
         self._device = problem.q.device
         self._index = index_of(self._device)
-        self._aligned = {name: aligned(getattr(problem, name)) for name in "qkv"}
         self._problem = replace(problem, **{name: outline(getattr(problem, name)) for name in TENSORS})
-        self._forward = Forward(self._problem, self._device, self._aligned)
-        self._backward: dict[Any, Backward] = {}
+        self._forward: Callable[[Inputs, bool], tuple[Any, Any]]
+        self._ways_back: dict[Any, tuple[Callable[..., Gradients], bool]] = {}
 
     def forward(self, x: Inputs) -> tuple[Any, Any]:
         """Output and lse, contiguous, in the caller's layout."""
@@ -62,14 +62,43 @@ class Prepared:
 
     def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Gradients:
         """Gradients from the saved output and lse, in the caller's layout, those of bias (of rank 4) and sink wide."""
-        dout, out, lse, dlse = tidy_gradients(self._problem, dout, out, lse, dlse)
-        key = (bias_grad, *map(kind_of, (dout, out, lse, dlse)))
-        run = self._backward.get(key)
-        if run is None:
-            outlines = check_gradients(self._problem, *map(outline, (dout, out, lse, dlse)))
-            run = Backward(self._problem, self._device, self._aligned | {"dout": aligned(dout)}, outlines, bias_grad)
-            self._backward[key] = run
-        return on_device(self._index, run, x, run.narrowed(dout), out, lse, dlse)
+        given = (dout, out, lse, dlse)
+        run, is_tidy = self._way_back(given, bias_grad)
+        return on_device(self._index, run, x, *(given if is_tidy else self._tidied(given)))
+
+    def _way_back(self, given: tuple[Any, ...], bias_grad: bool) -> tuple[Callable[..., Gradients], bool]:
+        """What runs a backward pass of tensors that lie like these, and whether they need not be tidied first."""
+        dout, out, lse, dlse = given
+        key = (bias_grad, kind_of(dout), kind_of(out), kind_of(lse), None if dlse is None else kind_of(dlse))
+        found = self._ways_back.get(key)
+        if found is None:
+            outlines = check_gradients(self._problem, *map(outline, given))
+            tidied = self._tidied(given)
+            is_tidy = all(map(operator.is_, tidied, given))
+            run = self._differentiate(given, outlines, bias_grad) if is_tidy else self._way_back(tidied, bias_grad)[0]
+            found = self._ways_back[key] = run, is_tidy
+        return found
+
+    def _tidied(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """dout, out, lse and dlse, with rows as the kernels want them."""
+        return tidy_gradients(self._problem, *given)
+
+    def _differentiate(self, given: tuple[Any, ...], outlines: tuple[Any, ...], bias_grad: bool) -> Any:
+        """The launches of a backward pass."""
+        raise NotImplementedError
+
+
+class Prepared(Passes):
+    """By the portable kernels."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._aligned = {name: aligned(getattr(problem, name)) for name in "qkv"}
+        self._forward = Forward(self._problem, self._device, self._aligned)
+
+    def _differentiate(self, given: tuple[Any, ...], outlines: tuple[Any, ...], bias_grad: bool) -> Backward:
+        is_aligned = self._aligned | {"dout": aligned(given[0])}
+        return Backward(self._problem, self._device, is_aligned, outlines, bias_grad)
 
 
 class Forward:
@@ -289,8 +318,9 @@ class Backward:
     def __init__(
         self, p: Problem, device: Any, is_aligned: dict[str, bool], given: tuple[Any, ...], bias_grad: bool
     ) -> None:
-        self._dtype, self._packed, n_rows, batch = p.q.dtype, p.packed, p.q.shape[2], p.q.shape[0]
-        dout = self.narrowed(given[0])
+        self._packed, n_rows, batch = p.packed, p.q.shape[2], p.q.shape[0]
+        dout = given[0].to(p.q.dtype)  # the gradient of a float32 output as the matrix units take it
+        self._narrow = p.q.dtype if given[0].dtype != p.q.dtype else None
         given = (dout, *given[1:])
         self._strides = tuple(strides(x, p) for x in (p.q, p.k, p.v))
         self._given_strides = tuple(None if x is None else strides(x, p) for x in given)
@@ -357,11 +387,9 @@ class Backward:
                 C=constants(p, config, _precision(p)),
             )
 
-    def narrowed(self, dout: Any) -> Any:
-        """The gradient of a float32 output as the matrix units take it, beside inputs of 16 bits."""
-        return dout.to(self._dtype)
-
     def __call__(self, x: Inputs, *given: Any) -> Gradients:
+        if self._narrow is not None:
+            given = (given[0].to(self._narrow), *given[1:])
         q, k, v = (Rows(y, *s) for y, s in zip((x.q, x.k, x.v), self._strides, strict=True))
         dout, out, lse, dlse = (
             None if y is None or s is None else Rows(y, *s) for y, s in zip(given, self._given_strides, strict=True)
@@ -414,9 +442,9 @@ def sink_gradient(sink: Any, lse: Any, delta: Any, heads: int) -> Any:
     return -parts.sum(rows_at).reshape(sink.shape)
 
 
-def kind_of(x: Any) -> tuple[Any, ...] | None:
+def kind_of(x: Any) -> tuple[Any, ...]:
     """All of a tensor that decides what is launched."""
-    return None if x is None else (x.shape, x.stride(), x.dtype, aligned(x))
+    return x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNED
 
 
 def index_of(device: Any) -> int | None:

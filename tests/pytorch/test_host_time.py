@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +17,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from flashtile.backends.triton import launch  # noqa: E402
-from flashtile.backends.triton.start import Start  # noqa: E402
+from flashtile.backends.triton.start import Series  # noqa: E402
 from flashtile.pytorch import prepared, watch  # noqa: E402
 
 # Of Python, and of C. One of either takes a twentieth of a microsecond or more.
 MOST = {"triton": (23, 32), "gluon": (26, 32)}
+
+MOST_WITH_GRADIENTS = {"forward": (21, 29), "backward": (19, 37)}
 
 
 @pytest.fixture(params=MOST)
@@ -28,21 +31,23 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Tensors that hold no memory go to this backend, as those of a Hopper GPU would, and no kernel is started."""
     if request.param == "gluon":
         hopper = pytest.importorskip("flashtile.backends.gluon.launch")
-        monkeypatch.setattr(hopper, "tickets", lambda device: None)
+        gradients = pytest.importorskip("flashtile.backends.gluon.gradients")
+        for module in (hopper, gradients):
+            monkeypatch.setattr(module, "tickets", lambda device: None)
     row = next(row for row in dispatch.TABLE if row.name == request.param)
     monkeypatch.setattr(dispatch, "choose", lambda *_: row)
     monkeypatch.setattr(launch, "_gpu", lambda device: (9, 0))
     monkeypatch.setattr(launch, "processors", lambda device: 132)
-    monkeypatch.setattr(Start, "__call__", lambda self, *args: None)
+    monkeypatch.setattr(Series, "__call__", lambda self, *values: None)
     monkeypatch.setattr(watch, "_PLAIN", -1)
     monkeypatch.setattr(prepared, "_prepared", {})
     return str(request.param)
 
 
-def calls_of(run: Callable[[], Any]) -> Counter[str]:
-    """How many functions of Python ("call") and of C ("c_call") it calls, itself among them."""
+def calls_of(run: Callable[[], Any], files: str = "") -> Counter[str]:
+    """How many functions of Python ("call") and of C ("c_call") it calls, itself among them; or of these files."""
     found: Counter[str] = Counter()
-    sys.setprofile(lambda frame, event, arg: found.update([event]))
+    sys.setprofile(lambda frame, event, arg: found.update([event] if files in frame.f_code.co_filename else []))
     try:
         run()
     finally:
@@ -58,6 +63,21 @@ def test_calls_of_a_small_call(backend: str) -> None:
         found = calls_of(lambda more=more: ft.attention(q, k, v, **more))  # type: ignore[misc]
         python, c = MOST[backend]
         assert found["call"] <= python and found["c_call"] <= c, (more, found)
+
+
+def test_calls_with_gradients(backend: str) -> None:
+    leaves = [torch.empty(8, 8, 128, 64, device="meta", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    out = ft.attention(*leaves, causal=True)
+    dout = torch.empty_like(out)
+
+    def back() -> None:
+        torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+    back()
+    for name, run in (("forward", lambda: ft.attention(*leaves, causal=True)), ("backward", back)):
+        found = calls_of(run, str(Path(ft.__file__).parent))
+        python, c = MOST_WITH_GRADIENTS[name]
+        assert found["call"] <= python and found["c_call"] <= c, (name, found)
 
 
 def test_counts_rise_with_calls() -> None:

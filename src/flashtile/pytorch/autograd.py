@@ -1,7 +1,7 @@
 """Gradients for q, k, v, bias and sink, from out and from lse.
 
 Eager calls come by the Functions, which cost less and which torch.func understands; compiled ones by the operators,
-which have the same formulas.
+which have formulas to the same effect.
 """
 
 from __future__ import annotations
@@ -14,41 +14,60 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flashtile.errors import UnsupportedError
-from flashtile.pytorch import eight_bits, ops
-from flashtile.pytorch.call import N_TENSORS, Call
+from flashtile.pytorch import eight_bits, kernel, ops
+from flashtile.pytorch.call import N_TENSORS, Call, Settings
 
 _NONE = Call(*(None for _ in Call._fields))
 
 
-class Attention(torch.autograd.Function):
-    """out and lse, and the way back."""
+class WatchedAttention(torch.autograd.Function):
+    """out and lse, and the way back: of Settings, q, k, v and the tensors among the options."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> Any:
-        return ops.attention(*args)
+    def forward(settings: Settings, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Any:
+        return ops.ATTENTION(*settings.call(q, k, v, others))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        if Call(*ctx.needs_input_grad[: len(inputs)]).alibi:
-            raise UnsupportedError("alibi: expected slopes that need no gradient; a bias has one")
-        if inputs[0].dtype is eight_bits.DTYPE:
-            raise UnsupportedError(f"q, k, v: expected inputs that need no gradient, for {eight_bits.DTYPE} has none")
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:N_TENSORS], *output)
-        ctx.settings = inputs[N_TENSORS:]
+        ctx.settings, *tensors = inputs
+        names = ctx.settings.names
+        if "alibi" in names and ctx.needs_input_grad[4 + names.index("alibi")]:
+            raise _alibi_needs_none()
+        _save(ctx, *tensors, *output)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        *tensors, out, lse = ctx.saved_tensors
-        needs = Call(*ctx.needs_input_grad)
+        q, k, v, *others, out, lse = ctx.saved_tensors
+        _, need_q, need_k, need_v, *need_others = ctx.needs_input_grad
+        settings = ctx.settings
+        needs = dict(zip(settings.names, need_others, strict=True)) if others else {}
         if dout is None:  # only the lse was used
             dout = torch.zeros_like(out)
         run = AttentionBackward.apply if torch.is_grad_enabled() else ops.attention_backward
-        grads = run(dout, dlse, out, lse, needs.bias, *tensors, *ctx.settings)
-        named = zip(("q", "k", "v", "bias", "sink"), grads, strict=True)
-        return _NONE._replace(**{name: grad for name, grad in named if getattr(needs, name)})
+        dq, dk, dv, dbias, dsink = run(settings, needs.get("bias", False), dout, dlse, out, lse, q, k, v, *others)
+        grads = {"bias": dbias, "sink": dsink}
+        return (
+            None,
+            dq if need_q else None,
+            dk if need_k else None,
+            dv if need_v else None,
+            *(grads.get(name) if need else None for name, need in needs.items()),
+        )
+
+
+class Attention(WatchedAttention):
+    """The same where nothing stands between the call and its kernel."""
+
+    @staticmethod
+    def forward(settings: Settings, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Any:
+        return kernel.forward(q, k, v, settings.backend, settings.options_with(others))
+
+
+# Attention.apply() without what torch does first: it binds the arguments to the signature of forward(), which takes
+# longer than all the rest, and hands them to torch.func, which would be watching.
+record: Any = super(torch.autograd.Function, Attention).apply
 
 
 class AttentionBackward(torch.autograd.Function):
@@ -69,10 +88,41 @@ class AttentionBackward(torch.autograd.Function):
         raise UnsupportedError("q, k, v: attention can be differentiated once, its gradients cannot")
 
 
-for _name, _function in (("attention", Attention), ("attention_backward", AttentionBackward)):
-    torch.library.register_autograd(
-        f"flashtile::{_name}", _function.backward, setup_context=_function.setup_context, lib=ops.LIBRARY
-    )
+def _save(ctx: Any, q: Tensor, *others: Tensor | None) -> None:
+    if q.dtype is eight_bits.DTYPE:
+        raise UnsupportedError(f"q, k, v: expected inputs that need no gradient, for {eight_bits.DTYPE} has none")
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, *others)
+
+
+def _alibi_needs_none() -> UnsupportedError:
+    return UnsupportedError("alibi: expected slopes that need no gradient; a bias has one")
+
+
+def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Of the operator."""
+    if Call(*ctx.needs_input_grad[: len(inputs)]).alibi:
+        raise _alibi_needs_none()
+    _save(ctx, *inputs[:N_TENSORS], *output)
+    ctx.settings = inputs[N_TENSORS:]
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Call:
+    """Of the operator."""
+    *tensors, out, lse = ctx.saved_tensors
+    needs = Call(*ctx.needs_input_grad)
+    if dout is None:
+        dout = torch.zeros_like(out)
+    grads = ops.ATTENTION_BACKWARD(dout, dlse, out, lse, needs.bias, *tensors, *ctx.settings)
+    named = zip(("q", "k", "v", "bias", "sink"), grads, strict=True)
+    return _NONE._replace(**{name: grad for name, grad in named if getattr(needs, name)})
+
+
+for _name, _way_back, _before in (
+    ("attention", _backward, _set_up),
+    ("attention_backward", AttentionBackward.backward, AttentionBackward.setup_context),
+):
+    torch.library.register_autograd(f"flashtile::{_name}", _way_back, setup_context=_before, lib=ops.LIBRARY)
 
 
 def reject_forward_mode(tensors: Iterable[Tensor]) -> None:

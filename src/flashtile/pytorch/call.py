@@ -1,7 +1,8 @@
-"""Call: the arguments of the operator flashtile::attention, and their way from and back to options."""
+"""Call: the arguments of the operator flashtile::attention, and their way from and back to options. Settings."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from flashtile.band import Band
@@ -72,6 +73,24 @@ class Call(NamedTuple):
             "threads": self.threads,
         }
         return {name: x for name, x in every.items() if x is not None}
+
+
+class Settings:
+    """A call without its tensors, which autograd keeps in a way of its own. names: of those among the options."""
+
+    __slots__ = ("_options", "backend", "names")
+
+    def __init__(self, backend: str, options: dict[str, Any], names: list[str]) -> None:
+        self.backend, self.names = backend, names
+        self._options = options | dict.fromkeys(names) if names else options  # that keep their places: see prepared.py
+
+    def options_with(self, tensors: Iterable[Any]) -> dict[str, Any]:
+        """The options with these tensors, in the order of their names."""
+        return self._options | dict(zip(self.names, tensors, strict=True)) if self.names else self._options
+
+    def call(self, q: Any, k: Any, v: Any, tensors: Iterable[Any]) -> Call:
+        """The call of these tensors."""
+        return of(q, k, v, self.backend, **self.options_with(tensors))
 
 
 def of(

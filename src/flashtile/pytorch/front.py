@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from flashtile.problem import check_descale, describe
-from flashtile.pytorch import autocast, call, eight_bits, kernel, ops, prepared
-from flashtile.pytorch.autograd import Attention, reject_forward_mode
+from flashtile.pytorch import autocast, call, eight_bits, kernel, ops
+from flashtile.pytorch.autograd import WatchedAttention, record, reject_forward_mode
+from flashtile.pytorch.call import Settings
 from flashtile.pytorch.watch import unwatched
 
 
@@ -25,18 +26,19 @@ def attention(q: Tensor, k: Tensor, v: Tensor, backend: str, return_lse: bool, o
     if torch.compiler.is_compiling():  # the operator's fake checks the call
         out, lse = ops.ATTENTION(*call.of(q, k, v, backend, **options))
         return (out, lse) if return_lse else out
-    tensors = [q, k, v]
-    if options:
-        tensors += [x for name, x in options.items() if x is not None and name in call.TENSORS]
+    tensors, names = [q, k, v], [name for name, x in options.items() if x is not None and name in call.TENSORS]
+    if names:
+        tensors += [options[name] for name in names]
     reject_forward_mode(tensors)
     recorded = torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)
-    if not recorded and unwatched(tensors):
+    plain = unwatched(tensors)
+    if plain and not recorded:
         return (kernel.forward if return_lse else kernel.output)(q, k, v, backend, options)
-    # A wrong call should meet our words before torch's.
-    if not q.is_cpu and unwatched(tensors):
-        prepared.find(q, k, v, backend, options)
+    if not plain:
+        describe(q, k, v, **options)  # a wrong call should meet our words before torch's
+    settings = Settings(backend, options, names)
+    if recorded:
+        out, lse = (record if plain else WatchedAttention.apply)(settings, *tensors)
     else:
-        describe(q, k, v, **options)
-    run: Any = Attention.apply if recorded else ops.ATTENTION
-    out, lse = run(*call.of(q, k, v, backend, **options))
+        out, lse = ops.ATTENTION(*settings.call(q, k, v, tensors[3:]))
     return (out, lse) if return_lse else out

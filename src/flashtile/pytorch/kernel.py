@@ -14,6 +14,8 @@ from flashtile.pytorch import eight_bits, prepared
 from flashtile.pytorch.bridge import to_numpy, to_torch
 from flashtile.pytorch.call import TENSORS
 
+Grads = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+
 
 def forward(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Output and lse, contiguous, in the layout of q."""
@@ -65,8 +67,8 @@ def backward(
     v: Tensor,
     backend: str,
     options: dict[str, Any],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dbias, dsink, each contiguous and like its input; empty where there is none to give."""
+) -> Grads:
+    """dq, dk, dv, dbias, dsink, each contiguous and like its input; None where there is none to give."""
     if not q.is_cpu:
         run, inputs = prepared.find(q, k, v, backend, options)
         grads = run.backward(inputs, dout, out, lse, dlse, bias_grad=bias_grad)
@@ -76,7 +78,7 @@ def backward(
         given = (None if x is None else to_numpy(x) for x in (dout, out, lse, dlse))
         grads = row.backward(problem, *check_gradients(problem, *given), bias_grad=bias_grad)
         dq, dk, dv = (_given(problem, x, problem.dtype) for x in grads[:3])
-    return dq, dk, dv, _like(options.get("bias"), grads.dbias, q), _like(options.get("sink"), grads.dsink, q)
+    return dq, dk, dv, _like(options.get("bias"), grads.dbias), _like(options.get("sink"), grads.dsink)
 
 
 def _chosen(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Problem, dispatch.Backend]:
@@ -96,9 +98,9 @@ def _given(problem: Problem, x: Any, dtype: str) -> Tensor:
     return to_torch(problem.as_given(narrow(x, dtype)))
 
 
-def _like(given: Tensor | None, grad: Any, q: Tensor) -> Tensor:
+def _like(given: Tensor | None, grad: Any) -> Tensor | None:
     if given is None or grad is None:
-        return q.new_empty(0)
+        return None
     if isinstance(grad, Tensor):
         return grad.to(given.dtype).reshape(given.shape)
     return to_torch(narrow(grad, name_of(given.dtype))).reshape(given.shape)

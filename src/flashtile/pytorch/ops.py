@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashtile.problem import check_gradients, describe
 from flashtile.pytorch import kernel
-from flashtile.pytorch.call import N_TENSORS, SCHEMA, Call
+from flashtile.pytorch.call import SCHEMA, Call, Settings
 from flashtile.pytorch.watch import unwatched
 
 LIBRARY: Any = torch.library.Library("flashtile", "DEF")  # type: ignore[no-untyped-call]
@@ -40,7 +40,10 @@ def _attention_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, bias_grad: bool, *args: Any
 ) -> Five:
     call = Call(*args)
-    return kernel.backward(dout, dlse, out, lse, bias_grad, call.q, call.k, call.v, call.backend, call.options())
+    given = (dout, dlse, out, lse, bias_grad, call.q, call.k, call.v, call.backend, call.options())
+    # A schema has no tensor that may be absent among its results.
+    dq, dk, dv, dbias, dsink = (call.q.new_empty(0) if x is None else x for x in kernel.backward(*given))
+    return dq, dk, dv, dbias, dsink
 
 
 @torch.library.register_fake("flashtile::attention", lib=LIBRARY)  # type: ignore[untyped-decorator]
@@ -72,19 +75,27 @@ def _with_known_numbers(args: tuple[Any, ...]) -> Call:
     return Call(*(0 if isinstance(x, torch.SymInt | torch.SymFloat) else x for x in args))
 
 
-def attention(*args: Any) -> Two:
-    """The operator; or its kernel at once, where autograd has nothing to record and nobody else is watching."""
-    run = _attention if _unwatched(args[:N_TENSORS]) else ATTENTION
-    result: Two = run(*args)
-    return result
+def attention_backward(
+    settings: Settings,
+    bias_grad: bool,
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *others: Tensor,
+) -> kernel.Grads:
+    """The operator; or its kernel at once, where autograd has nothing to record and nobody else is watching.
 
-
-def attention_backward(*args: Any) -> Five:
-    """Likewise."""
-    run = _attention_backward if _unwatched((*args[:4], *args[5 : 5 + N_TENSORS])) else ATTENTION_BACKWARD
-    result: Five = run(*args)
-    return result
-
-
-def _unwatched(tensors: tuple[Tensor | None, ...]) -> bool:
-    return not torch.is_grad_enabled() and unwatched([x for x in tensors if x is not None])
+    others: the tensors among the options of these Settings.
+    """
+    tensors = [dout, out, lse, q, k, v, *others]
+    if dlse is not None:
+        tensors.append(dlse)
+    if not torch.is_grad_enabled() and unwatched(tensors):
+        options = settings.options_with(others)
+        return kernel.backward(dout, dlse, out, lse, bias_grad, q, k, v, settings.backend, options)
+    grads: Five = ATTENTION_BACKWARD(dout, dlse, out, lse, bias_grad, *settings.call(q, k, v, others))
+    return grads

@@ -106,7 +106,7 @@ def test_candidates_take_its_place() -> None:
 )
 def test_one_warp_merges_if_it_can(more: dict[str, Any], splits: int, warps: int) -> None:
     found = decode(1, **{"keys": 8192, **more})
-    assert found._splits == splits and found._merge.options == {"num_warps": warps}
+    assert found._splits == splits and found._launch.steps[-1][0].options == {"num_warps": warps}
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -119,7 +119,11 @@ def test_statistics_have_room_for_a_whole_tile(rows: int, packed: bool) -> None:
     p = describe(q, q, q, **cu)
     given = check_gradients(p, q, q, torch.empty(shape[:-1]), None)
     run = launch.Backward(p, q.device, dict.fromkeys(("q", "k", "v", "dout"), True), given, False)
-    tile, room = run._dkdv_start.constants["C"].BLOCK_Q, run._statistics_strides[1]
+    tile, room = started(run, "dkdv_kernel").constants["C"].BLOCK_Q, started(run, "statistics_kernel").rows[5][1]
     last = rows - 1 if packed else (rows - 1) // tile * tile
     assert last + tile <= room and room % 16 == 0
-    assert run._statistics().shape == (1, 2, room)
+    assert run._delta.of(run._scratch()).shape == (1, 2, room)
+
+
+def started(run: Any, kernel: str) -> Any:
+    return next(start for start, _ in run._launch.steps if start.kernel.fn.__name__ == kernel)

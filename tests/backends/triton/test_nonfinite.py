@@ -18,7 +18,9 @@ from tests.grid import Call, Case, Size, Truth, build, check_backward, check_for
 torch = pytest.importorskip("torch")
 launch = kernels.launch
 
-from flashtile.backends.triton import mend_kernels  # noqa: E402
+from flashtile.backends.triton import mend_kernels, scratch  # noqa: E402
+from flashtile.backends.triton.scratch import Scratch  # noqa: E402
+from flashtile.backends.triton.start import At  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning"),
@@ -236,7 +238,28 @@ def marks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
         return make
 
+    part = Scratch.part
+    parts: list[Any] = []  # marks among the scratch memory that is being planned
+
+    def listen(self: Scratch, shape: tuple[int, ...], dtype: Any) -> At:
+        found = part(self, shape, dtype)
+        parts.extend([found] if dtype is torch.int32 else [])
+        return found
+
+    def spoilt(shape: tuple[int, ...], dtype: Any, device: Any) -> Callable[[], Any]:
+        marks = parts.copy()
+        parts.clear()
+
+        def make() -> Any:
+            memory = torch.full(shape, torch.nan, dtype=dtype, device=device)
+            made.extend(each.of(memory).fill_(7) for each in marks)
+            return memory
+
+        return make
+
     monkeypatch.setattr(launch, "empty", sevens)
+    monkeypatch.setattr(Scratch, "part", listen)
+    monkeypatch.setattr(scratch, "empty", spoilt)
     return made
 
 

@@ -1,4 +1,4 @@
-"""Start past its first call, with a driver that only listens."""
+"""Series past their first call, with a driver that only listens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from flashtile.backends.triton import launcher, tensors  # noqa: E402
 from flashtile.backends.triton import start as starting  # noqa: E402
 from flashtile.backends.triton.arguments import Rows  # noqa: E402
-from flashtile.backends.triton.start import Start  # noqa: E402
+from flashtile.backends.triton.start import At, Series, Start  # noqa: E402
 
 ROWS = Rows("*fp32", "i32", "i64", "constexpr")
 MAPPED = "tensordesc<bf16[8, 8],layout>"
@@ -125,6 +125,18 @@ class Map:
     __slots__ = tuple(f"word{n}" for n in range(launcher.MAP // 8))
 
 
+def alone(*args: Any, **more: Any) -> Any:
+    """A Start of these, on its own, whose arguments are all values of the call."""
+    start, found = Start(*args, **more), []
+
+    def run(*values: Any) -> None:
+        if not found:
+            found.append(Series((start, tuple(map(At, range(len(values)))))))
+        found[0](*values)
+
+    return run
+
+
 def zeros(count: int) -> Iterable[Any]:
     return (torch.zeros(4) for _ in range(count))
 
@@ -132,7 +144,7 @@ def zeros(count: int) -> Iterable[Any]:
 def test_tensors_become_addresses_and_all_else_stays(driver: Driver) -> None:
     kernel = Kernel(ROWS, "*i32", "constexpr", "constexpr", "i32", "i64", "constexpr")
     driver.sizes = [8, 4, 8, 8, 4, 8]
-    start = Start(kernel, 9, rows={0: (-2, 1 << 40, 1)}, blocks={2: None}, C="constant")
+    start = alone(kernel, 9, rows={0: (-2, 1 << 40, 1)}, blocks={2: None}, C="constant")
     first, second, marks, others = zeros(4)
     start(first, marks, first, None, -8, 3 << 50)
     assert kernel.given == [(Rows(first, -2, 1 << 40, 1), marks, None, None, -8, 3 << 50)]
@@ -146,7 +158,7 @@ def test_tensors_become_addresses_and_all_else_stays(driver: Driver) -> None:
 def test_tuples_are_written_anew_where_they_are_others(driver: Driver) -> None:
     kernel = Kernel(("i64", "constexpr", "*fp32"), ("i32", "i32"))
     driver.sizes = [8, 8, 4, 4]
-    start = Start(kernel, 1)
+    start = alone(kernel, 1)
     x, y = zeros(2)
     plain = (1, 2)
     calls = [((7, None, x), plain), ((8, None, y), plain), ((8, None, x), (3, 4)), ((9, None, y), plain)]
@@ -160,7 +172,7 @@ def test_tuples_are_written_anew_where_they_are_others(driver: Driver) -> None:
 def test_no_tensor_is_kept(driver: Driver) -> None:
     kernel = Kernel("*fp32", ("i32", "*fp32"), ROWS)
     driver.sizes = [8, 4, 8, 8, 4, 8]
-    start = Start(kernel, 1, rows={2: (1, 2, 1)})
+    start = alone(kernel, 1, rows={2: (1, 2, 1)})
     for _ in range(3):
         x, y, z = zeros(3)
         start(x, (1, y), z)
@@ -176,7 +188,7 @@ def test_a_kernel_that_follows_is_launched_so(driver: Driver) -> None:
     for follows in (False, True):
         kernel = Kernel("i32")
         kernel.compiled.run.launch_pdl = follows
-        start = Start(kernel, 1)
+        start = alone(kernel, 1)
         start(1)
         start(1)
         assert driver.heard[-1].attributes == ([(6, 1)] if follows else [])
@@ -184,7 +196,7 @@ def test_a_kernel_that_follows_is_launched_so(driver: Driver) -> None:
 
 def test_each_launch_goes_to_the_stream_of_its_time(driver: Driver) -> None:
     driver.sizes = [4]
-    start = Start(Kernel("i32"), 1)
+    start = alone(Kernel("i32"), 1)
     for stream in (5, 6, 7):
         driver.stream = stream
         start(1)
@@ -194,7 +206,7 @@ def test_each_launch_goes_to_the_stream_of_its_time(driver: Driver) -> None:
 def test_a_launch_within_a_launch_has_memory_of_its_own(driver: Driver) -> None:
     """As threads have that launch the same kernel at once."""
     driver.sizes = [8]
-    start = Start(Kernel("*fp32"), 1)
+    start = alone(Kernel("*fp32"), 1)
     outer, inner = zeros(2)
     start(outer)
 
@@ -226,7 +238,7 @@ def test_a_map_gets_its_address_where_that_is_another(
     kernel = Kernel(MAPPED, ROWS, MAPPED, "i32")
     driver.sizes = [launcher.MAP, 4, 8, 4, 8, launcher.MAP, 4, 4]
     like = tensors.maker(SimpleNamespace(base=None, shape=[6]))
-    start = Start(kernel, 1, rows={1: (1, 2, 1)}, blocks={2: like, 0: like})
+    start = alone(kernel, 1, rows={1: (1, 2, 1)}, blocks={2: like, 0: like})
     x, y, z = zeros(3)
     start(x, y, y, 5)
     for first in (x, x, z, x):
@@ -240,7 +252,7 @@ def test_a_map_gets_its_address_where_that_is_another(
 def test_what_the_driver_refuses_goes_to_triton(driver: Driver) -> None:
     driver.sizes = [8]
     kernel = Kernel("*fp32", "constexpr")
-    start = Start(kernel, 3, C="constant")
+    start = alone(kernel, 3, C="constant")
     x, y = zeros(2)
     start(x)
     driver.refuses = True
@@ -279,10 +291,44 @@ def test_what_takes_more_goes_to_triton(
     compiled.packed_metadata = change.get("packed_metadata", compiled.packed_metadata)
     for name in vars(CudaLauncher).keys() & change.keys():
         setattr(compiled.run, name, change[name])
-    start = Start(kernel, 1)
+    start = alone(kernel, 1)
     start(1)
     start(1)
     assert not driver.heard and len(compiled.run.given) == 1
+
+
+def test_kernels_in_a_row_share_values(driver: Driver) -> None:
+    """A value that two of them take, a part of its memory, a tuple, a number that stays, one that is absent."""
+    driver.sizes = [8, 8, 4, 8]  # of either
+    first, second = Kernel("*fp32", "*fp32", "i32", "*fp32"), Kernel("*fp32", ("i64",), "i32", "*fp32", "constexpr")
+    later = At(0, 8, lambda x: x[2:])
+    row = Series((Start(first, 2), (At(0), later, 5, At(1))), (Start(second, 3), (later, At(2), 6, At(1), At(3))))
+    x, y, u, w = zeros(4)
+    row(x, y, (7,), None)
+    assert [len(kernel.given) for kernel in (first, second)] == [1, 1]
+    assert torch.equal(first.given[0][1], x[2:]) and second.given[0][4] is None
+    for a, b, number in ((x, y, 7), (u, w, 8), (w, u, 8)):
+        row(a, b, (number,), None)
+        launches = [heard.parameters for heard in driver.heard[-2:]]
+        assert launches[0] == [a.data_ptr(), a.data_ptr() + 8, 5, b.data_ptr()]
+        assert launches[1] == [a.data_ptr() + 8, number, 6, b.data_ptr()]
+    assert [heard.grid[0] for heard in driver.heard] == 3 * [2, 3]
+
+
+def test_a_row_goes_on_by_triton_where_the_driver_refuses(driver: Driver) -> None:
+    driver.sizes = [8]
+    kernels = [Kernel("*fp32") for _ in range(3)]
+    row = Series(*((Start(kernel, 1), (At(0),)) for kernel in kernels))
+    x, y = zeros(2)
+    row(x)
+
+    def refuse() -> None:
+        driver.refuses = len(driver.heard) == 0
+
+    driver.during = refuse
+    row(y)
+    assert len(driver.heard) == 1 and [len(kernel.compiled.run.given) for kernel in kernels] == [0, 1, 1]
+    assert kernels[2].compiled.run.given[0][-1] is y
 
 
 def test_a_profiler_hears_of_launches(driver: Driver) -> None:
@@ -290,7 +336,7 @@ def test_a_profiler_hears_of_launches(driver: Driver) -> None:
 
     driver.sizes = [8]
     kernel = Kernel("*fp32")
-    start = Start(kernel, 1)
+    start = alone(kernel, 1)
     x, y, z = zeros(3)
     start(x)
     hook = triton.knobs.runtime.launch_enter_hook

@@ -15,12 +15,16 @@ from flashtile.backends.gluon.tickets import tickets
 from flashtile.backends.gluon.tuning import ROWS
 from flashtile.backends.triton import launch as portable
 from flashtile.backends.triton.arguments import bits, block, lengths, rule
-from flashtile.backends.triton.start import Start
-from flashtile.backends.triton.tensors import Result, empty, strides
+from flashtile.backends.triton.scratch import Scratch, after
+from flashtile.backends.triton.start import At, Series, Start
+from flashtile.backends.triton.tensors import Result, strides
 from flashtile.dtypes import ITEMSIZE
 from flashtile.inputs import Inputs
 from flashtile.problem import Problem
 from flashtile.results import Gradients
+
+# The values of a backward pass.
+Q, K, V, DOUT, OUT, LSE, DLSE, DQ, DK, DV, SCRATCH, TICKETS, SINK, RULE, LENGTHS = map(At, range(15))
 
 
 class Constants(NamedTuple):
@@ -52,51 +56,57 @@ class Backward:
     """
 
     def __init__(self, p: Problem, device: Any, given: tuple[Any, ...]) -> None:
-        self._device, self._packed, self._ordered = device, p.packed, p.deterministic
+        self._device, self._packed = device, p.packed
         dout = given[0].to(p.q.dtype)  # as the copy engine fetches it
+        self._narrow = p.q.dtype if given[0].dtype != p.q.dtype else None
         given = (dout, *given[1:])
         config, width = tuning.backward(max(p.dim, p.dim_v)), max(64, block(max(p.dim, p.dim_v)))
         n_rows, n_keys, batch = p.q.shape[2], p.k.shape[2], p.q.shape[0]
-        self._rule, self._lengths, self._scale = rule(p), lengths(p), bits(p.scale)
+        self._rule, self._lengths = rule(p), lengths(p)
         given_rows = [None if x is None else strides(x, p) for x in given]
         pads = portable.count_tiles(p, p.n_q, n_rows, config.keys)
         padded, columns = pads * config.keys, p.heads * batch
-        self._rows = (2, batch, p.heads, padded)  # lse in base 2 and delta, side by side for one copy
-        self._delta = Result(p, p.heads, n_rows, None, "float32", device)
+        rows_shape = (2, batch, p.heads, padded)  # lse in base 2 and delta, side by side for one copy
+        delta_like = Result(p, p.heads, n_rows, None, "float32", device)
         self._dq = Result(p, p.heads, n_rows, p.dim, p.dtype, device)
         self._dk = Result(p, p.kv_heads, n_keys, p.dim, p.dtype, device)
         self._dv = Result(p, p.kv_heads, n_keys, p.dim_v, p.dtype, device)
         # No one has a use for the memory of dQ before the kernel is done, nor for these statistics after it.
-        self._rows_in_dq = self._dq.numel * ITEMSIZE[p.dtype] >= 2 * columns * padded * 4
+        rows_in_dq = self._dq.numel * ITEMSIZE[p.dtype] >= 2 * columns * padded * 4
         k_tiles, marks_k = (portable.count_tiles(p, p.n_k, n_keys, n) for n in (config.keys, ROWS))
         marks_q = portable.count_tiles(p, p.n_q, n_rows, ROWS)
         size = columns * padded * width
-        self._new_rows, self._new_total = (empty(n, torch.float32, device) for n in (self._rows, (size,)))
-        self._new_turns = empty((size // 4096,), torch.int32, device)
         self._heads_at = portable.heads_at(p)
-        of_mend = (given_rows[0], given_rows[2], self._delta.strides, None)
+        of_mend = (given_rows[0], given_rows[2], delta_like.strides, None)
         grads = (self._dq, self._dk, self._dv)
-        self._mend = portable.MendBackward(p, device, ROWS, ROWS, of_mend, grads, natural=True)
+        mend = portable.MendBackward(p, device, ROWS, ROWS, of_mend, grads, natural=True)
+        scratch = Scratch(SCRATCH.place, device)
+        total = scratch.part((size,), torch.float32)
+        delta = self._delta = scratch.part(delta_like.shape, torch.float32)
+        marks = self._marks = scratch.part((mend.count,), torch.int32)
+        of_queries = after(marks, mend.first_of_queries)
+        turns = scratch.part((size // 4096,), torch.int32) if p.deterministic else None
+        rows = DQ._replace(make=_as_rows) if rows_in_dq else scratch.part(rows_shape, torch.float32)
+        self._scratch = scratch.maker()
         q_box, k_box = ([1, 1, n, width] for n in (config.block_q, config.keys))
         out_box = [1, 1, ROWS, min(width, 128)]  # what a warpgroup has
-        rows = torch.empty(self._rows, dtype=torch.float32, device="meta")
-        total = torch.empty((size // 256, 256), dtype=torch.float32, device="meta")
+        rows_outline = torch.empty(rows_shape, dtype=torch.float32, device="meta")
+        total_outline = torch.empty((size // 256, 256), dtype=torch.float32, device="meta")
         blocks = (
             descriptors(p.q, q_box),
             descriptors(p.k, k_box),
             descriptors(p.v, k_box),
             descriptors(dout, q_box),
-            descriptors(rows, [2, 1, 1, config.block_q], swizzled=False),
-            descriptors(total, [16, 256], swizzled=False),
+            descriptors(rows_outline, [2, 1, 1, config.block_q], swizzled=False),
+            descriptors(total_outline, [16, 256], swizzled=False),
             descriptors(outline_of(self._dk, batch, p.kv_heads, n_keys, p.dim), out_box),
             descriptors(outline_of(self._dv, batch, p.kv_heads, n_keys, p.dim_v), out_box),
         )
-        self._begin_counts = (pads, p.heads, padded, columns)
-        self._begin = Start(
+        begin = Start(
             begin_kernel,
             pads * columns,
             {"num_warps": 8},
-            portable.present(*given_rows, None, self._delta.strides),
+            portable.present(*given_rows, None, delta_like.strides),
             DIM_V=p.dim_v,
             BLOCK_DV=block(p.dim_v),
             BLOCK_D=width,
@@ -105,10 +115,10 @@ class Backward:
         tasks = k_tiles * p.kv_heads * batch
         processors = portable.processors(device)
         section = tuning.section(k_tiles, p.kv_heads * batch, processors)
-        self._counts = (k_tiles, p.kv_heads, section, padded, marks_k, tasks)
+        counts = (k_tiles, p.kv_heads, section, padded, marks_k, tasks)
         programs = min(tasks, processors) if _persistent(config) else tasks
         # Packed queries and keys that begin at the same places, being one tensor, have a diagonal each.
-        self._starts = {
+        starts = {
             alike: Start(
                 backward_kernel,
                 programs,
@@ -119,42 +129,38 @@ class Backward:
             )
             for alike in (False, True)
         }
-        self._finish_counts = (marks_q, p.heads, padded)
         rows_of_dq = portable.present(None, self._dq.strides)
-        self._finish = Start(
-            finish_kernel, marks_q * columns, rows=rows_of_dq, DIM=p.dim, BLOCK_D=width, PAD=config.keys
-        )
+        finish = Start(finish_kernel, marks_q * columns, rows=rows_of_dq, DIM=p.dim, BLOCK_D=width, PAD=config.keys)
+        given_at = (DOUT, OUT, LSE, DLSE)
+        self._launch = {
+            alike: Series(
+                (begin, (*given_at, rows, delta, total, turns, LENGTHS, pads, p.heads, padded, columns)),
+                (start, (Q, K, V, DOUT, rows, total, DK, DV, DK, DV, marks, TICKETS, turns, RULE, LENGTHS, *counts)),
+                (finish, (total, DQ, of_queries, bits(p.scale), LENGTHS, marks_q, p.heads, padded)),
+                *mend.steps(Q, K, V, DOUT, LSE, delta, None, DQ, DK, DV, SINK, marks, RULE, LENGTHS),
+            )
+            for alike, start in starts.items()
+        }
 
     def __call__(self, x: Inputs, *given: Any) -> Gradients:
-        dout, _out, lse, _dlse = given
-        dq, dk, dv, delta = self._dq.empty(), self._dk.empty(), self._dv.empty(), self._delta.empty()
-        rows = dq.view(torch.float32) if self._rows_in_dq else self._new_rows()
-        total, turns = self._new_total(), self._new_turns() if self._ordered else None
-        marks = self._mend.make()
+        if self._narrow is not None:
+            given = (given[0].to(self._narrow), *given[1:])
+        dq, dk, dv, scratch = self._dq.empty(), self._dk.empty(), self._dv.empty(), self._scratch()
         if self._packed:
-            marks.zero_()  # tiles that no sequence has are never written
-        of_queries = marks[self._mend.first_of_queries :]
+            self._marks.of(scratch).zero_()  # tiles that no sequence has are never written
         a_rule, a_lengths = portable.rule_of(self._rule, x), portable.lengths_of(self._lengths, x)
-        self._begin(*given, rows, delta, total, turns, a_lengths, *self._begin_counts)
         alike = x.cu_q is not None and x.cu_q.data_ptr() == x.cu_k.data_ptr()
-        self._starts[alike](
-            *(x.q, x.k, x.v, dout),
-            *(rows, total, dk, dv),
-            dk,
-            dv,
-            marks,
-            tickets(self._device),
-            turns,
-            a_rule,
-            a_lengths,
-            *self._counts,
-        )
-        self._finish(total, dq, of_queries, self._scale, a_lengths, *self._finish_counts)
-        self._mend(x, dout, lse, delta, None, dq, dk, dv, marks)
+        ticket = tickets(self._device)
+        self._launch[alike](x.q, x.k, x.v, *given, dq, dk, dv, scratch, ticket, x.sink, a_rule, a_lengths)
         dsink = None
         if x.sink is not None:
-            dsink = portable.sink_gradient(x.sink, lse, delta, self._heads_at)
+            dsink = portable.sink_gradient(x.sink, given[2], self._delta.of(scratch), self._heads_at)
         return Gradients(dq, dk, dv, None, dsink)
+
+
+def _as_rows(dq: Any) -> Any:
+    """Its memory as statistics."""
+    return dq.view(torch.float32)
 
 
 def _persistent(config: tuning.Steps) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +16,15 @@ from flashtile.backends.gluon.transpose_kernel import KEYS, WIDTH, transpose_ker
 from flashtile.backends.gluon.tuning import ROWS
 from flashtile.backends.triton import launch as portable
 from flashtile.backends.triton.arguments import block, lengths, rule
-from flashtile.backends.triton.start import Start
-from flashtile.backends.triton.tensors import Result, aligned, empty, outline, strides, tidy_gradients
+from flashtile.backends.triton.start import At, Series, Start, Step
+from flashtile.backends.triton.tensors import Result, aligned, empty, strides
 from flashtile.band import FAR
 from flashtile.dtypes import EIGHT_BITS, ITEMSIZE
-from flashtile.inputs import TENSORS, Inputs
-from flashtile.problem import Problem, check_gradients
-from flashtile.results import Gradients
+from flashtile.inputs import Inputs
+from flashtile.problem import Problem
+
+# The values of a forward pass.
+Q, K, V, OUT, LSE, MARKS, TICKETS, SINK, RULE, LENGTHS, TURNED = map(At, range(11))
 
 
 class Constants(NamedTuple):
@@ -56,12 +57,13 @@ class Forward:
         n_rows, batch, heads = p.q.shape[2], p.q.shape[0], p.heads // packed_heads
         self._out = Result(p, p.heads, n_rows, p.dim_v, p.out_dtype, device)
         self._lse = Result(p, p.heads, n_rows, None, p.accumulator, device)
-        tiles, self._mark_tiles = (
+        tiles, mark_tiles = (
             portable.count_tiles(p, p.n_q * packed_heads, n_rows, n) for n in (ROWS * config.consumers, ROWS)
         )
         tasks = tiles * heads * batch
-        self._counts = (tiles, heads, _section(p, heads * batch), tasks)
-        self._mend = portable.MendForward(p, device, self._out, self._lse, ROWS, packed_heads)
+        counts = (tiles, heads, _section(p, heads * batch), tasks)
+        mend = portable.MendForward(p, device, self._out, self._lse, ROWS, packed_heads)
+        self._marks = mend.make
         self._rule, self._lengths = rule(p), lengths(p)
         width, width_v = _width(p), block(p.dim_v)
         rows_block = [1, 1, ROWS // packed_heads, packed_heads]
@@ -74,7 +76,7 @@ class Forward:
         if ITEMSIZE[p.out_dtype] == 2 and p.dim_v % 8 == 0:
             whole = outline_of(self._out, batch, p.heads, n_rows, p.dim_v)
             out = descriptors(whole, [*rows_block, width_v], packed_heads)
-        self._start = Start(
+        start = Start(
             forward_kernel,
             min(tasks, portable.processors(device)),
             {"num_warps": 4},
@@ -87,20 +89,22 @@ class Forward:
             },
             C=constants(p, config, packed_heads),
         )
+        values = V if self._turn is None else TURNED
+        self._launch = Series(
+            *([] if self._turn is None else [self._turn.step]),
+            (start, (Q, K, values, OUT, OUT, LSE, MARKS, mark_tiles, TICKETS, SINK, RULE, LENGTHS, *counts)),
+            mend.step(Q, K, V, OUT, LSE, SINK, MARKS, RULE, LENGTHS),
+        )
 
     def __call__(self, x: Inputs, with_lse: bool) -> tuple[Any, Any]:
         out, lse = self._out.empty(), self._lse.empty() if with_lse else self._lse.dump()
-        marks = self._mend.make()
+        marks = self._marks()
         if self._packed:  # tiles that no sequence has are never written
             marks.zero_()
         a_rule, a_lengths = portable.rule_of(self._rule, x), portable.lengths_of(self._lengths, x)
-        v = x.v if self._turn is None else self._turn(x.v, a_rule, a_lengths)
-        self._start(
-            *(x.q, x.k, v, out, out, lse),
-            *(marks, self._mark_tiles, tickets(self._device), x.sink, a_rule, a_lengths),
-            *self._counts,
-        )
-        self._mend(x, out, lse, marks, a_rule, a_lengths)
+        turned = None if self._turn is None else self._turn.empty()
+        ticket = tickets(self._device)
+        self._launch(x.q, x.k, x.v, out, lse, marks, ticket, x.sink, a_rule, a_lengths, turned)
         return out, lse
 
 
@@ -109,18 +113,14 @@ class Transpose:
 
     def __init__(self, p: Problem, device: Any) -> None:
         batch, keys = p.v.shape[0], int(KEYS.value)
-        self._counts = (-(-p.n_k // keys), p.kv_heads)
-        shape = (batch, p.kv_heads, p.dim_v, self._counts[0] * keys)
-        self._empty = empty(shape, p.v.dtype, device)
+        counts = (-(-p.n_k // keys), p.kv_heads)
+        shape = (batch, p.kv_heads, p.dim_v, counts[0] * keys)
+        self.empty = empty(shape, p.v.dtype, device)
         self.outline = torch.empty(shape, dtype=p.v.dtype, device="meta")
         rows = dict(enumerate(strides(x, p) for x in (p.v, self.outline)))
-        programs = batch * p.kv_heads * self._counts[0] * -(-p.dim_v // int(WIDTH.value))
-        self._start = Start(transpose_kernel, programs, {"num_warps": 1}, rows, DIM_V=p.dim_v)
-
-    def __call__(self, v: Any, a_rule: Any, a_lengths: Any) -> Any:
-        turned = self._empty()
-        self._start(v, turned, a_rule, a_lengths, *self._counts)
-        return turned
+        programs = batch * p.kv_heads * counts[0] * -(-p.dim_v // int(WIDTH.value))
+        start = Start(transpose_kernel, programs, {"num_warps": 1}, rows, DIM_V=p.dim_v)
+        self.step: Step = (start, (V, TURNED, RULE, LENGTHS, *counts))
 
 
 def constants(p: Problem, config: tuning.Config, packed_heads: int) -> Constants:
@@ -143,40 +143,23 @@ def _section(p: Problem, columns: int) -> int:
     return min(columns, 1 << fit.bit_length() - 1)
 
 
-class Prepared:
-    """A call without its numbers: what is launched for tensors of these shapes, strides, dtypes and alignments."""
+class Prepared(portable.Passes):
+    """By these kernels; the gradients of some calls are left to the portable ones."""
 
     def __init__(self, problem: Problem) -> None:
-        self._device = problem.q.device
-        self._index = portable.index_of(self._device)
-        self._problem = replace(problem, **{name: outline(getattr(problem, name)) for name in TENSORS})
+        super().__init__(problem)
         self._forward = Forward(self._problem, self._device)
-        self._backward: dict[Any, Backward] = {}
-        without = problem.dtype == EIGHT_BITS or differentiates(problem)
-        self._portable = None if without else portable.Prepared(problem)
+        if problem.dtype != EIGHT_BITS and not differentiates(problem):
+            self.backward = portable.Prepared(problem).backward  # type: ignore[method-assign]
 
-    def forward(self, x: Inputs) -> tuple[Any, Any]:
-        """Output and lse, contiguous, in the caller's layout."""
-        return portable.on_device(self._index, self._forward, x, True)
-
-    def output(self, x: Inputs) -> Any:
-        """The output alone: a small call notices what the memory of an lse costs."""
-        return portable.on_device(self._index, self._forward, x, False)[0]
-
-    def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Gradients:
-        """Gradients from the saved output and lse, in the caller's layout; that of a sink is wide."""
-        if self._portable is not None:
-            return self._portable.backward(x, dout, out, lse, dlse, bias_grad=bias_grad)
-        dout = dout.contiguous()
+    def _tidied(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        dout = given[0].contiguous()
         if not aligned(dout):  # the copy engine fetches it
             dout = dout.clone()
-        dout, out, lse, dlse = tidy_gradients(self._problem, dout, out, lse, dlse)
-        key = tuple(map(portable.kind_of, (dout, out, lse, dlse)))
-        run = self._backward.get(key)
-        if run is None:
-            outlines = check_gradients(self._problem, *map(outline, (dout, out, lse, dlse)))
-            run = self._backward[key] = Backward(self._problem, self._device, outlines)
-        return portable.on_device(self._index, run, x, dout.to(x.q.dtype), out, lse, dlse)
+        return super()._tidied((dout, *given[1:]))
+
+    def _differentiate(self, given: tuple[Any, ...], outlines: tuple[Any, ...], bias_grad: bool) -> Backward:
+        return Backward(self._problem, self._device, outlines)
 
 
 def differentiates(p: Problem) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -15,7 +16,6 @@ from flashtile.backends.triton.arguments import (
     ALIGNED,
     INTERPRETED,
     Lengths,
-    Rows,
     Rule,
     block,
     constants,
@@ -29,7 +29,8 @@ from flashtile.backends.triton.chain import FOLLOWING, can_chain
 from flashtile.backends.triton.forward_kernel import forward_kernel
 from flashtile.backends.triton.mend_kernels import mend_backward_kernel, mend_forward_kernel, mend_sums_kernel
 from flashtile.backends.triton.merge_kernel import merge_kernel
-from flashtile.backends.triton.start import Start, Strides
+from flashtile.backends.triton.scratch import Scratch
+from flashtile.backends.triton.start import At, Series, Start, Step, Strides
 from flashtile.backends.triton.tensors import Result, aligned, blocks, empty, laid_out, outline, strides, tidy_gradients
 from flashtile.backends.triton.tuning import Config
 from flashtile.inputs import TENSORS, Inputs
@@ -41,16 +42,15 @@ LARGE = {"float32": 2.0**15, "float64": 2.0**12}  # an lse whose rounding change
 T = TypeVar("T")
 
 
-class Prepared:
+class Passes:
     """A call without its numbers: what is launched for tensors of these shapes, strides, dtypes and alignments."""
 
     def __init__(self, problem: Problem) -> None:
         self._device = problem.q.device
         self._index = index_of(self._device)
-        self._aligned = {name: aligned(getattr(problem, name)) for name in "qkv"}
         self._problem = replace(problem, **{name: outline(getattr(problem, name)) for name in TENSORS})
-        self._forward = Forward(self._problem, self._device, self._aligned)
-        self._backward: dict[Any, Backward] = {}
+        self._forward: Callable[[Inputs, bool], tuple[Any, Any]]
+        self._ways_back: dict[Any, tuple[Callable[..., Gradients], bool]] = {}
 
     def forward(self, x: Inputs) -> tuple[Any, Any]:
         """Output and lse, contiguous, in the caller's layout."""
@@ -62,14 +62,43 @@ class Prepared:
 
     def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Gradients:
         """Gradients from the saved output and lse, in the caller's layout, those of bias (of rank 4) and sink wide."""
-        dout, out, lse, dlse = tidy_gradients(self._problem, dout, out, lse, dlse)
-        key = (bias_grad, *map(kind_of, (dout, out, lse, dlse)))
-        run = self._backward.get(key)
-        if run is None:
-            outlines = check_gradients(self._problem, *map(outline, (dout, out, lse, dlse)))
-            run = Backward(self._problem, self._device, self._aligned | {"dout": aligned(dout)}, outlines, bias_grad)
-            self._backward[key] = run
-        return on_device(self._index, run, x, run.narrowed(dout), out, lse, dlse)
+        given = (dout, out, lse, dlse)
+        run, is_tidy = self._way_back(given, bias_grad)
+        return on_device(self._index, run, x, *(given if is_tidy else self._tidied(given)))
+
+    def _way_back(self, given: tuple[Any, ...], bias_grad: bool) -> tuple[Callable[..., Gradients], bool]:
+        """What runs a backward pass of tensors that lie like these, and whether they need not be tidied first."""
+        dout, out, lse, dlse = given
+        key = (bias_grad, kind_of(dout), kind_of(out), kind_of(lse), None if dlse is None else kind_of(dlse))
+        found = self._ways_back.get(key)
+        if found is None:
+            outlines = check_gradients(self._problem, *map(outline, given))
+            tidied = self._tidied(given)
+            is_tidy = all(map(operator.is_, tidied, given))
+            run = self._differentiate(given, outlines, bias_grad) if is_tidy else self._way_back(tidied, bias_grad)[0]
+            found = self._ways_back[key] = run, is_tidy
+        return found
+
+    def _tidied(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """dout, out, lse and dlse, with rows as the kernels want them."""
+        return tidy_gradients(self._problem, *given)
+
+    def _differentiate(self, given: tuple[Any, ...], outlines: tuple[Any, ...], bias_grad: bool) -> Any:
+        """The launches of a backward pass."""
+        raise NotImplementedError
+
+
+class Prepared(Passes):
+    """By the portable kernels."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._aligned = {name: aligned(getattr(problem, name)) for name in "qkv"}
+        self._forward = Forward(self._problem, self._device, self._aligned)
+
+    def _differentiate(self, given: tuple[Any, ...], outlines: tuple[Any, ...], bias_grad: bool) -> Backward:
+        is_aligned = self._aligned | {"dout": aligned(given[0])}
+        return Backward(self._problem, self._device, is_aligned, outlines, bias_grad)
 
 
 class Forward:
@@ -91,8 +120,6 @@ class Forward:
             self._part_lse = self._lse.parts(2 * self._splits, dtype=real)
             between = (self._out.numel, self._lse.numel)
         self._rule, self._lengths = rule(p), lengths(p)
-        self._counts = (tiles, heads, *between)
-        self._merge_counts = (*between, n_rows, p.heads)
         programs = tiles * heads * self._splits * batch
         # Where each has a processor to itself, a program that mends its own rows is done sooner than another launch.
         # Where keys are split, it has to, however many share a processor: only it knows its share, and a row that was
@@ -111,7 +138,7 @@ class Forward:
             C=constants(p, config, _precision(p)),
             AGAIN=constants(p, _careful(p, config.block_q, config.block_k), _precision(p)) if inside else None,
         )
-        self._merge = Start(
+        merge = Start(
             merge_kernel,
             batch * p.heads * n_rows,
             {"num_warps": tuning.merge_warps(self._splits * block(p.dim_v) * real.itemsize)},
@@ -121,6 +148,16 @@ class Forward:
             DIM_V=p.dim_v,
             BLOCK_DV=block(p.dim_v),
         )
+        at_q, at_k, at_v, out, lse, part, part_lse, marks, *others = map(At, range(11))
+        at_sink, at_rule, at_lengths = others
+        counts = (tiles, heads, *between)
+        where = (at_q, at_k, at_v, at_k, at_v, part, part_lse, at_sink, marks, at_rule, at_lengths)
+        steps: list[Step] = [(self._start, (*where, *counts))]
+        if self._mend is not None:
+            steps.append(self._mend.step(at_q, at_k, at_v, out, lse, at_sink, marks, at_rule, at_lengths))
+        if self._splits > 1:
+            steps.append((merge, (part, part_lse, out, lse, *between, n_rows, p.heads)))
+        self._launch = Series(*steps)
 
     def __call__(self, x: Inputs, with_lse: bool) -> tuple[Any, Any]:
         out, lse = self._out.empty(), self._lse.empty() if with_lse else self._lse.dump()
@@ -129,15 +166,7 @@ class Forward:
         part, part_lse = (out, lse) if self._splits == 1 else (self._part(), self._part_lse())
         marks = None if self._mend is None else self._mend.make()
         a_rule, a_lengths = rule_of(self._rule, x), lengths_of(self._lengths, x)
-        self._start(
-            *(x.q, x.k, x.v, x.k, x.v, part, part_lse),
-            *(x.sink, marks, a_rule, a_lengths),
-            *self._counts,
-        )
-        if self._mend is not None:
-            self._mend(x, out, lse, marks, a_rule, a_lengths)
-        if self._splits > 1:
-            self._merge(part, part_lse, out, lse, *self._merge_counts)
+        self._launch(x.q, x.k, x.v, out, lse, part, part_lse, marks, x.sink, a_rule, a_lengths)
         return out, lse
 
 
@@ -165,12 +194,8 @@ class MendForward:
             C=constants(p, config, _precision(p)),
         )
 
-    def __call__(self, x: Inputs, out: Any, lse: Any, marks: Any, a_rule: Rule, a_lengths: Lengths) -> None:
-        self._start(
-            *(x.q, x.k, x.v, out, lse),
-            *(x.sink, marks, self._marks.count, a_rule, a_lengths),
-            *self._counts,
-        )
+    def step(self, q: At, k: At, v: At, out: At, lse: At, sink: At, marks: At, a_rule: At, a_lengths: At) -> Step:
+        return self._start, (q, k, v, out, lse, sink, marks, self._marks.count, a_rule, a_lengths, *self._counts)
 
 
 class MendBackward:
@@ -194,15 +219,14 @@ class MendBackward:
         batch = p.q.shape[0]
         k_tiles, q_tiles = count_tiles(p, p.n_k, p.k.shape[2], block_k), count_tiles(p, p.n_q, p.q.shape[2], block_q)
         self.first_of_queries = k_tiles * p.kv_heads * batch
-        self._marks = Marks(self.first_of_queries + q_tiles * p.heads * batch, device)
-        self.make = self._marks.make  # not cleared, as in MendForward
+        marks = Marks(self.first_of_queries + q_tiles * p.heads * batch, device)
+        self.count = marks.count  # not cleared, as in MendForward
         q, k, v = (strides(x, p) for x in (p.q, p.k, p.v))
-        self._rule, self._lengths = rule(p), lengths(p)
         self._counts = (k_tiles, p.kv_heads, q_tiles, p.heads)
         of_queries, of_keys = _careful(p, block_q), _careful(p, block_k)
         self._sums = Start(
             mend_sums_kernel,
-            self._marks.programs,
+            marks.programs,
             _options(of_queries),
             present(q, k, given[1], given[3]),
             ROWS=block_q,
@@ -211,7 +235,7 @@ class MendBackward:
         of_keys = of_keys._replace(block_q=of_keys.block_k, block_k=of_keys.block_q)
         self._start = Start(
             mend_backward_kernel,
-            self._marks.programs,
+            marks.programs,
             _options(min(of_queries, of_keys, key=lambda config: config.warps)),
             present(q, k, v, *given, *(x.strides for x in grads)),
             K_ROWS=block_k,
@@ -221,50 +245,29 @@ class MendBackward:
             NATURAL=natural,
         )
 
-    def __call__(
+    def steps(
         self,
-        x: Inputs,
-        dout: Any,
-        log2: Any,
-        delta: Any,
-        tops: Any,
-        dq: Any,
-        dk: Any,
-        dv: Any,
-        marks: Any,
-    ) -> None:
+        q: At,
+        k: At,
+        v: At,
+        dout: At,
+        log2: At,
+        delta: At,
+        tops: At | None,
+        dq: At,
+        dk: At,
+        dv: At,
+        sink: At,
+        marks: At,
+        a_rule: At,
+        a_lengths: At,
+    ) -> list[Step]:
+        first, rules, found = self.first_of_queries, (a_rule, a_lengths), list[Step]()
         if tops is not None:
-            self._sums(
-                x.q,
-                x.k,
-                log2,
-                tops,
-                x.sink,
-                marks,
-                self.first_of_queries,
-                self._marks.count - self.first_of_queries,
-                rule_of(self._rule, x),
-                lengths_of(self._lengths, x),
-                *self._counts[2:],
-            )
-        self._start(
-            x.q,
-            x.k,
-            x.v,
-            dout,
-            log2,
-            delta,
-            tops,
-            dq,
-            dk,
-            dv,
-            marks,
-            self._marks.count,
-            self.first_of_queries,
-            rule_of(self._rule, x),
-            lengths_of(self._lengths, x),
-            *self._counts,
-        )
+            of_rows = (q, k, log2, tops, sink, marks, first, self.count - first)
+            found.append((self._sums, (*of_rows, *rules, *self._counts[2:])))
+        of_tiles = (q, k, v, dout, log2, delta, tops, dq, dk, dv, marks, self.count, first)
+        return [*found, (self._start, (*of_tiles, *rules, *self._counts))]
 
 
 def present(*strides: Strides | None) -> dict[int, Strides]:
@@ -289,11 +292,12 @@ class Backward:
     def __init__(
         self, p: Problem, device: Any, is_aligned: dict[str, bool], given: tuple[Any, ...], bias_grad: bool
     ) -> None:
-        self._dtype, self._packed, n_rows, batch = p.q.dtype, p.packed, p.q.shape[2], p.q.shape[0]
-        dout = self.narrowed(given[0])
+        self._packed, n_rows, batch = p.packed, p.q.shape[2], p.q.shape[0]
+        dout = given[0].to(p.q.dtype)  # the gradient of a float32 output as the matrix units take it
+        self._narrow = p.q.dtype if given[0].dtype != p.q.dtype else None
         given = (dout, *given[1:])
-        self._strides = tuple(strides(x, p) for x in (p.q, p.k, p.v))
-        self._given_strides = tuple(None if x is None else strides(x, p) for x in given)
+        of_inputs = [strides(x, p) for x in (p.q, p.k, p.v)]
+        of_given = [None if x is None else strides(x, p) for x in given]
         self._rule, self._lengths = rule(p), lengths(p)
         self._real = getattr(torch, p.accumulator)
         of_keys = _config("dkdv", p, device)
@@ -301,99 +305,99 @@ class Backward:
         # length: there would be kernels for both kinds.
         unit = max(ALIGNED, of_keys.block_q)
         room = int(triton.cdiv(n_rows + unit * p.packed, unit)) * unit
-        self._statistics = empty((batch, p.heads, room), self._real, device)
-        self._statistics_strides = (0 if p.packed else p.heads * room, room, 1)
+        of_rows = (0 if p.packed else p.heads * room, room, 1)
+        q, k, v, at_dout, at_out, at_lse, at_dlse, dq, dk, dv, memory, *others = map(At, range(15))
+        at_sink, at_rule, at_lengths, dbias = others
+        scratch = Scratch(memory.place, device)
+        log2, delta, tops = (scratch.part((batch, p.heads, room), self._real) for _ in range(3))
+        self._delta = delta
         self._dq = Result(p, p.heads, n_rows, p.dim, p.dtype, device)
         self._dk = Result(p, p.kv_heads, p.k.shape[2], p.dim, p.dtype, device)
         self._dv = Result(p, p.kv_heads, p.k.shape[2], p.dim_v, p.dtype, device)
-        self._row_counts = (n_rows, p.heads)
         self._heads_at = heads_at(p)
         # dq_kernel relies on what dkdv_kernel has waited for, so that one may not be missing.
         chained = not INTERPRETED and can_chain(_gpu(device)) and all(x.numel for x in (self._dk, self._dq))
-        self._statistics_start = Start(
+        statistics = Start(
             statistics_kernel,
             int(triton.cdiv(n_rows, tuning.STATISTICS_ROWS)) * p.heads * batch,
+            rows=present(*of_given, *3 * (of_rows,)),
             DIM_V=p.dim_v,
             BLOCK_DV=block(p.dim_v),
             BLOCK=tuning.STATISTICS_ROWS,
             LARGE=LARGE[p.accumulator],
         )
         fetched = [blocks(x, is_aligned[name], of_keys, of_keys.block_q) for name, x in (("q", p.q), ("dout", dout))]
-        self._k_counts = (count_tiles(p, p.n_k, p.k.shape[2], of_keys.block_k), p.kv_heads)
-        self._dkdv_start = Start(
+        k_tiles = count_tiles(p, p.n_k, p.k.shape[2], of_keys.block_k)
+        dkdv = Start(
             dkdv_kernel,
-            self._k_counts[0] * p.kv_heads * batch,
+            k_tiles * p.kv_heads * batch,
             _options(of_keys),
+            present(*of_inputs, of_given[0], None, None, of_rows, of_rows, self._dk.strides, self._dv.strides),
             blocks=dict(enumerate(fetched, 4)),
             C=constants(p, of_keys, _precision(p)),
             CHAINED=chained,
         )
         config = _config("dq", p, device)
         fetched = [blocks(x, is_aligned[name], config, config.block_k) for name, x in (("k", p.k), ("v", p.v))]
-        self._q_counts = (count_tiles(p, p.n_q, n_rows, config.block_q), p.heads)
-        self._dq_start = Start(
+        q_tiles = count_tiles(p, p.n_q, n_rows, config.block_q)
+        for_dq = Start(
             dq_kernel,
-            self._q_counts[0] * p.heads * batch,
+            q_tiles * p.heads * batch,
             _options(config) | (FOLLOWING if chained else {}),
+            present(*of_inputs, of_given[0], None, None, of_rows, of_rows, self._dq.strides),
             blocks=dict(enumerate(fetched, 4)),
             C=constants(p, config, _precision(p)),
             CHAINED=chained,
         )
-        given_rows = (self._given_strides[0], *3 * (self._statistics_strides,))
         grads = (self._dq, self._dk, self._dv)
-        self._mend = MendBackward(p, device, config.block_q, of_keys.block_k, given_rows, grads)
+        mend = MendBackward(p, device, config.block_q, of_keys.block_k, (of_given[0], *3 * (of_rows,)), grads)
+        marks = scratch.part((mend.count,), torch.int32)
+        self._scratch = scratch.maker()
+        inputs, rules, steps = (q, k, v, at_dout), (at_rule, at_lengths), list[Step]()
+        if self._dq.numel:
+            steps.append((statistics, (at_dout, at_out, at_lse, at_dlse, log2, delta, tops, n_rows, p.heads)))
+        if self._dk.numel:
+            where = (q, at_dout, log2, delta, dk, dv, marks, *rules, k_tiles, p.kv_heads)
+            steps.append((dkdv, (*inputs, *where)))
+        if self._dq.numel:
+            where = (k, v, log2, delta, dq, marks, mend.first_of_queries, *rules, q_tiles, p.heads)
+            steps.append((for_dq, (*inputs, *where)))
+        if mend.count:
+            steps += mend.steps(*inputs, log2, delta, tops, dq, dk, dv, at_sink, marks, *rules)
         self._bias_shape = p.bias.shape if bias_grad and p.bias is not None else None
         if self._bias_shape is not None:
             config = _config("dbias", p, device)
             sequences, heads, down, across = self._bias_shape
-            self._dbias_start = Start(
+            for_dbias = Start(
                 dbias_kernel,
                 int(triton.cdiv(down, config.block_q) * triton.cdiv(across, config.block_k)) * sequences * heads,
                 _options(config),
+                present(*of_inputs, of_given[0], *3 * (of_rows,)),
                 SHARE_SEQUENCES=sequences == 1,
                 SHARE_HEADS=heads == 1,
                 SHARE_ROWS=down == 1,
                 SHARE_KEYS=across == 1,
                 C=constants(p, config, _precision(p)),
             )
-
-    def narrowed(self, dout: Any) -> Any:
-        """The gradient of a float32 output as the matrix units take it, beside inputs of 16 bits."""
-        return dout.to(self._dtype)
+            if self._bias_shape.numel():
+                steps.append((for_dbias, (*inputs, log2, delta, tops, dbias, *rules, p.heads, down, across)))
+        self._launch = Series(*steps)
 
     def __call__(self, x: Inputs, *given: Any) -> Gradients:
-        q, k, v = (Rows(y, *s) for y, s in zip((x.q, x.k, x.v), self._strides, strict=True))
-        dout, out, lse, dlse = (
-            None if y is None or s is None else Rows(y, *s) for y, s in zip(given, self._given_strides, strict=True)
-        )
-        log2, delta, tops = (Rows(self._statistics(), *self._statistics_strides) for _ in range(3))
-        dq, dk, dv = self._dq.make(), self._dk.make(), self._dv.make()
+        if self._narrow is not None:
+            given = (given[0].to(self._narrow), *given[1:])
+        dq, dk, dv, scratch = self._dq.empty(), self._dk.empty(), self._dv.empty(), self._scratch()
         a_rule, a_lengths = rule_of(self._rule, x), lengths_of(self._lengths, x)
-        if self._dq.numel:
-            self._statistics_start(dout, out, lse, dlse, log2, delta, tops, *self._row_counts)
-        marks = self._mend.make()
-        if self._dk.numel:
-            fetched = x.q, given[0]
-            self._dkdv_start(q, k, v, dout, *fetched, log2, delta, dk, dv, marks, a_rule, a_lengths, *self._k_counts)
-        if self._dq.numel:
-            fetched = x.k, x.v
-            where = marks, self._mend.first_of_queries
-            self._dq_start(q, k, v, dout, *fetched, log2, delta, dq, *where, a_rule, a_lengths, *self._q_counts)
-        if marks.numel():
-            self._mend(x, given[0], log2.ptr, delta.ptr, tops.ptr, dq.ptr, dk.ptr, dv.ptr, marks)
-        dbias = None
+        dbias = of_bias = None
         if self._bias_shape is not None:
             dbias = x.q.new_zeros(self._bias_shape, dtype=self._real)
-            if dbias.numel():
-                heads, shape = self._row_counts[1], self._bias_shape
-                arguments = q, k, v, dout, log2, delta, tops, pairs(dbias), a_rule, a_lengths
-                self._dbias_start(*arguments, heads, *shape[2:])
-        dsink = (
-            None
-            if x.sink is None
-            else sink_gradient(x.sink, given[2], like_lse(delta.ptr, given[2], self._packed), self._heads_at)
-        )
-        return Gradients(dq.ptr, dk.ptr, dv.ptr, dbias, dsink)
+            of_bias = pairs(dbias)
+        self._launch(x.q, x.k, x.v, *given, dq, dk, dv, scratch, x.sink, a_rule, a_lengths, of_bias)
+        dsink = None
+        if x.sink is not None:
+            delta = like_lse(self._delta.of(scratch), given[2], self._packed)
+            dsink = sink_gradient(x.sink, given[2], delta, self._heads_at)
+        return Gradients(dq, dk, dv, dbias, dsink)
 
 
 def like_lse(rows: Any, lse: Any, packed: bool) -> Any:
@@ -414,9 +418,9 @@ def sink_gradient(sink: Any, lse: Any, delta: Any, heads: int) -> Any:
     return -parts.sum(rows_at).reshape(sink.shape)
 
 
-def kind_of(x: Any) -> tuple[Any, ...] | None:
+def kind_of(x: Any) -> tuple[Any, ...]:
     """All of a tensor that decides what is launched."""
-    return None if x is None else (x.shape, x.stride(), x.dtype, aligned(x))
+    return x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNED
 
 
 def index_of(device: Any) -> int | None:

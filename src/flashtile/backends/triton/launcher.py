@@ -40,109 +40,141 @@ class _Config(ctypes.Structure):
 
 
 class _Room(NamedTuple):
-    """The memory of one launch at a time. `at`: the addresses in the tensor maps; `seen`: the tuples in the words."""
+    """The memory of one call at a time. `at`: the addresses in the tensor maps; `seen`: the tuples in the words."""
 
+    addresses: Any
     words: Any
     maps: list[int]
     at: list[int]
     seen: list[Any]
-    config: Any
-    parameters: Any
-    memory: Any  # of the maps
+    launches: list[tuple[Any, tuple[Any, ...]]]  # of each kernel its _Config, and what the driver is given
+    memory: Any  # of all that the driver is told of by address
+
+
+class _Kernel(NamedTuple):
+    """parameters: in which memory each one lies, and at which place there."""
+
+    compiled: Any
+    grid: tuple[int, int, int]
+    parameters: list[tuple[str, int]]
 
 
 class Launcher:
-    """A kernel as it was started once: from then on tensors and tuples may be others, but all else stays.
+    """Kernels as they were started once, one after the other: from then on tensors and tuples may be others, but all
+    else stays.
 
-    Words hold a number or an address each; a field of a tuple has one, and so has a descriptor for each of its sizes
-    and strides. Threads that launch at once have a room each.
+    An address that several of them take is written once. Words hold a number each; a field of a tuple has one, and so
+    has a descriptor for each of its sizes and strides. Threads that launch at once have a room each.
     """
 
-    def __init__(self, compiled: Any, grid: tuple[int, int, int], args: tuple[Any, ...], whole: list[Any]) -> None:
-        """args: those of a call; whole: the same as the kernel takes them, without its constants."""
-        self._compiled, self._grid, self._count = compiled, grid, len(args)
+    def __init__(self) -> None:
+        self._kernels: list[_Kernel] = []
+        self._addresses: list[tuple[int, int]] = []  # place among the values, and bytes from where that one begins
         self._words: list[int] = []
-        self._order: list[tuple[bool, int]] = []  # of each parameter: whether it is a map, and which one or which word
-        self._maps: list[bytes] = []
-        self._addresses: list[tuple[int, int]] = []  # argument and word
-        self._mapped: list[int] = []  # arguments
-        self._tuples: list[tuple[int, list[tuple[int, int]]]] = []  # argument, and field and word of each
-        metas = iter(compiled.metadata.tensordesc_meta or ())
-        for n, (kind, x) in enumerate(zip(compiled.src.signature.values(), whole, strict=False)):
-            if isinstance(kind, tuple):
-                fields = [(k, self._add(y)) for k, (y, of) in enumerate(zip(x, kind, strict=True)) if of != "constexpr"]
-                if isinstance(args[n], tuple):
-                    self._tuples.append((n, fields))
-                else:  # Rows that a Start made of a tensor
-                    self._addresses.append((n, fields[0][1]))
-            elif kind.startswith("tensordesc"):
-                self._add_map(x, next(metas))
-                self._mapped.append(n)
-            elif kind != "constexpr":
-                word = self._add(x)
-                if hasattr(x, "data_ptr"):
-                    self._addresses.append((n, word))
-        for _ in ("global scratch", "profile scratch"):  # the last parameters of every kernel; these here use none
-            self._add(0)
+        self._maps: list[tuple[bytes, int]] = []  # and of which address
+        self._tuples: dict[int, list[tuple[int, int]]] = {}  # place among the values: a field, and its word
 
-    def _add(self, x: Any) -> int:
+    def add(
+        self,
+        compiled: Any,
+        grid: tuple[int, int, int],
+        places: list[tuple[int, int] | None],
+        args: list[Any],
+        whole: list[Any],
+    ) -> None:
+        """args: of a Start; whole: the same as the kernel takes them, without its constants.
+
+        places: which values of a call args are, and how many bytes on from where those begin; None of what stays.
+        """
+        found: list[tuple[str, int]] = []
+        metas = iter(compiled.metadata.tensordesc_meta or ())
+        kinds = compiled.src.signature.values()
+        for kind, place, arg, x in zip(kinds, places, args, whole, strict=False):
+            if isinstance(kind, tuple):
+                fields = [(k, y) for k, (y, of) in enumerate(zip(x, kind, strict=True)) if of != "constexpr"]
+                words = [(k, self._word(y)) for k, y in fields]
+                found += [("words", word) for _, word in words]
+                if place is not None and isinstance(arg, tuple):
+                    self._tuples.setdefault(place[0], []).extend(words)
+                elif place is not None:  # Rows that a Start made of a tensor
+                    found[-len(words)] = ("addresses", self._address(place))
+            elif kind.startswith("tensordesc"):
+                found += self._map(x, next(metas), place)
+            elif kind != "constexpr":
+                moves = place is not None and hasattr(x, "data_ptr")
+                found.append(("addresses", self._address(place)) if moves else ("words", self._word(x)))
+        for _ in ("global scratch", "profile scratch"):  # the last parameters of every kernel; these here use none
+            found.append(("words", self._word(0)))
+        self._kernels.append(_Kernel(compiled, grid, found))
+
+    def _word(self, x: Any) -> int:
         self._words.append(_number(x))
-        self._order.append((False, len(self._words) - 1))
         return len(self._words) - 1
 
-    def _add_map(self, descriptor: Any, meta: Any) -> None:
+    def _address(self, place: Any) -> int:
+        if place not in self._addresses:
+            self._addresses.append(place)
+        return self._addresses.index(place)
+
+    def _map(self, descriptor: Any, meta: Any, place: Any) -> list[tuple[str, int]]:
         a_map, *sizes = _encode(descriptor, meta)
         inside = id(a_map) + type(a_map).__basicsize__ - MAP  # the end of the object, after CPython's own
-        self._order.append((True, len(self._maps)))
-        self._maps.append(ctypes.string_at(inside, MAP))
-        for size in sizes:
-            self._add(size)
+        self._maps.append((ctypes.string_at(inside, MAP), self._address(place)))
+        return [("maps", len(self._maps) - 1), *(("words", self._word(size)) for size in sizes)]
 
     def _room(self) -> _Room:
+        addresses = (ctypes.c_int64 * len(self._addresses))()
         words = (ctypes.c_int64 * len(self._words))(*self._words)
         memory = ctypes.create_string_buffer(MAP * len(self._maps) + MAP_ALIGNED)
         first = ctypes.addressof(memory)
         first += -first % MAP_ALIGNED
         maps = [first + MAP * n for n in range(len(self._maps))]
-        for place, a_map in zip(maps, self._maps, strict=True):
+        for place, (a_map, _) in zip(maps, self._maps, strict=True):
             ctypes.memmove(place, a_map, MAP)
-        at = [ctypes.addressof(words) + 8 * n for n in range(len(words))]
-        parameters = (ctypes.c_void_p * len(self._order))(*(maps[n] if is_map else at[n] for is_map, n in self._order))
-        warps, _, shared = self._compiled.packed_metadata
-        attributes = (_Attribute * 1)(_Attribute(id=FOLLOWS, value=1))
-        config = _Config(self._grid, (WARP * warps, 1, 1), shared, None, attributes, self._compiled.run.launch_pdl)
-        return _Room(words, maps, [0] * len(maps), [None] * self._count, config, parameters, memory)
+        begins = {"addresses": (ctypes.addressof(addresses), 8), "words": (ctypes.addressof(words), 8)}
+        begins["maps"] = (first, MAP)
+        launches = []
+        for compiled, grid, lies in self._kernels:
+            at = [begins[where][0] + begins[where][1] * n for where, n in lies]
+            warps, _, shared = compiled.packed_metadata
+            attributes = (_Attribute * 1)(_Attribute(id=FOLLOWS, value=1))
+            config = _Config(grid, (WARP * warps, 1, 1), shared, None, attributes, compiled.run.launch_pdl)
+            launches.append((config, (config, compiled.function, (ctypes.c_void_p * len(at))(*at), None)))
+        return _Room(addresses, words, maps, [0] * len(maps), [None] * len(self._tuples), launches, memory)
 
     def on(self, device: int, stream_of: Callable[[int], int], otherwise: Callable[..., None]) -> Callable[..., None]:
-        """What launches for the arguments of a Start, on the stream that is current on this device.
+        """What launches all of them for the values of a call, on the stream that is current on this device.
 
-        Where the driver refuses, otherwise(*args) is called: Triton's launcher knows what may be missing, or says so.
+        Where the driver refuses, otherwise(values, n) is called, to start the kernels from the nth on: Triton's
+        launcher knows what may be missing, or says so.
         """
         library = _library()
-        launch, replace, function = library.cuLaunchKernelEx, library.cuTensorMapReplaceAddress, self._compiled.function
-        addresses, tuples, mapped = self._addresses, self._tuples, [*enumerate(self._mapped)]
+        launch, replace = library.cuLaunchKernelEx, library.cuTensorMapReplaceAddress
+        places, mapped, tuples = self._addresses, [address for _, address in self._maps], [*self._tuples.items()]
         rooms: list[_Room] = []
 
-        def start(*args: Any) -> None:
+        def start(values: tuple[Any, ...]) -> None:
             try:
                 room = rooms.pop()
             except IndexError:
                 room = self._room()
-            words, maps, at, seen, config, parameters, _ = room
-            for n, word in addresses:
-                words[word] = args[n].data_ptr()
-            for m, n in mapped:
-                address = args[n].data_ptr()
+            addresses, words, maps, at, seen, launches, _ = room
+            found = [values[n].data_ptr() + offset for n, offset in places]
+            addresses[:] = found
+            for m, n in enumerate(mapped):
+                address = found[n]
                 if at[m] != address:
                     if replace(maps[m], address):
-                        return otherwise(*args)
+                        return otherwise(values)
                     at[m] = address
-            for n, fields in tuples:
-                if args[n] is not seen[n]:
-                    seen[n] = _write(words, fields, args[n])
-            config.stream = stream_of(device)
-            if launch(config, function, parameters, None):
-                return otherwise(*args)
+            for k, (n, fields) in enumerate(tuples):
+                if values[n] is not seen[k]:
+                    seen[k] = _write(words, fields, values[n])
+            stream = stream_of(device)
+            for config, told in launches:
+                config.stream = stream
+                if launch(*told):
+                    return otherwise(values, [x for x, _ in launches].index(config))
             rooms.append(room)
             return None
 

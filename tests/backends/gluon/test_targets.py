@@ -57,8 +57,14 @@ STACK = {
     ("forward", 256, "band"): 40,
     ("forward", 256, "softcap"): 8,
     ("forward", 256, EVERYTHING): 56,
-    ("forward", 64, f"{EVERYTHING} descale"): 16,
-    ("forward", 256, f"{EVERYTHING} descale"): 24,
+    ("8 bits", 64, f"{EVERYTHING} descale"): 16,
+    ("8 bits", 128, ""): 8,
+    ("8 bits", 128, "causal descale"): 8,
+    ("8 bits", 128, "float32"): 8,
+    ("8 bits", 128, "band"): 16,
+    ("8 bits", 128, "gqa"): 8,
+    ("8 bits", 128, f"{EVERYTHING} descale"): 40,
+    ("8 bits", 256, f"{EVERYTHING} descale"): 24,
     ("backward", 64, ""): 8,
     ("backward", 64, "causal"): 24,
     ("backward", 64, "causal ragged"): 32,
@@ -84,7 +90,8 @@ def faults(built: Built) -> list[str]:
     """What is wrong with a kernel, in words."""
     case, found = built.case, list(built.advice)
     strange = case.work == "backward" and case.options in GRADIENTS
-    room = STACK.get((case.work, case.dim, case.options), ROOM_FOR_OPTIONS if strange else 0)
+    kind = "8 bits" if case.dtype == EIGHT_BITS else case.work
+    room = STACK.get((kind, case.dim, case.options), ROOM_FOR_OPTIONS if strange else 0)
     if built.stack > room:
         found.append(f"{built.stack} bytes of stack, of {room}")
     if built.shared > TARGETS["sm_90"].shared:

@@ -72,7 +72,7 @@ STACK = {
     ("backward", 64, "softcap"): 352,
     ("backward", 128, ""): 40,
     ("backward", 128, "causal"): 64,
-    ("backward", 128, "causal ragged"): 64,
+    ("backward", 128, "causal ragged"): 72,
     ("backward", 128, "causal ragged deterministic"): 72,
     ("backward", 256, ""): 48,
     ("backward", 256, "causal"): 24,

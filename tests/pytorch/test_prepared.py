@@ -163,3 +163,20 @@ def test_gradients_of_any_layout() -> None:
     grads = run.backward(inputs, ones[0], out, lse, None)
     assert grads.dq.shape == q[0].shape and lse.shape == (2, 20)
     np.testing.assert_allclose(grads.dq.numpy(), whole.dq[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("shared", ["rows", "heads"])
+def test_wide_gradients_that_rows_or_heads_share(packed: bool, shared: str) -> None:
+    """They are rounded to the dtype of q, and torch gives such copies strides of its own choice."""
+    rng = torch.Generator().manual_seed(0)
+    q, k, v, x = (torch.randn((20, 3, 16) if packed else (3, 20, 16), generator=rng) for _ in range(4))
+    cu = torch.tensor([0, 7, 20], dtype=torch.int32)
+    more = {"cu_q": cu, "cu_k": cu} if packed else {}
+    run, inputs = find(q.half(), k.half(), v.half(), out_dtype="float32", **more)
+    out, lse = run.forward(inputs)
+    dout = x.narrow(int((shared == "heads") == packed), 0, 1).expand(x.shape)
+    assert dout.stride(-1) == 1
+    found, wanted = (run.backward(inputs, each, out, lse, None) for each in (dout, dout.contiguous()))
+    for a, b in zip(found[:3], wanted[:3], strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())

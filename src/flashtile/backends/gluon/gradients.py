@@ -17,7 +17,7 @@ from flashtile.backends.triton import launch as portable
 from flashtile.backends.triton.arguments import bits, block, lengths, rule
 from flashtile.backends.triton.scratch import Scratch, after
 from flashtile.backends.triton.start import At, Series, Start
-from flashtile.backends.triton.tensors import Result, strides
+from flashtile.backends.triton.tensors import Result, rounded, rounded_outline, strides
 from flashtile.dtypes import ITEMSIZE
 from flashtile.inputs import Inputs
 from flashtile.problem import Problem
@@ -57,8 +57,8 @@ class Backward:
 
     def __init__(self, p: Problem, device: Any, given: tuple[Any, ...]) -> None:
         self._device, self._packed = device, p.packed
-        dout = given[0].to(p.q.dtype)  # as the copy engine fetches it
-        self._narrow = p.q.dtype if given[0].dtype != p.q.dtype else None
+        dout = rounded_outline(given[0], p)
+        self._narrow = None if dout is given[0] else dout.dtype
         given = (dout, *given[1:])
         config, width = tuning.backward(max(p.dim, p.dim_v)), max(64, block(max(p.dim, p.dim_v)))
         n_rows, n_keys, batch = p.q.shape[2], p.k.shape[2], p.q.shape[0]
@@ -144,7 +144,7 @@ class Backward:
 
     def __call__(self, x: Inputs, *given: Any) -> Gradients:
         if self._narrow is not None:
-            given = (given[0].to(self._narrow), *given[1:])
+            given = (rounded(given[0], self._narrow), *given[1:])
         dq, dk, dv, scratch = self._dq.empty(), self._dk.empty(), self._dv.empty(), self._scratch()
         if self._packed:
             self._marks.of(scratch).zero_()  # tiles that no sequence has are never written

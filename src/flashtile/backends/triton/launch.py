@@ -31,7 +31,18 @@ from flashtile.backends.triton.mend_kernels import mend_backward_kernel, mend_fo
 from flashtile.backends.triton.merge_kernel import merge_kernel
 from flashtile.backends.triton.scratch import Scratch
 from flashtile.backends.triton.start import At, Series, Start, Step, Strides
-from flashtile.backends.triton.tensors import Result, aligned, blocks, empty, laid_out, outline, strides, tidy_gradients
+from flashtile.backends.triton.tensors import (
+    Result,
+    aligned,
+    blocks,
+    empty,
+    laid_out,
+    outline,
+    rounded,
+    rounded_outline,
+    strides,
+    tidy_gradients,
+)
 from flashtile.backends.triton.tuning import Config
 from flashtile.inputs import TENSORS, Inputs
 from flashtile.problem import Problem, check_gradients
@@ -293,8 +304,8 @@ class Backward:
         self, p: Problem, device: Any, is_aligned: dict[str, bool], given: tuple[Any, ...], bias_grad: bool
     ) -> None:
         self._packed, n_rows, batch = p.packed, p.q.shape[2], p.q.shape[0]
-        dout = given[0].to(p.q.dtype)  # the gradient of a float32 output as the matrix units take it
-        self._narrow = p.q.dtype if given[0].dtype != p.q.dtype else None
+        dout = rounded_outline(given[0], p)
+        self._narrow = None if dout is given[0] else dout.dtype
         given = (dout, *given[1:])
         of_inputs = [strides(x, p) for x in (p.q, p.k, p.v)]
         of_given = [None if x is None else strides(x, p) for x in given]
@@ -385,7 +396,7 @@ class Backward:
 
     def __call__(self, x: Inputs, *given: Any) -> Gradients:
         if self._narrow is not None:
-            given = (given[0].to(self._narrow), *given[1:])
+            given = (rounded(given[0], self._narrow), *given[1:])
         dq, dk, dv, scratch = self._dq.empty(), self._dk.empty(), self._dv.empty(), self._scratch()
         a_rule, a_lengths = rule_of(self._rule, x), lengths_of(self._lengths, x)
         dbias = of_bias = None

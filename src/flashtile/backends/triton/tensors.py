@@ -44,6 +44,21 @@ def tidy_gradients(p: Problem, dout: Any, out: Any, lse: Any, dlse: Any) -> tupl
     return tidy(dout, rows), tidy(out, rows), lse, dlse
 
 
+def rounded(dout: Any, dtype: Any) -> Any:
+    """A copy as the matrix units take it, beside inputs of 16 bits; contiguous.
+
+    Left to itself torch goes by the order of the axes where elements share memory, and that of a view is another.
+    """
+    return dout.to(dtype, memory_format=torch.contiguous_format)
+
+
+def rounded_outline(dout: Any, p: Problem) -> Any:
+    """The outline of such a copy, of rank 4, made in the caller's layout; dout itself where it has the dtype of q."""
+    if dout.dtype == p.q.dtype:
+        return dout
+    return rounded(dout.swapaxes(1, 2), p.q.dtype).swapaxes(1, 2) if p.packed else rounded(dout, p.q.dtype)
+
+
 def outline(x: Any) -> Any:
     """The shape, strides and dtype of a tensor, without its memory."""
     return None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")

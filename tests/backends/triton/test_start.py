@@ -331,6 +331,15 @@ def test_a_row_goes_on_by_triton_where_the_driver_refuses(driver: Driver) -> Non
     assert kernels[2].compiled.run.given[0][-1] is y
 
 
+def test_nothing_to_launch(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the backward pass of no sequences; the driver of another GPU is none of CUDA's."""
+    monkeypatch.setattr(launcher, "_library", lambda: None)
+    row = Series()
+    row(torch.zeros(0))
+    row(torch.zeros(0))
+    assert not driver.heard
+
+
 def test_a_profiler_hears_of_launches(driver: Driver) -> None:
     import triton
 

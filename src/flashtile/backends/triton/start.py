@@ -103,7 +103,7 @@ class Series:
 
     def _find_direct(self, values: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], None] | None:
         """What starts all of them, past all of Triton that they can do without."""
-        if INTERPRETED or any(start.compiled is None for start, _ in self.steps):
+        if INTERPRETED or not self.steps or any(start.compiled is None for start, _ in self.steps):
             return None
         stream_of, device = driver.active.get_current_stream, driver.active.get_current_device()
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 COUNT = 2
-APART = 4  # 16 bytes: a Start goes on with the kernel that it compiled for pointers aligned so
+APART = 4  # 16 bytes: a Series goes on with kernels that were compiled for pointers aligned so
 BANK = 1 << 14  # pairs for launches in graphs, made at a time
 _of_stream: dict[tuple[int, int], Any] = {}
 _banks: dict[int, list[Any]] = {}  # by device; graphs point into them, so none is ever given up

@@ -58,7 +58,7 @@ MOST_PACKED = 16  # query heads that share the rows of a tile
 
 
 def section(tiles: int, columns: int, processors: int) -> int:
-    """How many heads, the last ones of a backward pass, have WAVES tasks a processor; see columns.find_column()."""
+    """How many heads of a backward pass have WAVES tasks a processor; see columns.find_column()."""
     return max(1, min(columns, -(-WAVES * processors // max(1, tiles))))
 
 

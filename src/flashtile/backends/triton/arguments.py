@@ -104,11 +104,6 @@ class Constants(NamedTuple):
     REAL: Any
 
 
-def rows(x: Any, p: Problem) -> Rows:
-    """x of rank 4, or an lse of rank 3."""
-    return Rows(x, 0 if p.packed else x.stride(0), x.stride(1), x.stride(2))
-
-
 def pairs(x: Any) -> Pairs:
     if x is None:
         return Pairs(None, 0, 0, 0, 0)

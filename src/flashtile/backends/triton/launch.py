@@ -231,7 +231,7 @@ class MendBackward:
         k_tiles, q_tiles = count_tiles(p, p.n_k, p.k.shape[2], block_k), count_tiles(p, p.n_q, p.q.shape[2], block_q)
         self.first_of_queries = k_tiles * p.kv_heads * batch
         marks = Marks(self.first_of_queries + q_tiles * p.heads * batch, device)
-        self.count = marks.count  # not cleared, as in MendForward
+        self.count = marks.count  # of marks that need not be cleared, as in MendForward
         q, k, v = (strides(x, p) for x in (p.q, p.k, p.v))
         self._counts = (k_tiles, p.kv_heads, q_tiles, p.heads)
         of_queries, of_keys = _careful(p, block_q), _careful(p, block_k)

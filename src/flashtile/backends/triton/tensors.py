@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flashtile.backends.triton.arguments import Rows, block
+from flashtile.backends.triton.arguments import block
 from flashtile.backends.triton.tuning import Config
 from flashtile.problem import Problem
 
@@ -105,9 +105,6 @@ class Result:
         self.numel = torch.Size(self.shape).numel()
         self.dtype, self.device = getattr(torch, dtype), device
         self.empty = self.parts(dtype=self.dtype)  # called, it makes the tensor
-
-    def make(self) -> Rows:
-        return Rows(self.empty(), *self.strides)
 
     def dump(self) -> Any:
         """A place for the result where nobody wants it: as empty(), but a small one costs nothing."""

@@ -1,4 +1,4 @@
-"""Hopper kernels in Gluon: the forward pass, warp-specialised, ahead of what Triton's own scheduling reaches."""
+"""Hopper kernels in Gluon: forward and backward, warp-specialised, ahead of what Triton's own scheduling reaches."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from flashtile.tiling import Tiling
 if TYPE_CHECKING:
     from flashtile.backends.gluon.launch import Prepared
 
+MAJOR = 9  # compute capability
 WIDEST = 256
 MOST_ROWS = 1 << 30
 SHORT = 64  # queries
@@ -28,13 +29,26 @@ def missing() -> str | None:
         return reason
     import torch
 
-    major, minor = torch.cuda.get_device_capability()
-    return None if major == 9 else f"it needs a Hopper GPU (compute capability 9), this one has {major}.{minor}"
+    reasons = [_not_hopper(torch.cuda.get_device_capability(n)) for n in range(torch.cuda.device_count())]
+    return None if None in reasons else reasons[0]
+
+
+def _not_hopper(capability: tuple[int, int]) -> str | None:
+    major, minor = capability
+    if major == MAJOR:
+        return None
+    return f"it needs a Hopper GPU (compute capability {MAJOR}), this one has {major}.{minor}"
 
 
 def why_not(problem: Problem) -> str | None:
-    """What these kernels leave to the portable ones."""
+    """What these kernels leave to the portable ones, also on a GPU that is none of Hopper's beside one that is."""
     p = problem
+    if p.q.device.type == "cuda":
+        import torch
+
+        reason = _not_hopper(torch.cuda.get_device_capability(p.q.device))
+        if reason is not None:
+            return reason
     for name, x in (("mask", p.mask), ("bias", p.bias), ("dropout", p.dropout or None)):
         if x is not None:
             return f"it takes no {name}"

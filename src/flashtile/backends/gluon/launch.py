@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from flashtile.band import FAR
 from flashtile.dtypes import EIGHT_BITS, ITEMSIZE
 from flashtile.inputs import Inputs
 from flashtile.problem import Problem
+from flashtile.results import Gradients
 
 # The values of a forward pass.
 Q, K, V, OUT, LSE, MARKS, TICKETS, SINK, RULE, LENGTHS, TURNED = map(At, range(11))
@@ -149,17 +151,22 @@ class Prepared(portable.Passes):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._forward = Forward(self._problem, self._device)
-        if problem.dtype != EIGHT_BITS and not differentiates(problem):
-            self.backward = portable.Prepared(problem).backward  # type: ignore[method-assign]
+        self._differentiates = differentiates(problem)
 
     def _tidied(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        dout = given[0].contiguous()
-        if not aligned(dout):  # the copy engine fetches it
-            dout = dout.clone()
-        return super()._tidied((dout, *given[1:]))
+        if self._differentiates:
+            dout = given[0].contiguous()
+            if not aligned(dout):  # the copy engine fetches it
+                dout = dout.clone()
+            given = (dout, *given[1:])
+        return super()._tidied(given)
 
-    def _differentiate(self, given: tuple[Any, ...], outlines: tuple[Any, ...], bias_grad: bool) -> Backward:
-        return Backward(self._problem, self._device, outlines)
+    def _differentiate(
+        self, given: tuple[Any, ...], outlines: tuple[Any, ...], bias_grad: bool
+    ) -> Callable[..., Gradients]:
+        if self._differentiates:
+            return Backward(self._problem, self._device, outlines)
+        return super()._differentiate(given, outlines, bias_grad)
 
 
 def differentiates(p: Problem) -> bool:

@@ -60,6 +60,7 @@ class Passes:
         self._device = problem.q.device
         self._index = index_of(self._device)
         self._problem = replace(problem, **{name: outline(getattr(problem, name)) for name in TENSORS})
+        self._aligned = {name: aligned(getattr(problem, name)) for name in "qkv"}
         self._forward: Callable[[Inputs, bool], tuple[Any, Any]]
         self._ways_back: dict[Any, tuple[Callable[..., Gradients], bool]] = {}
 
@@ -94,9 +95,12 @@ class Passes:
         """dout, out, lse and dlse, with rows as the kernels want them."""
         return tidy_gradients(self._problem, *given)
 
-    def _differentiate(self, given: tuple[Any, ...], outlines: tuple[Any, ...], bias_grad: bool) -> Any:
-        """The launches of a backward pass."""
-        raise NotImplementedError
+    def _differentiate(
+        self, given: tuple[Any, ...], outlines: tuple[Any, ...], bias_grad: bool
+    ) -> Callable[..., Gradients]:
+        """The launches of a backward pass, by the portable kernels."""
+        is_aligned = self._aligned | {"dout": aligned(given[0])}
+        return Backward(self._problem, self._device, is_aligned, outlines, bias_grad)
 
 
 class Prepared(Passes):
@@ -104,12 +108,7 @@ class Prepared(Passes):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        self._aligned = {name: aligned(getattr(problem, name)) for name in "qkv"}
         self._forward = Forward(self._problem, self._device, self._aligned)
-
-    def _differentiate(self, given: tuple[Any, ...], outlines: tuple[Any, ...], bias_grad: bool) -> Backward:
-        is_aligned = self._aligned | {"dout": aligned(given[0])}
-        return Backward(self._problem, self._device, is_aligned, outlines, bias_grad)
 
 
 class Forward:

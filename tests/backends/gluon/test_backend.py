@@ -1,0 +1,64 @@
+"""Which GPU and which gradients are for the Hopper kernels, without one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from flashtile.backends import gluon  # noqa: E402
+from flashtile.backends import triton as portable  # noqa: E402
+from flashtile.backends.gluon import launch  # noqa: E402
+from flashtile.backends.gluon.gradients import Backward  # noqa: E402
+from flashtile.backends.triton import launch as of_portable  # noqa: E402
+from flashtile.problem import describe  # noqa: E402
+
+HOPPER, OTHER = (9, 0), (8, 9)
+SEEN = ("shape", "stride", "numel", "element_size", "data_ptr")
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Have these GPUs, by their capabilities."""
+
+    def have(*capabilities: tuple[int, int]) -> None:
+        monkeypatch.setattr(portable, "missing", lambda: None)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda n: capabilities[getattr(n, "index", n)])
+        gluon.missing.cache_clear()
+
+    yield have
+    gluon.missing.cache_clear()
+
+
+def test_one_hopper_gpu_is_enough(gpus: Any) -> None:
+    gpus(OTHER, HOPPER)
+    assert gluon.missing() is None
+
+
+def test_none_is_not(gpus: Any) -> None:
+    gpus(OTHER, (10, 0))
+    assert "this one has 8.9" in gluon.missing()
+
+
+@pytest.mark.parametrize(("index", "can"), [(0, False), (1, True)])
+def test_the_gpu_of_the_tensors_counts(gpus: Any, index: int, can: bool) -> None:
+    gpus(OTHER, HOPPER)
+    x = torch.empty(1, 2, 128, 64, dtype=torch.bfloat16)
+    problem = describe(x, x, x)
+    there = SimpleNamespace(device=torch.device("cuda", index), **{name: getattr(x, name) for name in SEEN})
+    assert (gluon.why_not(replace(problem, q=there)) is None) == can
+
+
+@pytest.mark.parametrize(("dim", "kind"), [(64, Backward), (20, of_portable.Backward)])
+def test_gradients_that_are_left_to_the_portable_kernels(dim: int, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 20 columns the copy engine cannot fetch, however often they are copied."""
+    monkeypatch.setattr(launch, "Forward", lambda *_: None)
+    x = torch.empty(1, 2, 128, dim, dtype=torch.bfloat16)
+    run, _ = launch.Prepared(describe(x, x, x))._way_back((x, x, torch.empty(1, 2, 128), None), False)
+    assert type(run) is kind

@@ -66,6 +66,21 @@ def test_sizes_unknown(grad: bool) -> None:
     assert same(causal, qkv(9, 11, grad), qkv(5, 14, grad), qkv(12, 7, grad), dynamic=True) == 1
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch asks for it itself
+def test_the_way_back_alone() -> None:
+    """Compiled autograd takes the backward pass of an eager call in one graph."""
+    inputs = qkv(9, 11)
+
+    def gradients() -> Any:
+        return torch.autograd.grad(sum(x.square().sum() for x in causal(*inputs)), inputs)
+
+    expected = gradients()
+    counters.clear()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+        torch.testing.assert_close(gradients(), expected)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
 @every_backend
 def test_inductor(backend: str) -> None:
     def block(q: Any, k: Any, v: Any, bias: Any, sink: Any) -> Any:

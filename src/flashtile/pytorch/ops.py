@@ -89,12 +89,12 @@ def attention_backward(
 ) -> kernel.Grads:
     """The operator; or its kernel at once, where autograd has nothing to record and nobody else is watching.
 
-    others: the tensors among the options of these Settings.
+    A compiler that takes the way back alone is watching. others: the tensors among the options of these Settings.
     """
     tensors = [dout, out, lse, q, k, v, *others]
     if dlse is not None:
         tensors.append(dlse)
-    if not torch.is_grad_enabled() and unwatched(tensors):
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling() and unwatched(tensors):
         options = settings.options_with(others)
         return kernel.backward(dout, dlse, out, lse, bias_grad, q, k, v, settings.backend, options)
     grads: Five = ATTENTION_BACKWARD(dout, dlse, out, lse, bias_grad, *settings.call(q, k, v, others))

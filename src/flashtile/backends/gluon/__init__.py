@@ -43,10 +43,11 @@ def _not_hopper(capability: tuple[int, int]) -> str | None:
 def why_not(problem: Problem) -> str | None:
     """What these kernels leave to the portable ones, also on a GPU that is none of Hopper's beside one that is."""
     p = problem
-    if p.q.device.type == "cuda":
+    device = getattr(p.q, "device", None)  # a plan's tensors lie nowhere
+    if getattr(device, "type", None) == "cuda":
         import torch
 
-        reason = _not_hopper(torch.cuda.get_device_capability(p.q.device))
+        reason = _not_hopper(torch.cuda.get_device_capability(device))
         if reason is not None:
             return reason
     for name, x in (("mask", p.mask), ("bias", p.bias), ("dropout", p.dropout or None)):

@@ -24,7 +24,10 @@ ADVICE = re.compile(r"\bC75\d\d\b.*")  # by ptxas, where it serialises products
 
 
 class Case(NamedTuple):
-    """One call with these options of attention(), in a row; "gqa", "packed" and "ragged" say how its tensors lie."""
+    """One call with these options of attention(), in a row.
+
+    "gqa", "packed", "ragged" and "short" say how its tensors lie.
+    """
 
     dim: int
     options: str = ""
@@ -125,7 +128,7 @@ def start_call(case: Case) -> None:
     from flashtile.problem import check_gradients, describe
 
     words = case.options.split()
-    length = 4001 if "ragged" in words else 4096
+    length = 4001 if "ragged" in words else 256 if "short" in words else 4096
     batch, heads, kv_heads, n_q, n_k = (2, 16, 2, 8, length) if "gqa" in words else (2, 8, 8, length, length)
     q_shape, k_shape = (batch, heads, n_q), (batch, kv_heads, n_k)
     starts = None
@@ -146,7 +149,7 @@ def start_call(case: Case) -> None:
         "packed": {"cu_q": starts, "cu_k": starts},
         "deterministic": {"deterministic": True},
         "descale": {"descale": torch.ones(batch, kv_heads, 3)},
-        **{word: {} for word in ("gqa", "ragged")},
+        **{word: {} for word in ("gqa", "ragged", "short")},
     }
     problem = describe(q, k, v, **{name: x for word in words for name, x in values[word].items()})
     assert why_not(problem) is None

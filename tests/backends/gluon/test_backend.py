@@ -62,3 +62,21 @@ def test_gradients_that_are_left_to_the_portable_kernels(dim: int, kind: type, m
     x = torch.empty(1, 2, 128, dim, dtype=torch.bfloat16)
     run, _ = launch.Prepared(describe(x, x, x))._way_back((x, x, torch.empty(1, 2, 128), None), False)
     assert type(run) is kind
+
+
+@pytest.mark.parametrize(
+    ("shape", "fits"),
+    [
+        ((8, 8, 128, 64), False),  # a tile of 64 rows for each of 128 processors: one launch of the portable kernel
+        ((1, 8, 1024, 64), False),
+        ((1, 4, 2048, 64), True),  # of many keys
+        ((9, 8, 128, 64), True),
+        ((8, 8, 128, 128), True),
+        ((7, 8, 128, 128), False),
+        ((512, 8, 64, 128), False),  # of few queries
+    ],
+    ids=str,
+)
+def test_what_is_enough_to_do(shape: tuple[int, ...], fits: bool) -> None:
+    x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    assert gluon.suits(describe(x, x, x)) is fits

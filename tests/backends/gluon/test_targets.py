@@ -15,14 +15,18 @@ DIMS = (64, 128, 256)
 EVERYTHING = "causal softcap alibi sink kv_lengths gqa"
 GRADIENTS = ("softcap", "band", "causal packed", "causal gqa", "kv_lengths", "causal alibi sink kv_lengths gqa")
 QUICK = {
-    "plain": [Case(dim, options) for dim in DIMS for options in ("", "causal")],
+    "plain": [*(Case(dim, options) for dim in DIMS for options in ("", "causal")), Case(64, "causal short")],
     "options": [
         Case(128, "window"),
         Case(128, EVERYTHING),
         Case(128, "causal packed"),
         Case(128, "causal", "float16"),
     ],
-    "8 bits": [*(Case(dim, "causal descale", EIGHT_BITS) for dim in DIMS), Case(128, "", EIGHT_BITS)],
+    "8 bits": [
+        *(Case(dim, "causal descale", EIGHT_BITS) for dim in DIMS),
+        Case(128, "", EIGHT_BITS),
+        Case(128, "causal descale short", EIGHT_BITS),
+    ],
     "gradients": [
         *(Case(dim, options, work="backward") for dim in DIMS for options in ("", "causal")),
         Case(128, "softcap", work="backward"),
@@ -31,6 +35,7 @@ QUICK = {
 }
 FULL = [
     *(Case(dim, "band") for dim in DIMS),
+    *(Case(64, f"{options} short", dtype) for options in ("", "band") for dtype in ("bfloat16", "float16", EIGHT_BITS)),
     *(Case(dim, options, "float16") for dim in DIMS for options in ("", "causal", "band")),
     *(Case(dim, f"{options} float32") for dim in DIMS for options in ("", "causal")),
     *(Case(dim, f"{options} packed") for dim in DIMS for options in ("causal", "band", "kv_lengths sink")),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from flashtile.backends.gluon import tuning
 from flashtile.band import FAR, Band
+from flashtile.dtypes import EIGHT_BITS
 from flashtile.problem import Problem, describe
 
 LIMITS = st.one_of(st.just(FAR), st.integers(-70, 300), st.sampled_from([-64, 0, 64, 128]))
@@ -99,3 +100,31 @@ def test_the_last_heads_have_tasks_for_all_processors(tiles: int, columns: int) 
     heads = tuning.section(tiles, columns, 132)
     assert 1 <= heads <= columns
     assert heads == columns or tiles * heads >= tuning.WAVES * 132 > tiles * (heads - 1)
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "rows", "consumers"),
+    [
+        *((64, "bfloat16", n, 2) for n in (1, 128, 200, 256)),
+        *((64, "float16", n, 3) for n in (129, 192, 320, 512, 640, 1024, 16384)),
+        *((64, EIGHT_BITS, n, c) for n, c in ((256, 2), (512, 3), (1024, 3))),
+        *((128, EIGHT_BITS, n, c) for n, c in ((256, 2), (384, 3), (512, 2), (1024, 2), (2048, 3), (16384, 3))),
+        *((dim, "bfloat16", n, 2) for dim in (128, 256) for n in (128, 1024)),
+        *((64, "bfloat16", None, 3), (128, EIGHT_BITS, None, 3)),
+    ],
+)
+def test_few_rows_leave_no_warpgroup_idle(dim: int, dtype: str, rows: int | None, consumers: int) -> None:
+    """Three warpgroups of 64 rows are for heads that fill their tiles."""
+    config = tuning.forward(dim, dtype, rows)
+    assert config.consumers == consumers
+    assert config.block_k == tuning.forward(dim, dtype).block_k  # seen_first() counts on it
+
+
+def test_heads_that_share_tiles_count_together() -> None:
+    q, k = np.zeros((1, 16, 8, 64), np.float16), np.zeros((1, 2, 4096, 64), np.float16)
+    p = describe(q, k, k)
+    assert tuning.packed_heads(p) == 8
+    assert tuning.forward_of(p, 8) == tuning.forward(64, "float16", 64)
+    q, k = q[0].swapaxes(0, 1), k[0].swapaxes(0, 1)
+    packed = describe(q, k, k, cu_q=np.array([0, 8]), cu_k=np.array([0, 4096]))
+    assert tuning.forward_of(packed, 1) == tuning.forward(64, "float16")

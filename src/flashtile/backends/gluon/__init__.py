@@ -18,6 +18,7 @@ WIDEST = 256
 MOST_ROWS = 1 << 30
 SHORT = 64  # queries
 ROWS_TO_FILL = 64 * 128  # about two tiles for three processors in four
+NARROW, FEW_KEYS = 64, 1024
 FEW_TILES = 16
 
 
@@ -75,22 +76,24 @@ def why_not(problem: Problem) -> str | None:
 def suits(problem: Problem) -> bool:
     """Whether there is enough to do for a kernel that keeps every processor for itself.
 
-    The portable kernels share the keys of few queries out, and start sooner; but 8-bit tensors are widened for them.
+    The portable kernels share the keys of few queries out, and start sooner; but 8-bit tensors are widened for them. At
+    head dim 64 they make ROWS_TO_FILL rows at once, a tile a processor, in a single launch.
     """
     if problem.dtype == EIGHT_BITS:
         tiling = tile(problem)
         heads = problem.heads // tiling.heads * problem.sequences
         return -(-problem.n_q // tiling.rows) * heads >= FEW_TILES
     rows = problem.n_q * problem.heads * problem.sequences
-    return problem.n_q > SHORT and rows >= ROWS_TO_FILL
+    at_once = max(problem.dim, problem.dim_v) <= NARROW and problem.n_k <= FEW_KEYS
+    return problem.n_q > SHORT and (rows > ROWS_TO_FILL if at_once else rows >= ROWS_TO_FILL)
 
 
 def tile(problem: Problem, capability: tuple[int, int] | None = None) -> Tiling:
     """That of a forward pass."""
     from flashtile.backends.gluon import tuning
 
-    config = tuning.forward(max(problem.dim, problem.dim_v), problem.dtype)
     heads = tuning.packed_heads(problem)
+    config = tuning.forward_of(problem, heads)
     return Tiling(tuning.ROWS * config.consumers // heads, config.block_k, heads)
 
 

@@ -54,8 +54,8 @@ class Forward:
 
     def __init__(self, p: Problem, device: Any) -> None:
         self._device, self._packed = device, p.packed
-        config = tuning.forward(max(p.dim, p.dim_v), p.dtype)
         packed_heads = tuning.packed_heads(p)
+        config = tuning.forward_of(p, packed_heads)
         n_rows, batch, heads = p.q.shape[2], p.q.shape[0], p.heads // packed_heads
         self._out = Result(p, p.heads, n_rows, p.dim_v, p.out_dtype, device)
         self._lse = Result(p, p.heads, n_rows, None, p.accumulator, device)

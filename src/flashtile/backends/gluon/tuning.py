@@ -46,6 +46,13 @@ EIGHT_BITS = {
     128: Config(128, 3, 3, 160, 32, weights_shared=True),
     256: Config(64, 3, 2, 240, 32),
 }
+# With a warpgroup less, by bytes an element and head dim: for heads of few rows, which would leave much of three empty.
+# First how much larger all tiles of three have to be than those of two, for it to pay.
+FEWER = {
+    (2, 64): (1.25, Config(128, 3, 2, 240, 32)),
+    (1, 64): (1.25, Config(128, 3, 2, 240, 32)),
+    (1, 128): (1.1, Config(128, 3, 2, 240, 32)),
+}
 BACKWARD = {
     64: Steps(128, 128, 2, 2, scores_first=True),
     128: Steps(64, 128, 2, 2, scores_first=False),
@@ -71,10 +78,25 @@ def packed_heads(problem: Problem) -> int:
     return p.group if p.n_q * 2 <= rows else 1
 
 
-def forward(width: int, dtype: str = "bfloat16") -> Config:
-    """For the wider of the two head dims."""
+def forward(width: int, dtype: str = "bfloat16", rows: int | None = None) -> Config:
+    """For the wider of the two head dims. rows: of a head, or of those that share tiles; None where lengths differ."""
     table = EIGHT_BITS if dtype == dtypes.EIGHT_BITS else FORWARD
-    return table[next(step for step in table if width <= step)]
+    step = next(step for step in table if width <= step)
+    config = table[step]
+    share, fewer = FEWER.get((dtypes.ITEMSIZE[dtype], step), (0.0, config))
+    return fewer if rows is not None and _padded(rows, config) >= share * _padded(rows, fewer) else config
+
+
+def forward_of(problem: Problem, packed_heads: int) -> Config:
+    """forward() for a problem whose tiles have rows of so many heads."""
+    p = problem
+    return forward(max(p.dim, p.dim_v), p.dtype, None if p.packed else p.n_q * packed_heads)
+
+
+def _padded(rows: int, config: Config) -> int:
+    """These rows and those that their tiles leave empty."""
+    tile = ROWS * config.consumers
+    return -(-rows // tile) * tile
 
 
 def seen_first(problem: Problem) -> bool:

@@ -110,7 +110,7 @@ ELSEWHERE = {
 CAREFUL = {64: (32, 32, 4), 128: (32, 32, 8), 256: (32, 32, 8), 512: (16, 32, 4), 1024: (16, 16, 4)}
 CAREFUL_EXACT = (16, 16, 8)  # where float32 stays float32, which on NVIDIA's GPUs no matrix unit multiplies
 DBIAS = Config(32, 32, 4, 1)
-STATISTICS_ROWS = 64
+STATISTICS_ROWS = 16
 MERGED = 16384  # bytes of parts that one warp holds in registers
 
 _overrides: dict[str, Config] = {}

@@ -75,12 +75,46 @@ def _operands(columns):
 
 
 @gluon.jit
-def scale_rows(o, factor):
-    """o * factor[:, None], skipped by warps all of whose factors are 1."""
-    COLUMNS: gl.constexpr = o.shape[1]
-    rows = gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout), assert_trivial=True)[:, None]
+def scale_unless_one(o, factor):
+    """o * factor, of softmax.in_pairs(): skipped by warps all of whose factors are 1."""
+    COLUMNS: gl.constexpr = o.shape[1] * 8
     return gl.inline_asm_elementwise(
-        _code(COLUMNS), _operands(COLUMNS), [o, rows], dtype=gl.float32, is_pure=True, pack=COLUMNS // 2
+        _code(COLUMNS), _operands(COLUMNS), [o, factor], dtype=gl.float32, is_pure=True, pack=COLUMNS // 2
+    )
+
+
+@gluon.constexpr_function
+def _follow(most):
+    """Results: two factors, two maxima; operands: two shares, two maxima."""
+    limit = f"0f{(127 + most) << 23:08X}"
+    rows = "".join(
+        f" shfl.sync.bfly.b32 b, ${4 + n}, 1, 31, -1; max.f32 a, b, ${4 + n}; shfl.sync.bfly.b32 b, a, 2, 31, -1;"
+        f" max.f32 a, a, b; setp.gt.f32 p, a, {limit}; mov.b32 e, a; shr.s32 e, e, 23; min.s32 e, e, 253;"
+        f" sub.s32 e, e, 127; selp.b32 e, e, 0, p; cvt.rn.f32.s32 b, e; add.f32 ${2 + n}, ${2 + n}, b;"
+        f" sub.s32 e, 127, e; shl.b32 e, e, 23; mov.b32 ${n}, e;"
+        for n in range(2)
+    )
+    return (
+        "{ .reg .pred p, q; .reg .f32 a, b; .reg .b32 e;"
+        " mov.f32 $0, 0f3F800000; mov.f32 $1, 0f3F800000; mov.f32 $2, $6; mov.f32 $3, $7;"
+        f" setp.gt.f32 p, $4, {limit}; setp.gt.or.f32 p, $5, {limit}, p; vote.sync.any.pred q, p, 0xffffffff;"
+        f" @!q bra L;{rows} L: }}"
+    )
+
+
+@gluon.jit
+def follow(share, m, MOST: gl.constexpr):
+    """Where a share is over 2^MOST: a power of two that brings it to 1 or 2, and the maximum for what is to come.
+
+    The threads of a row, four neighbours, go by the largest of their shares. Else 1 and m, and most warps do no more.
+    """
+    return gl.inline_asm_elementwise(
+        _follow(MOST),
+        "=&f,=&f,=&f,=&f,f,f,f,f",
+        [share, m],
+        dtype=(gl.float32, gl.float32),
+        is_pure=True,
+        pack=2,
     )
 
 

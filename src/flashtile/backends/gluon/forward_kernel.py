@@ -22,13 +22,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashtile.backends.gluon.assembly import BARRIERS, arrive, scale_rows, stay_before, sync
+from flashtile.backends.gluon.assembly import BARRIERS, arrive, stay_before, sync
 from flashtile.backends.gluon.results import Results, clear_mark, finish, heads_of_rows, store
 from flashtile.backends.gluon.softmax import (
     Seen,
     carried,
     hide,
+    joined,
     operand,
+    scaled,
     shape_scores,
     unit_of,
     weigh,
@@ -383,7 +385,7 @@ def step(
     stay_before(l)
     o = end_values(o_later, before_p, C)
     give_back(shared.v, before, C)
-    return keep(p, shared, ME, C), m, l, scale_rows(o, due), factor, slot, phase, j0
+    return keep(p, shared, ME, C), m, l, scaled(o, due), factor, slot, phase, j0
 
 
 @gluon.jit
@@ -433,8 +435,10 @@ def consume(shared, results, sink, rule, cu_q, ME: gl.constexpr, C: gl.constexpr
         o_later = begin_values(p, o, shared, slot, ME, C)
         o_r = gl.arange(0, ROWS, in_s)
         real = (o_r >= read(orders, REAL_FROM, ME)) & (o_r < read(orders, REAL_TO, ME))
-        weight, row_lse, lost = finish(m, l, sink, seen, real, orders, ME, C)
-        weight = weight * factor
+        m = joined(m, "agree", in_s)
+        l = joined(l, "sum", in_s)
+        weight, row_lse, lost = finish(m, l, sink, seen, orders, ME, C)
+        weight = weight * joined(factor, "agree", in_s)
         if rule.descale is not None:
             weight = weight * read_real(orders, VALUE_GAIN, ME)
             lost = lost | (seen.gain <= 0)  # the largest of s is then no maximum

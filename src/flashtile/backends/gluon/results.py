@@ -28,7 +28,7 @@ def heads_of_rows(orders, LAYOUT: gl.constexpr, ME: gl.constexpr, C: gl.constexp
 
 
 @gluon.jit
-def finish(m, l, sink, seen, real, orders, ME: gl.constexpr, C: gl.constexpr):
+def finish(m, l, sink, seen, orders, ME: gl.constexpr, C: gl.constexpr):
     """What o is to be multiplied with (eq. 7), lse, and the rows whose sum cannot be right although they see keys."""
     empty = seen.last < gl.maximum(seen.first, 0)
     lost = (l - l != 0) | ((l == 0) & (empty == 0))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.gluon.assembly import pack_halves, pack_quarters
+from flashtile.backends.gluon.assembly import follow, pack_halves, pack_quarters, scale_unless_one
 from flashtile.backends.triton.blocks import number
 from flashtile.backends.triton.scores import LOG2E
 
@@ -17,7 +17,7 @@ SLACK = gl.constexpr(8.0)  # a maximum that has grown by less than this, in base
 LIFT_8 = gl.constexpr(6.0)
 SLACK_8 = gl.constexpr(2.0)
 FLAT_8 = gl.constexpr(1024.0)  # SLACK_8 is for rows whose sum is larger: no weight is over a quarter of it
-GROWTH = gl.constexpr(16)  # a tile whose weights add up to more than 2^GROWTH makes the maximum follow
+GROWTH = gl.constexpr(14)  # a share of a tile's weights that is more than 2^GROWTH makes the maximum follow
 
 
 class Seen(NamedTuple):
@@ -108,10 +108,63 @@ def unit_of(rule, gain):
         return gl.to_tensor(1.4426950408889634)
 
 
+# ---- rows ----
+# Four threads have the columns of a row. What is known of it each has for itself, [rows, 4]: the maximum, which is the
+# same for all, and a share of the sum. So a tile needs no exchange between threads, unless it looks for its maximum.
+
+
+@gluon.constexpr_function
+def each_layout(layout):
+    """[rows, 4], from the layout of in_pairs()."""
+    return gl.SliceLayout(1, gl.SliceLayout(3, layout))
+
+
 @gluon.jit
-def row_sum(p):
-    """[rows], each in the threads that have the row."""
-    return gl.sum(p, 1)
+def spread(row, s):
+    """[rows], each in the threads that have the row, as [rows, 4]."""
+    EACH: gl.constexpr = each_layout(in_pairs(s).type.layout)
+    row = gl.convert_layout(row, gl.SliceLayout(1, EACH), assert_trivial=True)
+    return row[:, None] + gl.zeros([s.shape[0], 4], row.dtype, EACH)
+
+
+@gluon.jit
+def along(each, x):
+    """[rows, 4] as a factor or summand of x, which is in_pairs() of something."""
+    EACH: gl.constexpr = each_layout(x.type.layout)
+    return gl.convert_layout(each, EACH, assert_trivial=True)[:, None, :][:, :, :, None]
+
+
+@gluon.jit
+def whole_rows(x, like):
+    """in_pairs() undone."""
+    return gl.convert_layout(gl.reshape(x, like.shape), like.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def shares(p):
+    """What each thread has of the sum of a row."""
+    return gl.sum(gl.sum(in_pairs(p), 3), 1)
+
+
+@gluon.jit
+def joined(each, how: gl.constexpr, LAYOUT: gl.constexpr):
+    """[rows] again, the "sum" of shares, or what all of them "agree" on."""
+    row = gl.sum(each, 1) if how == "sum" else gl.max(each, 1)
+    return gl.convert_layout(row, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def exponentials(s, m, unit):
+    """P = exp2(s * unit - m)."""
+    x = in_pairs(s)
+    return whole_rows(gl.exp2(x * unit - along(m, x)), s)
+
+
+@gluon.jit
+def scaled(o, factor):
+    """o * factor, skipped by warps all of whose factors are 1."""
+    x = in_pairs(o)
+    return whole_rows(scale_unless_one(x, along(factor, x)), o)
 
 
 @gluon.constexpr_function
@@ -120,10 +173,11 @@ def lift_of(dtype):
 
 
 @gluon.jit
-def slack_of(l, dtype: gl.constexpr):
+def slack_of(l, s, dtype: gl.constexpr):
     """How far the maximum may stay behind. The largest of 8-bit weights is exact only where it does not."""
     if dtype == gl.float8e4nv:
-        return gl.where(l > FLAT_8, SLACK_8, 0.0)
+        rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+        return spread(gl.where(joined(l, "sum", rows) > FLAT_8, SLACK_8, 0.0), s)
     else:
         return SLACK
 
@@ -134,9 +188,9 @@ def weigh_first(s, unit, dtype: gl.constexpr):
 
     Beside 8-bit values the maximum is said to be less than it is: weights and sums are larger then, and all else holds.
     """
-    m = gl.maximum(gl.max(s, 1) * unit - lift_of(dtype), NOTHING)
-    p = gl.exp2(s * unit - m[:, None])
-    return p, m, row_sum(p)
+    m = spread(gl.maximum(gl.max(s, 1) * unit - lift_of(dtype), NOTHING), s)
+    p = exponentials(s, m, unit)
+    return p, m, shares(p)
 
 
 @gluon.jit
@@ -145,11 +199,11 @@ def weigh(s, m, l, unit, dtype: gl.constexpr):
 
     A maximum that has grown little stays as it is: it is exact too, and weights stay under 2^SLACK.
     """
-    top = gl.max(s, 1) * unit - lift_of(dtype)
-    m_new = gl.where(top - m > slack_of(l, dtype), top, m)
-    p = gl.exp2(s * unit - m_new[:, None])
+    top = spread(gl.max(s, 1) * unit - lift_of(dtype), s)
+    m_new = gl.where(top - m > slack_of(l, s, dtype), top, m)
+    p = exponentials(s, m_new, unit)
     factor = gl.exp2(m - m_new)
-    return p, m_new, l * factor + row_sum(p), factor
+    return p, m_new, l * factor + shares(p), factor
 
 
 @gluon.jit
@@ -158,14 +212,12 @@ def weigh_on_trust(s, m, l, unit):
 
     Any m that is not above the maximum gives the same attention as long as nothing overflows, and in bfloat16, as in
     float32, a weight does so only past 2^127. Such a row ends with an infinite sum and is mended. m must be that of
-    keys that the row sees. The factor is for sums that contain P.
+    keys that the row sees. The factor is for sums that contain P, a power of two: scaling by it rounds nothing.
     """
-    p = gl.exp2(s * unit - m[:, None])
-    new = row_sum(p)
-    exponent = (new.to(gl.int32, bitcast=True) >> 23) - 127
-    exponent = gl.where(exponent > GROWTH, gl.minimum(exponent, 126), 0)
-    factor = ((127 - exponent) << 23).to(gl.float32, bitcast=True)  # a power of two: scaling by it rounds nothing
-    return p, m + exponent.to(gl.float32), (l + new) * factor, factor
+    p = exponentials(s, m, unit)
+    new = shares(p)
+    factor, m = follow(new, m, GROWTH)
+    return p, m, (l + new) * factor, factor
 
 
 @gluon.jit

@@ -77,12 +77,14 @@ def test_every_file_says_what_it_is():
     assert untold == []
 
 
-def test_the_readme_shows_its_records_as_they_are():
-    tables = table.marked(README)
+@pytest.mark.parametrize("name", ["README.md", "docs/hopper.md"])
+def test_documents_show_their_records_as_they_are(name):
+    document = readme_tree.ROOT / name
+    tables = table.marked(document.read_text())
     assert tables
     for path, shown in tables.items():
         if path:
-            assert shown == table.render(records.read(readme_tree.ROOT / path))
+            assert shown == table.render(records.read(document.parent / path))
         else:
             assert not re.search(r"\d", shown)
 

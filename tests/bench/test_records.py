@@ -86,6 +86,15 @@ def test_a_document_carries_its_table(tmp_path):
     assert document.read_text() == text
 
 
+def test_a_document_beside_the_records(tmp_path):
+    records.write(example(), tmp_path / "records" / "r.json")
+    document = tmp_path / "docs" / "d.md"
+    document.parent.mkdir()
+    document.write_text("<!-- bench:  -->\n<!-- end of bench -->\n")
+    table.put_into(document, tmp_path / "records" / "r.json")
+    assert list(table.marked(document.read_text())) == ["../records/r.json"]
+
+
 def test_a_document_may_carry_several(tmp_path):
     for name in ("a.json", "b.json", "c.json"):
         records.write(example() | {"threads": ord(name[0])}, tmp_path / name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from os.path import relpath
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def marked(text: str) -> dict[str, str]:
 
 def put_into(document: Path, record: Path) -> None:
     """Make the table of this record anew, or put it where a place waits; its path is relative to the document."""
-    path = record.resolve().relative_to(document.resolve().parent).as_posix()
+    path = Path(relpath(record.resolve(), document.resolve().parent)).as_posix()
     before = document.read_text()
     places = marked(before)
     place = path if path in places else ""

@@ -26,6 +26,7 @@ from flashtile.backends.gluon.assembly import BARRIERS, arrive, stay_before, syn
 from flashtile.backends.gluon.results import Results, clear_mark, finish, heads_of_rows, store
 from flashtile.backends.gluon.softmax import (
     Seen,
+    agreed,
     carried,
     hide,
     joined,
@@ -435,10 +436,10 @@ def consume(shared, results, sink, rule, cu_q, ME: gl.constexpr, C: gl.constexpr
         o_later = begin_values(p, o, shared, slot, ME, C)
         o_r = gl.arange(0, ROWS, in_s)
         real = (o_r >= read(orders, REAL_FROM, ME)) & (o_r < read(orders, REAL_TO, ME))
-        m = joined(m, "agree", in_s)
-        l = joined(l, "sum", in_s)
+        m = agreed(m, in_s)
+        l = joined(l, dtype, in_s)
         weight, row_lse, lost = finish(m, l, sink, seen, orders, ME, C)
-        weight = weight * joined(factor, "agree", in_s)
+        weight = weight * agreed(factor, in_s)
         if rule.descale is not None:
             weight = weight * read_real(orders, VALUE_GAIN, ME)
             lost = lost | (seen.gain <= 0)  # the largest of s is then no maximum

@@ -141,16 +141,27 @@ def whole_rows(x, like):
 
 
 @gluon.jit
-def shares(p):
-    """What each thread has of the sum of a row."""
-    return gl.sum(gl.sum(in_pairs(p), 3), 1)
+def shares(p, dtype: gl.constexpr):
+    """What each thread has of the sum of a row. Of 8-bit weights all of it: slack_of() wants it, the same for all."""
+    if dtype == gl.float8e4nv:
+        return spread(gl.sum(p, 1), p)
+    else:
+        return gl.sum(gl.sum(in_pairs(p), 3), 1)
 
 
 @gluon.jit
-def joined(each, how: gl.constexpr, LAYOUT: gl.constexpr):
-    """[rows] again, the "sum" of shares, or what all of them "agree" on."""
-    row = gl.sum(each, 1) if how == "sum" else gl.max(each, 1)
-    return gl.convert_layout(row, LAYOUT, assert_trivial=True)
+def agreed(each, LAYOUT: gl.constexpr):
+    """[rows] again, of what is the same for all threads of a row."""
+    return gl.convert_layout(gl.max(each, 1), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def joined(l, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+    """The sums of rows, from shares()."""
+    if dtype == gl.float8e4nv:
+        return agreed(l, LAYOUT)
+    else:
+        return gl.convert_layout(gl.sum(l, 1), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -173,11 +184,10 @@ def lift_of(dtype):
 
 
 @gluon.jit
-def slack_of(l, s, dtype: gl.constexpr):
+def slack_of(l, dtype: gl.constexpr):
     """How far the maximum may stay behind. The largest of 8-bit weights is exact only where it does not."""
     if dtype == gl.float8e4nv:
-        rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
-        return spread(gl.where(joined(l, "sum", rows) > FLAT_8, SLACK_8, 0.0), s)
+        return gl.where(l > FLAT_8, SLACK_8, 0.0)
     else:
         return SLACK
 
@@ -190,7 +200,7 @@ def weigh_first(s, unit, dtype: gl.constexpr):
     """
     m = spread(gl.maximum(gl.max(s, 1) * unit - lift_of(dtype), NOTHING), s)
     p = exponentials(s, m, unit)
-    return p, m, shares(p)
+    return p, m, shares(p, dtype)
 
 
 @gluon.jit
@@ -200,10 +210,10 @@ def weigh(s, m, l, unit, dtype: gl.constexpr):
     A maximum that has grown little stays as it is: it is exact too, and weights stay under 2^SLACK.
     """
     top = spread(gl.max(s, 1) * unit - lift_of(dtype), s)
-    m_new = gl.where(top - m > slack_of(l, s, dtype), top, m)
+    m_new = gl.where(top - m > slack_of(l, dtype), top, m)
     p = exponentials(s, m_new, unit)
     factor = gl.exp2(m - m_new)
-    return p, m_new, l * factor + shares(p), factor
+    return p, m_new, l * factor + shares(p, dtype), factor
 
 
 @gluon.jit
@@ -215,7 +225,7 @@ def weigh_on_trust(s, m, l, unit):
     keys that the row sees. The factor is for sums that contain P, a power of two: scaling by it rounds nothing.
     """
     p = exponentials(s, m, unit)
-    new = shares(p)
+    new = shares(p, gl.bfloat16)
     factor, m = follow(new, m, GROWTH)
     return p, m, (l + new) * factor, factor
 

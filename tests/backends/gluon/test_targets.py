@@ -66,7 +66,7 @@ STACK = {
     ("8 bits", 128, ""): 8,
     ("8 bits", 128, "causal descale"): 8,
     ("8 bits", 128, "float32"): 8,
-    ("8 bits", 128, "band"): 16,
+    ("8 bits", 128, "band"): 32,
     ("8 bits", 128, "gqa"): 8,
     ("8 bits", 128, f"{EVERYTHING} descale"): 40,
     ("8 bits", 256, f"{EVERYTHING} descale"): 24,

@@ -18,7 +18,7 @@ WIDEST = 256
 MOST_ROWS = 1 << 30
 SHORT = 64  # queries
 ROWS_TO_FILL = 64 * 128  # about two tiles for three processors in four
-NARROW, FEW_KEYS = 64, 1024
+NARROW, FEW_KEYS = 64, 1024  # of head dims and keys: what the portable kernels make at once, see suits()
 FEW_TILES = 16
 
 

@@ -104,9 +104,9 @@ def _follow(most):
 
 @gluon.jit
 def follow(share, m, MOST: gl.constexpr):
-    """Where a share is over 2^MOST: a power of two that brings it to 1 or 2, and the maximum for what is to come.
+    """Where a share is over 2^MOST: a power of two that brings it under 2, and the maximum for what is to come.
 
-    The threads of a row, four neighbours, go by the largest of their shares. Else 1 and m, and most warps do no more.
+    The threads of a row, four neighbours, go by the largest of their shares. Elsewhere 1 and m; most warps do no more.
     """
     return gl.inline_asm_elementwise(
         _follow(MOST),

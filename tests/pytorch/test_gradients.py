@@ -13,6 +13,7 @@ from torch.autograd import forward_ad, gradcheck
 
 import flashtile as ft
 from flashtile import dispatch
+from flashtile.pytorch import kernel
 from tests.grid import OPTIONS, Case, Size, build
 from tests.pytorch.samples import BACKENDS, as_tensors, every_backend, randn, run
 
@@ -122,10 +123,15 @@ def test_gradients_of_gradients_are_refused() -> None:
         dq.sum().backward()
 
 
-def test_gradients_of_slopes_are_refused() -> None:
+def test_gradients_of_slopes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is computed, and also where torch.func asks for them."""
     q, slopes = randn(2, 5, 4), randn(2, requires_grad=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel, "forward", lambda *args: pytest.fail("it was computed"))
+        with pytest.raises(ft.UnsupportedError, match=r"^alibi: "):
+            ft.attention(q, q, q, alibi=slopes)
     with pytest.raises(ft.UnsupportedError, match=r"^alibi: "):
-        ft.attention(q, q, q, alibi=slopes)
+        torch.func.grad(lambda x: ft.attention(q, q, q, alibi=x).sum())(slopes.detach())
     with torch.no_grad():
         ft.attention(q, q, q, alibi=slopes)
     ft.attention(q, q, q, alibi=slopes.detach())

@@ -33,8 +33,8 @@ class WatchedAttention(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.settings, *tensors = inputs
         names = ctx.settings.names
-        if "alibi" in names and ctx.needs_input_grad[4 + names.index("alibi")]:
-            raise _alibi_needs_none()
+        if "alibi" in names:
+            reject_gradients(tensors[0], ctx.needs_input_grad[4 + names.index("alibi")])
         _save(ctx, *tensors, *output)
 
     @staticmethod
@@ -88,21 +88,22 @@ class AttentionBackward(torch.autograd.Function):
         raise UnsupportedError("q, k, v: attention can be differentiated once, its gradients cannot")
 
 
-def _save(ctx: Any, q: Tensor, *others: Tensor | None) -> None:
+def _save(ctx: Any, *tensors: Tensor | None) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors)
+
+
+def reject_gradients(q: Tensor, of_alibi: bool) -> None:
+    """Of a call of which some are asked for: what has none. of_alibi: its slopes are among them."""
     if q.dtype is eight_bits.DTYPE:
         raise UnsupportedError(f"q, k, v: expected inputs that need no gradient, for {eight_bits.DTYPE} has none")
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, *others)
-
-
-def _alibi_needs_none() -> UnsupportedError:
-    return UnsupportedError("alibi: expected slopes that need no gradient; a bias has one")
+    if of_alibi:
+        raise UnsupportedError("alibi: expected slopes that need no gradient; a bias has one")
 
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Of the operator."""
-    if Call(*ctx.needs_input_grad[: len(inputs)]).alibi:
-        raise _alibi_needs_none()
+    reject_gradients(inputs[0], Call(*ctx.needs_input_grad[: len(inputs)]).alibi)
     _save(ctx, *inputs[:N_TENSORS], *output)
     ctx.settings = inputs[N_TENSORS:]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashtile.problem import check_descale, describe
 from flashtile.pytorch import autocast, call, eight_bits, kernel, ops
-from flashtile.pytorch.autograd import WatchedAttention, record, reject_forward_mode
+from flashtile.pytorch.autograd import WatchedAttention, record, reject_forward_mode, reject_gradients
 from flashtile.pytorch.call import Settings
 from flashtile.pytorch.watch import unwatched
 
@@ -38,6 +38,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, backend: str, return_lse: bool, o
         describe(q, k, v, **options)  # a wrong call should meet our words before torch's
     settings = Settings(backend, options, names)
     if recorded:
+        if names or q.dtype is eight_bits.DTYPE:  # before anything is computed
+            reject_gradients(q, "alibi" in names and options["alibi"].requires_grad)
         out, lse = (record if plain else WatchedAttention.apply)(settings, *tensors)
     else:
         out, lse = ops.ATTENTION(*settings.call(q, k, v, tensors[3:]))

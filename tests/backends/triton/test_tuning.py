@@ -113,3 +113,7 @@ def test_an_override_holds_while_it_is_asked_for():
             raise ZeroDivisionError
         assert tuning.choose("dq", 64, 64, 2, (9, 0), False) == one
     assert tuning.choose("dq", 64, 64, 2, (9, 0), False) == before
+
+
+def test_statistics_go_by_what_was_measured() -> None:
+    assert [tuning.statistics_rows(gpu) for gpu in ((9, 0), (8, 0), "gfx942", None)] == [16, 64, 64, 64]

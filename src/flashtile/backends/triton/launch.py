@@ -327,13 +327,14 @@ class Backward:
         self._heads_at = heads_at(p)
         # dq_kernel relies on what dkdv_kernel has waited for, so that one may not be missing.
         chained = not INTERPRETED and can_chain(_gpu(device)) and all(x.numel for x in (self._dk, self._dq))
+        statistics_rows = tuning.statistics_rows(_gpu(device))
         statistics = Start(
             statistics_kernel,
-            int(triton.cdiv(n_rows, tuning.STATISTICS_ROWS)) * p.heads * batch,
+            int(triton.cdiv(n_rows, statistics_rows)) * p.heads * batch,
             rows=present(*of_given, *3 * (of_rows,)),
             DIM_V=p.dim_v,
             BLOCK_DV=block(p.dim_v),
-            BLOCK=tuning.STATISTICS_ROWS,
+            BLOCK=statistics_rows,
             LARGE=LARGE[p.accumulator],
         )
         fetched = [blocks(x, is_aligned[name], of_keys, of_keys.block_q) for name, x in (("q", p.q), ("dout", dout))]

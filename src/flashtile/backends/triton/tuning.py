@@ -110,7 +110,7 @@ ELSEWHERE = {
 CAREFUL = {64: (32, 32, 4), 128: (32, 32, 8), 256: (32, 32, 8), 512: (16, 32, 4), 1024: (16, 16, 4)}
 CAREFUL_EXACT = (16, 16, 8)  # where float32 stays float32, which on NVIDIA's GPUs no matrix unit multiplies
 DBIAS = Config(32, 32, 4, 1)
-STATISTICS_ROWS = 16
+STATISTICS_ROWS = {9: 16}  # as measured, by major compute capability; 64 elsewhere
 MERGED = 16384  # bytes of parts that one warp holds in registers
 
 _overrides: dict[str, Config] = {}
@@ -164,6 +164,11 @@ def careful(dim: int, dim_v: int, itemsize: int, exact: bool, rows: int, walked:
     room = _room(max(dim, dim_v), itemsize)
     most, across, warps = CAREFUL_EXACT if exact and itemsize > 2 else CAREFUL[_step(room)]
     return Config(min(most, rows), min(across, walked), warps if rows >= most else 4, 1)
+
+
+def statistics_rows(gpu: tuple[int, int] | str | None) -> int:
+    """Of a program that makes the statistics of rows."""
+    return STATISTICS_ROWS.get(gpu[0], 64) if isinstance(gpu, tuple) else 64
 
 
 def merge_warps(size: int) -> int:

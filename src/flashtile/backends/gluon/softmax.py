@@ -40,6 +40,12 @@ def in_pairs(s):
 
 
 @gluon.jit
+def whole_rows(x, like):
+    """in_pairs() undone."""
+    return gl.convert_layout(gl.reshape(x, like.shape), like.type.layout, assert_trivial=True)
+
+
+@gluon.jit
 def hide(s, seen, j0, LAST: gl.constexpr, FIRST: gl.constexpr):
     """-inf for the keys that a row does not see. j0: the first key of the tile. LAST, FIRST: whether there is a limit.
 
@@ -60,7 +66,7 @@ def hide(s, seen, j0, LAST: gl.constexpr, FIRST: gl.constexpr):
     if FIRST:
         first = gl.convert_layout(seen.first, rows, assert_trivial=True)[:, None][:, :, None][:, :, :, None] - thread
         x = gl.where(column >= first, x, -float("inf"))
-    return gl.convert_layout(gl.reshape(x, s.shape), s.type.layout, assert_trivial=True)
+    return whole_rows(x, s)
 
 
 @gluon.jit
@@ -132,12 +138,6 @@ def along(each, x):
     """[rows, 4] as a factor or summand of x, which is in_pairs() of something."""
     EACH: gl.constexpr = each_layout(x.type.layout)
     return gl.convert_layout(each, EACH, assert_trivial=True)[:, None, :][:, :, :, None]
-
-
-@gluon.jit
-def whole_rows(x, like):
-    """in_pairs() undone."""
-    return gl.convert_layout(gl.reshape(x, like.shape), like.type.layout, assert_trivial=True)
 
 
 @gluon.jit

@@ -162,12 +162,10 @@ def load(shared, board, sources, counter, turns, work, C: gl.constexpr):
                 mbarrier.expect(shared.v_full, sources.v.block_type.nbytes)  # after the board, for which it speaks too
                 tma.async_copy_global_to_shared(sources.v, k_at, shared.v_full, shared.v.index(0))
             if i < count:
-                half = t & 1
-                slot = t % C.DOUT_STAGES
-                q_full = shared.q_full.index(half)
-                dout_full = shared.dout_full.index(slot)
-                if t >= 2:
-                    sync(Q_FREE + half, ALL)
+                q_at = [place, h, at.q_start + row, 0]
+                if C.DOUT_STAGES == 2:
+                    fetch_dout(shared, sources, q_at, t, C)
+                # All else before its buffer is free: warpgroups wait for these queries, and for nothing as long.
                 order = order_of(t)
                 dq_head = (place * work.kv_heads * C.GROUP + h) * work.padded + dq_row
                 put(shared.orders, order + QUERY, row)
@@ -177,15 +175,9 @@ def load(shared, board, sources, counter, turns, work, C: gl.constexpr):
                     turn = turn_of(column.tile, row, at, work, C)
                     put(shared.orders, order + TURN, turn * seen + seen - 1)
                 gl.thread_barrier()  # the lane that speaks next speaks for all of them
-                mbarrier.expect(q_full, sources.q.block_type.nbytes + sources.rows.block_type.nbytes)
-                q_at = [place, h, at.q_start + row, 0]
-                tma.async_copy_global_to_shared(sources.q, q_at, q_full, shared.q.index(half))
-                rows_at = [0, place, h, dq_row + row]
-                tma.async_copy_global_to_shared(sources.rows, rows_at, q_full, shared.rows.index(half))
-                if t >= C.DOUT_STAGES:
-                    sync(DO_FREE + slot, ALL)
-                mbarrier.expect(dout_full, sources.dout.block_type.nbytes)
-                tma.async_copy_global_to_shared(sources.dout, q_at, dout_full, shared.dout.index(slot))
+                fetch_queries(shared, sources, q_at, [0, place, h, dq_row + row], t)
+                if C.DOUT_STAGES == 1:
+                    fetch_dout(shared, sources, q_at, t, C)
                 t += 1
                 row += C.BLOCK_Q
                 if row == end * C.BLOCK_Q:
@@ -215,6 +207,29 @@ def load(shared, board, sources, counter, turns, work, C: gl.constexpr):
         gl.thread_barrier()
         mbarrier.arrive(shared.v_full, count=1)
     leave(counter)
+
+
+@gluon.jit
+def fetch_queries(shared, sources, at, rows_at, t):
+    """Send for Q of tile t, and for what is known of its rows, once the buffer is free."""
+    half = t & 1
+    full = shared.q_full.index(half)
+    if t >= 2:
+        sync(Q_FREE + half, ALL)
+    mbarrier.expect(full, sources.q.block_type.nbytes + sources.rows.block_type.nbytes)
+    tma.async_copy_global_to_shared(sources.q, at, full, shared.q.index(half))
+    tma.async_copy_global_to_shared(sources.rows, rows_at, full, shared.rows.index(half))
+
+
+@gluon.jit
+def fetch_dout(shared, sources, at, t, C: gl.constexpr):
+    """Likewise dO of tile t. Of two buffers one is free sooner than that of the queries, and is filled first."""
+    slot = t % C.DOUT_STAGES
+    full = shared.dout_full.index(slot)
+    if t >= C.DOUT_STAGES:
+        sync(DO_FREE + slot, ALL)
+    mbarrier.expect(full, sources.dout.block_type.nbytes)
+    tma.async_copy_global_to_shared(sources.dout, at, full, shared.dout.index(slot))
 
 
 @gluon.jit

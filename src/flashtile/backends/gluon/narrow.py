@@ -167,8 +167,8 @@ def step(
             lay_down(dq, t - 1, shared, ME, C)
         send_dq(shared, t - 1, 0, ME, C)
     dk, ds_operand = warpgroup_mma_wait(1, deps=(dk_later, ds_operand))
-    s = warpgroup_mma_wait(0, deps=(s_later,))
     arrive(Q_FREE + half, ALL)
+    s = warpgroup_mma_wait(0, deps=(s_later,))
     return s, dk, dv
 
 

@@ -1,6 +1,6 @@
 """Kernels close after each other: numbers change from call to call, and nobody reads what a call before left behind.
 
-Of these dQ of triton is chained (chain.py).
+Those of a backward pass of triton are chained (chain.py).
 """
 
 from __future__ import annotations

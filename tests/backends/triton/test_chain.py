@@ -51,10 +51,15 @@ LEADS, FOLLOWS, ALONE = (False, True), (True, True), (False, False)
 BACKWARD = ["statistics", "dkdv", "dq", "mend_sums", "mend_backward"]
 
 
-def test_dq_begins_in_the_tail_of_dkdv(launched: list[Any]) -> None:
+def test_each_kernel_begins_in_the_tail_of_the_one_before(launched: list[Any]) -> None:
     backward(problem(300, 300))
-    part = {"dkdv": LEADS, "dq": FOLLOWS}
-    assert launched == [(name, *part.get(name, ALONE)) for name in BACKWARD]
+    assert launched == [(name, *(LEADS if name == "statistics" else FOLLOWS)) for name in BACKWARD]
+
+
+def test_what_adds_to_dbias_is_launched_when_all_is_complete(launched: list[Any]) -> None:
+    bias = torch.zeros(2, 2, 300, 300, dtype=torch.bfloat16)
+    backward(problem(300, 300, bias=bias))
+    assert launched[-1] == ("dbias", *ALONE)
 
 
 @pytest.mark.parametrize(("n_q", "n_k"), [(0, 300), (300, 0)])

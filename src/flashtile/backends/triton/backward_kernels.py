@@ -44,11 +44,13 @@ def statistics_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK: tl.constexpr,
     LARGE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """What the other kernels want to know of each row: its lse in base 2, and delta = rowsum(dO * O) - dL.
 
     And 0 for its top, until it is known. The grid counts blocks of rows, then heads.
     """
+    lead(CHAINED)
     blocks = tl.cdiv(n_rows, BLOCK)
     first = tl.program_id(0) % blocks * BLOCK
     head = tl.program_id(0) // blocks % heads
@@ -296,7 +298,8 @@ def dkdv_kernel(
 
     Where they come out spoiled, it sets their mark for mend_backward_kernel.
     """
-    lead(CHAINED)
+    follow(CHAINED)
+    lead(CHAINED)  # after it, so that dq_kernel, too, finds the statistics complete
     program = tl.program_id(0)
     head, tile, at = tile_of(program, tiles, kv_heads, lengths.cu_k, lengths.n_k, rule, lengths, C.BLOCK_K)
     j0 = tile * C.BLOCK_K
@@ -416,6 +419,7 @@ def dq_kernel(
     CHAINED: it begins beside the last programs of dkdv_kernel, before which the statistics were complete, and which
     touches nothing that is written here. One program waits for it, so that this kernel is not complete before it.
     """
+    lead(CHAINED)
     program = tl.program_id(0)
     h = program // tiles % heads
     tile = tiles - 1 - program % tiles  # see forward_kernel

@@ -213,7 +213,7 @@ class MendBackward:
 
     The marks of all tiles of keys come first; those of tiles of queries begin at first_of_queries. given: strides of
     dout and of what statistics_kernel made of each row, log2, delta and tops; without tops no lse is ever too coarse.
-    natural: log2 is the lse as it was saved, and not in base 2.
+    natural: log2 is the lse as it was saved, and not in base 2. chained: as the kernel before it says (chain.py).
     """
 
     def __init__(
@@ -225,6 +225,7 @@ class MendBackward:
         given: tuple[Strides | None, ...],
         grads: tuple[Result, ...],
         natural: bool = False,
+        chained: bool = False,
     ) -> None:
         batch = p.q.shape[0]
         k_tiles, q_tiles = count_tiles(p, p.n_k, p.k.shape[2], block_k), count_tiles(p, p.n_q, p.q.shape[2], block_q)
@@ -237,22 +238,24 @@ class MendBackward:
         self._sums = Start(
             mend_sums_kernel,
             marks.programs,
-            _options(of_queries),
+            _options(of_queries, chained),
             present(q, k, given[1], given[3]),
             ROWS=block_q,
             C=constants(p, of_queries, _precision(p)),
+            CHAINED=chained,
         )
         of_keys = of_keys._replace(block_q=of_keys.block_k, block_k=of_keys.block_q)
         self._start = Start(
             mend_backward_kernel,
             marks.programs,
-            _options(min(of_queries, of_keys, key=lambda config: config.warps)),
+            _options(min(of_queries, of_keys, key=lambda config: config.warps), chained),
             present(q, k, v, *given, *(x.strides for x in grads)),
             K_ROWS=block_k,
             Q_ROWS=block_q,
             OF_KEYS=constants(p, of_keys, _precision(p)),
             OF_QUERIES=constants(p, of_queries, _precision(p)),
             NATURAL=natural,
+            CHAINED=chained,
         )
 
     def steps(
@@ -325,7 +328,7 @@ class Backward:
         self._dk = Result(p, p.kv_heads, p.k.shape[2], p.dim, p.dtype, device)
         self._dv = Result(p, p.kv_heads, p.k.shape[2], p.dim_v, p.dtype, device)
         self._heads_at = heads_at(p)
-        # dq_kernel relies on what dkdv_kernel has waited for, so that one may not be missing.
+        # Each kernel relies on what the one before it has waited for, so none may be missing.
         chained = not INTERPRETED and can_chain(_gpu(device)) and all(x.numel for x in (self._dk, self._dq))
         statistics_rows = tuning.statistics_rows(_gpu(device))
         statistics = Start(
@@ -336,13 +339,14 @@ class Backward:
             BLOCK_DV=block(p.dim_v),
             BLOCK=statistics_rows,
             LARGE=LARGE[p.accumulator],
+            CHAINED=chained,
         )
         fetched = [blocks(x, is_aligned[name], of_keys, of_keys.block_q) for name, x in (("q", p.q), ("dout", dout))]
         k_tiles = count_tiles(p, p.n_k, p.k.shape[2], of_keys.block_k)
         dkdv = Start(
             dkdv_kernel,
             k_tiles * p.kv_heads * batch,
-            _options(of_keys),
+            _options(of_keys, chained),
             present(*of_inputs, of_given[0], None, None, of_rows, of_rows, self._dk.strides, self._dv.strides),
             blocks=dict(enumerate(fetched, 4)),
             C=constants(p, of_keys, _precision(p)),
@@ -354,14 +358,15 @@ class Backward:
         for_dq = Start(
             dq_kernel,
             q_tiles * p.heads * batch,
-            _options(config) | (FOLLOWING if chained else {}),
+            _options(config, chained),
             present(*of_inputs, of_given[0], None, None, of_rows, of_rows, self._dq.strides),
             blocks=dict(enumerate(fetched, 4)),
             C=constants(p, config, _precision(p)),
             CHAINED=chained,
         )
         grads = (self._dq, self._dk, self._dv)
-        mend = MendBackward(p, device, config.block_q, of_keys.block_k, (of_given[0], *3 * (of_rows,)), grads)
+        of_mend = (of_given[0], *3 * (of_rows,))
+        mend = MendBackward(p, device, config.block_q, of_keys.block_k, of_mend, grads, chained=chained)
         marks = scratch.part((mend.count,), torch.int32)
         self._scratch = scratch.maker()
         inputs, rules, steps = (q, k, v, at_dout), (at_rule, at_lengths), list[Step]()
@@ -472,8 +477,8 @@ def _careful(p: Problem, rows: int, walked: int = 32) -> Config:
     return tuning.careful(p.dim, p.dim_v, p.q.element_size(), _precision(p) != "tf32", rows, walked)
 
 
-def _options(config: Config) -> dict[str, int]:
-    return {"num_warps": config.warps, "num_stages": config.stages}
+def _options(config: Config, follows: bool = False) -> dict[str, int]:
+    return {"num_warps": config.warps, "num_stages": config.stages} | (FOLLOWING if follows else {})
 
 
 @cache

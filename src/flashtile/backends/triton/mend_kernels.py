@@ -12,6 +12,7 @@ import triton.language as tl
 
 from flashtile.backends.triton.backward_kernels import dkdv_rows, dq_rows, tile_down
 from flashtile.backends.triton.blocks import head_of, load_column, load_rows, store_column, tile_of
+from flashtile.backends.triton.chain import follow, lead
 from flashtile.backends.triton.cuts import cuts, reach
 from flashtile.backends.triton.forward_kernel import begin_rows, forward_rows_again
 from flashtile.backends.triton.scores import dot, shape_scores, visible_pairs
@@ -107,8 +108,11 @@ def mend_sums_kernel(
     heads,
     ROWS: tl.constexpr,
     C: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Maximum and sum of the rows whose lse is NaN, in marked tiles of ROWS queries, for mend_backward_kernel."""
+    follow(CHAINED)
+    lead(CHAINED)
     n = next_set(marks + first_of_queries, tl.program_id(0), count)
     while n < count:
         h, tile, at = tile_of(n, tiles, heads, lengths.cu_q, lengths.n_q, rule, lengths, ROWS)
@@ -146,11 +150,13 @@ def mend_backward_kernel(
     OF_KEYS: tl.constexpr,
     OF_QUERIES: tl.constexpr,
     NATURAL: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """dK and dV of marked tiles of K_ROWS keys, whose marks come first, and dQ of tiles of Q_ROWS queries.
 
     NATURAL: log2 is the lse as it was saved.
     """
+    follow(CHAINED)
     n = next_set(marks, tl.program_id(0), count)
     while n < count:
         if n < first_of_queries:

@@ -78,7 +78,7 @@ STACK = {
     ("backward", 128, ""): 40,
     ("backward", 128, "causal"): 64,
     ("backward", 128, "causal ragged"): 72,
-    ("backward", 128, "causal ragged deterministic"): 72,
+    ("backward", 128, "causal ragged deterministic"): 80,
     ("backward", 256, ""): 48,
     ("backward", 256, "causal"): 24,
     ("backward", 256, "causal ragged"): 32,

@@ -162,12 +162,13 @@ def step(
     mbarrier.wait(shared.q_full.index(half ^ 1), ((t + 1) >> 1) & 1)
     after = queries(shared, half ^ 1, C).permute((1, 0))
     s_later = warpgroup_mma(mine(k_tile, ME, C), after, zero, use_acc=False, is_async=True)
-    if not FIRST:
-        if C.SCORES_FIRST:
-            lay_down(dq, t - 1, shared, ME, C)
+    if not FIRST and C.SCORES_FIRST:
+        lay_down(dq, t - 1, shared, ME, C)
         send_dq(shared, t - 1, 0, ME, C)
     dk, ds_operand = warpgroup_mma_wait(1, deps=(dk_later, ds_operand))
     arrive(Q_FREE + half, ALL)
+    if not FIRST and not C.SCORES_FIRST:
+        send_dq(shared, t - 1, 0, ME, C)
     s = warpgroup_mma_wait(0, deps=(s_later,))
     return s, dk, dv
 

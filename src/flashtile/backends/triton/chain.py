@@ -2,8 +2,9 @@
 
 A kernel that leads lets the next one begin once all its own programs have begun. One that follows must be launched with
 FOLLOWING, and wait until the one before it is complete: before it reads what that one wrote, or writes what that one
-reads, and in any case before its own end. So whatever comes after a chain finds all of it complete. The kernel that
-leads is launched as any other, when all before it is complete.
+reads, and in any case before its own end. So whatever comes after a chain finds all of it complete. The first kernel is
+launched as any other, when all before it is complete. One that follows and leads says so in this order, where the next
+one needs what the kernels before it wrote.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def test_every_file_says_what_it_is():
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", *(f"docs/{path.name}" for path in (readme_tree.ROOT / "docs").glob("*.md"))]
+    "name", ["README.md", *(f"docs/{path.name}" for path in sorted((readme_tree.ROOT / "docs").glob("*.md")))]
 )
 def test_documents_show_their_records_as_they_are(name):
     document = readme_tree.ROOT / name

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import flashtile as ft
+from flashtile.dtypes import BFLOAT16, name_of, narrow, widen
 from tests.grid import OPTIONS, Case, Size, build
 from tests.runners import Runner, every_runner
 
@@ -140,6 +141,20 @@ def test_merge_with_nothing() -> None:
         np.testing.assert_array_equal(merged_lse, lse)
     merged, merged_lse = ft.merge(*nothing, *nothing)
     assert not merged.any() and np.isneginf(merged_lse).all()
+
+
+@pytest.mark.parametrize("carrier", [BFLOAT16, "ml_dtypes", np.float16])
+def test_merge_of_16_bits(carrier: Any) -> None:
+    """What attention() gave is taken as it is, and given back in the same carrier."""
+    if carrier == "ml_dtypes":
+        carrier = np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
+    q, k = (narrow(normal(2, 8, 16), name_of(np.dtype(carrier))).view(carrier) for _ in range(2))
+    first, second = (ft.attention(q, x, x, return_lse=True) for x in (k[:, :3], k[:, 3:]))
+    out, lse = ft.merge(*first, *second)
+    whole, whole_lse = ft.standard_attention(q, k, k, return_lse=True)
+    assert out.dtype == np.dtype(carrier) and lse.dtype == np.float32
+    np.testing.assert_allclose(widen(out), whole, atol=0.03)
+    np.testing.assert_allclose(lse, whole_lse, atol=1e-4)
 
 
 def test_merge_keeps_its_inputs_and_their_dtype() -> None:

@@ -137,3 +137,10 @@ def test_online_softmax_of_extremes(chunk: int) -> None:
     expected = [[0.5, 0, 0.5, 0], [0.5, 0, 0, 0.5], [0, 0, 0, 0], [0, 0.5, 0, 0.5]]
     np.testing.assert_array_equal(ft.online_softmax(x, chunk), expected)
     np.testing.assert_array_equal(ft.online_softmax(x.astype(np.float32), chunk), expected)
+
+
+def test_online_softmax_of_16_bits_sums_in_32() -> None:
+    """4096 weights of 1 add up in float16 to 2048."""
+    found = ft.online_softmax(np.zeros((1, 4096), np.float16), 1)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, 1 / 4096, rtol=1e-6)

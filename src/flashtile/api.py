@@ -6,9 +6,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from flashtile import dispatch
 from flashtile.band import Band
-from flashtile.dtypes import BFLOAT16, name_of, narrow
-from flashtile.errors import DTypeError, ShapeError, UnsupportedError
-from flashtile.problem import Problem, check_flag, check_gradients, check_rows, describe, library
+from flashtile.dtypes import BFLOAT16, accumulator, name_of, narrow, widen
+from flashtile.errors import UnsupportedError
+from flashtile.problem import (
+    Problem,
+    check_flag,
+    check_gradients,
+    check_merge,
+    check_numpy,
+    check_rows,
+    check_starts,
+    describe,
+    library,
+)
 from flashtile.softmax import merge_normalized
 
 if TYPE_CHECKING:
@@ -165,8 +175,7 @@ def attention_packed(
     arrays = {name: options.get(name) for name in ARRAYS}
     kind = library(q, k=k, v=v, cu_q=cu_q, cu_k=cu_k, **arrays)
     return_lse = check_flag("return_lse", return_lse)
-    if cu_q is None or cu_k is None:
-        raise ShapeError(f"{'cu_q' if cu_q is None else 'cu_k'}: expected the starts of the sequences, got None")
+    check_starts(cu_q, cu_k)
     if kind == "torch":
         from flashtile import pytorch
 
@@ -215,26 +224,13 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
 
     (0, -inf) is the identity. Give it float32 outputs (out_dtype) to lose nothing to rounding on the way.
     """
-    kind = library(out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
-    for name, x, shape in (
-        ("lse_a", lse_a, out_a.shape[:-1]),
-        ("out_b", out_b, out_a.shape),
-        ("lse_b", lse_b, out_a.shape[:-1]),
-    ):
-        if x is None:
-            raise DTypeError(f"{name}: expected an array of shape {tuple(shape)}, got None")
-        if tuple(x.shape) != tuple(shape):
-            raise ShapeError(f"{name}: expected shape {tuple(shape)}, got {tuple(x.shape)}")
-    if kind == "torch":
+    if check_merge(out_a, lse_a, out_b, lse_b) == "torch":
         from flashtile import pytorch
 
         merged: tuple[Any, Any] = pytorch.merge(out_a, lse_a, out_b, lse_b)
         return merged
-    for name, x in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
-        if x.dtype.kind != "f":
-            raise DTypeError(f"{name}: expected a floating dtype, got {x.dtype}")
-    out, lse = merge_normalized(out_a, lse_a, out_b, lse_b)
-    return out.astype(out_a.dtype, copy=False), lse
+    out, lse = merge_normalized(*(widen(x, accumulator(name_of(x.dtype))) for x in (out_a, lse_a, out_b, lse_b)))
+    return _rounded(out, name_of(out_a.dtype), out_a.dtype), lse
 
 
 def probabilities(q: Any, k: Any, *, rows: Any, **options: Unpack[Options]) -> Any:
@@ -244,7 +240,7 @@ def probabilities(q: Any, k: Any, *, rows: Any, **options: Unpack[Options]) -> A
     """
     from flashtile.backends import reference
 
-    _numpy_only(q, k=k)
+    check_numpy(q, k=k)
     problem = describe(q, k, k, **options)
     P = reference.probabilities(problem, check_rows(rows, problem.n_q))
     return problem.as_given(P)
@@ -256,16 +252,11 @@ def standard_attention(
     """The oracle: scores stored whole, everything in float64, and a float64 result whatever the inputs."""
     from flashtile.backends import reference
 
-    _numpy_only(q, k=k, v=v)
+    check_numpy(q, k=k, v=v)
     problem = describe(q, k, v, cu_q=cu_q, cu_k=cu_k, **options)
     out, lse = reference.forward(problem)
     out, lse = problem.as_given(out), problem.as_given(lse)
     return (out, lse) if check_flag("return_lse", return_lse) else out
-
-
-def _numpy_only(q: Any, **others: Any) -> None:
-    if library(q, **others) != "numpy":
-        raise DTypeError(f"q: expected a NumPy array, got {type(q).__name__}")
 
 
 def _numpy_forward(problem: Problem, backend: str, return_lse: bool) -> Any:

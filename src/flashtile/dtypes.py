@@ -22,10 +22,15 @@ _FLOAT8 = np.dtype([(EIGHT_BITS, np.uint8)])  # for plan(), which looks at shape
 
 @cache
 def name_of(dtype: Any) -> str:
-    """'float32' for np.float32, torch.float32 and their like; 'bfloat16' for any of its carriers."""
+    """'float32' for np.float32, torch.float32 and their like; 'bfloat16' for any of its carriers.
+
+    Bytes in the order of another machine are another type, '>f4', which nobody takes.
+    """
     if isinstance(dtype, str):
         return dtype
     if isinstance(dtype, np.dtype):
+        if not dtype.isnative:
+            return str(dtype.str)
         return dtype.names[0] if dtype in (BFLOAT16, _FLOAT8) and dtype.names else str(dtype.name)
     if isinstance(dtype, type) and issubclass(dtype, np.generic):
         return str(np.dtype(dtype).name)

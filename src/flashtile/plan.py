@@ -15,7 +15,7 @@ from flashtile.backends import tiles
 from flashtile.band import FAR, Band, Kind, ceil_div, cuts
 from flashtile.dtypes import EIGHT_BITS, ITEMSIZE, Array, accumulator, carrier, name_of, wider
 from flashtile.hardware import Hardware, Rates
-from flashtile.problem import Problem, describe
+from flashtile.problem import Problem, check_shape, describe
 from flashtile.tiling import Tiling
 
 if TYPE_CHECKING:
@@ -97,7 +97,8 @@ def plan(
     what the least time is there, and which tile that GPU would get.
     """
     name = name_of(dtype)
-    shapes = [tuple(int(n) for n in shape) for shape in (q_shape, k_shape, k_shape if v_shape is None else v_shape)]
+    given = {"q_shape": q_shape, "k_shape": k_shape, "v_shape": k_shape if v_shape is None else v_shape}
+    shapes = [check_shape(key, shape) for key, shape in given.items()]
     stand_ins: dict[str, Any] = dict(options)
     beside = accumulator(name) if name == EIGHT_BITS else name
     for key, kind in (("mask", "bool"), ("bias", beside), ("alibi", beside), ("sink", beside)):

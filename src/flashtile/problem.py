@@ -192,26 +192,82 @@ def describe(
     )
 
 
-def library(q: Any, **others: Any) -> str:
-    """'numpy' or 'torch', whichever q belongs to; every other array must belong to it too, on the same device."""
+def library(q: Any, first: str = "q", /, **others: Any) -> str:
+    """'numpy' or 'torch', whichever q belongs to; every other array must belong to it too, on the same device.
+
+    first: what the caller knows q by.
+    """
     if isinstance(q, np.ndarray):
         kind = "numpy"
         if name_of(q.dtype) == EIGHT_BITS:
-            raise DTypeError(f"q: expected a torch tensor, got a NumPy array of {EIGHT_BITS}, which NumPy cannot read")
+            got = f"a NumPy array of {EIGHT_BITS}, which NumPy cannot read"
+            raise DTypeError(f"{first}: expected a torch tensor, got {got}")
     elif hasattr(q, "__torch_function__") or type(q).__module__.partition(".")[0] == "torch":
         kind = "torch"
     else:
-        raise DTypeError(f"q: expected a NumPy array or a torch tensor, got {type(q).__name__}")
+        raise DTypeError(f"{first}: expected a NumPy array or a torch tensor, got {type(q).__name__}")
     numpy, device = kind == "numpy", None if kind == "numpy" else q.device
     for name, x in others.items():
         if x is None or (x.__class__ is q.__class__ and (numpy or x.device == device)):
             continue
         if isinstance(x, np.ndarray) != numpy or not hasattr(x, "shape"):
             wanted = "a NumPy array" if numpy else "a torch tensor"
-            raise DTypeError(f"{name}: expected {wanted} like q, got {type(x).__name__}")
+            raise DTypeError(f"{name}: expected {wanted} like {first}, got {type(x).__name__}")
         if device is not None and x.device != device:
-            raise DTypeError(f"{name}: expected a tensor on {device} like q, got one on {x.device}")
+            raise DTypeError(f"{name}: expected a tensor on {device} like {first}, got one on {x.device}")
     return kind
+
+
+def check_numpy(q: Any, /, **others: Any) -> None:
+    """That all of them are NumPy arrays."""
+    if library(q, **others) != "numpy":
+        raise DTypeError(f"q: expected a NumPy array, got {type(q).__name__}")
+
+
+def check_merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> str:
+    """That these are two results of the same queries; what library() says of them."""
+    kind = library(out_a, "out_a", lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    whole = tuple(out_a.shape)
+    for name, x, shape in (
+        ("out_a", out_a, whole),
+        ("lse_a", lse_a, whole[:-1]),
+        ("out_b", out_b, whole),
+        ("lse_b", lse_b, whole[:-1]),
+    ):
+        if x is None:
+            raise DTypeError(f"{name}: expected an array of shape {shape}, got None")
+        if tuple(x.shape) != shape:
+            raise ShapeError(f"{name}: expected shape {shape}, got {tuple(x.shape)}")
+        _floats(name, x)
+    return kind
+
+
+def check_starts(cu_q: Any, cu_k: Any) -> None:
+    """That there are any; describe() looks at them."""
+    for name, x in (("cu_q", cu_q), ("cu_k", cu_k)):
+        if x is None:
+            raise ShapeError(f"{name}: expected the starts of the sequences, got None")
+
+
+def check_head(**arrays: Any) -> None:
+    """That each is one head, (n, d), in a NumPy array."""
+    for name, x in arrays.items():
+        _numpy_array(name, x)
+        if x.ndim != 2:
+            raise ShapeError(f"{name}: expected one head, (n, d), got shape {x.shape}")
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ShapeError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
+
+
+def check_rows_of_floats(name: str, x: Any) -> None:
+    """That x is a NumPy array with columns to go through."""
+    _numpy_array(name, x)
+    _floats(name, x)
+    if not x.ndim:
+        raise ShapeError(f"{name}: expected at least one axis, got shape ()")
 
 
 def check_gradients(problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any) -> tuple[Any, Any, Any, Any]:
@@ -249,6 +305,12 @@ def check_size(name: str, value: Any) -> int:
     return _integer(name, value, 1, FAR)
 
 
+def check_shape(name: str, shape: Any) -> tuple[int, ...]:
+    if isinstance(shape, str) or not isinstance(shape, Sequence):
+        raise DTypeError(f"{name}: expected a sequence of lengths, got {type(shape).__name__}")
+    return tuple(_integer(name, n, 0, FAR) for n in shape)
+
+
 def check_rows(rows: Any, n_q: int) -> Any:
     """Query rows by index, as probabilities() takes them; negative ones count from the end."""
     rows = np.asarray(rows)
@@ -259,6 +321,16 @@ def check_rows(rows: Any, n_q: int) -> Any:
     if rows.size and (rows.min() < -n_q or rows.max() >= n_q):
         raise ShapeError(f"rows: expected indices within {n_q} queries, got {rows.min()} to {rows.max()}")
     return np.where(rows < 0, rows + n_q, rows)
+
+
+def _numpy_array(name: str, x: Any) -> None:
+    if not isinstance(x, np.ndarray):
+        raise DTypeError(f"{name}: expected a NumPy array, got {type(x).__name__}")
+
+
+def _floats(name: str, x: Any) -> None:
+    if name_of(x.dtype) not in FLOATS:
+        raise DTypeError(f"{name}: expected one of {', '.join(FLOATS)}, got {name_of(x.dtype)}")
 
 
 def _dtype(name: str, x: Any) -> Any:

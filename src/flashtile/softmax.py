@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from flashtile.dtypes import Array
-from flashtile.errors import ShapeError
+from flashtile.dtypes import Array, accumulator, name_of, widen
+from flashtile.problem import check_rows_of_floats, check_size
 
 
 def pivot(m: Array) -> Array:
@@ -83,10 +83,13 @@ def merge_normalized(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> 
 
 
 def online_softmax(x: Array, chunk: int) -> Array:
-    """softmax over the last axis, seeing `chunk` columns at a time: one pass for m and l, one to write."""
-    if chunk < 1:
-        raise ShapeError(f"chunk: expected at least 1, got {chunk}")
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    """softmax over the last axis, seeing `chunk` columns at a time: one pass for m and l, one to write.
+
+    Sums are float32 for 16-bit numbers, and so is the result.
+    """
+    check_rows_of_floats("x", x)
+    chunk = check_size("chunk", chunk)
+    rows = widen(x, accumulator(name_of(x.dtype))).reshape(math.prod(x.shape[:-1]), x.shape[-1])
     state = OnlineSoftmax.empty(len(rows), 0, rows.dtype)
     with np.errstate(invalid="ignore"):
         for j in range(0, rows.shape[1], chunk):

@@ -11,8 +11,7 @@ import numpy as np
 from flashtile.backends import tiles
 from flashtile.band import Band, Kind
 from flashtile.dtypes import Array, narrow
-from flashtile.errors import DTypeError, ShapeError
-from flashtile.problem import Problem, check_gradients, check_size, describe
+from flashtile.problem import Problem, check_choice, check_gradients, check_head, check_size, describe
 from flashtile.schedule import FORWARD, Event, Grid, Tile
 
 if TYPE_CHECKING:
@@ -74,13 +73,8 @@ def trace(
     order is "standard" (whole rows: block_k is not asked), "fa1", "fa2", or "backward" (which takes the gradient of the
     output as `dout`).
     """
-    if order not in ORDERS:
-        raise ShapeError(f"order: expected one of {', '.join(ORDERS)}, got {order!r}")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, np.ndarray):
-            raise DTypeError(f"{name}: expected a NumPy array, got {type(x).__name__}")
-        if x.ndim != 2:
-            raise ShapeError(f"{name}: expected one head, (n, d), got shape {x.shape}")
+    check_choice("order", order, ORDERS)
+    check_head(q=q, k=k, v=v)
     problem = describe(q, k, v, **options)
     n_k = problem.k_lengths[0]
     blocks = check_size("block_q", block_q), check_size("block_k", block_k)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from time import sleep
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -83,6 +85,22 @@ def test_an_empty_bank_is_filled_before_the_next_graph(gpu: Machine) -> None:
     assert apart([*own, tickets(GPU)])
     assert gpu.cleared == cleared
     assert len(module._banks[0]) == 2  # graphs still point into the first
+
+
+class Slow(dict[int, int]):
+    """Leaves other threads the time to ask the same."""
+
+    def get(self, *args: Any) -> Any:
+        found = super().get(*args)
+        sleep(0.01)
+        return found
+
+
+def test_threads_that_capture_at_once_have_their_own(gpu: Machine) -> None:
+    tickets(GPU)
+    gpu.capturing = True
+    with mock.patch.object(module, "_taken", Slow(module._taken)), ThreadPoolExecutor(SMALL) as pool:
+        assert apart([*pool.map(tickets, [GPU] * SMALL)])
 
 
 def test_without_a_gpu() -> None:

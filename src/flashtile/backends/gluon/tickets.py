@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ BANK = 1 << 14  # pairs for launches in graphs, made at a time
 _of_stream: dict[tuple[int, int], Any] = {}
 _banks: dict[int, list[Any]] = {}  # by device; graphs point into them, so none is ever given up
 _taken: dict[int, int] = {}  # pairs of the last bank
+_lock = Lock()  # threads that capture graphs at once have a pair each
 
 
 def tickets(device: Any) -> Any:
@@ -23,17 +25,24 @@ def tickets(device: Any) -> Any:
     if device.type != "cuda":  # kernels are compiled without a GPU too
         return torch.zeros(COUNT, dtype=torch.int32, device=device)
     index = device.index
-    taken = _taken.get(index, BANK)
     if torch.cuda.is_current_stream_capturing():
-        if taken == BANK:
-            return torch.zeros(COUNT, dtype=torch.int32, device=device)
-        _taken[index] = taken + 1
-        return _banks[index][-1][taken, :COUNT]
-    if taken > BANK // 2:
-        _banks.setdefault(index, []).append(torch.zeros((BANK, APART), dtype=torch.int32, device=device))
-        _taken[index] = 0
+        return _of_a_graph(device)
+    if _taken.get(index, BANK) > BANK // 2:
+        with _lock:
+            _banks.setdefault(index, []).append(torch.zeros((BANK, APART), dtype=torch.int32, device=device))
+            _taken[index] = 0
     key = (index, torch._C._cuda_getCurrentRawStream(index))
     found = _of_stream.get(key)
     if found is None:
         found = _of_stream[key] = torch.zeros(COUNT, dtype=torch.int32, device=device)
     return found
+
+
+def _of_a_graph(device: Any) -> Any:
+    index = device.index
+    with _lock:
+        taken = _taken.get(index, BANK)
+        if taken == BANK:
+            return torch.zeros(COUNT, dtype=torch.int32, device=device)
+        _taken[index] = taken + 1
+        return _banks[index][-1][taken, :COUNT]

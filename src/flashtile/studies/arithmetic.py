@@ -138,7 +138,7 @@ def _moved(n: int, d: int, sram: int) -> Moved:
     )
 
 
-def rows(record: Arithmetic) -> list[Table]:
+def tables(record: Arithmetic) -> list[Table]:
     examples = [
         Table(
             example.title,
@@ -179,11 +179,11 @@ def _several(example: Example) -> bool:
 
 def findings(record: Arithmetic) -> list[str]:
     found = {example.name: example for example in record.examples}
-    tables, tile = found["two-tables"], found["tile"]
+    two, tile = found["two-tables"], found["tile"]
     small, large = record.moved[-len(SRAMS)], record.moved[-1]
     return [
         f"{found['long-context'].title}: {size(found['long-context'].total)} for one intermediate matrix.",
-        f"{tables.title}: {size(tables.lines[0].value)} a table, two tables {size(tables.total)}.",
+        f"{two.title}: {size(two.lines[0].value)} a table, two tables {size(two.total)}.",
         f"{tile.title}: {size(tile.lines[0].value)} a block, about {size(tile.total)} in all. It fits where the tables "
         "never will.",
         f"{found['article'].title}: {found['article'].lines[0].value:,} scores, {found['article'].total / 1e6:.0f} MB.",
@@ -216,6 +216,6 @@ STUDY = Study(
     "What do the sums come to?",
     compute,
     draw,
-    rows,
+    tables,
     findings,
 )

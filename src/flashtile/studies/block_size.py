@@ -77,7 +77,7 @@ def _run(problem: Problem, exact: Array, block: int) -> Block:
     return Block(block, block_floats(block), most, count, elements, traffic.elements, error)
 
 
-def rows(record: BlockSize) -> list[Table]:
+def tables(record: BlockSize) -> list[Table]:
     return [
         Table(
             f"N = {record.n}, d = {record.d}, float32 bytes, float64 errors",
@@ -166,6 +166,6 @@ STUDY = Study(
     "What does the block size change: the memory, the number of tiles, the work, the answer?",
     compute,
     draw,
-    rows,
+    tables,
     findings,
 )

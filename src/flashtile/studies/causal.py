@@ -93,7 +93,7 @@ def kinds(grid: Grid) -> tuple[tuple[str, ...], ...]:
     return tuple(rows)
 
 
-def rows(record: Causal) -> list[Table]:
+def tables(record: Causal) -> list[Table]:
     return [
         Table(
             f"Causal: largest difference from standard attention, float64 (the limit is {record.limit:.0e})",
@@ -160,6 +160,6 @@ STUDY = Study(
     "If a query sees only the keys before it, does tiling still match, and how much work does it avoid?",
     compute,
     draw,
-    rows,
+    tables,
     findings,
 )

@@ -163,7 +163,7 @@ def _finite(x: Array) -> float:
     return float(np.isfinite(x).mean())
 
 
-def rows(record: Equivalence) -> list[Table]:
+def tables(record: Equivalence) -> list[Table]:
     return [
         Table(
             f"Largest difference from standard attention, float64 (the limit is {record.limit:.0e})",
@@ -233,6 +233,6 @@ STUDY = Study(
     "Is tiled attention the same function as standard attention, or an approximation of it?",
     compute,
     draw,
-    rows,
+    tables,
     findings,
 )

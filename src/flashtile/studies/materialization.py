@@ -85,7 +85,7 @@ def _watch(forward: Callable[[Problem], tuple[Array, Array]], n: int, causal: bo
     return Watched(n, sizes.total(), max(sizes), tuple(sorted(sizes.items(), reverse=True)))
 
 
-def rows(record: Materialization) -> list[Table]:
+def tables(record: Materialization) -> list[Table]:
     return [
         Table(
             f"The largest array besides the results, in elements; blocks of {record.block}, d = {record.d}",
@@ -168,6 +168,6 @@ STUDY = Study(
     "Is there really no large array on the way, not even for a moment?",
     compute,
     draw,
-    rows,
+    tables,
     findings,
 )

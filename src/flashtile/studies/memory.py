@@ -154,7 +154,7 @@ def _grow(n: int) -> Grown:
     return Grown(n, *(memory.growth(contender, case, FORWARD, threads.cores()) for contender in contenders))
 
 
-def rows(record: Memory) -> list[Table]:
+def tables(record: Memory) -> list[Table]:
     shape = f"d = {record.d}, blocks of {record.block}"
     return [
         Table(
@@ -294,6 +294,6 @@ STUDY = Study(
     "How much memory does standard attention take, and how much does it take tile by tile?",
     compute,
     draw,
-    rows,
+    tables,
     findings,
 )

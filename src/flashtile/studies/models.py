@@ -116,7 +116,7 @@ def _scaled(name: str, contexts: tuple[Context, ...]) -> Scaled:
     return Scaled(name, model.layers, model.heads, model.kv_heads, model.dim, layers)
 
 
-def rows(record: Models) -> list[Table]:
+def tables(record: Models) -> list[Table]:
     return [
         Table(
             f"One head of one layer, {record.dtype}, d = {record.d}, blocks of {record.block}",
@@ -216,6 +216,6 @@ STUDY = Study(
     "What would the scores of a real model take at 8K, 32K, 128K tokens, and what do tiles take?",
     compute,
     draw,
-    rows,
+    tables,
     findings,
 )

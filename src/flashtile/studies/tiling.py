@@ -109,7 +109,7 @@ def _plain(x: Array) -> Rows:
     return tuple(tuple(float(y) for y in row) for row in x)
 
 
-def rows(record: Tiling) -> list[Table]:
+def tables(record: Tiling) -> list[Table]:
     return [
         Table(
             "The first four tiles, FA2 order: what query 0 remembers after each",
@@ -231,6 +231,6 @@ STUDY = Study(
     "In which order are the tiles visited, and what is remembered between them?",
     compute,
     draw,
-    rows,
+    tables,
     findings,
 )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MAJOR = 9  # compute capability
 WIDEST = 256
 MOST_ROWS = 1 << 30
-SHORT = 64  # queries
+FEW_QUERIES = 64  # queries
 ROWS_TO_FILL = 64 * 128  # about two tiles for three processors in four
 NARROW, FEW_KEYS = 64, 1024  # of head dims and keys: what the portable kernels make at once, see suits()
 FEW_TILES = 16
@@ -85,7 +85,7 @@ def suits(problem: Problem) -> bool:
         return -(-problem.n_q // tiling.rows) * heads >= FEW_TILES
     rows = problem.n_q * problem.heads * problem.sequences
     at_once = max(problem.dim, problem.dim_v) <= NARROW and problem.n_k <= FEW_KEYS
-    return problem.n_q > SHORT and (rows > ROWS_TO_FILL if at_once else rows >= ROWS_TO_FILL)
+    return problem.n_q > FEW_QUERIES and (rows > ROWS_TO_FILL if at_once else rows >= ROWS_TO_FILL)
 
 
 def tile(problem: Problem, capability: tuple[int, int] | None = None) -> Tiling:

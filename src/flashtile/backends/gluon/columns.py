@@ -158,7 +158,7 @@ def load(shared, board, sources, counter, turns, work, C: gl.constexpr):
                 k_at = [place, column.head, at.k_start + key, 0]
                 tma.async_copy_global_to_shared(sources.k, k_at, shared.k_full, shared.k.index(0))
                 cut = (begin, full_begin, full_end, end)
-                post(board, column, place, key, cut, seen, work, C)
+                post(board, column, place, key, cut, seen, work)
                 mbarrier.expect(shared.v_full, sources.v.block_type.nbytes)  # after the board, for which it speaks too
                 tma.async_copy_global_to_shared(sources.v, k_at, shared.v_full, shared.v.index(0))
             if i < count:
@@ -304,7 +304,7 @@ def query_tiles(key, at, work, C: gl.constexpr):
 
 
 @gluon.jit
-def post(board, column, place, key, cut, seen, work, C: gl.constexpr):
+def post(board, column, place, key, cut, seen, work):
     """Write what warpgroups have to know."""
     at = column.at
     put(board, GO, 1)
@@ -391,7 +391,7 @@ def order_of(t):
 
 
 @gluon.jit
-def shaped(s, t, shared, board, rule, ME: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
+def shaped(s, t, shared, board, rule, ME: gl.constexpr, MASKED: gl.constexpr):
     """Scores of a tile as the softmax takes them, and softcap's slope.
 
     What is known of the keys is read from the board where it is needed: few tiles are cut, and registers are scarce.

@@ -121,7 +121,7 @@ def step(
     if FIRST and ME == 1:
         sync(HEAD_START, WARPGROUPS)
     dp_later = warpgroup_mma(mine(v_tile, ME, C), dout.permute((1, 0)), zero, use_acc=False, is_async=True)
-    s, slope = shaped(s, t, shared, board, rule, ME, MASKED, C)
+    s, slope = shaped(s, t, shared, board, rule, ME, MASKED)
     rows = shared.rows.index(half).reshape([2, C.BLOCK_Q])
     p = gl.exp2(s * unit - rows.slice(0, 1, 0).load(s_layout))
     weights = p.to(dtype)

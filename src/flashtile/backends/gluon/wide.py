@@ -80,7 +80,7 @@ def step(t, s, dk, dv, shared, board, rule, unit, ME: gl.constexpr, MASKED: gl.c
     rows = shared.rows.index(half).reshape([2, 64])
     ds_shared = shared.ds.index(0)
     if ME == 0:
-        s, _slope = shaped(s, t, shared, board, rule, 0, MASKED, C)
+        s, _slope = shaped(s, t, shared, board, rule, 0, MASKED)
         p = gl.exp2(s * unit - rows.slice(0, 1, 0).load(S_LAYOUT))
         shared.p.store(p)
         arrive(P_READY, WARPGROUPS)

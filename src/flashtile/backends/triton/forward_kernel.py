@@ -22,7 +22,7 @@ class Queries(NamedTuple):
 
 
 @triton.jit
-def tile_of(queries, at, j0, BLOCK_K: tl.constexpr):
+def pairs_of(queries, at, j0, BLOCK_K: tl.constexpr):
     """Queries against BLOCK_K keys from j0 on."""
     o_j = j0 + tl.arange(0, BLOCK_K)[None, :]
     o_i, o_h, real = queries.o_i[:, None], queries.o_h[:, None], queries.inside[:, None]
@@ -53,7 +53,7 @@ def absorb(
     S = dot(b_q, tl.trans(b_k), tl.zeros([C.BLOCK_Q, C.BLOCK_K], C.REAL), C.PRECISION)  # [br, bc]
     if rule.descale is not None:
         S *= descale(rule, at, keys, 0) * descale(rule, at, keys, 1)
-    tile = tile_of(queries, at, j0, C.BLOCK_K)
+    tile = pairs_of(queries, at, j0, C.BLOCK_K)
     S, unit, _slope = shape_scores(S, rule, tile)
     if CAREFUL:  # rounded before the maximum is taken off: then the largest score has weight 1, however large it is
         S = S * unit
@@ -138,7 +138,7 @@ def forward_rows(
         tl.debug_barrier()
         for j in range(cut[0], cut[3]):
             j0 = j * C.BLOCK_K
-            tile = tile_of(queries, at, j0, C.BLOCK_K)
+            tile = pairs_of(queries, at, j0, C.BLOCK_K)
             visible = visible_pairs(rule, tile, True)
             if rule.seed_low is not None:
                 keep = kept(rule, at.sequence, tile.o_h, tile.o_i, j0, C.BLOCK_Q, C.BLOCK_K)

@@ -121,7 +121,7 @@ class Forward:
         config, packed_heads = tuning.forward(p, _gpu(device))
         tiles, heads = count_tiles(p, p.n_q * packed_heads, n_rows, config.block_q), p.heads // packed_heads
         self._splits = _splits(p, tiles * heads * batch, config, device)
-        if self._splits > 1 and p.n_k <= tuning.SHORT * self._splits:
+        if self._splits > 1 and p.n_k <= tuning.FEW_KEYS * self._splits:
             config, _ = tuning.forward(p, _gpu(device), short=True)  # a tile has all rows of a decode, whichever it is
             self._splits = _splits(p, tiles * heads * batch, config, device)
         real, between = getattr(torch, p.accumulator), (0, 0)

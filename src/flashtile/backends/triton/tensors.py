@@ -14,8 +14,8 @@ from flashtile.backends.triton.arguments import block
 from flashtile.backends.triton.tuning import Config
 from flashtile.problem import Problem
 
-SHORT = 512  # rows
-FAR = 1 << 23  # elements: offsets within a tile, of 256 rows at most, have 32 bits
+FEW_ROWS = 512  # rows
+FARTHEST = 1 << 23  # elements: offsets within a tile, of 256 rows at most, have 32 bits
 DUMPED = 1 << 16  # elements: larger results that nobody wants have memory of their own
 _GUARDS: Any = torch._C._dynamo.guards
 
@@ -34,13 +34,13 @@ def laid_out(p: Problem) -> Problem:
 
 def tidy(x: Any, rows: int) -> Any:
     """x, or a copy where its columns are not side by side, or its rows, along this axis, too far apart."""
-    return x if x.ndim < 2 or (x.stride(-1) == 1 and x.stride(rows) < FAR) else x.contiguous()
+    return x if x.ndim < 2 or (x.stride(-1) == 1 and x.stride(rows) < FARTHEST) else x.contiguous()
 
 
 def tidy_gradients(p: Problem, dout: Any, out: Any, lse: Any, dlse: Any) -> tuple[Any, Any, Any, Any]:
     """What a backward pass is given, in the caller's layout, with rows as kernels want them; wrong ranks stay."""
     rows, alone = (0, 0) if p.packed else (-2, -1)
-    lse, dlse = (x if x is None or x.ndim < 1 or x.stride(alone) < FAR else x.contiguous() for x in (lse, dlse))
+    lse, dlse = (x if x is None or x.ndim < 1 or x.stride(alone) < FARTHEST else x.contiguous() for x in (lse, dlse))
     return tidy(dout, rows), tidy(out, rows), lse, dlse
 
 
@@ -123,7 +123,7 @@ def blocks(x: Any, is_aligned: bool, config: Config, rows: int) -> Callable[[Any
     """
     item = x.element_size()
     fits = is_aligned and x.stride(3) == 1 and all(s and s * item % 16 == 0 for s in x.stride()[:3])
-    if not (config.descriptors and fits and x.shape[2] > SHORT and x.numel()):
+    if not (config.descriptors and fits and x.shape[2] > FEW_ROWS and x.numel()):
         return None
     return maker(TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, block(x.shape[3])]))
 

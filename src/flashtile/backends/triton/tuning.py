@@ -11,7 +11,7 @@ from flashtile.problem import Problem
 
 DECODES = ("decode", "decode-short")
 KERNELS = ("forward", "dkdv", "dq", *DECODES)
-SHORT = 1024  # keys: a split decode whose programs would walk no more of them, one a processor, is "decode-short"
+FEW_KEYS = 1024  # keys: a split decode whose programs would walk no more of them, one a processor, is "decode-short"
 
 
 class Config(NamedTuple):

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PAPER = "a100-40"
-FAST = ("SRAM", "L1")  # what the papers call SRAM
 
 
 @dataclass(frozen=True, slots=True)

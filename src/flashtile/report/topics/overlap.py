@@ -98,11 +98,11 @@ def draw(r: Record) -> Figure:
     tile = r.of(DRAWN)
     figure, (in_turn, overlapped) = canvas.panels(2, 1, height=3.6)
     steps = 4
-    _lane(in_turn, 1, "matrix units", [(n * tile.serial, tile.products, n) for n in range(steps)])
-    _lane(in_turn, 0, "exponentials", [(n * tile.serial + tile.products, tile.exponentials, n) for n in range(steps)])
+    _lane(in_turn, 1, [(n * tile.serial, tile.products, n) for n in range(steps)])
+    _lane(in_turn, 0, [(n * tile.serial + tile.products, tile.exponentials, n) for n in range(steps)])
     pace = tile.overlapped
-    _lane(overlapped, 1, "matrix units", [(n * pace, tile.products, n) for n in range(steps)])
-    _lane(overlapped, 0, "exponentials", [((n + 1) * pace, tile.exponentials, n) for n in range(steps)])
+    _lane(overlapped, 1, [(n * pace, tile.products, n) for n in range(steps)])
+    _lane(overlapped, 0, [((n + 1) * pace, tile.exponentials, n) for n in range(steps)])
     for ax, title in ((in_turn, "In turn"), (overlapped, "Overlapped: two tiles under way")):
         ax.set_xlim(0, steps * tile.serial * 1.02)
         ax.set_ylim(-0.6, 1.6)
@@ -113,7 +113,7 @@ def draw(r: Record) -> Figure:
     return figure
 
 
-def _lane(ax: Axes, y: int, name: str, spans: list[tuple[float, float, int]]) -> None:
+def _lane(ax: Axes, y: int, spans: list[tuple[float, float, int]]) -> None:
     """Spans of (start, length, which tile)."""
     for start, length, tile in spans:
         colour = canvas.BLUE if tile % 2 == 0 else canvas.ORANGE

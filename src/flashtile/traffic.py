@@ -9,7 +9,7 @@ from flashtile.band import Band, Kind, ceil_div, cuts
 from flashtile.dtypes import ITEMSIZE, accumulator
 from flashtile.schedule import Event, Grid, Launch, Load, Make, Store, Tile, Zero
 
-COLUMN_VECTORS = ("m", "l", "L", "D")  # one number a row
+COLUMN_VECTORS = ("m", "l", "L", "D", "factor")  # one number a row
 OF_WIDTH_V = ("V", "O", "dV", "dO")  # the others are as wide as q
 IN_ACCUMULATOR = (*COLUMN_VECTORS, "dQ")  # dQ is summed in memory, so it stays unrounded there
 
@@ -65,6 +65,11 @@ class Traffic:
     def largest_block(self) -> int:
         """Elements of the largest array in SRAM: it does not know the sequence length."""
         return max(self.sram.values(), default=0)
+
+    @property
+    def sram_bytes(self) -> dict[str, int]:
+        """What lies in SRAM, each array in the type that it has there."""
+        return {name: n * self.layout.itemsize(name) for name, n in self.sram.items()}
 
     def see(self, event: Event) -> None:
         """Take one event into the account."""

@@ -51,8 +51,8 @@ def fit() -> Fit:
 
 def _need(dim: int, br: int, bc: int, rooms: list[Room]) -> Need:
     grid, layout = Grid(br, bc, br, bc), Layout(dim, dim, "float16")
-    held = count(fa2_forward(Band(), grid), grid, layout).sram
-    blocks = {name: held[name] * layout.itemsize(name) for name in BLOCKS if name in held and name not in STATISTICS}
-    blocks["m, l"] = sum(held[name] for name in STATISTICS) * layout.itemsize("m")
+    held = count(fa2_forward(Band(), grid), grid, layout).sram_bytes
+    blocks = {name: held[name] for name in BLOCKS if name in held and name not in STATISTICS}
+    blocks["m, l"] = sum(held[name] for name in STATISTICS)
     total = sum(blocks.values())
     return Need(dim, br, bc, blocks, total, {room.name: total <= room.bytes for room in rooms})

@@ -9,7 +9,6 @@ from pathlib import Path
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import os
 from typing import Any
 
 import hypothesis

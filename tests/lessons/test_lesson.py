@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -44,25 +45,27 @@ def test_names_are_unique() -> None:
     assert len(set(ids)) == len(ids) == 8
 
 
-def test_apart_gives_text_and_record() -> None:
-    text, record = lesson.run_apart(ONLINE, quick=True)
-    assert text.startswith("One token, four tiles") and record["holds"] is True
+def test_an_answer_has_text_and_record() -> None:
+    found = lesson.answer(ONLINE, quick=True)
+    assert found["text"].startswith("One token, four tiles") and found["record"]["holds"] is True
 
 
-def test_apart_passes_a_reason_on() -> None:
-    """In a process where nothing that Triton needs can be imported."""
-    code = "import sys; sys.modules['triton'] = None; from flashtile.lessons.__main__ import main; main()"
-    done = subprocess.run([sys.executable, "-c", code, "fused-attention"], capture_output=True, text=True)
-    assert json.loads(done.stdout)["unavailable"] == "triton is not installed"
+def test_an_answer_passes_a_reason_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unavailable(*_: Any) -> dict[str, Any]:
+        raise Unavailable("the moon is wrong")
+
+    monkeypatch.setattr(lesson, "run", unavailable)
+    assert lesson.answer(ONLINE) == {"lesson": ONLINE.name, "unavailable": "the moon is wrong"}
 
 
-def test_apart_raises_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = subprocess.CompletedProcess([], 0, '{"lesson": "x", "unavailable": "the moon is wrong"}', "")
-    monkeypatch.setattr(lesson.subprocess, "run", lambda *a, **k: done)
-    with pytest.raises(Unavailable, match="the moon is wrong"):
-        lesson.run_apart(ONLINE)
-
-
-def test_apart_raises_a_failure() -> None:
-    with pytest.raises(RuntimeError, match="no-such-lesson"):
-        lesson.run_apart(Lesson("no-such-lesson", "", ""))
+def test_without_triton_a_lesson_says_so() -> None:
+    """In a process where nothing that it needs can be imported."""
+    code = """if True:
+        import sys
+        sys.modules["triton"] = None
+        from flashtile.lessons import LESSONS
+        from flashtile.lessons.lesson import answer
+        print(next(answer(x)["unavailable"] for x in LESSONS if x.name == "fused-attention"))
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "triton is not installed", done.stderr

@@ -1,11 +1,8 @@
-"""Lesson: how a lesson is listed, read, run, and run in a process of its own."""
+"""Lesson: how a lesson is listed, read and run."""
 
 from __future__ import annotations
 
 import importlib
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,21 +46,6 @@ def run(lesson: Lesson, say: Say, quick: bool = False) -> dict[str, Any]:
     """Run a lesson in this process; returns its record in plain values. Raises Unavailable with the reason."""
     record: dict[str, Any] = importlib.import_module(lesson.module).run(say, quick)
     return record
-
-
-def run_apart(lesson: Lesson, quick: bool = False) -> tuple[str, dict[str, Any]]:
-    """Text and record of a lesson that ran in a process of its own.
-
-    Triton is either interpreted or compiled in a process, and cannot change its mind: this leaves the caller free.
-    """
-    command = [sys.executable, "-m", "flashtile.lessons", lesson.name, *(["--quick"] if quick else [])]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"lesson {lesson.name}: {done.stderr.strip()}")
-    answer = json.loads(done.stdout)
-    if "unavailable" in answer:
-        raise Unavailable(answer["unavailable"])
-    return answer["text"], answer["record"]
 
 
 def answer(lesson: Lesson, quick: bool = False) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 from flashtile.band import ceil_div
 from flashtile.catalogue import Model
 from flashtile.dtypes import ITEMSIZE, accumulator
+from flashtile.errors import ShapeError
 from flashtile.hardware import Hardware
 from flashtile.plan import Floor, Plan, plan
 from flashtile.traffic import forward_flops_a_pair
@@ -69,6 +70,8 @@ def budget(
     backend: str = "auto",
 ) -> Budget:
     """What `model` takes for one sequence of `context` tokens: for all of them, or for the next one."""
+    if context < 1:
+        raise ShapeError(f"context: expected 1 token or more, got {context}")
     kinds = []
     for count, window in ((model.layers - model.local, None), (model.local, model.window)):
         if count and decode and model.latent is not None:

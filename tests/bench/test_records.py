@@ -56,6 +56,22 @@ def test_another_schema_is_refused(tmp_path):
         records.read(path)
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]", "1", '{"schema": 1}', '{"schema": 1, "suite": 2}'])
+def test_what_is_no_record_is_refused_by_its_name(tmp_path, text):
+    path = tmp_path / "record.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=rf"^{path}: expected a record"):
+        records.read(path)
+
+
+def test_a_record_of_any_suite_is_read_but_not_all_have_a_table(tmp_path):
+    path = tmp_path / "record.json"
+    records.write(example() | {"suite": "moon"}, path)
+    assert records.read(path)["suite"] == "moon"
+    with pytest.raises(ValueError, match=rf"^{path}: expected a record of the suite cpu or gpu .*'moon'"):
+        table.read(path)
+
+
 def test_records_of_one_run_are_alike():
     record = records.new("cpu", quick=False, threads=2)
     records.demand_alike(record, json.loads(json.dumps(record)) | {"created": "later", "measurements": [1]})
@@ -71,6 +87,7 @@ def test_tables():
     assert "| forward | time / SDPA time | 0.50 | 0.50 | 0.85, none over 0.97 | yes |" in table.summary(record)
     assert "| full | B1 H8 N512 D64 float32 | forward | 1 | 2 | 0.50 | 123 |" in table.details(record)
     assert "| B1 | forward | 1.0 |  |" in table.memory(record)
+    assert "| flashtile, MiB | torch SDPA, MiB |" in table.memory(record)
     assert "2 threads" in table.caption(record)
 
 

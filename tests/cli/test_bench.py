@@ -1,10 +1,11 @@
-"""flashtile bench gpu and tune: no GPU is told, a record and a table come out, and exit codes mean something."""
+"""flashtile bench: what cannot be done is told at once, a record and a table come out, exit codes mean something."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +13,13 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("torch")
 
+from typer.main import get_command
 from typer.testing import CliRunner
 
-from flashtile.bench import candidates, records, tune
+from flashtile.bench import candidates, records, suite, tune
 from flashtile.bench.gpu import ceilings, device, moved, ncu, peers, rows, warm
 from flashtile.bench.gpu.peers import CUDNN, FLEX, OURS
+from flashtile.cli import bench
 from flashtile.cli.app import app
 from tests.bench.gpu.fakes import FakeDevice, one_thread, row_of, small_ceilings
 from tests.bench.gpu.test_moved import watched_as_predicted
@@ -26,6 +29,72 @@ def run(*arguments: str, code: int = 0) -> Any:
     result = CliRunner().invoke(app, ["bench", *arguments])
     assert result.exit_code == code, result.output
     return result
+
+
+def error_of(*arguments: str) -> str:
+    """The one line that says what is wrong with them."""
+    (line,) = (line for line in run(*arguments, code=2).stderr.splitlines() if line.startswith("Error: "))
+    return line.removeprefix("Error: Invalid value: ")
+
+
+CPU = records.new("cpu", quick=True, threads=1)
+NO_RECORDS = {
+    "a list": [CPU],
+    "no fields": {"schema": records.SCHEMA},
+    "another schema": CPU | {"schema": 999},
+    "another suite": CPU | {"suite": "moon"},
+    "no threads": {name: x for name, x in CPU.items() if name != "threads"},
+    "rows of another kind": CPU | {"measurements": 5},
+    "a hollow one": CPU | {"machine": {}, "measurements": [{"times": {}}]},
+}
+
+
+@pytest.mark.parametrize("way", [(), ("--details",), ("--into", "README.md"), ("--json",)])
+@pytest.mark.parametrize("what", ["no JSON", *NO_RECORDS])
+def test_a_table_of_no_record_is_refused_by_its_name(tmp_path: Path, what: str, way: tuple[str, ...]) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text(json.dumps(NO_RECORDS[what]) if what in NO_RECORDS else "hello")
+    assert error_of("table", str(path), *way).startswith(f"RECORD: {path}: expected a ")
+
+
+def test_a_table_goes_into_a_document_that_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    records.write(CPU, path)
+    missing = tmp_path / "nope.md"
+    assert error_of("table", str(path), "--into", str(missing)) == f"--into: {missing}: No such file or directory"
+    assert error_of("table", str(path), "--into", str(tmp_path)).startswith(f"--into: {tmp_path}: ")
+    unmarked = tmp_path / "unmarked.md"
+    unmarked.write_text("no place")
+    assert error_of("table", str(path), "--into", str(unmarked)).startswith(f"--into: {unmarked}: expected a line")
+
+
+@pytest.mark.parametrize("command", ["cpu", "gpu", "tune", "io"])
+def test_where_no_record_can_go_nothing_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+) -> None:
+    def measure(*_: Any, **__: Any) -> Any:
+        raise AssertionError("too late")
+
+    monkeypatch.setattr(suite, "run", measure)
+    monkeypatch.setattr(device, "missing", measure)
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "deep" / "r.json"
+    assert error_of(command, "--output", str(path)) == f"--output: cannot write {path}: Not a directory"
+    assert error_of(command, "--output", str(tmp_path)) == f"--output: expected a file, got a folder: {tmp_path}"
+
+
+def test_looking_where_a_record_could_go_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(device, "missing", lambda: "no GPU")
+    run("gpu", "--output", str(tmp_path / "deep" / "r.json"), code=3)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_with_commas_are_quoted() -> None:
+    listed = ", ".join(f"'{name}'" for name in peers.NAMES)
+    assert error_of("gpu", "--peers", "moon") == f"--peers: expected one of {listed}, got 'moon'"
+    group: Any = get_command(bench.app)
+    (option,) = (option for option in group.commands["gpu"].params if "--peers" in option.opts)
+    assert listed in option.help
 
 
 @pytest.mark.parametrize("command", ["gpu", "tune", "io"])

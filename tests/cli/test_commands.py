@@ -1,6 +1,7 @@
 """The command line: JSON that parses, exit codes that mean something, and kind words when an extra is missing."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -10,8 +11,9 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from flashtile import __version__, dispatch
+from flashtile import __version__, cli, dispatch
 from flashtile.bench import cases, records, suite
+from flashtile.cli import output
 from flashtile.cli.app import app
 
 
@@ -25,9 +27,21 @@ def test_version():
     assert run("--version").stdout.strip() == __version__
 
 
-@pytest.mark.parametrize("command", ["demo", "doctor", "explain", "bench"])
+COMMANDS = [command.name for command in (*app.registered_commands, *app.registered_groups)]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command):
     assert "Usage" in run(command, "--help").stdout
+
+
+def test_the_package_names_every_command_and_exit_code():
+    assert set(COMMANDS) == {"demo", "lesson", "explain", "doctor", "bench"}
+    first, _, codes = cli.__doc__.partition("\n")
+    assert set(COMMANDS) <= set(re.findall(r"\w+", first))
+    assert [int(code) for code in re.findall(r"\b\d\b", codes)] == [0, cli.DOES_NOT_HOLD, 2, cli.MISSING]
+    assert "a package or a GPU that is needed is missing" in " ".join(codes.split())
+    assert "exit code" not in output.__doc__ and not hasattr(output, "DOES_NOT_HOLD")
 
 
 def test_doctor_prints_the_dispatch_table():
@@ -50,20 +64,29 @@ def test_doctor_gives_the_reason_for_every_no(monkeypatch):
 def test_bench_writes_a_record_and_a_table(monkeypatch, tmp_path):
     monkeypatch.setattr(suite, "CPU", (cases.Group("full", "forward", (cases.square(16, 8),), bar=1e9),))
     path = tmp_path / "r.json"
-    result = run("bench", "cpu", "--only", "full", "--quick", "--threads", "1", "--json", str(path), "--check")
+    result = run("bench", "cpu", "--only", "full", "--quick", "--threads", "1", "--output", str(path), "--check")
     assert "| forward |" in result.stdout and records.read(path)["quick"] is True
     assert "| forward |" in run("bench", "table", str(path)).stdout
     assert "| full |" in run("bench", "table", str(path), "--details").stdout
     assert json.loads(run("bench", "table", str(path), "--json").stdout)[0]["group"] == "full"
-    assert json.loads(run("bench", "cpu", "--only", "full", "--quick", "--json", "-").stdout)["suite"] == "cpu"
+    printed = json.loads(run("bench", "cpu", "--only", "full", "--quick", "--output", str(path), "--json").stdout)
+    assert printed == records.read(path) and printed["suite"] == "cpu"
     run("bench", "table", str(tmp_path / "none.json"), code=2)
     run("bench", "cpu", "--only", "abacus", code=2)
 
 
-def test_bench_check_fails_where_a_bar_does(monkeypatch):
+def test_bench_names_a_record_by_suite_and_time(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(suite, "run", lambda **_: records.new("cpu", True, threads=1))
+    assert json.loads(run("bench", "cpu", "--json").stdout)["suite"] == "cpu"
+    (path,) = (tmp_path / records.FOLDER).iterdir()
+    assert re.fullmatch(r"cpu-\d{8}T\d{6}\.json", path.name) and records.read(path)["threads"] == 1
+
+
+def test_bench_check_fails_where_a_bar_does(monkeypatch, tmp_path):
     pytest.importorskip("torch")
     monkeypatch.setattr(suite, "CPU", (cases.Group("full", "forward", (cases.square(16, 8),), bar=1e-9),))
-    run("bench", "cpu", "--only", "full", "--quick", "--json", "-", "--check", code=1)
+    run("bench", "cpu", "--only", "full", "--quick", "--output", str(tmp_path / "r.json"), "--check", code=1)
 
 
 def test_without_the_extra_it_says_what_to_install():

@@ -115,6 +115,9 @@ def test_what_does_not_hold_is_exit_code_1(kept, monkeypatch):
 def test_wrong_usage_is_exit_code_2(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     assert "expected a new or empty folder" in run("--out", str(tmp_path), code=2).stderr
+    inside = tmp_path / "thesis.tex" / "demo"
+    assert f"--out: cannot write {inside}: Not a directory" in run("--out", str(inside), code=2).stderr
+    assert "--open: " in run("--no-page", "--open", code=2).stderr
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch):

@@ -198,3 +198,38 @@ def test_the_picture_is_in_the_json(a_tile):
 )
 def test_wrong_usage_is_exit_code_2(arguments):
     run(*arguments, "--json", code=2)
+
+
+LLAMA = ("--model", "llama-3-8b", "--gpu", "h200")
+
+
+@pytest.mark.parametrize("memory", ["0", "-1", "1e-12", "nan", "inf"])
+def test_a_gpu_has_some_memory(memory):
+    said = f"--gpu-memory: expected a number of GiB above 0, got {memory}"
+    assert said in run(*LLAMA, "--gpu-memory", memory, code=2).stderr
+
+
+@pytest.mark.parametrize("more", [(), ("--decode",)])
+def test_a_context_has_a_token(more):
+    assert "context: expected 1 token or more, got 0" in run(*LLAMA, *more, "--context", "0", code=2).stderr
+    assert found(*LLAMA, *more, "--context", "1")["model"]["tokens_a_second"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--q", "4,4", "--decode"), "--decode"),
+        (("--q", "4,4", "--context", "8k"), "--context"),
+        ((*LLAMA, "--k", "1,2,3,4"), "--k: "),
+        ((*LLAMA, "--causal"), "--causal"),
+        (("--q", "4,4", "--gpu", "none", "--gpu-flops", "5T"), "--gpu-flops"),
+        (("--q", "4,4", "--gpu", "none", "--gpu-bandwidth", "5T"), "--gpu-bandwidth"),
+        (("--model", "gpt-2", "--gpu", "none", "--gpu-memory", "80"), "--gpu-memory"),
+    ],
+)
+def test_what_does_not_apply_is_refused(arguments, named):
+    assert named in run(*arguments, code=2).stderr
+
+
+def test_a_context_has_a_default():
+    assert found(*LLAMA)["model"]["context"] == 8192

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 pytest.importorskip("rich")
+pytest.importorskip("typer")
 
 from rich.console import Console
 

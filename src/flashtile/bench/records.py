@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ FOLDER = Path("benchmarks/records")
 
 Record = dict[str, Any]
 
+FIELDS = {"suite": str, "machine": dict, "absent": dict, "measurements": list, "summary": list}  # every record has them
 FOUND = {"created", "absent", "measurements", "summary", "failed", "unfit", "left_out"}  # not given, but found by a run
 
 
@@ -54,10 +56,24 @@ def write(record: Record, path: Path) -> None:
 
 
 def read(path: Path) -> Record:
-    record: Record = json.loads(path.read_text())
+    """A ValueError that names the file where it holds no record."""
+    try:
+        record: Record = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: expected a record in JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{path}: expected a record, got a JSON {type(record).__name__}")
     if record.get("schema") != SCHEMA:
         raise ValueError(f"{path}: expected a record of schema {SCHEMA}, got {record.get('schema')}")
+    demand_fields(record, FIELDS, path)
     return record
+
+
+def demand_fields(record: Record, fields: Mapping[str, type], path: Path) -> None:
+    """A ValueError that names the file unless its record has these, of these types."""
+    for name, kind in fields.items():
+        if not isinstance(record.get(name), kind):
+            raise ValueError(f"{path}: expected a record with {name!r} in it, a {kind.__name__}")
 
 
 def demand_alike(record: Record, other: Record) -> None:
@@ -70,7 +86,6 @@ def demand_alike(record: Record, other: Record) -> None:
             raise UnlikeError(f"measured with another {name}: {before}, and here {value}")
 
 
-def default_path(record: Record) -> Path:
+def default_path(suite: str) -> Path:
     """Named by suite and time."""
-    stamp = record["created"].partition("+")[0].replace(":", "").replace("-", "")
-    return FOLDER / f"{record['suite']}-{stamp}.json"
+    return FOLDER / f"{suite}-{datetime.now(timezone.utc):%Y%m%dT%H%M%S}.json"

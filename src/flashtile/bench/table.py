@@ -3,37 +3,46 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from os.path import relpath
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from flashtile.bench import markdown, tuned
+from flashtile.bench import markdown, records, tuned
 from flashtile.bench.gpu import moved_table
 from flashtile.bench.gpu import table as gpu
 from flashtile.bench.markdown import milliseconds, number
-from flashtile.bench.records import Record, read
+from flashtile.bench.records import Record
 
 BEGIN, END = "<!-- bench: {} -->", "<!-- end of bench -->"
 _MARKED = re.compile(r"<!-- bench: (?P<path>\S*) -->\n(?P<body>.*?)<!-- end of bench -->", re.DOTALL)
 
 
+class Way(NamedTuple):
+    """How the records of a suite are shown."""
+
+    fields: dict[str, type]  # what such a record has beside what all have
+    parts: Callable[[Record], Iterable[str]]
+    details: Callable[[Record], str]
+
+
+def read(path: Path) -> Record:
+    """A record that can be shown; else a ValueError that names the file."""
+    record = records.read(path)
+    if record["suite"] not in WAYS:
+        raise ValueError(f"{path}: expected a record of the suite {' or '.join(WAYS)}, got {record['suite']!r}")
+    records.demand_fields(record, WAYS[record["suite"]].fields, path)
+    return record
+
+
 def render(record: Record) -> str:
     """What the README shows of a record."""
-    if record["suite"] == "gpu":
-        parts = [gpu.caption(record), summary(record), *gpu.sections(record)]
-    elif record["suite"] == "tune":
-        parts = [tuned.caption(record), tuned.table(record)]
-    elif record["suite"] == "io":
-        parts = [moved_table.caption(record), moved_table.table(record)]
-    else:
-        parts = [caption(record), summary(record), memory(record)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(part for part in WAYS[record["suite"]].parts(record) if part) + "\n"
 
 
 def details(record: Record) -> str:
     """One row a measurement."""
-    ways = {"cpu": cases, "gpu": gpu.details, "tune": tuned.details, "io": moved_table.details}
-    return ways[record["suite"]](record)
+    return WAYS[record["suite"]].details(record)
 
 
 def summary(record: Record) -> str:
@@ -72,7 +81,7 @@ def cases(record: Record) -> str:
 
 def memory(record: Record) -> str:
     """One row a pass: how far a process grew."""
-    rows: list[tuple[str, ...]] = [("case", "pass", "flashtile, MB", "torch SDPA, MB")]
+    rows: list[tuple[str, ...]] = [("case", "pass", "flashtile, MiB", "torch SDPA, MiB")]
     for m in record["measurements"]:
         if "grown" in m:
             grown = [m["grown"].get(name) for name in ("flashtile", "torch SDPA")]
@@ -105,3 +114,23 @@ def put_into(document: Path, record: Path) -> None:
     text = f"{BEGIN.format(path)}\n{render(read(record))}{END}"
     old = f"{BEGIN.format(place)}\n{places[place]}{END}"
     document.write_text(before.replace(old, text, 1))
+
+
+WAYS = {
+    "cpu": Way({"threads": int}, lambda record: (caption(record), summary(record), memory(record)), cases),
+    "gpu": Way(
+        {"rounds": int, "device": dict, "left_out": list},
+        lambda record: (gpu.caption(record), summary(record), *gpu.sections(record)),
+        gpu.details,
+    ),
+    "tune": Way(
+        {"rounds": int, "device": dict, "fields": list, "left_out": list},
+        lambda record: (tuned.caption(record), tuned.table(record)),
+        tuned.details,
+    ),
+    "io": Way(
+        {"device": dict, "failed": dict},
+        lambda record: (moved_table.caption(record), moved_table.table(record)),
+        moved_table.details,
+    ),
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -13,47 +14,50 @@ from flashtile.bench import candidates, records, suite, table, tune, tuned
 from flashtile.bench.cases import GROUPS
 from flashtile.bench.gpu import device, moved, ncu, peers, rows, warm
 from flashtile.bench.gpu import suite as gpu_suite
-from flashtile.cli import MISSING_EXTRA, output
+from flashtile.cli import DOES_NOT_HOLD, MISSING, output
+
+SUITES = (*rows.SUITES, "all")
+AsJson = Annotated[bool, typer.Option("--json", help="Also print the record as plain JSON, and no table.")]
 
 app = typer.Typer(help="Measure, taking turns with the peers; every run leaves a record.", no_args_is_help=True)
 
 
 @app.command()
 def cpu(
-    json: Annotated[
-        Path | None, typer.Option("--json", help="Where the record goes; - is stdout; benchmarks/records/ by default.")
-    ] = None,
     quick: Annotated[bool, typer.Option(help="Short cases and few rounds.")] = False,
     only: Annotated[
-        list[str] | None, typer.Option(metavar="GROUP", help=f"Only these groups (repeatable): {', '.join(GROUPS)}.")
+        list[str] | None, typer.Option(metavar="GROUP", help=f"Only these groups (repeatable): {_listed(GROUPS)}.")
     ] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads, for us and for torch; torch's own number by default.")
     ] = None,
+    path: Annotated[
+        Path | None, typer.Option("--output", help=f"Where the record goes; {records.FOLDER}/ by default.")
+    ] = None,
+    json: AsJson = False,
     check: Annotated[bool, typer.Option(help="Exit with 1 where a bar does not hold.")] = False,
 ) -> None:
     """The CPU suite: forward, backward, decode, half precision, options, small calls, memory, scaling."""
     _known("--only", only, GROUPS)
+    path = path or records.default_path("cpu")
+    _check(path)
     with output.progress_bar() as progress:
         record = suite.run(only=only or (), short=quick, threads=threads, progress=progress)
-    if json is not None and str(json) == "-":
+    if json:
         output.print_json(record)
-    else:
-        _leave(record, json or records.default_path(record))
+    _leave(record, path, shown=not json)
     _judge(record, check)
 
 
 @app.command()
 def gpu(
-    which: Annotated[
-        list[str] | None, typer.Option("--suite", help=f"Which (repeatable): {', '.join(rows.SUITES)}, or all.")
-    ] = None,
+    which: Annotated[list[str] | None, typer.Option("--suite", help=f"Which (repeatable): {_listed(SUITES)}.")] = None,
     only: Annotated[
         list[str] | None,
         typer.Option(metavar="WORDS", help='Only rows with these words in their name (repeatable): "D128 backward".'),
     ] = None,
     peer: Annotated[
-        list[str] | None, typer.Option("--peers", help=f"Only these (repeatable): {', '.join(peers.NAMES[1:])}.")
+        list[str] | None, typer.Option("--peers", help=f"Only these (repeatable): {_listed(peers.NAMES)}.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Samples of everyone, a row.")] = 15,
     quick: Annotated[bool, typer.Option(help="Short sequences, three rounds of short samples.")] = False,
@@ -67,16 +71,17 @@ def gpu(
         Path | None, typer.Option(help="A record that was left unfinished: its rows are kept, the others measured.")
     ] = None,
     path: Annotated[Path, typer.Option("--output", help="Where the record goes.")] = records.FOLDER / "gpu.json",
-    json: Annotated[bool, typer.Option("--json", help="Also print the record as plain JSON, and no table.")] = False,
+    json: AsJson = False,
     check: Annotated[bool, typer.Option(help="Exit with 1 where a bar does not hold.")] = False,
 ) -> None:
     """The GPU suites, beside cuDNN, SDPA, FlexAttention and FlashAttention: training, decode, small calls, memory."""
-    _known("--suite", which, (*rows.SUITES, "all"))
+    _known("--suite", which, SUITES)
     _known("--peers", peer, peers.NAMES)
     chosen = rows.select([] if "all" in (which or ["all"]) else which or [], only or (), quick)
     if not chosen:
         raise typer.BadParameter("--only: no row has all of these words in its name")
     earlier = None if resume is None else _read("--resume", resume)
+    _check(path)
     _need_gpu()
     start = time.monotonic()
     warm.keep_on_disk()
@@ -124,24 +129,25 @@ def gpu(
 
 @app.command("tune")
 def search(
-    kernel: Annotated[list[str] | None, typer.Option(help=f"Only these (repeatable): {', '.join(KERNELS)}.")] = None,
+    kernel: Annotated[list[str] | None, typer.Option(help=f"Only these (repeatable): {_listed(KERNELS)}.")] = None,
     dtype: Annotated[
-        list[str] | None, typer.Option(help=f"Only these (repeatable): {', '.join(candidates.DTYPES)}.")
+        list[str] | None, typer.Option(help=f"Only these (repeatable): {_listed(candidates.DTYPES)}.")
     ] = None,
     dim: Annotated[
         list[int] | None,
-        typer.Option(help=f"Only these head dims (repeatable): {', '.join(map(str, candidates.DIMS))}."),
+        typer.Option(help=f"Only these head dims (repeatable): {_listed(candidates.DIMS)}."),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Samples of every candidate, a shape.")] = 7,
     seconds: Annotated[float | None, typer.Option(min=0, help="Begin nothing after so long.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes that compile; one a core by default.")] = None,
     path: Annotated[Path, typer.Option("--output", help="Where the record goes.")] = records.FOLDER / "tune.json",
-    json: Annotated[bool, typer.Option("--json", help="Also print the record as plain JSON, and no table.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Find the fastest tiles of the Triton kernels on this GPU, and print them as rows of backends/triton/tuning.py."""
     _known("--kernel", kernel, KERNELS)
     _known("--dtype", dtype, candidates.DTYPES)
     _known("--dim", dim, candidates.DIMS)
+    _check(path)
     _need_gpu()
     with output.progress_bar() as progress:
         record = tune.run(
@@ -165,19 +171,20 @@ def search(
 def bytes_moved(
     program: Annotated[str | None, typer.Option("--ncu", help="NVIDIA's profiler; looked for by default.")] = None,
     path: Annotated[Path, typer.Option("--output", help="Where the record goes.")] = records.FOLDER / "io.json",
-    json: Annotated[bool, typer.Option("--json", help="Also print the record as plain JSON, and no table.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Bytes that the forward pass moves on this GPU, counted by NVIDIA's ncu, beside what its tiles should move."""
+    _check(path)
     _need_gpu()
     program = program or ncu.find()
     if program is None:
         output.err().print("flashtile: this needs NVIDIA's profiler ncu (Nsight Compute): none on the path")
-        raise typer.Exit(MISSING_EXTRA)
+        raise typer.Exit(MISSING)
     try:
         record = moved.run(device.Cuda(), program)
     except (ncu.ProfilerError, OSError) as error:
         output.err().print(f"flashtile: ncu: {error}", soft_wrap=True)
-        raise typer.Exit(MISSING_EXTRA) from None
+        raise typer.Exit(MISSING) from None
     if json:
         output.print_json(record)
     _leave(record, path, shown=not json)
@@ -193,37 +200,61 @@ def show(
     json: Annotated[bool, typer.Option("--json", help="Print the record's summary as plain JSON.")] = False,
 ) -> None:
     """A record as markdown."""
+    content = _read("RECORD", record, table.read)
     try:
-        content = records.read(record)
-        if json:
-            output.print_json(content["summary"])
-        elif into is not None:
-            table.put_into(into, record)
-        elif details:
-            print(table.details(content))
-        else:
-            output.markdown(table.render(content))
+        text = table.details(content) if details else table.render(content)
+    except KeyError as error:
+        raise typer.BadParameter(f"RECORD: {record}: expected a whole record, found no {error} in it") from None
+    if json:
+        output.print_json(content["summary"])
+    elif into is not None:
+        _put_into(into, record)
+    elif details:
+        print(text)
+    else:
+        output.markdown(text)
+
+
+def _put_into(document: Path, record: Path) -> None:
+    try:
+        table.put_into(document, record)
+    except OSError as error:
+        raise typer.BadParameter(f"--into: {document}: {error.strerror}") from None
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(f"--into: {error}") from None
 
 
 def _known(option: str, given: list[str] | list[int] | None, names: tuple[str, ...] | tuple[int, ...]) -> None:
     for name in given or ():
         if name not in names:
-            raise typer.BadParameter(f"{option}: expected one of {', '.join(map(str, names))}, got {name!r}")
+            raise typer.BadParameter(f"{option}: expected one of {_listed(names)}, got {name!r}")
 
 
-def _read(option: str, path: Path) -> records.Record:
+def _listed(names: Iterable[str | int]) -> str:
+    """Quoted, for some have commas."""
+    return ", ".join(map(repr, names))
+
+
+def _read(option: str, path: Path, read: Callable[[Path], records.Record] = records.read) -> records.Record:
     try:
-        return records.read(path)
-    except (OSError, ValueError) as error:
+        return read(path)
+    except OSError as error:
+        raise typer.BadParameter(f"{option}: {path}: {error.strerror}") from None
+    except ValueError as error:
         raise typer.BadParameter(f"{option}: {error}") from None
+
+
+def _check(path: Path) -> None:
+    """Whatever would stop the record from being written is said before anything is measured."""
+    output.check_writable("--output", path)
+    if path.is_dir():
+        raise typer.BadParameter(f"--output: expected a file, got a folder: {path}")
 
 
 def _need_gpu() -> None:
     if reason := device.missing():
         output.err().print(f"flashtile: this needs a CUDA GPU: {reason}", soft_wrap=True)
-        raise typer.Exit(MISSING_EXTRA)
+        raise typer.Exit(MISSING)
 
 
 def _leave(record: records.Record, path: Path, shown: bool = True) -> None:
@@ -238,4 +269,4 @@ def _leave(record: records.Record, path: Path, shown: bool = True) -> None:
 
 def _judge(record: records.Record, check: bool) -> None:
     if check and any(row["holds"] is False for row in record["summary"]):
-        raise typer.Exit(output.DOES_NOT_HOLD)
+        raise typer.Exit(DOES_NOT_HOLD)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flashtile import machine
-from flashtile.cli import MISSING_EXTRA, output
+from flashtile.cli import DOES_NOT_HOLD, MISSING, output
 
 if TYPE_CHECKING:
     from flashtile.report.content import Content, Result, Told
@@ -32,6 +32,8 @@ def demo(
     from flashtile.report.artist import Artist
     from flashtile.report.content import collect
 
+    if no_page and open_page:
+        raise typer.BadParameter("--open: with --no-page there is none to open")
     if not no_page:
         _prepare(out)
     with output.progress_bar() as progress:
@@ -51,7 +53,7 @@ def demo(
             webbrowser.open(page.as_uri())
     if content.broken:
         output.err().print(f"does not hold: {', '.join(content.broken)}", markup=False)
-        raise typer.Exit(output.DOES_NOT_HOLD)
+        raise typer.Exit(DOES_NOT_HOLD)
 
 
 def _prepare(out: Path) -> None:
@@ -65,11 +67,12 @@ def _prepare(out: Path) -> None:
             soft_wrap=True,
             markup=False,
         )
-        raise typer.Exit(MISSING_EXTRA)
+        raise typer.Exit(MISSING)
     try:
         folder.check(out)
     except ValueError as error:
         raise typer.BadParameter(f"--out: {error}") from None
+    output.check_writable("--out", out)
 
 
 def _show(content: Content) -> None:

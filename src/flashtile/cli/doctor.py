@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from flashtile import dispatch, machine, threads
-from flashtile.cli import output
+from flashtile.cli import DOES_NOT_HOLD, output
 
 
 def doctor(
@@ -26,7 +26,7 @@ def doctor(
     else:
         _show(found)
     if strict and any(row["why_not"] for row in found["backends"]):
-        raise typer.Exit(output.DOES_NOT_HOLD)
+        raise typer.Exit(DOES_NOT_HOLD)
 
 
 def backends() -> dict[str, Any]:

@@ -18,17 +18,20 @@ from flashtile.plan import Plan, plan
 
 T = TypeVar("T")
 DTYPES = (*FLOATS, EIGHT_BITS)
+CONTEXT = "8k"
 
 
 def explain(
     q: Annotated[str | None, typer.Option(help="Shape of q, such as 1,32,8192,128.")] = None,
-    k: Annotated[str | None, typer.Option(help="Shape of k and v; like q unless given.")] = None,
+    k: Annotated[str | None, typer.Option(help="With --q: shape of k and v; like q unless given.")] = None,
     causal: Annotated[bool, typer.Option("--causal", help="With --q: no query sees a later key.")] = False,
     window: Annotated[
         int | None, typer.Option(min=1, help="With --q: how many keys, up to its own, a query sees.")
     ] = None,
     model: str = typer.Option(None, help=f"A named model instead of shapes: {', '.join(models())}."),
-    context: Annotated[str, typer.Option(help="With --model: how many tokens, such as 8k or 1m.")] = "8k",
+    context: Annotated[
+        str | None, typer.Option(help=f"With --model: how many tokens, such as 1m; {CONTEXT} by default.")
+    ] = None,
     decode: Annotated[
         bool, typer.Option("--decode", help="With --model: one new token against the context, not the whole prompt.")
     ] = False,
@@ -43,7 +46,7 @@ def explain(
         str | None, typer.Option(help="FLOPs a second, such as 989T: of a GPU not listed, or instead of its own.")
     ] = None,
     gpu_bandwidth: Annotated[str | None, typer.Option(help="Bytes a second, such as 4.8T, likewise.")] = None,
-    gpu_memory: Annotated[float | None, typer.Option(min=0, help="GiB, likewise.")] = None,
+    gpu_memory: Annotated[float | None, typer.Option(help="GiB, likewise.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print plain JSON.")] = False,
 ) -> None:
     """Say what a call would do, from its shapes or from a model and a context."""
@@ -51,6 +54,10 @@ def explain(
         raise typer.BadParameter("expected --q with a shape, or --model with a name")
     if model is not None and (causal or window is not None):
         raise typer.BadParameter("--causal, --window: the model says who sees whom")
+    if model is not None and k is not None:
+        raise typer.BadParameter("--k: the model and --context say its shape")
+    if model is None and (decode or context is not None):
+        raise typer.BadParameter("--decode, --context: expected with --model; with --q the shapes say it")
     kind = _one_of("--dtype", dtype or ("float32" if model is None else "bfloat16"), {name: name for name in DTYPES})
     given = _given(gpu_flops, gpu_bandwidth, gpu_memory)
     hardware, device = _hardware(gpu, kind, given)
@@ -58,7 +65,7 @@ def explain(
     try:
         if model is not None:
             about = _one_of("--model", model, models())
-            tokens = _length("--context", context)
+            tokens = _length("--context", CONTEXT if context is None else context)
             whole = budget(about, tokens, decode=decode, dtype=kind, hardware=hardware, device=device, backend=backend)
             call = whole.layers[0].plan
         else:
@@ -87,7 +94,7 @@ def explain(
 
 def _given(flops: str | None, bandwidth: str | None, memory: float | None) -> dict[str, float]:
     found = {"flops": _quantity("--gpu-flops", flops), "bytes": _quantity("--gpu-bandwidth", bandwidth)}
-    found["memory"] = None if memory is None else memory * (1 << 30)
+    found["memory"] = _memory("--gpu-memory", memory)
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -98,6 +105,8 @@ def _hardware(gpu: str | None, dtype: str, given: dict[str, float]) -> tuple[Har
             raise typer.BadParameter("--gpu-flops, --gpu-bandwidth: expected both, or a --gpu to change")
         found, device = Hardware("the GPU given", Rates(given["flops"], given["bytes"])), "cuda"
     elif gpu == "none":
+        if given:
+            raise typer.BadParameter("--gpu-flops, --gpu-bandwidth, --gpu-memory: --gpu none has none of them")
         return None, "cpu"
     else:
         here = machine.gpu() if gpu in (None, "here") else None
@@ -269,6 +278,13 @@ def _length(option: str, text: str) -> int:
 
 def _shape(option: str, text: str) -> tuple[int, ...]:
     return tuple(_length(option, part) for part in text.replace("x", ",").split(","))
+
+
+def _memory(option: str, gib: float | None) -> float | None:
+    """Bytes, one or more."""
+    if gib is not None and not 1 <= gib * (1 << 30) < float("inf"):
+        raise typer.BadParameter(f"{option}: expected a number of GiB above 0, got {gib:g}")
+    return None if gib is None else gib * (1 << 30)
 
 
 def _quantity(option: str, text: str | None) -> float | None:

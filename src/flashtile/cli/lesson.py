@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flashtile.cli import MISSING_EXTRA, output
+from flashtile.cli import DOES_NOT_HOLD, MISSING, output
 from flashtile.lessons import LESSONS
 from flashtile.lessons.lesson import Lesson, Unavailable, answer, run, source
 from flashtile.lessons.text import COLUMNS
@@ -32,7 +32,7 @@ def lesson(
         return
     record = _as_json(found, quick) if json else _in_words(found, quick)
     if not record["holds"]:
-        raise typer.Exit(output.DOES_NOT_HOLD)
+        raise typer.Exit(DOES_NOT_HOLD)
 
 
 def _list(json: bool) -> None:
@@ -50,7 +50,7 @@ def _as_json(lesson: Lesson, quick: bool) -> dict[str, Any]:
     found = answer(lesson, quick)
     output.print_json(found)
     if "unavailable" in found:
-        raise typer.Exit(MISSING_EXTRA)
+        raise typer.Exit(MISSING)
     record: dict[str, Any] = found["record"]
     return record
 
@@ -60,4 +60,4 @@ def _in_words(lesson: Lesson, quick: bool) -> dict[str, Any]:
         return run(lesson, print, quick)
     except Unavailable as reason:
         output.err().print(f"{lesson.name}: {reason}", soft_wrap=True)
-        raise typer.Exit(MISSING_EXTRA) from None
+        raise typer.Exit(MISSING) from None

@@ -1,15 +1,15 @@
-"""Where output goes: results to stdout, progress and remarks to stderr; and what the exit codes mean.
-
-0 all is well; 1 something measured does not hold; 2 wrong usage; 3 an optional package is missing.
-"""
+"""Where output goes: results to stdout, progress and remarks to stderr, files where they can be written."""
 
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -19,8 +19,6 @@ from flashtile.bench.suite import Progress as Report
 from flashtile.units import quantity as quantity
 from flashtile.units import seconds as seconds
 from flashtile.units import size as size
-
-DOES_NOT_HOLD = 1
 
 
 def out() -> Console:
@@ -49,6 +47,16 @@ def markdown(text: str) -> None:
 
 def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Refuse a path that cannot be written, before anything is computed for it; leaves nothing there."""
+    try:
+        nearest = next((folder for folder in path.absolute().parents if folder.exists()), path)
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        raise typer.BadParameter(f"{option}: cannot write {path}: {error.strerror}") from None
 
 
 def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -175,12 +175,12 @@ def test_a_run_leaves_a_record_that_can_be_shown(tmp_path: Path) -> None:
         assert set(row["ratios"]) == set(row["predicted"])
         assert all(ratio == pytest.approx(1.25) for ratio in row["ratios"].values())
     text = render(record)
-    assert "fake, L2 50 MB" in text
-    least, ratio = (3 * 64 + 64 + 1), "1.25"  # Q, K and V, and the output, of 64 MB each, and the lse
+    assert "fake, L2 50 MiB" in text and "MiB, counted by ncu" in text
+    least, ratio = (3 * 64 + 64 + 1), "1.25"  # Q, K and V, and the output, of 64 MiB each, and the lse
     assert "| B4 H16 N4096 D128 full | flashtile |" in text and f"| {1.25 * least:.0f} | {least} | {ratio} |" in text
     assert "| B4 H16 N4096 D128 full | standard |  |" in text
     assert {row.count("|") for row in text.split("\n\n")[1].splitlines()} == {10}
-    assert "| memory read | 240 | 192 | 1.250 |" in details(record)
+    assert "| memory read | 240 | 192 | 1.250 |" in details(record) and "| what | MiB |" in details(record)
     path, document = tmp_path / "io.json", tmp_path / "README.md"
     records.write(record, path)
     document.write_text("<!-- bench:  -->\n<!-- end of bench -->\n")

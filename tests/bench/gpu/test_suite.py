@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from flashtile.bench.gpu import ceilings, device, suite  # noqa: E402
 from flashtile.bench.gpu.peers import CUDNN, FLEX, OURS, WIDE, Peer, UnfitError  # noqa: E402
 from flashtile.bench.gpu.suite import Bench  # noqa: E402
-from flashtile.bench.gpu.table import details  # noqa: E402
+from flashtile.bench.gpu.table import caption, details  # noqa: E402
 from flashtile.bench.records import UnlikeError  # noqa: E402
 from flashtile.bench.table import render  # noqa: E402
 from tests.bench.gpu.fakes import FakeDevice, one_thread, row_of, small_ceilings  # noqa: E402
@@ -178,9 +178,18 @@ def test_a_run_leaves_a_record_that_can_be_shown(fake: FakeDevice) -> None:
     text = render(record)
     assert "fake, CUDA 0" in text and "| forward B2 H4/2 N8x16 D8 full | 0 | 0 | 0 | 2.00 |" in text
     assert "| a small call | host time, us |" in text
+    assert "| peak memory beyond inputs and results, MiB |" in text
     assert "1 (1 to 1)" in details(record)
     widths = [{line.count("|") for line in part.splitlines()} for part in text.split("\n\n")[1:]]
     assert all(len(width) == 1 for width in widths)  # no cell has a bar of its own
+
+
+def test_who_was_not_there_is_told(fake: FakeDevice) -> None:
+    rows = [row_of("train forward D64 full")]
+    assert "Not compared" not in caption(suite.run(bench(fake), rows))
+    absent = {"A": "a has no attention function", "B": "b cannot be imported: ModuleNotFoundError: No module named 'b'"}
+    said = caption(suite.run(bench(fake), rows, absent=absent))
+    assert said.endswith(" Not compared: A (a has no attention function), B (b cannot be imported).")
 
 
 def test_8_bits_have_a_table_of_their_own(fake: FakeDevice) -> None:

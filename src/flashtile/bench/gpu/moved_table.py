@@ -16,8 +16,8 @@ Row = dict[str, Any]
 def caption(record: Record) -> str:
     m, d = record["machine"], record["device"]
     commit = f", commit {m['commit'][:12]}" if m["commit"] else ""
-    said = f"{d['name']}, L2 {d['cache'] / 2**20:.0f} MB; triton {m['versions']['triton']}{commit}. "
-    said += f"{DTYPE}; MB, counted by ncu, each kernel with cold caches."
+    said = f"{d['name']}, L2 {d['cache'] / 2**20:.0f} MiB; triton {m['versions']['triton']}{commit}. "
+    said += f"{DTYPE}; MiB, counted by ncu, each kernel with cold caches."
     return said + "".join(f" Not measured: {name} ({reason})." for name, reason in record["failed"].items())
 
 
@@ -34,12 +34,12 @@ def table(record: Record) -> str:
 
 def details(record: Record) -> str:
     """One row a number: counted, predicted, and the one over the other."""
-    shown: list[tuple[str, ...]] = [("case", "way", "what", "MB", "predicted", "ratio")]
+    shown: list[tuple[str, ...]] = [("case", "way", "what", "MiB", "predicted", "ratio")]
     for row in record["measurements"]:
         for key, count in row["measured"].items():
             predicted = row["predicted"].get(key)
             ratio = markdown.number(row["ratios"].get(key), 3)
-            shown.append((_name(row), row["way"], key.replace("_", " "), _mb(count), _mb(predicted), ratio))
+            shown.append((_name(row), row["way"], key.replace("_", " "), _mib(count), _mib(predicted), ratio))
     return markdown.table(shown)
 
 
@@ -51,10 +51,10 @@ def _side(row: Row, side: str) -> tuple[str, str, str]:
         for source in ("measured", "predicted")
     )
     ratio = counted / predicted if counted is not None and predicted else None
-    return _mb(counted), _mb(predicted), markdown.number(ratio)
+    return _mib(counted), _mib(predicted), markdown.number(ratio)
 
 
-def _mb(count: float | None) -> str:
+def _mib(count: float | None) -> str:
     return "" if count is None else f"{count / 2**20:.0f}"
 
 

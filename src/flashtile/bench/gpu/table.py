@@ -32,6 +32,9 @@ def caption(record: Record) -> str:
             said += f" {what} in the same rounds: {_range(rates)} {unit}."
     if record["left_out"]:
         said += f" Left out for want of time: {len(record['left_out'])} rows."
+    if record["absent"]:
+        away = (f"{name} ({reason.partition(': ')[0]})" for name, reason in record["absent"].items())
+        said += f" Not compared: {', '.join(away)}."
     return said
 
 
@@ -44,7 +47,7 @@ def sections(record: Record) -> Iterable[str]:
     yield _table("host time a call, us", hosts, lambda row: _micros(row["host"]))
     yield _table("time until the result is there, us", _of(record, SMALL), lambda row: _micros(row["times"]))
     yield _table(
-        "peak memory beyond inputs and results, MB",
+        "peak memory beyond inputs and results, MiB",
         _of(record, MEMORY),
         lambda row: {name: f"{grown / 2**20:.1f}" for name, grown in row["grown"].items()},
     )

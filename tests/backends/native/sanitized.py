@@ -1,4 +1,4 @@
-"""A part of the grid, to be run under sanitizers: each option, dtype and kind of size, and numbers that are not finite.
+"""A part of the grid, to be run under sanitizers: options, dtypes, kinds of size, odd addresses, numbers not finite.
 
 python -m tests.backends.native.sanitized THREADS
 """
@@ -11,6 +11,7 @@ import sys
 import numpy as np
 
 from tests import test_nonfinite as nonfinite
+from tests.backends.native import test_alignment as alignment
 from tests.grid import COMBINATIONS, LAYOUTS, OPTIONS, Case, Size
 from tests.runners import public
 from tests.test_agreement import DECODE, DTYPES, PACKED, SIZES, agree
@@ -32,6 +33,8 @@ def main(threads: int) -> None:
     runner = public("native", threads=threads)
     for case in cases():
         agree(case, runner)
+    for shape, dtype in itertools.product(alignment.SIZES, DTYPES):
+        alignment.same_numbers(shape, dtype, threads)
     for size, hider in itertools.product(nonfinite.SIZES, nonfinite.HIDERS):
         call, _ = nonfinite.case(size, hider, "float32")
         for name in ("k", "v", "q", "dout"):

@@ -8,7 +8,7 @@ import pytest
 
 from flashtile.backends.native import blocks
 from flashtile.plan import stand_in
-from flashtile.problem import describe
+from flashtile.problem import MAX_DIM, describe
 from tests.readme_tree import SOURCE
 
 CORE = SOURCE / "backends" / "native" / "core"
@@ -31,6 +31,11 @@ def test_lanes_are_those_of_vectors_h():
 )
 def test_keys_of_a_block(file, name, keys):
     assert re.findall(rf"^constexpr int {name} = (\d+);", (CORE / file).read_text(), re.MULTILINE) == [str(keys)]
+
+
+def test_the_widest_head():
+    assert re.findall(r"FT_MAX_DIM = (\d+)", (CORE / "flashtile.h").read_text()) == [str(MAX_DIM)]
+    assert "MOST = vectors_of<R>(FT_MAX_DIM) * W<R>;" in (CORE / "decode.cpp").read_text()
 
 
 def test_who_decodes():

@@ -98,26 +98,29 @@ def _options(p: Problem, alive: list[Array]) -> tuple[int, ...]:
 def _pairs(x: Array, alive: list[Array]) -> _Tensor:
     """A mask or bias: any strides of whole elements, 0 along axes of length 1; one between elements is copied."""
     item = x.itemsize
-    if not x.flags.aligned or any(s % item for s in x.strides):
+    if any(n % item for n in (address(x), *x.strides)):
         x = np.array(x, order="C")
         alive.append(x)
     return (address(x), *(0 if n == 1 else s // item for n, s in zip(x.shape, x.strides, strict=True)))
 
 
 def _rows(x: Array, alive: list[Array]) -> _Tensor:
-    """A tensor of rank 4 with contiguous columns; one without them is copied."""
-    item = x.itemsize
+    """A tensor of rank 4 with contiguous columns; one without them, or between elements, is copied."""
+    item, at = x.itemsize, address(x)  # flags.aligned would say yes to any record, and so to any bfloat16
     a, b, c, d = x.strides
-    if (d != item and x.shape[3] > 1) or (a | b | c) & (item - 1) or not x.flags.aligned:
+    if (d != item and x.shape[3] > 1) or (at | a | b | c) & (item - 1):
         x = np.array(x, order="C")
         alive.append(x)
+        at = address(x)
         a, b, c, d = x.strides
-    return address(x), a // item, b // item, c // item, 1
+    return at, a // item, b // item, c // item, 1
 
 
 def _plain(x: Array, dtype: str, alive: list[Array]) -> int:
-    """The address of a small array, contiguous and of this dtype."""
+    """The address of a small array, contiguous, aligned and of this dtype."""
     x = np.ascontiguousarray(widen(x, dtype))
+    if not x.flags.aligned:
+        x = x.copy()
     alive.append(x)
     return address(x)
 

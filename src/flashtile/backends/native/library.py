@@ -8,10 +8,10 @@ import platform
 from functools import cache
 from pathlib import Path
 
-# Best first, each with the CPU flags (as Linux names them) that it needs.
+# Best first, each with the CPU flags (as Linux names them) that it needs; abm is LZCNT, on Intel's too.
 _X86 = {
     "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
-    "x86-64-v3": {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"},
+    "x86-64-v3": {"abm", "avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"},
 }
 
 

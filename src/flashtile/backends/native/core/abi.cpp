@@ -11,17 +11,24 @@ namespace {
 template <class R> int choose_forward(const ft_problem& p) {
   return decode_fits<R>(p) ? decode<R>(p) : forward<R>(p);
 }
+// No exception leaves the library. All that throws here is a request for memory, or for more than a vector holds.
+template <class F> int run(const ft_problem* p, F&& f) {
+  if (p->size != sizeof(ft_problem)) return FT_BAD_ABI;
+  try {
+    return p->dtype == FT_F64 ? f(double()) : f(float());
+  } catch (...) {
+    return FT_NO_MEMORY;
+  }
+}
 
 }  // namespace
 
 int ft_forward(const ft_problem* p) {
-  if (p->size != sizeof(ft_problem)) return FT_BAD_ABI;
-  return p->dtype == FT_F64 ? choose_forward<double>(*p) : choose_forward<float>(*p);
+  return run(p, [=](auto real) { return choose_forward<decltype(real)>(*p); });
 }
 
 int ft_backward(const ft_problem* p) {
-  if (p->size != sizeof(ft_problem)) return FT_BAD_ABI;
-  return p->dtype == FT_F64 ? backward<double>(*p) : backward<float>(*p);
+  return run(p, [=](auto real) { return backward<decltype(real)>(*p); });
 }
 
 void ft_cuts(int64_t left, int64_t right, int64_t offset, int64_t first, int64_t last, int64_t n_cols, int64_t block,

@@ -4,7 +4,6 @@
 //   S = K Q^T    dV += P dO    dP = V dO^T    dK += dS Q    dQ^T += K^T dS
 #include <atomic>
 #include <memory>
-#include <new>
 #include <thread>
 #include <vector>
 
@@ -121,6 +120,7 @@ template <class R> NOINLINE void add_to_keys_but_hidden(const Part<R>* parts, in
 
 // ---- Rows and lanes
 
+template <class R> Rows<R> rows_from(Rows<R> x, int i) { return {x.data + i * x.row, x.row}; }
 // Rows that can be read by whole vectors: where they lie if they are real and as wide as some, else copied.
 template <class R> Rows<R> whole_vectors(const void* x, int64_t dtype, int64_t row, int n, int d, R* room) {
   return with_type<R>(dtype, [=](auto t) -> Rows<R> {
@@ -161,8 +161,26 @@ NOINLINE void give_rows(const R* from, int lanes, int n, int d, R by, const R* b
   }
 }
 
+// A group of queries in the lanes, with its places in the scratch, and the keys of a tile that it sees.
+template <class R> struct Group {
+  Lanes<R> lanes;
+  bool dead = false;  // some lane has no weight at all; its lse is infinite
+  R *q, *dout, *dq, *P, *slope, *Z, *dropped, *lse, *delta;
+  int from, to;       // keys of the tile it sees any of, counted from the block's first
+  bool hidden;        // not all of them, in every lane
+};
+
 // ---- Passes over a block that only backward has
 
+// Marks the pairs of P that are hidden, and every pair of a lane that is dead.
+template <class R> void hide_all(const Block<R>& b, const Group<R>& y) {
+  const int L = b.lanes.padded;
+  hide(b, y.P, HIDDEN<R>);
+  if (!y.dead) return;
+  for (int l = 0; l < L; l++)
+    if (y.lse[l] == (R)INFINITY)
+      for (int k = 0; k < b.n; k++) y.P[k * L + l] = HIDDEN<R>;
+}
 // x[key][lane] is the gradient of the bias; sum it into its place, whatever axes are broadcast.
 template <class R> NOINLINE void add_to_bias(const Block<R>& b, const ft_tensor& t, R* to, const R* x) {
   const int L = b.lanes.padded, real = b.lanes.real;
@@ -260,7 +278,9 @@ template <class R> class Backward {
     size_t q, dout, dq, P, dk, dv, lse, delta, q_rows, dout_rows, K, V, slope, Z, dropped, end;
   } at;
   struct KeyBlock;
+  struct QueryBlock;
 
+  Block<R> block(const KeyBlock& kb, const Group<R>& y) const;
   int64_t room(int64_t s) const { return p.cu_k ? p.cu_k[s + 1] - p.cu_k[s] : p.kv_len; }
   int64_t first_row(const Sequence& s) const { return p.cu_q ? s.q_row : s.index * p.q_len; }
   // Query blocks of all sequences side by side; a sequence may leave one unused.
@@ -275,7 +295,11 @@ template <class R> class Backward {
   void sum_sink(int64_t head);
   void key_block(int64_t s, int64_t kv_head, int64_t block, R* scratch);
   void query_block(KeyBlock& kb, int64_t head, int64_t first, int n, R* scratch);
-  void give_queries(const KeyBlock& kb, int64_t head, int64_t first, int n, const int* lanes, const R* dq);
+  void set_up(KeyBlock& kb, QueryBlock& qb, R* scratch);
+  void make_weights(const KeyBlock& kb, QueryBlock& qb, int k0, int k1);
+  void make_gradients(const KeyBlock& kb, QueryBlock& qb);
+  void sum_over_queries(QueryBlock& qb, R* Group<R>::*weights, Rows<R> x, bool finite, R* C, int64_t row);
+  void give_queries(const KeyBlock& kb, QueryBlock& qb);
 };
 
 // Key blocks: dK, dV, K and V of one stay in L2; as many as keep some 32 threads busy. They depend on the shape only.
@@ -393,6 +417,10 @@ template <class R> struct Backward<R>::KeyBlock {
   int k_finite = -1;  // not known yet
 };
 
+template <class R> Block<R> Backward<R>::block(const KeyBlock& kb, const Group<R>& y) const {
+  return {p, y.lanes, kb.first + y.from, y.to - y.from};
+}
+
 template <class R> void Backward<R>::key_block(int64_t index, int64_t kv_head, int64_t block, R* scratch) {
   const Sequence s(p, index);
   const int64_t first = block * keys_each, last = std::min(first + keys_each, room(index));
@@ -419,31 +447,48 @@ template <class R> void Backward<R>::key_block(int64_t index, int64_t kv_head, i
   }
 }
 
-// Queries first .. first+n-1 against a key block.
-template <class R> void Backward<R>::query_block(KeyBlock& kb, int64_t head, int64_t first, int n, R* scratch) {
-  constexpr int LN = LANES<R>;
-  const Sequence& s = kb.s;
-  const int groups = (n + LN - 1) / LN;
-  R *lse = scratch + at.lse, *del = scratch + at.delta;
-  const R* lse_from = (const R*)query_row(p.lse, sizeof(R), s, head, first);
-  const R* delta_from = delta.get() + head * rows + first_row(s) + first;
-  const char *q = query_row(p.q, item, s, head, first), *dout = query_row(p.dout, out_item, s, head, first);
+// n queries of a head, from `first` on.
+template <class R> struct Backward<R>::QueryBlock {
+  const int64_t head, first;
+  const int n, groups;
+  Group<R> group[GROUPS];
+  Rows<R> Q, dO;
+  // Only where pairs are hidden can a value that is not finite reach a sum it has no part in: elsewhere nobody looks.
+  bool q_finite = true, dout_finite = true;
 
-  struct Group {
-    Lanes<R> lanes;
-    bool dead = false;  // some lane has no weight at all
-    R *q, *dout, *dq, *P, *slope, *Z, *dropped;
-    const R *lse, *delta;
-    int from, to;   // keys of the tile it sees any of, counted from the block's first
-    bool hidden;    // not all of them, in every lane
-  } g[GROUPS];
-  int lanes_of[GROUPS];
-  bool hidden_somewhere = false;
-  for (int x = 0; x < groups; x++) {
-    const int l0 = x * LN, real = std::min(n - l0, LN);
-    Group& y = g[x];
-    y.lanes = Lanes<R>(p, s, head, first + l0, real);
-    const int L = lanes_of[x] = y.lanes.padded;
+  QueryBlock(int64_t head, int64_t first, int n)
+      : head(head), first(first), n(n), groups((n + LANES<R> - 1) / LANES<R>) {}
+  Group<R>* begin() { return group; }
+  Group<R>* end() { return group + groups; }
+};
+
+template <class R> void Backward<R>::query_block(KeyBlock& kb, int64_t head, int64_t first, int n, R* scratch) {
+  QueryBlock qb(head, first, n);
+  set_up(kb, qb, scratch);
+  const Cuts seen = cuts(kb.s.band, first, first + n, kb.s.kv_len, 1);
+  const int begin = (int)clip(seen.begin - kb.first, 0, kb.n), end = (int)clip(seen.end - kb.first, begin, kb.n);
+  for (int k = begin; k < end; k += KEYS<R>) {
+    make_weights(kb, qb, k, std::min(k + KEYS<R>, end));
+    sum_over_queries(qb, &Group<R>::dropped, qb.dO, qb.dout_finite, scratch + at.dv, v_wide);
+    make_gradients(kb, qb);
+    sum_over_queries(qb, &Group<R>::P, qb.Q, qb.q_finite, scratch + at.dk, wide);
+  }
+  give_queries(kb, qb);
+}
+
+// The groups with their queries in the lanes, the rows as they lie, and whether these are finite.
+template <class R> void Backward<R>::set_up(KeyBlock& kb, QueryBlock& qb, R* scratch) {
+  const Sequence& s = kb.s;
+  const R* lse = (const R*)query_row(p.lse, sizeof(R), s, qb.head, qb.first);
+  const R* from = delta.get() + qb.head * rows + first_row(s) + qb.first;
+  const char* q = query_row(p.q, item, s, qb.head, qb.first);
+  const char* dout = query_row(p.dout, out_item, s, qb.head, qb.first);
+  bool hidden = false;
+  for (int x = 0; x < qb.groups; x++) {
+    const int l0 = x * LANES<R>, real = std::min(qb.n - l0, LANES<R>);
+    Group<R>& y = qb.group[x];
+    y.lanes = Lanes<R>(p, s, qb.head, qb.first + l0, real);
+    const int L = y.lanes.padded;
     y.q = scratch + at.q + l0 * dim;
     y.dout = scratch + at.dout + l0 * v_dim;
     y.dq = scratch + at.dq + l0 * dim;
@@ -451,106 +496,96 @@ template <class R> void Backward<R>::query_block(KeyBlock& kb, int64_t head, int
     y.slope = p.softcap > 0 ? scratch + at.slope + KEYS<R> * l0 : nullptr;
     y.Z = scratch + at.Z + KEYS<R> * l0;
     y.dropped = p.dropout > 0 ? scratch + at.dropped + KEYS<R> * l0 : y.P;
-    y.lse = lse + l0;
-    y.delta = del + l0;
+    y.lse = scratch + at.lse + l0;
+    y.delta = scratch + at.delta + l0;
     for (int l = 0; l < L; l++) {
       const int64_t i = l0 + std::min(l, real - 1);
-      const R value = lse_from[i * p.lse.row];
+      const R value = lse[i * p.lse.row];
       y.dead |= value == -(R)INFINITY;
-      lse[l0 + l] = value == -(R)INFINITY ? (R)INFINITY : value;
-      del[l0 + l] = delta_from[i];
+      y.lse[l] = value == -(R)INFINITY ? (R)INFINITY : value;
+      y.delta[l] = from[i];
     }
     pack_lanes<R>(q + item * l0 * p.q.row, p.dtype, p.q.row, real, L, dim, score_scale<R>(p), y.q);
     pack_lanes<R>(dout + out_item * l0 * p.dout.row, p.out_dtype, p.dout.row, real, L, v_dim, R(1), y.dout);
     memset(y.dq, 0, sizeof(R) * L * dim);
-    hidden_somewhere |= y.dead || Block<R>{p, y.lanes, kb.first, kb.n}.partial();
+    hidden |= y.dead || Block<R>{p, y.lanes, kb.first, kb.n}.partial();
   }
-  const Rows<R> Q = whole_vectors<R>(q, p.dtype, p.q.row, n, dim, scratch + at.q_rows);
-  const Rows<R> dO = whole_vectors<R>(dout, p.out_dtype, p.dout.row, n, v_dim, scratch + at.dout_rows);
-  // Only where pairs are hidden can a value that is not finite reach a sum it has no part in.
-  bool q_finite = true, dout_finite = true;
-  if (hidden_somewhere) {
-    if (kb.k_finite < 0) kb.k_finite = all_finite(kb.K, kb.n, dim);
-    q_finite = all_finite(Q, n, dim);
-    dout_finite = all_finite(dO, n, v_dim);
-  }
+  qb.Q = whole_vectors<R>(q, p.dtype, p.q.row, qb.n, dim, scratch + at.q_rows);
+  qb.dO = whole_vectors<R>(dout, p.out_dtype, p.dout.row, qb.n, v_dim, scratch + at.dout_rows);
+  if (!hidden) return;
+  if (kb.k_finite < 0) kb.k_finite = all_finite(kb.K, kb.n, dim);
+  qb.q_finite = all_finite(qb.Q, qb.n, dim);
+  qb.dout_finite = all_finite(qb.dO, qb.n, v_dim);
+}
+
+// P, and what dropout leaves of it, for the keys k0 .. k1-1 of the block.
+template <class R> void Backward<R>::make_weights(const KeyBlock& kb, QueryBlock& qb, int k0, int k1) {
   const bool plain = !(p.softcap > 0) && !p.bias.data && !p.alibi.data;
-
-  const Cuts seen = cuts(s.band, first, first + n, s.kv_len, 1);
-  const int begin = (int)clip(seen.begin - kb.first, 0, kb.n), end = (int)clip(seen.end - kb.first, begin, kb.n);
-  for (int k0 = begin; k0 < end; k0 += KEYS<R>) {
-    const int k1 = std::min(k0 + KEYS<R>, end);
-    Part<R> parts[GROUPS];
-    bool together = true;  // the groups see the same keys
-    const auto block = [&](const Group& y) { return Block<R>{p, y.lanes, kb.first + y.from, y.to - y.from}; };
-    const auto rows_at = [](Rows<R> x, int k) { return Rows<R>{x.data + k * x.row, x.row}; };
-    // C += weights * x over the groups; where x is not finite, hidden pairs are left out one by one
-    const auto sum_over_queries = [&](bool finite, R* C, int64_t row) {
-      const auto add = finite ? add_to_keys<R> : add_to_keys_but_hidden<R>;
-      if (together) return add(parts, groups, g->to - g->from, C + g->from * row, row);
-      for (int x = 0; x < groups; x++) add(parts + x, 1, g[x].to - g[x].from, C + g[x].from * row, row);
-    };
-    const auto hide_all = [&](const Block<R>& b, const Group& y) {
-      hide(b, y.P, HIDDEN<R>);
-      if (!y.dead) return;
-      for (int l = 0; l < b.lanes.padded; l++)
-        if (y.lse[l] == (R)INFINITY)
-          for (int k = 0; k < b.n; k++) y.P[k * b.lanes.padded + l] = HIDDEN<R>;
-    };
-
-    for (int x = 0; x < groups; x++) {  // P
-      Group& y = g[x];
-      y.from = (int)clip(y.lanes.seen.begin - kb.first, k0, k1);
-      y.to = (int)clip(y.lanes.seen.end - kb.first, y.from, k1);
-      together &= y.from == g->from && y.to == g->to;
-      const Block<R> b = block(y);
-      y.hidden = b.partial() || y.dead;
-      parts[x] = {y.dropped, y.lanes.padded, y.lanes.real, rows_at(dO, x * LN)};
-      if (b.n == 0) continue;
-      with_vectors(y.lanes.padded / W<R>, [&](auto N) {
-        if (plain) return scores<R, N, true>(rows_at(kb.K, y.from), b.n, y.q, dim, y.lse, y.P);
-        scores<R, N, false>(rows_at(kb.K, y.from), b.n, y.q, dim, y.lse, y.P);
-        adjust(b, y.P, y.slope);
-        probabilities<R, N>(b.n, y.lse, y.P);
-      });
-      if (y.hidden) hide_all(b, y);
-      if (p.dropout > 0) drop(b, y.P, y.Z, y.dropped);
-    }
-    sum_over_queries(dout_finite, scratch + at.dv, v_wide);
-
-    for (int x = 0; x < groups; x++) {  // dS, in the place of P
-      Group& y = g[x];
-      parts[x] = {y.P, y.lanes.padded, y.lanes.real, rows_at(Q, x * LN)};
-      const Block<R> b = block(y);
-      if (b.n == 0) continue;
-      with_vectors(y.lanes.padded / W<R>, [&](auto N) {
-        if (p.dropout > 0) score_gradients<R, N, true>(rows_at(kb.V, y.from), b.n, y.dout, v_dim, y.delta, y.Z, y.P);
-        else score_gradients<R, N, false>(rows_at(kb.V, y.from), b.n, y.dout, v_dim, y.delta, nullptr, y.P);
-      });
-      const bool k_spoils = y.hidden && !kb.k_finite;
-      if (k_spoils || !q_finite) clear_signs(b, y.P);
-      if (y.hidden) hide_all(b, y);
-      if (p.dbias.data) {
-        const ft_tensor& t = p.dbias;
-        R* to = (R*)t.data + s.index * t.sequence + head * t.head + (first + x * LN) * t.row + b.j * t.column;
-        add_to_bias(b, t, to, y.P);
-      }
-      if (y.slope) multiply(b, y.P, y.slope);
-      with_vectors(y.lanes.padded / W<R>, [&](auto N) {
-        if (k_spoils) add_to_queries_but_hidden(rows_at(kb.K, y.from), b.n, y.P, y.dq, dim, y.lanes.padded);
-        else add_to_queries<R, N>(rows_at(kb.K, y.from), b.n, y.P, y.dq, dim);
-      });
-    }
-    sum_over_queries(q_finite, scratch + at.dk, wide);
+  for (Group<R>& y : qb) {
+    y.from = (int)clip(y.lanes.seen.begin - kb.first, k0, k1);
+    y.to = (int)clip(y.lanes.seen.end - kb.first, y.from, k1);
+    const Block<R> b = block(kb, y);
+    y.hidden = b.partial() || y.dead;
+    if (b.n == 0) continue;
+    const Rows<R> K = rows_from(kb.K, y.from);
+    with_vectors(y.lanes.padded / W<R>, [&](auto N) {
+      if (plain) return scores<R, N, true>(K, b.n, y.q, dim, y.lse, y.P);
+      scores<R, N, false>(K, b.n, y.q, dim, y.lse, y.P);
+      adjust(b, y.P, y.slope);
+      probabilities<R, N>(b.n, y.lse, y.P);
+    });
+    if (y.hidden) hide_all(b, y);
+    if (p.dropout > 0) drop(b, y.P, y.Z, y.dropped);
   }
-  give_queries(kb, head, first, n, lanes_of, scratch + at.dq);
+}
+
+// dS, in the place of P; its sums over keys into dbias and dq.
+template <class R> void Backward<R>::make_gradients(const KeyBlock& kb, QueryBlock& qb) {
+  for (Group<R>& y : qb) {
+    const Block<R> b = block(kb, y);
+    if (b.n == 0) continue;
+    const Rows<R> K = rows_from(kb.K, y.from), V = rows_from(kb.V, y.from);
+    with_vectors(y.lanes.padded / W<R>, [&](auto N) {
+      if (p.dropout > 0) score_gradients<R, N, true>(V, b.n, y.dout, v_dim, y.delta, y.Z, y.P);
+      else score_gradients<R, N, false>(V, b.n, y.dout, v_dim, y.delta, nullptr, y.P);
+    });
+    const bool k_spoils = y.hidden && !kb.k_finite;
+    if (k_spoils || !qb.q_finite) clear_signs(b, y.P);
+    if (y.hidden) hide_all(b, y);
+    if (p.dbias.data) {
+      const ft_tensor& t = p.dbias;
+      R* to = (R*)t.data + kb.s.index * t.sequence + qb.head * t.head + y.lanes.first * t.row + b.j * t.column;
+      add_to_bias(b, t, to, y.P);
+    }
+    if (y.slope) multiply(b, y.P, y.slope);
+    with_vectors(y.lanes.padded / W<R>, [&](auto N) {
+      if (k_spoils) add_to_queries_but_hidden(K, b.n, y.P, y.dq, dim, y.lanes.padded);
+      else add_to_queries<R, N>(K, b.n, y.P, y.dq, dim);
+    });
+  }
+}
+
+// C[key][column] += weights * x over the groups; where x is not finite, hidden pairs are left out one by one.
+template <class R>
+void Backward<R>::sum_over_queries(QueryBlock& qb, R* Group<R>::*weights, Rows<R> x, bool finite, R* C,
+                                   int64_t row) {
+  const Group<R>* g = qb.group;
+  const auto add = finite ? add_to_keys<R> : add_to_keys_but_hidden<R>;
+  Part<R> parts[GROUPS];
+  bool together = true;  // the groups see the same keys
+  for (int i = 0; i < qb.groups; i++) {
+    parts[i] = {g[i].*weights, g[i].lanes.padded, g[i].lanes.real, rows_from(x, i * LANES<R>)};
+    together &= g[i].from == g->from && g[i].to == g->to;
+  }
+  if (together) return add(parts, qb.groups, g->to - g->from, C + g->from * row, row);
+  for (int i = 0; i < qb.groups; i++) add(parts + i, 1, g[i].to - g[i].from, C + g[i].from * row, row);
 }
 
 // Adds a key block's share of dq to what the key blocks before it have given.
-template <class R>
-void Backward<R>::give_queries(const KeyBlock& kb, int64_t head, int64_t first, int n, const int* lanes, const R* dq) {
+template <class R> void Backward<R>::give_queries(const KeyBlock& kb, QueryBlock& qb) {
   const Sequence& s = kb.s;
-  const Cuts blocks = cuts(s.band, first, first + n, s.kv_len, keys_each);  // that have a share in these queries
+  const int64_t head = qb.head, first = qb.first;
+  const Cuts blocks = cuts(s.band, first, first + qb.n, s.kv_len, keys_each);  // that have a share in these queries
   const bool is_first = kb.index == blocks.begin, is_last = kb.index == blocks.end - 1;
   std::atomic<int32_t>& turn = turns[block_index(s, head, first / QUERIES<R>)];
   const int32_t mine = (int32_t)(kb.index - blocks.begin);
@@ -560,17 +595,17 @@ void Backward<R>::give_queries(const KeyBlock& kb, int64_t head, int64_t first, 
   }
   with_type<R>(p.dtype, [&](auto t) {
     using T = decltype(t);
-    for (int l0 = 0, x = 0; l0 < n; l0 += LANES<R>, x++) {
-      const int here = std::min(n - l0, LANES<R>);
-      const R* from = dq + l0 * dim;
-      T* to = (T*)query_row(p.dq, sizeof(T), s, head, first + l0);
+    for (const Group<R>& y : qb) {
+      const int L = y.lanes.padded, n = y.lanes.real;
+      const int64_t i = y.lanes.first;
+      T* to = (T*)query_row(p.dq, sizeof(T), s, head, i);
       if constexpr (std::is_same_v<T, R>) {
-        give_rows<R, R>(from, lanes[x], here, dim, (R)p.scale, is_first ? nullptr : to, p.dq.row, to, p.dq.row);
+        give_rows<R, R>(y.dq, L, n, dim, (R)p.scale, is_first ? nullptr : to, p.dq.row, to, p.dq.row);
       } else {
-        R* sum = sums.get() + (head * rows + first_row(s) + first + l0) * dim;
+        R* sum = sums.get() + (head * rows + first_row(s) + i) * dim;
         const R* base = is_first ? nullptr : sum;
-        if (is_last) give_rows<R, T>(from, lanes[x], here, dim, (R)p.scale, base, dim, to, p.dq.row);
-        else give_rows<R, R>(from, lanes[x], here, dim, (R)p.scale, base, dim, sum, dim);
+        if (is_last) give_rows<R, T>(y.dq, L, n, dim, (R)p.scale, base, dim, to, p.dq.row);
+        else give_rows<R, R>(y.dq, L, n, dim, (R)p.scale, base, dim, sum, dim);
       }
     }
   });
@@ -601,13 +636,7 @@ template <class R> int Backward<R>::run() {
 
 }  // namespace
 
-template <class R> int backward(const ft_problem& p) {
-  try {
-    return Backward<R>(p).run();
-  } catch (const std::bad_alloc&) {
-    return FT_NO_MEMORY;
-  }
-}
+template <class R> int backward(const ft_problem& p) { return Backward<R>(p).run(); }
 
 template int backward<float>(const ft_problem&);
 template int backward<double>(const ft_problem&);

@@ -253,7 +253,7 @@ template <class R> struct Decode {
     if (begin >= end) return;
     with_rows([&](auto t, auto n) {
       using T = decltype(t);
-      constexpr int MOST = 512 + W<R>;
+      constexpr int64_t MOST = vectors_of<R>(FT_MAX_DIM) * W<R>;
       const int q_row = (int)vectors_of<R>(dim) * W<R>;
       alignas(64) R q[n * MOST];
       std::fill_n(q, n * q_row, R(0));
@@ -287,7 +287,7 @@ template <class R> struct Decode {
         const R by = x.l[r] == 0 ? R(0) : 1 / (x.l[r] * (R)(1 - p.dropout)), *from = x.o + r * o_row;
         T* to = (T*)query_row(p.out, sizeof(T), s, head, i);
         for (int c = 0; c < v_dim; c++) put<R>(to + c, by == 0 ? R(0) : from[place<R>(c, v_dim)] * by);
-        if (p.lse.data) *(R*)query_row(p.lse, sizeof(R), s, head, i) = x.m[r] + std::log(x.l[r]);
+        *(R*)query_row(p.lse, sizeof(R), s, head, i) = x.m[r] + std::log(x.l[r]);
       }
     });
   }

@@ -1,4 +1,4 @@
-// The C ABI of the CPU core: one struct describes a call, three functions run it.
+// The C ABI of the CPU core: one struct describes a call, one function runs it forward, one backward.
 //
 // A tensor is [sequence, head, row, column] with strides in elements; they may be zero or negative. The columns of
 // q, k, v, out, dout, dq, dk and dv are contiguous. "real" is float, or double where dtype is FT_F64: sums, statistics
@@ -11,6 +11,7 @@ extern "C" {
 
 enum { FT_F32 = 0, FT_F64 = 1, FT_BF16 = 2, FT_F16 = 3 };
 enum { FT_OK = 0, FT_BAD_ABI = 1, FT_NO_MEMORY = 2 };
+enum { FT_MAX_DIM = 512 };  // of dim and v_dim
 
 typedef struct {
   void* data;  // null: not given
@@ -34,7 +35,7 @@ typedef struct {
   const int64_t* cu_k;       // likewise of k, v, dk, dv
   const int64_t* kv_lengths; // keys in use of each sequence, from its first on
   ft_tensor q, k, v, out;
-  ft_tensor lse;             // real [sequence, head, row], natural logarithm; column unused
+  ft_tensor lse;             // required; real [sequence, head, row], natural logarithm; column unused
   ft_tensor bias;            // [sequence, head, query, key], counted within a sequence; any strides, 0 where broadcast
   ft_tensor mask;            // bytes, likewise: nonzero where a query may attend
   ft_tensor alibi;           // real [sequence, head]: adds -slope * |i + offset - j|

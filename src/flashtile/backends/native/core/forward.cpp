@@ -134,9 +134,7 @@ void finish(const ft_problem& p, const Sequence& s, int64_t head, int64_t first,
   for (int l = 0; l < L; l++) by[l] = x.l[l] == 0 ? R(0) : 1 / (x.l[l] * (R)(1 - p.dropout));
   unpack_lanes<R>(x.o, n, L, (int)p.v_dim, by, query_row(p.out, item_size(p.out_dtype), s, head, first), p.out_dtype,
                   p.out.row);
-  if (p.lse.data)
-    for (int l = 0; l < n; l++)
-      *(R*)query_row(p.lse, sizeof(R), s, head, first + l) = x.m[l] + std::log(x.l[l]);
+  for (int l = 0; l < n; l++) *(R*)query_row(p.lse, sizeof(R), s, head, first + l) = x.m[l] + std::log(x.l[l]);
 }
 
 // Which queries and keys make a task. Groups and splits depend on the shape only, so the sums never depend on the

@@ -1,4 +1,5 @@
-// The kernels that abi.cpp chooses from, for R = float and double. Each returns FT_OK or FT_NO_MEMORY.
+// The kernels that abi.cpp chooses from, for R = float and double. Each returns FT_OK or FT_NO_MEMORY, or throws
+// std::bad_alloc.
 #pragma once
 #include "flashtile.h"
 

@@ -35,6 +35,21 @@ struct Job {
   }
 };
 
+// All signals, blocked for as long as this lives: threads started meanwhile are born with them so.
+class BlockedSignals {
+ public:
+  BlockedSignals() {
+    sigset_t every;
+    sigfillset(&every);
+    pthread_sigmask(SIG_SETMASK, &every, &before_);
+  }
+  ~BlockedSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  BlockedSignals(const BlockedSignals&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
 class Pool {
  public:
   void run(Job& job, int64_t threads) {
@@ -60,14 +75,11 @@ class Pool {
   // As many workers as can be had, with all signals blocked: they are for the program's own threads.
   int64_t start(int64_t wanted) {
     if (workers_ >= wanted) return wanted;
-    sigset_t every, before;
-    sigfillset(&every);
-    pthread_sigmask(SIG_SETMASK, &every, &before);
+    const BlockedSignals blocked;
     try {
       for (; workers_ < wanted; workers_++) std::thread([this] { serve(); }).detach();
     } catch (const std::system_error&) {  // no more threads to be had: those there are will do
     }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     return std::min(workers_, wanted);
   }
   void serve() {

@@ -1,7 +1,6 @@
 """flashtile: exact attention, tile by tile."""
 
 from flashtile.api import (
-    Grads,
     attention,
     attention_backward,
     attention_packed,
@@ -12,6 +11,7 @@ from flashtile.api import (
 from flashtile.band import Band, causal, full, window
 from flashtile.errors import DTypeError, FlashtileError, ShapeError, UnsupportedError
 from flashtile.plan import Plan, plan
+from flashtile.results import Grads
 from flashtile.softmax import online_softmax
 from flashtile.trace import Trace, trace
 

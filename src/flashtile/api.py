@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from flashtile import dispatch
 from flashtile.band import Band
@@ -19,6 +19,7 @@ from flashtile.problem import (
     describe,
     library,
 )
+from flashtile.results import Grads
 from flashtile.softmax import merge_normalized
 
 if TYPE_CHECKING:
@@ -47,16 +48,6 @@ class Options(TypedDict, total=False):
     out_dtype: Any
     deterministic: bool
     threads: int | None
-
-
-class Grads(NamedTuple):
-    """Gradients of one call: dbias and dsink are None where no bias or sink was given."""
-
-    dq: Any
-    dk: Any
-    dv: Any
-    dbias: Any
-    dsink: Any
 
 
 def attention(

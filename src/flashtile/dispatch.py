@@ -11,7 +11,7 @@ from typing import Any
 
 from flashtile.errors import UnsupportedError
 from flashtile.problem import Problem
-from flashtile.results import Gradients
+from flashtile.results import Grads
 
 
 def _no_reason(problem: Problem) -> None:
@@ -73,11 +73,9 @@ class Backend:
         result: tuple[Any, Any] = self.load().forward(problem)
         return result
 
-    def backward(
-        self, problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True
-    ) -> Gradients:
+    def backward(self, problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Grads:
         """Gradients of rank 4; bias_grad=False saves that of the bias, which is N x N where nothing else is."""
-        result: Gradients = self.load().backward(problem, dout, out, lse, dlse, bias_grad=bias_grad)
+        result: Grads = self.load().backward(problem, dout, out, lse, dlse, bias_grad=bias_grad)
         return result
 
     def prepare(self, problem: Problem) -> tuple[Any, Problem]:

@@ -238,7 +238,9 @@ def check_merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> str:
             raise DTypeError(f"{name}: expected an array of shape {shape}, got None")
         if tuple(x.shape) != shape:
             raise ShapeError(f"{name}: expected shape {shape}, got {tuple(x.shape)}")
-        _floats(name, x)
+        # By the tensor itself: torch.compile traces this, and does not take name_of() for a dtype of torch.
+        if not (x.is_floating_point() and x.element_size() > 1 if kind == "torch" else name_of(x.dtype) in FLOATS):
+            raise DTypeError(f"{name}: expected one of {', '.join(FLOATS)}, got {x.dtype}")
     return kind
 
 
@@ -265,7 +267,8 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 def check_rows_of_floats(name: str, x: Any) -> None:
     """That x is a NumPy array with columns to go through."""
     _numpy_array(name, x)
-    _floats(name, x)
+    if name_of(x.dtype) not in FLOATS:
+        raise DTypeError(f"{name}: expected one of {', '.join(FLOATS)}, got {x.dtype}")
     if not x.ndim:
         raise ShapeError(f"{name}: expected at least one axis, got shape ()")
 
@@ -326,11 +329,6 @@ def check_rows(rows: Any, n_q: int) -> Any:
 def _numpy_array(name: str, x: Any) -> None:
     if not isinstance(x, np.ndarray):
         raise DTypeError(f"{name}: expected a NumPy array, got {type(x).__name__}")
-
-
-def _floats(name: str, x: Any) -> None:
-    if name_of(x.dtype) not in FLOATS:
-        raise DTypeError(f"{name}: expected one of {', '.join(FLOATS)}, got {name_of(x.dtype)}")
 
 
 def _dtype(name: str, x: Any) -> Any:

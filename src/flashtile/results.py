@@ -1,12 +1,15 @@
-"""What a backend returns: Gradients, before they are rounded and given the caller's layout."""
+"""Grads: what a backward pass gives; to the caller in its layout and dtypes, within the package before that."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 
-class Gradients(NamedTuple):
-    """dq, dk, dv of rank 4; dbias with the axes of bias, dsink with those of sink (None where there is none)."""
+class Grads(NamedTuple):
+    """Gradients of one call: dbias and dsink are None where no bias or sink was given.
+
+    From a backend dq, dk and dv have rank 4, dbias the axes of bias and dsink those of sink.
+    """
 
     dq: Any
     dk: Any

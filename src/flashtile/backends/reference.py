@@ -14,7 +14,7 @@ import numpy as np
 from flashtile.dtypes import Array, narrow, widen
 from flashtile.head import Head, Scores, guarded_product, heads
 from flashtile.problem import Problem
-from flashtile.results import Gradients
+from flashtile.results import Grads
 from flashtile.softmax import pivot
 from flashtile.tiling import Tiling
 
@@ -58,7 +58,7 @@ def backward(
     precision: str = "float64",
     *,
     bias_grad: bool = True,
-) -> Gradients:
+) -> Grads:
     """The analytic gradients, eq. 9 to 14 of docs/algorithm.md, every matrix whole."""
     del out, lse  # the oracle trusts nobody's statistics but its own
     real, r = rounding(precision)
@@ -92,7 +92,7 @@ def backward(
         head.queries(dq)[...] = r(guarded_product(dS, K, P.visible) * real(problem.scale))
         head.keys(dk)[...] += r(guarded_product(dS.T, Q, seen_by) * real(problem.scale))
         head.keys(dv)[...] += r(guarded_product(dropped.T, dO, seen_by))
-    return Gradients(dq, dk, dv, dbias, dsink)
+    return Grads(dq, dk, dv, dbias, dsink)
 
 
 def probabilities(problem: Problem, rows: Array) -> Array:

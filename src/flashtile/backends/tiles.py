@@ -16,7 +16,7 @@ from flashtile.band import Kind
 from flashtile.dtypes import Array, widen
 from flashtile.head import Head, guarded_product, heads
 from flashtile.problem import Problem
-from flashtile.results import Gradients
+from flashtile.results import Grads
 from flashtile.schedule import Event, Grid, Launch, Load, Make, Store, Tile, Zero
 from flashtile.softmax import OnlineSoftmax, pivot
 
@@ -210,7 +210,7 @@ def backward(
     observe: Observer | None = None,
     *,
     bias_grad: bool = True,
-) -> Gradients:
+) -> Grads:
     """Gradients from the saved output and lse, rank 4, in accumulator precision."""
     real = np.dtype(problem.accumulator).type
     dq, dk, dv = (np.zeros(x.shape, real) for x in (problem.q, problem.k, problem.v))
@@ -235,7 +235,7 @@ def backward(
         machine.run(schedule.backward(head.band, grid, head.first_of_group), observe)
         if dsink is not None and head.sink is not None:
             dsink[head.head] -= (np.exp(head.sink - pivot(L)) * hbm["D"]).sum()
-    return Gradients(dq, dk, dv, dbias, dsink)
+    return Grads(dq, dk, dv, dbias, dsink)
 
 
 def _delta(head: Head, grid: Grid, dout: Array, out: Array, lse: Array, dlse: Array | None, real: Any) -> Array:

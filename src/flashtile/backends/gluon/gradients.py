@@ -21,7 +21,7 @@ from flashtile.backends.triton.tensors import Result, rounded, rounded_outline, 
 from flashtile.dtypes import ITEMSIZE
 from flashtile.inputs import Inputs
 from flashtile.problem import Problem
-from flashtile.results import Gradients
+from flashtile.results import Grads
 
 # The values of a backward pass.
 Q, K, V, DOUT, OUT, LSE, DLSE, DQ, DK, DV, SCRATCH, TICKETS, SINK, RULE, LENGTHS = map(At, range(15))
@@ -142,7 +142,7 @@ class Backward:
             for alike, start in starts.items()
         }
 
-    def __call__(self, x: Inputs, *given: Any) -> Gradients:
+    def __call__(self, x: Inputs, *given: Any) -> Grads:
         if self._narrow is not None:
             given = (rounded(given[0], self._narrow), *given[1:])
         dq, dk, dv, scratch = self._dq.empty(), self._dk.empty(), self._dv.empty(), self._scratch()
@@ -155,7 +155,7 @@ class Backward:
         dsink = None
         if x.sink is not None:
             dsink = portable.sink_gradient(x.sink, given[2], self._delta.of(scratch), self._heads_at)
-        return Gradients(dq, dk, dv, None, dsink)
+        return Grads(dq, dk, dv, None, dsink)
 
 
 def _as_rows(dq: Any) -> Any:

@@ -23,7 +23,7 @@ from flashtile.band import FAR
 from flashtile.dtypes import EIGHT_BITS, ITEMSIZE
 from flashtile.inputs import Inputs
 from flashtile.problem import Problem
-from flashtile.results import Gradients
+from flashtile.results import Grads
 
 # The values of a forward pass.
 Q, K, V, OUT, LSE, MARKS, TICKETS, SINK, RULE, LENGTHS, TURNED = map(At, range(11))
@@ -163,7 +163,7 @@ class Prepared(portable.Passes):
 
     def _differentiate(
         self, given: tuple[Any, ...], outlines: tuple[Any, ...], bias_grad: bool
-    ) -> Callable[..., Gradients]:
+    ) -> Callable[..., Grads]:
         if self._differentiates:
             return Backward(self._problem, self._device, outlines)
         return super()._differentiate(given, outlines, bias_grad)

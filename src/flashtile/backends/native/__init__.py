@@ -14,7 +14,7 @@ from flashtile.backends.native.blocks import tile
 from flashtile.backends.native.library import why_not as missing
 from flashtile.dtypes import Array, carrier, widen
 from flashtile.problem import Problem
-from flashtile.results import Gradients
+from flashtile.results import Grads
 
 __all__ = ["backward", "forward", "missing", "tile"]
 
@@ -38,7 +38,7 @@ def forward(problem: Problem) -> tuple[Array, Array]:
     return out, lse
 
 
-def backward(problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Gradients:
+def backward(problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Grads:
     """Gradients; those of q, k and v rounded to the dtype of the problem."""
     dq, dk, dv = (_empty(problem, x.shape, problem.dtype) for x in (problem.q, problem.k, problem.v))
     dbias = None if problem.bias is None or not bias_grad else np.zeros(problem.bias.shape, problem.accumulator)
@@ -51,7 +51,7 @@ def backward(problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any, *, bias
     fields += _ABSENT if dbias is None else _pairs(dbias, alive)
     fields.append(0 if dsink is None else address(dsink))
     _check(library.load().ft_backward(_STRUCT.pack(*fields)))
-    return Gradients(dq, dk, dv, dbias, dsink)
+    return Grads(dq, dk, dv, dbias, dsink)
 
 
 def _given(p: Problem, alive: list[Array]) -> list[Any]:

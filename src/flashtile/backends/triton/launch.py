@@ -46,7 +46,7 @@ from flashtile.backends.triton.tensors import (
 from flashtile.backends.triton.tuning import Config
 from flashtile.inputs import TENSORS, Inputs
 from flashtile.problem import Problem, check_gradients
-from flashtile.results import Gradients
+from flashtile.results import Grads
 
 MOST_SPLITS = 64
 LARGE = {"float32": 2.0**15, "float64": 2.0**12}  # an lse whose rounding changes weights by 1e-3, or by 1e-13
@@ -62,7 +62,7 @@ class Passes:
         self._problem = replace(problem, **{name: outline(getattr(problem, name)) for name in TENSORS})
         self._aligned = {name: aligned(getattr(problem, name)) for name in "qkv"}
         self._forward: Callable[[Inputs, bool], tuple[Any, Any]]
-        self._ways_back: dict[Any, tuple[Callable[..., Gradients], bool]] = {}
+        self._ways_back: dict[Any, tuple[Callable[..., Grads], bool]] = {}
 
     def forward(self, x: Inputs) -> tuple[Any, Any]:
         """Output and lse, contiguous, in the caller's layout."""
@@ -72,13 +72,13 @@ class Passes:
         """The output alone: a small call notices what the memory of an lse costs."""
         return on_device(self._index, self._forward, x, False)[0]
 
-    def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Gradients:
+    def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Grads:
         """Gradients from the saved output and lse, in the caller's layout, those of bias (of rank 4) and sink wide."""
         given = (dout, out, lse, dlse)
         run, is_tidy = self._way_back(given, bias_grad)
         return on_device(self._index, run, x, *(given if is_tidy else self._tidied(given)))
 
-    def _way_back(self, given: tuple[Any, ...], bias_grad: bool) -> tuple[Callable[..., Gradients], bool]:
+    def _way_back(self, given: tuple[Any, ...], bias_grad: bool) -> tuple[Callable[..., Grads], bool]:
         """What runs a backward pass of tensors that lie like these, and whether they need not be tidied first."""
         dout, out, lse, dlse = given
         key = (bias_grad, kind_of(dout), kind_of(out), kind_of(lse), None if dlse is None else kind_of(dlse))
@@ -97,7 +97,7 @@ class Passes:
 
     def _differentiate(
         self, given: tuple[Any, ...], outlines: tuple[Any, ...], bias_grad: bool
-    ) -> Callable[..., Gradients]:
+    ) -> Callable[..., Grads]:
         """The launches of a backward pass, by the portable kernels."""
         is_aligned = self._aligned | {"dout": aligned(given[0])}
         return Backward(self._problem, self._device, is_aligned, outlines, bias_grad)
@@ -399,7 +399,7 @@ class Backward:
                 steps.append((for_dbias, (*inputs, log2, delta, tops, dbias, *rules, p.heads, down, across)))
         self._launch = Series(*steps)
 
-    def __call__(self, x: Inputs, *given: Any) -> Gradients:
+    def __call__(self, x: Inputs, *given: Any) -> Grads:
         if self._narrow is not None:
             given = (rounded(given[0], self._narrow), *given[1:])
         dq, dk, dv, scratch = self._dq.empty(), self._dk.empty(), self._dv.empty(), self._scratch()
@@ -413,7 +413,7 @@ class Backward:
         if x.sink is not None:
             delta = like_lse(self._delta.of(scratch), given[2], self._packed)
             dsink = sink_gradient(x.sink, given[2], delta, self._heads_at)
-        return Gradients(dq, dk, dv, dbias, dsink)
+        return Grads(dq, dk, dv, dbias, dsink)
 
 
 def like_lse(rows: Any, lse: Any, packed: bool) -> Any:
@@ -527,7 +527,7 @@ def forward(problem: Problem) -> tuple[Any, Any]:
     return Prepared(problem).forward(Inputs.of(problem))
 
 
-def backward(problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Gradients:
+def backward(problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Grads:
     """Gradients of one problem."""
     problem = laid_out(problem)
     return Prepared(problem).backward(Inputs.of(problem), dout, out, lse, dlse, bias_grad=bias_grad)

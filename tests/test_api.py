@@ -157,6 +157,14 @@ def test_merge_of_16_bits(carrier: Any) -> None:
     np.testing.assert_allclose(lse, whole_lse, atol=1e-4)
 
 
+@pytest.mark.parametrize("scale", [1e2, 1e4, 1e6, 1e8])
+def test_merge_of_equal_halves_is_either_of_them(scale: float) -> None:
+    """Also where the lse is so large that it has no bits for the sum."""
+    q, k, v = (normal(1, 1, n, 16).astype(np.float32) for n in (4, 8, 8))
+    out, lse = ft.attention(q, k, v, scale=scale, return_lse=True)
+    np.testing.assert_allclose(ft.merge(out, lse, out, lse)[0], out, rtol=1e-6)
+
+
 def test_merge_keeps_its_inputs_and_their_dtype() -> None:
     a, b = normal(5, 4).astype(np.float32), normal(5, 4).astype(np.float32)
     la, lb = normal(5).astype(np.float32) * 1000, normal(5).astype(np.float32) * 1000
@@ -232,3 +240,29 @@ def test_every_public_name_is_there_and_documented() -> None:
 
 def _python(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+@every_runner
+@pytest.mark.parametrize("integer", [np.uint8, np.uint32, np.int8])
+def test_a_band_of_numpy_integers(integer: Any, runner: Runner) -> None:
+    """Some of which have no minus."""
+    q, k, v = (normal(1, 1, 200, 8) for _ in range(3))
+    want = ft.standard_attention(q, k, v, band=ft.Band(3, 2, 1))
+    found = ft.attention(q, k, v, band=ft.Band(integer(3), integer(2), integer(1)), backend=runner.name.split()[0])
+    np.testing.assert_allclose(found, want, atol=1e-12)
+
+
+def test_rows_of_short_integers() -> None:
+    q, k = normal(1, 160, 4), normal(1, 5, 4)
+    found = ft.probabilities(q, k, rows=np.array([-1], np.int8))
+    np.testing.assert_array_equal(found, ft.probabilities(q, k, rows=[159]))
+
+
+@every_runner
+def test_gradients_of_no_sequences(runner: Runner) -> None:
+    """With a bias that they would share."""
+    q, starts, bias = np.zeros((0, 2, 8), np.float32), np.array([0]), np.zeros(1, np.float32)
+    given = {"bias": bias, "backend": runner.name.split()[0]}
+    out, lse = ft.attention_packed(q, q, q, starts, starts, return_lse=True, **given)
+    grads = ft.attention_backward(out, q, q, q, out, lse, cu_q=starts, cu_k=starts, **given)
+    assert grads.dq.shape == q.shape and not grads.dbias.any()

@@ -246,6 +246,12 @@ WRONG: list[Wrong] = [
     ("plan", {"q_shape": (B, -H, NQ, D)}, SHAPE, "q_shape"),
     ("plan", {"k_shape": (B, KV, 2.5, D)}, DTYPE, "k_shape"),
     ("plan", {"v_shape": 3}, DTYPE, "v_shape"),
+    ("attention", {"q": np.ma.masked_array(zeros(B, H, NQ, D), mask=True)}, DTYPE, "q"),
+    ("attention", {"k": None}, DTYPE, "k"),
+    ("attention", {"v": None}, DTYPE, "v"),
+    ("standard_attention", {"mask": [[True]]}, DTYPE, "mask"),
+    ("trace", {"bias": [[1.0]]}, DTYPE, "bias"),
+    ("probabilities", {"cu_q": np.array([0, B])}, SHAPE, "cu_q"),
     # bytes in the order of another machine
     ("attention", {name: good()[name].astype(">f4") for name in "qkv"}, DTYPE, "q"),
     ("attention", {"bias": zeros(NQ, NK, dtype=">f4")}, DTYPE, "bias"),

@@ -9,6 +9,7 @@ from flashtile.band import Band
 from flashtile.dtypes import BFLOAT16, accumulator, name_of, narrow, widen
 from flashtile.errors import UnsupportedError
 from flashtile.problem import (
+    ARRAYS,
     Problem,
     check_flag,
     check_gradients,
@@ -16,6 +17,7 @@ from flashtile.problem import (
     check_numpy,
     check_rows,
     check_starts,
+    check_unpacked,
     describe,
     library,
 )
@@ -24,9 +26,6 @@ from flashtile.softmax import merge_normalized
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-ARRAYS = ("mask", "bias", "alibi", "sink", "kv_lengths")  # among the options
 
 
 class Options(TypedDict, total=False):
@@ -107,7 +106,7 @@ def attention(
     if causal is not False:
         options["causal"] = causal
     if window is not None:
-        options["window"] = window
+        options["window"] = _settled(window)
     if band is not None:
         options["band"] = band
     if mask is not None:
@@ -167,6 +166,8 @@ def attention_packed(
     kind = library(q, k=k, v=v, cu_q=cu_q, cu_k=cu_k, **arrays)
     return_lse = check_flag("return_lse", return_lse)
     check_starts(cu_q, cu_k)
+    if "window" in options:
+        options["window"] = _settled(options["window"])
     if kind == "torch":
         from flashtile import pytorch
 
@@ -231,7 +232,8 @@ def probabilities(q: Any, k: Any, *, rows: Any, **options: Unpack[Options]) -> A
     """
     from flashtile.backends import reference
 
-    check_numpy(q, k=k)
+    check_numpy(q, options, k=k)
+    check_unpacked(options)
     problem = describe(q, k, k, **options)
     P = reference.probabilities(problem, check_rows(rows, problem.n_q))
     return problem.as_given(P)
@@ -243,11 +245,16 @@ def standard_attention(
     """The oracle: scores stored whole, everything in float64, and a float64 result whatever the inputs."""
     from flashtile.backends import reference
 
-    check_numpy(q, k=k, v=v)
+    check_numpy(q, options, k=k, v=v)
     problem = describe(q, k, v, cu_q=cu_q, cu_k=cu_k, **options)
     out, lse = reference.forward(problem)
     out, lse = problem.as_given(out), problem.as_given(lse)
     return (out, lse) if check_flag("return_lse", return_lse) else out
+
+
+def _settled(window: Any) -> Any:
+    """A list may change before the gradients are made."""
+    return (*window,) if isinstance(window, list) else window
 
 
 def _numpy_forward(problem: Problem, backend: str, return_lse: bool) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from flashtile.dtypes import EIGHT_BITS, FLOATS, accumulator, name_of
 from flashtile.errors import DTypeError, ShapeError
 
 MAX_DIM = 512
+ARRAYS = ("mask", "bias", "alibi", "sink", "kv_lengths")  # among the options
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +200,8 @@ def library(q: Any, first: str = "q", /, **others: Any) -> str:
     """
     if isinstance(q, np.ndarray):
         kind = "numpy"
+        if q.__class__ is not np.ndarray and isinstance(q, np.ma.MaskedArray):
+            raise DTypeError(f"{first}: expected a plain NumPy array, got a masked one, whose mask nobody looks at")
         if name_of(q.dtype) == EIGHT_BITS:
             got = f"a NumPy array of {EIGHT_BITS}, which NumPy cannot read"
             raise DTypeError(f"{first}: expected a torch tensor, got {got}")
@@ -208,7 +211,9 @@ def library(q: Any, first: str = "q", /, **others: Any) -> str:
         raise DTypeError(f"{first}: expected a NumPy array or a torch tensor, got {type(q).__name__}")
     numpy, device = kind == "numpy", None if kind == "numpy" else q.device
     for name, x in others.items():
-        if x is None or (x.__class__ is q.__class__ and (numpy or x.device == device)):
+        if x.__class__ is q.__class__ and (numpy or x.device == device):
+            continue
+        if x is None and name not in ("k", "v"):
             continue
         if isinstance(x, np.ndarray) != numpy or not hasattr(x, "shape"):
             wanted = "a NumPy array" if numpy else "a torch tensor"
@@ -218,10 +223,17 @@ def library(q: Any, first: str = "q", /, **others: Any) -> str:
     return kind
 
 
-def check_numpy(q: Any, /, **others: Any) -> None:
-    """That all of them are NumPy arrays."""
-    if library(q, **others) != "numpy":
+def check_numpy(q: Any, options: Mapping[str, Any], /, **others: Any) -> None:
+    """That all of them, and those among the options, are NumPy arrays."""
+    if library(q, **others, **{name: options.get(name) for name in ARRAYS}) != "numpy":
         raise DTypeError(f"q: expected a NumPy array, got {type(q).__name__}")
+
+
+def check_unpacked(options: Mapping[str, Any]) -> None:
+    """That no sequences are packed, for a function that takes none."""
+    for name in ("cu_q", "cu_k"):
+        if options.get(name) is not None:
+            raise ShapeError(f"{name}: expected none here, where sequences cannot be packed")
 
 
 def check_merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> str:
@@ -323,6 +335,7 @@ def check_rows(rows: Any, n_q: int) -> Any:
         raise DTypeError(f"rows: expected a sequence of integers, got shape {rows.shape} of {rows.dtype}")
     if rows.size and (rows.min() < -n_q or rows.max() >= n_q):
         raise ShapeError(f"rows: expected indices within {n_q} queries, got {rows.min()} to {rows.max()}")
+    rows = rows.astype(np.int64)
     return np.where(rows < 0, rows + n_q, rows)
 
 
@@ -439,9 +452,8 @@ def _band(causal: Any, window: Any, band: Any) -> tuple[Band, bool]:
             raise DTypeError(f"band: expected a flashtile.Band, got {type(band).__name__}")
         if causal or window is not None:
             raise ShapeError("band: expected no causal or window beside it, the band says it all")
-        for name in ("left", "right", "offset"):
-            _integer(f"band.{name}", getattr(band, name), -FAR, FAR)
-        return band, False
+        ends = (_integer(f"band.{name}", getattr(band, name), -FAR, FAR) for name in ("left", "right", "offset"))
+        return Band(*ends), False  # of Python's integers: NumPy's may have no minus
     left, right = FAR, FAR
     if window is not None:
         if not isinstance(window, Sequence) or isinstance(window, str) or len(window) != 2:
@@ -495,7 +507,7 @@ def _descale(descale: Any, dtype: str, sequences: int, kv_heads: int) -> Any:
     if dtype != EIGHT_BITS:
         raise DTypeError(f"descale: expected q of {EIGHT_BITS} beside it, got {dtype}")
     shape = tuple(descale.shape)
-    if shape not in ((1, 1, 3), (sequences, kv_heads, 3)):
+    if len(shape) != 3 or shape[0] not in (1, sequences) or shape[1] not in (1, kv_heads) or shape[2] != 3:
         raise ShapeError(f"descale: expected shape () or ({sequences}, {kv_heads}), one a key head, got {shape[:-1]}")
     return descale
 

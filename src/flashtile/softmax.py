@@ -76,10 +76,12 @@ class OnlineSoftmax:
 
 def merge_normalized(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
     """Two finished results over disjoint keys -> the result over their union (eq. 8); (0, -inf) is the identity."""
-    lse = np.logaddexp(lse_a, lse_b)
-    base = pivot(lse)
-    a, b = np.exp(lse_a - base)[..., None], np.exp(lse_b - base)[..., None]
-    return a * out_a + b * out_b, lse
+    base = pivot(np.maximum(lse_a, lse_b))
+    a, b = np.exp(lse_a - base), np.exp(lse_b - base)
+    total = a + b  # divided by: the sum of both weights is 1, however coarse the lse of large scores is
+    share = np.where(total == 0, 1, total)
+    with np.errstate(divide="ignore"):
+        return (a / share)[..., None] * out_a + (b / share)[..., None] * out_b, base + np.log(total)
 
 
 def online_softmax(x: Array, chunk: int) -> Array:

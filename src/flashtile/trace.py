@@ -11,7 +11,7 @@ import numpy as np
 from flashtile.backends import tiles
 from flashtile.band import Band, Kind
 from flashtile.dtypes import Array, narrow
-from flashtile.problem import Problem, check_choice, check_gradients, check_head, check_size, describe
+from flashtile.problem import Problem, check_choice, check_gradients, check_head, check_numpy, check_size, describe
 from flashtile.schedule import FORWARD, Event, Grid, Tile
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def trace(
     """
     check_choice("order", order, ORDERS)
     check_head(q=q, k=k, v=v)
+    check_numpy(q, options, k=k, v=v)
     problem = describe(q, k, v, **options)
     n_k = problem.k_lengths[0]
     blocks = check_size("block_q", block_q), check_size("block_k", block_k)

@@ -35,14 +35,17 @@ def for_tensors(wrong: Wrong) -> bool:
     """
     function, change, _, argument = wrong
     given = BASES[function]() | change
-    if function not in ("attention", "attention_packed", "merge") or any(_of_objects(x) for x in given.values()):
+    if function not in ("attention", "attention_packed", "merge") or any(_of_numpy_alone(x) for x in given.values()):
         return False
     looked_at = function == "attention_packed" and argument in ("mask", "bias")
     return not looked_at and not VALUES.search(told(function, given)[1])
 
 
-def _of_objects(x: Any) -> bool:
-    return isinstance(x, np.ndarray) and x.dtype == np.object_
+def _of_numpy_alone(x: Any) -> bool:
+    """Whether torch has no such tensor."""
+    return isinstance(x, np.ma.MaskedArray) or (
+        isinstance(x, np.ndarray) and (x.dtype == np.object_ or not x.dtype.isnative)
+    )
 
 
 CALLS = [wrong for wrong in WRONG if for_tensors(wrong)]
@@ -84,7 +87,7 @@ def test_an_argument_on_another_device_is_named(function: str, device: str) -> N
         given = whole | on("cpu", {name: (BASES[function]() | options)[name]})
         error, text = told(function, given)
         place = whole[first].device
-        assert (error, text) == (ft.DTypeError, f"{name}: expected a tensor on {place} like q, got one on cpu")
+        assert (error, text) == (ft.DTypeError, f"{name}: expected a tensor on {place} like {first}, got one on cpu")
 
 
 @pytest.mark.gpu

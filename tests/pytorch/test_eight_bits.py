@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -146,3 +147,14 @@ def test_planned() -> None:
     assert here.backend == plan(shape, shape, "float32").backend and here.tile == plan(shape, shape).tile
     rows, keys = 4 * 16 * 4096 * (128 + 2 * 128 + 4), 4 * 16 * 4096 * 256
     assert here.least_bytes == rows + keys  # the output has 16 bits
+
+
+def test_vmap_of_single_factors() -> None:
+    """Three key heads share a number, in each of the examples."""
+    x = torch.randn(4, 2, 3, 5, 16).to(torch.float8_e4m3fn)
+    attend = partial(_attend_itself, descale=(2.0, 0.5, 1.0))
+    assert torch.equal(torch.vmap(attend)(x), torch.stack([attend(a) for a in x]))
+
+
+def _attend_itself(x: Any, **options: Any) -> Any:
+    return ft.attention(x, x, x, **options)

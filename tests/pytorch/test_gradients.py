@@ -156,3 +156,24 @@ def test_through_a_checkpoint() -> None:
 
 def test_there_is_a_backend_to_test() -> None:
     assert "tiles" in BACKENDS
+
+
+def test_forward_mode_is_refused_where_it_is_compiled() -> None:
+    """There, too, tangents would be lost without a word."""
+    x = torch.randn(2, 5, 8)
+    compiled = torch.compile(
+        lambda x: torch.func.jvp(lambda a: ft.attention(a, a, a), (x,), (x,))[1], backend="aot_eager", fullgraph=True
+    )
+    with pytest.raises(Exception, match=r"exception|forward-mode"):
+        compiled(x)
+
+
+def test_a_window_that_changes_before_the_gradients_are_made() -> None:
+    def gradient(later: list[int]) -> Any:
+        x = torch.linspace(-1, 1, 160).reshape(1, 1, 20, 8).requires_grad_()
+        window = [2, 1]
+        out = ft.attention(x, x.detach(), x.detach(), window=window)
+        window[:] = later
+        return torch.autograd.grad(out.square().sum(), x)[0]
+
+    assert torch.equal(gradient([2, 1]), gradient([19, 19]))

@@ -23,13 +23,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, backend: str, return_lse: bool, o
     if autocast.enabled(q):
         options = autocast.cast(q.device.type, {"q": q, "k": k, "v": v, **options})
         q, k, v = options.pop("q"), options.pop("k"), options.pop("v")
-    if torch.compiler.is_compiling():  # the operator's fake checks the call
-        out, lse = ops.ATTENTION(*call.of(q, k, v, backend, **options))
-        return (out, lse) if return_lse else out
     tensors, names = [q, k, v], [name for name, x in options.items() if x is not None and name in call.TENSORS]
     if names:
         tensors += [options[name] for name in names]
     reject_forward_mode(tensors)
+    if torch.compiler.is_compiling():  # the operator's fake checks the call
+        out, lse = ops.ATTENTION(*call.of(q, k, v, backend, **options))
+        return (out, lse) if return_lse else out
     recorded = torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)
     plain = unwatched(tensors)
     if plain and not recorded:

@@ -53,7 +53,13 @@ SPILLS = {
     ("gfx1100", "dkdv_kernel"): 16,
 }
 # What those of a chain say to each other, and when they touch memory.
-TURNS = {"dkdv_kernel": "lead touch", "dq_kernel": "touch follow"}
+TURNS = {
+    "statistics_kernel": "lead touch",
+    "dkdv_kernel": "follow lead touch",
+    "dq_kernel": "lead touch follow",
+    "mend_sums_kernel": "follow lead touch",
+    "mend_backward_kernel": "follow touch",
+}
 CHAINED = ("sm_90", "sm_100")
 
 

@@ -328,7 +328,7 @@ template <class R> void Backward<R>::share_out() {
         if (b < k.blocks) shares.push_back({k.s0, k.s1, k.h0, k.h1, b, all_b ? k.blocks : b + 1});
     side.clear();
   };
-  for (int64_t s = 0; s < (all_s ? 1 : p.sequences); s++)
+  for (int64_t s = 0; s < (all_s ? std::min<int64_t>(p.sequences, 1) : p.sequences); s++)
     for (int64_t h = 0; h < (all_h ? 1 : p.kv_heads); h++) {
       int64_t longest = room(s);
       if (all_s)

@@ -1,5 +1,6 @@
 """flashtile: exact attention, tile by tile."""
 
+from flashtile import threads  # noqa: F401  it remembers which process this is, before any fork
 from flashtile.api import (
     attention,
     attention_backward,

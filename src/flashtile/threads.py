@@ -1,4 +1,4 @@
-"""How many CPU threads a call may use, when it does not say.
+"""How many CPU threads a call may use, when it does not say; and whether there can be any from before.
 
 threads= goes first, then FLASHTILE_THREADS; then, for tensors, torch.get_num_threads(); then OMP_NUM_THREADS; then as
 many as this process has cores.
@@ -10,6 +10,12 @@ import os
 from functools import cache
 
 VARIABLES = ("FLASHTILE_THREADS", "OMP_NUM_THREADS")
+_PROCESS = os.getpid()  # that imported the package
+
+
+def in_a_fork() -> bool:
+    """Whether this is another process: it has none of the threads that were started before, by torch for one."""
+    return os.getpid() != _PROCESS
 
 
 def cores() -> int:

@@ -117,6 +117,29 @@ def python(code: str, timeout: float = 120, **environment: str) -> str:
     return run.stdout.strip()
 
 
+def test_a_core_that_is_first_used_in_a_fork() -> None:
+    """Where torch had started threads before: the child must not wait for those either."""
+    pytest.importorskip("torch")
+    found = python(
+        """
+        import multiprocessing as mp, warnings
+        import numpy as np, torch, flashtile
+        warnings.simplefilter("ignore", DeprecationWarning)
+        def child():
+            x = np.ones((2, 4, 300, 32), np.float32)
+            flashtile.attention(x, x, x, backend="native", threads=2)
+        torch.set_num_threads(2)
+        torch.nn.functional.gelu(torch.randn(4_000_000))
+        process = mp.get_context("fork").Process(target=child)
+        process.start()
+        process.join(60)
+        print(process.exitcode)
+        process.kill()
+        """
+    )
+    assert found == "0"
+
+
 def test_in_workers_of_a_data_loader() -> None:
     pytest.importorskip("torch")
     found = python(

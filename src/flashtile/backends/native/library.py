@@ -64,6 +64,8 @@ def why_not() -> str | None:
 @cache
 def load() -> ctypes.CDLL:
     """The library, its functions declared. Passing a packed struct is passing its bytes."""
+    from flashtile import threads  # make runs this file alone, to ask for candidates()
+
     library, reason = _find()
     if library is None:
         raise OSError(reason)
@@ -72,8 +74,10 @@ def load() -> ctypes.CDLL:
         getattr(library, name).argtypes = [ctypes.c_char_p]
     library.ft_cuts.argtypes = [i64] * 7 + [pointer]
     library.ft_keep.argtypes = [u64, i64, i64, i64, i64, ctypes.c_double, pointer]
-    library.ft_cuts.restype = library.ft_keep.restype = None
+    library.ft_cuts.restype = library.ft_keep.restype = library.ft_after_fork.restype = None
     library.ft_isa.restype = ctypes.c_char_p
+    if threads.in_a_fork():
+        library.ft_after_fork()
     return library
 
 

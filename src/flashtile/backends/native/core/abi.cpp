@@ -4,6 +4,7 @@
 #pragma GCC visibility pop
 #include "kernels.h"
 #include "scores.h"
+#include "threads.h"
 
 namespace {
 
@@ -48,5 +49,7 @@ void ft_keep(uint64_t seed, int64_t head, int64_t i, int64_t j, int64_t n, doubl
     each_kept(block, [=](int64_t at, Mask<float> kept) { keep[from + at / lanes.padded] = kept[0] != 0; });
   }
 }
+
+void ft_after_fork(void) { after_fork(); }
 
 const char* ft_isa(void) { return FT_ISA; }

@@ -157,13 +157,6 @@ std::mutex one_at_a_time;
 Pool* pool = nullptr;
 ParallelRegion openmp = nullptr;
 bool forked = false;
-
-void after_fork() {  // the child has no workers, neither ours nor OpenMP's: it starts a pool of its own
-  new (&one_at_a_time) std::mutex;
-  pool = nullptr;
-  openmp = nullptr;
-  forked = true;
-}
 const int fork_watched = pthread_atfork(nullptr, nullptr, after_fork);
 
 // The block that waits for the next call: its size is kept in its first bytes.
@@ -171,6 +164,13 @@ std::atomic<char*> spare{nullptr};
 constexpr size_t LINE = 64, PAGE = 4096, KEEP_AT_MOST = size_t(64) << 20;
 
 }  // namespace
+
+void after_fork() {
+  new (&one_at_a_time) std::mutex;
+  pool = nullptr;
+  openmp = nullptr;
+  forked = true;
+}
 
 void run_tasks(int64_t threads, int64_t tasks, void (*body)(void*, int64_t, int64_t), void* context) {
   threads = std::min(threads, tasks);

@@ -13,6 +13,9 @@ inline void pause_thread() {}
 
 // body(context, thread, task) for every task in [0, tasks), handed out in order, on at most `threads` threads, the
 // caller's among them; thread numbers are below `threads`. A task may wait for earlier ones.
+// A forked child has no workers, neither ours nor OpenMP's: it starts a pool of its own.
+void after_fork();
+
 void run_tasks(int64_t threads, int64_t tasks, void (*body)(void*, int64_t, int64_t), void* context);
 
 template <class F> void parallel_for(int64_t threads, int64_t tasks, F&& f) {

@@ -106,7 +106,7 @@ def attention(
     if causal is not False:
         options["causal"] = causal
     if window is not None:
-        options["window"] = _settled(window)
+        options["window"] = window
     if band is not None:
         options["band"] = band
     if mask is not None:
@@ -166,8 +166,6 @@ def attention_packed(
     kind = library(q, k=k, v=v, cu_q=cu_q, cu_k=cu_k, **arrays)
     return_lse = check_flag("return_lse", return_lse)
     check_starts(cu_q, cu_k)
-    if "window" in options:
-        options["window"] = _settled(options["window"])
     if kind == "torch":
         from flashtile import pytorch
 
@@ -250,11 +248,6 @@ def standard_attention(
     out, lse = reference.forward(problem)
     out, lse = problem.as_given(out), problem.as_given(lse)
     return (out, lse) if check_flag("return_lse", return_lse) else out
-
-
-def _settled(window: Any) -> Any:
-    """A list may change before the gradients are made."""
-    return (*window,) if isinstance(window, list) else window
 
 
 def _numpy_forward(problem: Problem, backend: str, return_lse: bool) -> Any:

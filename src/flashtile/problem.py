@@ -264,9 +264,8 @@ def check_starts(cu_q: Any, cu_k: Any) -> None:
 
 
 def check_head(**arrays: Any) -> None:
-    """That each is one head, (n, d), in a NumPy array."""
+    """That each is one head, (n, d)."""
     for name, x in arrays.items():
-        _numpy_array(name, x)
         if x.ndim != 2:
             raise ShapeError(f"{name}: expected one head, (n, d), got shape {x.shape}")
 
@@ -278,7 +277,8 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 
 def check_rows_of_floats(name: str, x: Any) -> None:
     """That x is a NumPy array with columns to go through."""
-    _numpy_array(name, x)
+    if not isinstance(x, np.ndarray):
+        raise DTypeError(f"{name}: expected a NumPy array, got {type(x).__name__}")
     if name_of(x.dtype) not in FLOATS:
         raise DTypeError(f"{name}: expected one of {', '.join(FLOATS)}, got {x.dtype}")
     if not x.ndim:
@@ -337,11 +337,6 @@ def check_rows(rows: Any, n_q: int) -> Any:
         raise ShapeError(f"rows: expected indices within {n_q} queries, got {rows.min()} to {rows.max()}")
     rows = rows.astype(np.int64)
     return np.where(rows < 0, rows + n_q, rows)
-
-
-def _numpy_array(name: str, x: Any) -> None:
-    if not isinstance(x, np.ndarray):
-        raise DTypeError(f"{name}: expected a NumPy array, got {type(x).__name__}")
 
 
 def _dtype(name: str, x: Any) -> Any:

@@ -74,8 +74,8 @@ def trace(
     output as `dout`).
     """
     check_choice("order", order, ORDERS)
-    check_head(q=q, k=k, v=v)
     check_numpy(q, options, k=k, v=v)
+    check_head(q=q, k=k, v=v)
     problem = describe(q, k, v, **options)
     n_k = problem.k_lengths[0]
     blocks = check_size("block_q", block_q), check_size("block_k", block_k)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MAJOR = 9  # compute capability
 WIDEST = 256
 MOST_ROWS = 1 << 30
-FEW_QUERIES = 64  # queries
+FEW_QUERIES = 64
 ROWS_TO_FILL = 64 * 128  # about two tiles for three processors in four
 NARROW, FEW_KEYS = 64, 1024  # of head dims and keys: what the portable kernels make at once, see suits()
 FEW_TILES = 16

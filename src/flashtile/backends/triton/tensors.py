@@ -14,7 +14,7 @@ from flashtile.backends.triton.arguments import block
 from flashtile.backends.triton.tuning import Config
 from flashtile.problem import Problem
 
-FEW_ROWS = 512  # rows
+FEW_ROWS = 512
 FARTHEST = 1 << 23  # elements: offsets within a tile, of 256 rows at most, have 32 bits
 DUMPED = 1 << 16  # elements: larger results that nobody wants have memory of their own
 _GUARDS: Any = torch._C._dynamo.guards

@@ -44,6 +44,7 @@ from flashtile.backends.gluon.tasks import (
     FIRST_SEEN,
     GAIN,
     GO,
+    IDLE,
     LAST_KEY,
     LAST_SEEN,
     MOST,
@@ -130,10 +131,11 @@ def forward_kernel(
     )
     k_full = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], barrier)
-    out_tiles = q_tiles
-    if out_desc is not None and not C.OUT_OVER_Q:
+    out_tiles = None
+    if out_desc is not None:
+        width: gl.constexpr = C.BLOCK_DV // C.OUT_PARTS
         out_tiles = gl.allocate_shared_memory(
-            out_desc.dtype, [C.CONSUMERS, 1, 1, QUERIES, C.PACKED_HEADS, C.BLOCK_DV], out_desc.layout
+            out_desc.dtype, [C.CONSUMERS, 1, 1, QUERIES, C.PACKED_HEADS, width], out_desc.layout
         )
     board = gl.allocate_shared_memory(gl.int32, [BOARDS * FIELDS, MOST], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     weights = None
@@ -404,6 +406,8 @@ def consume(shared, results, sink, rule, cu_q, ME: gl.constexpr, C: gl.constexpr
     turn = gl.to_tensor(0)
     mbarrier.wait(shared.q_full.index(ME), 0)
     orders = Orders(shared.board, turn * FIELDS)
+    if C.SHORT:
+        orders, turn, slot, phase, q_phase = pass_over(orders, turn, slot, phase, q_phase, shared, ME, C)
     while read(orders, GO, ME) != 0:
         seen = look(orders, rule, in_s, ME, C)
         unit = unit_of(rule, seen.gain)
@@ -429,9 +433,8 @@ def consume(shared, results, sink, rule, cu_q, ME: gl.constexpr, C: gl.constexpr
                 p, m, l, o, factor, slot, phase, j0 = step(
                     p, m, l, o, factor, slot, phase, j0, q, shared, seen, rule, unit, ME, n != 1, C
                 )
-        if not C.OUT_OVER_Q:
-            mbarrier.arrive(shared.q_free.index(ME), count=1)
-            gl.thread_barrier()
+        mbarrier.arrive(shared.q_free.index(ME), count=1)
+        gl.thread_barrier()
         mbarrier.wait(shared.v.full.index(slot), phase)
         o_later = begin_values(p, o, shared, slot, ME, C)
         o_r = gl.arange(0, ROWS, in_s)
@@ -450,16 +453,31 @@ def consume(shared, results, sink, rule, cu_q, ME: gl.constexpr, C: gl.constexpr
         o = o * gl.convert_layout(weight, in_o, assert_trivial=True)[:, None]
         flaw = gl.convert_layout(gl.sum(o * 0.0, 1), in_s, assert_trivial=True)  # 0, or NaN where o is not finite
         store(o, row_lse, real & (lost | (flaw != 0)), real, shared.out, results, orders, cu_q, ME, C)
-        if C.OUT_OVER_Q:
-            tma.store_wait(0)
-            gl.thread_barrier()
-            mbarrier.arrive(shared.q_free.index(ME), count=1)
-            gl.thread_barrier()
-        q_phase ^= 1
-        mbarrier.wait(shared.q_full.index(ME), q_phase)
-        turn, _ = advance(turn, 0, BOARDS)
-        orders = Orders(shared.board, turn * FIELDS)
+        orders, turn, q_phase = next_orders(turn, q_phase, shared, ME)
+        if C.SHORT:
+            orders, turn, slot, phase, q_phase = pass_over(orders, turn, slot, phase, q_phase, shared, ME, C)
     tma.store_wait(0)
+
+
+@gluon.jit
+def next_orders(turn, q_phase, shared, ME: gl.constexpr):
+    """Await the next task."""
+    q_phase ^= 1
+    mbarrier.wait(shared.q_full.index(ME), q_phase)
+    turn, _ = advance(turn, 0, BOARDS)
+    return Orders(shared.board, turn * FIELDS), turn, q_phase
+
+
+@gluon.jit
+def pass_over(orders, turn, slot, phase, q_phase, shared, ME: gl.constexpr, C: gl.constexpr):
+    """Tasks of which this warpgroup has no rows: it gives their tiles back, and leaves the processor to the others."""
+    while read(orders, GO, ME) == IDLE:
+        slot, phase = skip(shared, slot, phase, read(orders, SKIP, ME), C)
+        gl.thread_barrier()
+        mbarrier.arrive(shared.q_free.index(ME), count=1)
+        gl.thread_barrier()
+        orders, turn, q_phase = next_orders(turn, q_phase, shared, ME)
+    return orders, turn, slot, phase, q_phase
 
 
 @gluon.jit

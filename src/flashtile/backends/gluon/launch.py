@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.gluon import tuning
+from flashtile.backends.gluon import WIDEST, tuning
 from flashtile.backends.gluon.descriptors import descriptors, outline_of
 from flashtile.backends.gluon.forward_kernel import forward_kernel
 from flashtile.backends.gluon.gradients import Backward
@@ -42,10 +42,11 @@ class Constants(NamedTuple):
     CONSUMERS: Any
     REGISTERS: Any
     LOAD_REGISTERS: Any
-    OUT_OVER_Q: Any
+    OUT_PARTS: Any
     WEIGHTS_SHARED: Any
     TRUST: Any  # see softmax.py
     WHOLE: Any  # no band, no length and no ragged end cuts a tile of keys
+    SHORT: Any  # of some tasks a warpgroup has no rows
     SEEN_FIRST: Any  # the first tile that a warpgroup takes is the only one cut on the right, and all its rows see it
 
 
@@ -77,7 +78,7 @@ class Forward:
         out = None
         if ITEMSIZE[p.out_dtype] == 2 and p.dim_v % 8 == 0:
             whole = outline_of(self._out, batch, p.heads, n_rows, p.dim_v)
-            out = descriptors(whole, [*rows_block, width_v], packed_heads)
+            out = descriptors(whole, [*rows_block, width_v // _out_parts(p, config)], packed_heads)
         start = Start(
             forward_kernel,
             min(tasks, portable.processors(device)),
@@ -128,10 +129,15 @@ class Transpose:
 def constants(p: Problem, config: tuning.Config, packed_heads: int) -> Constants:
     limited = p.band.right < FAR or p.band.left < FAR or p.kv_lengths is not None or p.packed
     whole = not limited and p.n_k % config.block_k == 0
-    config = config._replace(out_over_q=config.out_over_q and _width(p) == block(p.dim_v))
+    config = config._replace(out_parts=_out_parts(p, config))
     trust = p.dtype == "bfloat16"  # weights of float16 overflow at 2^16
+    short = p.packed or -(-p.n_q * packed_heads // ROWS) % config.consumers != 0
     sizes = (p.group, packed_heads, p.dim_v, _width(p), block(p.dim_v))
-    return Constants(*map(gl.constexpr, (*sizes, *config, trust, whole, tuning.seen_first(p))))
+    return Constants(*map(gl.constexpr, (*sizes, *config, trust, whole, short, tuning.seen_first(p))))
+
+
+def _out_parts(p: Problem, config: tuning.Config) -> int:
+    return config.out_parts if block(p.dim_v) == WIDEST else 1
 
 
 def _width(p: Problem) -> int:

@@ -52,6 +52,12 @@ def clear_mark(orders, results, ME: gl.constexpr):
 
 
 @gluon.jit
+def halves(x):
+    """The left and the right columns; nothing moves."""
+    return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
+
+
+@gluon.jit
 def store(o, row_lse, spoiled, real, out_tiles, results, orders, cu_q, ME: gl.constexpr, C: gl.constexpr):
     """Output, lse and mark of ROWS rows. The output goes by descriptor, which knows where a tensor ends."""
     out_dtype: gl.constexpr = results.out.ptr.dtype.element_ty
@@ -60,19 +66,21 @@ def store(o, row_lse, spoiled, real, out_tiles, results, orders, cu_q, ME: gl.co
         sequence = 0
     last = read(orders, REAL_TO, ME)
     if results.desc is not None:
+        WIDTH: gl.constexpr = C.BLOCK_DV // C.OUT_PARTS
         buffer = out_tiles.index(ME)
-        if not C.OUT_OVER_Q:
-            tma.store_wait(0)
-            gl.thread_barrier()
-        buffer.reshape([ROWS, C.BLOCK_DV]).store(o.to(out_dtype))
-        fence_async_shared()
-        gl.thread_barrier()
+        parts = (o.to(out_dtype),) if C.OUT_PARTS == 1 else halves(o.to(out_dtype))
         inside = (last > 0) & (read(orders, REAL_FROM, ME) <= 0)
         if cu_q is not None:  # the next sequence begins where this one ends
             inside = last >= ROWS
-        if inside:
-            at = [sequence, read(orders, HEAD, ME), read(orders, QUERY, ME), 0, 0]
-            tma.async_copy_shared_to_global(results.desc, at, buffer)
+        for n in gl.static_range(C.OUT_PARTS):
+            tma.store_wait(0)
+            gl.thread_barrier()
+            buffer.reshape([ROWS, WIDTH]).store(parts[n])
+            fence_async_shared()
+            gl.thread_barrier()
+            if inside:
+                at = [sequence, read(orders, HEAD, ME), read(orders, QUERY, ME), 0, n * WIDTH]
+                tma.async_copy_shared_to_global(results.desc, at, buffer)
     in_s: gl.constexpr = real.type.layout
     o_r = gl.arange(0, ROWS, in_s)
     if results.desc is None or cu_q is not None:

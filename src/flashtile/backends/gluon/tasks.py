@@ -21,7 +21,7 @@ LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 MOST = gl.constexpr(4)  # warpgroups
 
 # What an order says, in the place that it is posted. Tiles come in falling order.
-GO = gl.constexpr(0)  # 0: there is no task any more
+GO = gl.constexpr(0)  # 0: there is no task any more; IDLE: this warpgroup has no rows of it
 SKIP = gl.constexpr(1)  # tiles that only other warpgroups see, before this one's first
 STRETCHES = gl.constexpr(
     2
@@ -42,6 +42,7 @@ MARK = gl.constexpr(17)
 GAIN = gl.constexpr(18)  # of descaling: what q.k, and what the output, is multiplied with; bits of a float32
 VALUE_GAIN = gl.constexpr(19)
 FIELDS = gl.constexpr(20)
+IDLE = gl.constexpr(2)
 
 
 class Orders(NamedTuple):
@@ -125,8 +126,14 @@ def post(orders, task, tiles, results, work, C: gl.constexpr):
     if not C.SEEN_FIRST:  # and the first whole one too, so that every row has seen a key before the others
         full_end = gl.maximum(full_end - 1, begin)
     full_begin = clip(full_begin, begin, full_end)
-    put(orders, GO, row * 0 + 1)
-    put(orders, SKIP, tiles[3] - end)
+    go = row * 0 + 1
+    skip = tiles[3] - end
+    if C.SHORT:
+        idle = (row >= task.q_len * C.PACKED_HEADS) | (row + ROWS <= 0)
+        go = gl.where(idle, IDLE, go)
+        skip = gl.where(idle, tiles[3] - tiles[0], skip)
+    put(orders, GO, go)
+    put(orders, SKIP, skip)
     put(orders, STRETCHES, end - 1 - full_end)
     put(orders, STRETCHES + 1, full_end - full_begin)
     put(orders, STRETCHES + 2, full_begin - begin)

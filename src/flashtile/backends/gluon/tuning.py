@@ -22,7 +22,7 @@ class Config(NamedTuple):
     consumers: int
     registers: int
     load_registers: int
-    out_over_q: bool = False  # the output leaves by the buffer of the queries
+    out_parts: int = 1  # in which an output of the widest head dim leaves, by a buffer of that size
     weights_shared: bool = False  # P waits for its values in shared memory, not in registers; for 8 bits
 
 
@@ -40,7 +40,7 @@ class Steps(NamedTuple):
     scores_first: bool
 
 
-FORWARD = {64: Config(128, 3, 3, 160, 32), 128: Config(128, 2, 2, 240, 32), 256: Config(64, 2, 2, 240, 32, True)}
+FORWARD = {64: Config(128, 3, 3, 160, 32), 128: Config(128, 2, 2, 240, 32), 256: Config(64, 2, 2, 240, 32, out_parts=2)}
 EIGHT_BITS = {
     64: Config(128, 3, 3, 160, 32),
     128: Config(128, 3, 3, 160, 32, weights_shared=True),

@@ -345,40 +345,40 @@ LARGE = """
 import json, sys, torch, flashtile as ft
 torch.manual_seed(0)
 def normal(*shape): return torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-for (b, h, kv, n, d), options in json.loads(sys.argv[1]):
-    lengths = options.pop("packed", None)
-    options = {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}
-    if lengths:
-        cu = torch.tensor([0, *lengths], device="cuda").cumsum(0)
-        leaves = tuple(normal(int(cu[-1]), x, d) for x in (h, kv, kv))
-        def run(**how): return ft.attention_packed(*leaves, cu, cu, **how, **options)
-    else:
-        leaves = tuple(normal(b, x, n, d) for x in (h, kv, kv))
-        def run(**how): return ft.attention(*leaves, **how, **options)
-    ways = dict(backend="triton"), dict(backend="gluon"), dict(backend="gluon", deterministic=True)
-    outs = [run(**how) for how in ways]
-    dout = torch.randn_like(outs[0])
-    want, *others = ((out, *torch.autograd.grad(out, leaves, dout)) for out in outs)
-    for found in others:
-        for x, y in zip(found, want):
-            torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
-    print(b, h, n, d, flush=True)
+(b, h, kv, n, d), options = json.loads(sys.argv[1])
+lengths = options.pop("packed", None)
+options = {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}
+if lengths:
+    cu = torch.tensor([0, *lengths], device="cuda").cumsum(0)
+    leaves = tuple(normal(int(cu[-1]), x, d) for x in (h, kv, kv))
+    def run(**how): return ft.attention_packed(*leaves, cu, cu, **how, **options)
+else:
+    leaves = tuple(normal(b, x, n, d) for x in (h, kv, kv))
+    def run(**how): return ft.attention(*leaves, **how, **options)
+ways = dict(backend="triton"), dict(backend="gluon"), dict(backend="gluon", deterministic=True)
+outs = [run(**how) for how in ways]
+dout = torch.randn_like(outs[0])
+want, *others = ((out, *torch.autograd.grad(out, leaves, dout)) for out in outs)
+for found in others:
+    for x, y in zip(found, want):
+        torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
 print("done")
 """
-LARGE_CALLS: list[tuple[tuple[int, int, int, int, int], dict[str, Any]]] = [
-    ((1, 16, 16, 32768, 128), {"causal": True}),
-    ((2, 32, 8, 16384, 64), {"causal": True}),
-    ((1, 8, 8, 16384, 256), {}),
-    ((4, 16, 16, 8191, 64), {"window": (1000, 0)}),
-    ((64, 16, 16, 513, 128), {"causal": True}),
-    ((0, 16, 16, 0, 128), {"causal": True, "packed": [n * 37 % 1009 for n in range(200)]}),
-    ((133, 1, 1, 193, 64), {}),
-]
+LARGE_CALLS: dict[str, tuple[tuple[int, int, int, int, int], dict[str, Any]]] = {
+    "long": ((1, 16, 16, 32768, 128), {"causal": True}),
+    "grouped": ((2, 32, 8, 16384, 64), {"causal": True}),
+    "wide": ((1, 8, 8, 16384, 256), {}),
+    "window": ((4, 16, 16, 8191, 64), {"window": (1000, 0)}),
+    "many short": ((64, 16, 16, 513, 128), {"causal": True}),
+    "packed": ((0, 16, 16, 0, 128), {"causal": True, "packed": [n * 37 % 1009 for n in range(200)]}),
+    "a tile and a row": ((133, 1, 1, 193, 64), {}),
+}
 
 
-def test_large_calls_come_back() -> None:
+@pytest.mark.parametrize("name", LARGE_CALLS)
+def test_large_calls_come_back(name: str) -> None:
     """In a process that may be killed: warps that wait for each other would wait for ever."""
-    run = python("-c", LARGE, json.dumps(LARGE_CALLS), timeout=240)
+    run = python("-c", LARGE, json.dumps(LARGE_CALLS[name]), timeout=240)
     assert run.returncode == 0 and run.stdout.endswith("done\n"), run.stdout + run.stderr[-3000:]
 
 

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from unittest import mock
 
-from tests.backends.triton.machine_code import loops, nvidia, tool
+from tests.backends.triton.machine_code import loops, nvidia, tool, turns
 from tests.backends.triton.offline import ROOT, TARGETS, Phantom
 
 WAIT = re.compile(r"\bWARPGROUP\.DEPBAR\b")
@@ -46,6 +46,7 @@ class Built(NamedTuple):
     waits: list[int]  # for products, in each loop over tiles
     products: list[int]  # instructions, in each of these loops
     advice: list[str]
+    turns: str  # see machine_code.py
     seconds: float
 
 
@@ -114,6 +115,7 @@ def _built(case: Case, log: str, *, metadata: Any, metadata_group: Any, times: A
         "setmaxnreg.inc" in (text := files[".ptx"].read_text()) and "setmaxnreg.dec" in text,
         *([sum(bool(word.search(line)) for line in body) for body in bodies] for word in (WAIT, PRODUCT)),
         ADVICE.findall(log),
+        turns(text),
         times.total / 1e6,
     )
 

@@ -89,6 +89,8 @@ STACK = {
 ROOM_FOR_OPTIONS = 200
 # For products, in a loop over tiles: S and P V; S, dP, dV and dK, dQ.
 WAITS = {"forward": 2, "backward": 4}
+# What they say to the kernels before and after them (chain.py), before they touch memory.
+TURNS = {"forward": "lead touch", "8 bits": "follow lead touch", "backward": "follow lead touch"}
 
 
 def faults(built: Built) -> list[str]:
@@ -107,6 +109,8 @@ def faults(built: Built) -> list[str]:
         found.append("no loop over tiles with products in it")
     if any(waits != WAITS[case.work] for waits in built.waits):
         found.append(f"{built.waits} waits in loops over tiles, where {WAITS[case.work]} do")
+    if built.turns != TURNS[kind]:
+        found.append(f"it says {built.turns}, and should {TURNS[kind]}")
     return [f"{case}: {fault}" for fault in found]
 
 
@@ -137,10 +141,11 @@ def test_kernels_beside_8_bits(dim: int) -> None:
     """Values are turned within registers, and spoiled tiles made anew."""
     turned, mended = build(Case(dim, "causal descale", EIGHT_BITS, work=work) for work in ("transpose", "mend"))
     assert turned.stack == turned.shared == 0
+    assert turned.turns == "lead touch"
     assert mended.stack == 0
 
 
-BUILT = Built(Case(64), 232448, 0, True, [2, 2], [12, 12], [], 1.0)
+BUILT = Built(Case(64), 232448, 0, True, [2, 2], [12, 12], [], "lead touch", 1.0)
 SERIAL = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."
 
 
@@ -153,8 +158,9 @@ SERIAL = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async in
         (BUILT._replace(products=[], waits=[]), "no loop over tiles"),
         (BUILT._replace(waits=[2, 3]), "3] waits"),
         (BUILT._replace(advice=ADVICE.findall(SERIAL)), "C7510"),
+        (BUILT._replace(turns="touch lead"), "it says touch lead"),
     ],
-    ids=["stack", "shared", "registers", "products", "waits", "advice"],
+    ids=["stack", "shared", "registers", "products", "waits", "advice", "turns"],
 )
 def test_the_gate_closes(built: Built, fault: str) -> None:
     assert faults(BUILT) == []

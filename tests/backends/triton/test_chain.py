@@ -56,6 +56,11 @@ def test_each_kernel_begins_in_the_tail_of_the_one_before(launched: list[Any]) -
     assert launched == [(name, *(LEADS if name == "statistics" else FOLLOWS)) for name in BACKWARD]
 
 
+def test_what_mends_an_output_begins_so_too(launched: list[Any]) -> None:
+    launch.forward(problem(300, 300))
+    assert launched == [("forward", *LEADS), ("mend_forward", *FOLLOWS)]
+
+
 def test_what_adds_to_dbias_is_launched_when_all_is_complete(launched: list[Any]) -> None:
     bias = torch.zeros(2, 2, 300, 300, dtype=torch.bfloat16)
     backward(problem(300, 300, bias=bias))

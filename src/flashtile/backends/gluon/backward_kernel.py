@@ -27,6 +27,7 @@ from flashtile.backends.gluon.columns import (
 from flashtile.backends.gluon.dq import BY_THREAD, write
 from flashtile.backends.gluon.narrow import own_128_keys
 from flashtile.backends.gluon.wide import own_64_keys
+from flashtile.backends.triton.chain import follow, lead
 
 
 @gluon.jit(do_not_specialize=["tiles", "kv_heads", "section", "padded", "mark_tiles", "tasks"])
@@ -92,6 +93,8 @@ def backward_kernel(
         mbarrier.init(q_full.index(n), count=1)
     for n in gl.static_range(C.DOUT_STAGES):
         mbarrier.init(dout_full.index(n), count=1)
+    follow(True)
+    lead(True)
     shared = Tiles(k, v, q, dout, rows, orders, p, ds, dq, out, k_full, v_full, q_full, dout_full, dq_full, dq_free)
     sources = Sources(q_desc, k_desc, v_desc, dout_desc, rows_desc)
     targets = Targets(dk_desc, dv_desc, dk, dv, marks)

@@ -68,6 +68,7 @@ from flashtile.backends.gluon.tasks import (
     read,
     read_real,
 )
+from flashtile.backends.triton.chain import follow, lead
 
 WARPGROUP = gl.constexpr(128)  # threads
 WARP = gl.constexpr(32)
@@ -147,6 +148,8 @@ def forward_kernel(
     for n in gl.static_range(C.STAGES):
         mbarrier.init(k_full.index(n), count=1)
         mbarrier.init(v_full.index(n), count=1)
+    follow(dtype == gl.float8e4nv)  # transpose_kernel comes before
+    lead(True)
     shared = Shared(
         q_tiles, q_full, q_free, Ring(k_tiles, k_full, K_FREE), Ring(v_tiles, v_full, V_FREE), out_tiles, board, weights
     )

@@ -15,6 +15,7 @@ from flashtile.backends.gluon.tickets import tickets
 from flashtile.backends.gluon.tuning import ROWS
 from flashtile.backends.triton import launch as portable
 from flashtile.backends.triton.arguments import bits, block, lengths, rule
+from flashtile.backends.triton.chain import FOLLOWING
 from flashtile.backends.triton.scratch import Scratch, after
 from flashtile.backends.triton.start import At, Series, Start
 from flashtile.backends.triton.tensors import Result, rounded, rounded_outline, strides
@@ -79,7 +80,9 @@ class Backward:
         self._heads_at = portable.heads_at(p)
         of_mend = (given_rows[0], given_rows[2], delta_like.strides, None)
         grads = (self._dq, self._dk, self._dv)
-        mend = portable.MendBackward(p, device, ROWS, ROWS, of_mend, grads, natural=True)
+        chained = portable.chains(device)
+        follows = FOLLOWING if chained else {}
+        mend = portable.MendBackward(p, device, ROWS, ROWS, of_mend, grads, natural=True, chained=chained)
         scratch = Scratch(SCRATCH.place, device)
         total = scratch.part((size,), torch.float32)
         delta = self._delta = scratch.part(delta_like.shape, torch.float32)
@@ -111,6 +114,7 @@ class Backward:
             BLOCK_DV=block(p.dim_v),
             BLOCK_D=width,
             PAD=config.keys,
+            CHAINED=chained,
         )
         tasks = k_tiles * p.kv_heads * batch
         processors = portable.processors(device)
@@ -122,7 +126,7 @@ class Backward:
             alike: Start(
                 backward_kernel,
                 programs,
-                {"num_warps": 4},
+                {"num_warps": 4} | follows,
                 {8: self._dk.strides, 9: self._dv.strides},
                 blocks=dict(enumerate(blocks)),
                 C=constants(p, config, width, alike),
@@ -130,7 +134,16 @@ class Backward:
             for alike in (False, True)
         }
         rows_of_dq = portable.present(None, self._dq.strides)
-        finish = Start(finish_kernel, marks_q * columns, rows=rows_of_dq, DIM=p.dim, BLOCK_D=width, PAD=config.keys)
+        finish = Start(
+            finish_kernel,
+            marks_q * columns,
+            follows,
+            rows_of_dq,
+            DIM=p.dim,
+            BLOCK_D=width,
+            PAD=config.keys,
+            CHAINED=chained,
+        )
         given_at = (DOUT, OUT, LSE, DLSE)
         self._launch = {
             alike: Series(

@@ -17,6 +17,7 @@ from flashtile.backends.gluon.transpose_kernel import KEYS, WIDTH, transpose_ker
 from flashtile.backends.gluon.tuning import ROWS
 from flashtile.backends.triton import launch as portable
 from flashtile.backends.triton.arguments import block, lengths, rule
+from flashtile.backends.triton.chain import FOLLOWING
 from flashtile.backends.triton.start import At, Series, Start, Step
 from flashtile.backends.triton.tensors import Result, aligned, empty, strides
 from flashtile.band import FAR
@@ -65,7 +66,8 @@ class Forward:
         )
         tasks = tiles * heads * batch
         counts = (tiles, heads, _section(p, heads * batch), tasks)
-        mend = portable.MendForward(p, device, self._out, self._lse, ROWS, packed_heads)
+        chained = portable.chains(device)
+        mend = portable.MendForward(p, device, self._out, self._lse, ROWS, packed_heads, chained)
         self._marks = mend.make
         self._rule, self._lengths = rule(p), lengths(p)
         width, width_v = _width(p), block(p.dim_v)
@@ -82,7 +84,7 @@ class Forward:
         start = Start(
             forward_kernel,
             min(tasks, portable.processors(device)),
-            {"num_warps": 4},
+            {"num_warps": 4} | (FOLLOWING if chained and self._turn is not None else {}),
             {4: self._out.strides, 5: self._lse.strides},
             {
                 0: descriptors(p.q, [*rows_block, width], packed_heads),

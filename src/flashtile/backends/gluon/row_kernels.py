@@ -11,6 +11,7 @@ import triton.language as tl
 
 from flashtile.backends.triton.backward_kernels import row_statistics
 from flashtile.backends.triton.blocks import extent, head_of, locate, number, store_column, wide
+from flashtile.backends.triton.chain import follow, lead
 from flashtile.backends.triton.steady import plain
 
 ZEROS = tl.constexpr(4096)  # a 64 x 64 tile of dQ
@@ -46,12 +47,14 @@ def begin_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PAD: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Of PAD rows a program: lse in base 2 and delta, +inf and 0 beyond the last row; dQ and turns cleared.
 
     The grid counts tiles, then heads, then sequences. columns: heads of all sequences. delta goes row by row once more,
     for those who come after the pass.
     """
+    lead(CHAINED)
     program = tl.program_id(0)
     head = program // tiles % heads
     sequence = program // tiles // heads
@@ -87,11 +90,14 @@ def finish_kernel(
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PAD: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """dQ from float32, in the order of threads, to the caller's dtype and rows; a program makes 64 of them.
 
     The grid counts tiles, then heads, then sequences, and so do marks.
     """
+    follow(CHAINED)
+    lead(CHAINED)
     program = tl.program_id(0)
     head = program // tiles % heads
     sequence = program // tiles // heads

@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.triton.blocks import measure, wide
+from flashtile.backends.triton.chain import lead
 
 KEYS = gl.constexpr(128)  # of a program, as many as a tile of the forward kernel has
 WIDTH = gl.constexpr(64)  # columns that a warp turns at a time
@@ -27,6 +28,7 @@ def transpose_kernel(v, turned, rule, lengths, tiles, heads, DIM_V: gl.constexpr
 
     Of 16 keys, 8j + 2t + e becomes number 4t + 2j + e. Keys that are not in use become 0: their NaN would do harm.
     """
+    lead(True)
     CHUNKS: gl.constexpr = gl.cdiv(DIM_V, WIDTH)
     program = gl.program_id(0) // CHUNKS
     first = gl.program_id(0) % CHUNKS * WIDTH

@@ -46,20 +46,17 @@ EIGHT_BITS = {
     128: Config(128, 3, 3, 160, 32, weights_shared=True),
     256: Config(64, 3, 2, 240, 32),
 }
-# With a warpgroup less, by bytes an element and head dim: for heads of few rows, which would leave much of three empty.
-# First how much larger all tiles of three have to be than those of two, for it to pay.
-FEWER = {
-    (2, 64): (1.25, Config(128, 3, 2, 240, 32)),
-    (1, 64): (1.25, Config(128, 3, 2, 240, 32)),
-    (1, 128): (1.1, Config(128, 3, 2, 240, 32)),
-}
+# With a warpgroup less, for heads of few rows, which would leave much of three empty. By bytes an element and head dim.
+FEWER = {(2, 64), (1, 64), (1, 128)}
+TWO = Config(128, 3, 2, 240, 32)
+EMPTIER = 1.25  # how much larger all tiles of three have to be than those of two, for it to pay
 BACKWARD = {
     64: Steps(128, 128, 2, 2, scores_first=True),
     128: Steps(64, 128, 2, 2, scores_first=False),
     256: Steps(64, 64, 1, 1, scores_first=True),
 }
 WIDEST_BACKWARD = max(BACKWARD)
-L2_SECTION = 32 << 20  # bytes of keys and values that programs work on at a time
+L2_SECTION = 16 << 20  # bytes of keys and values that programs work on at a time; each half of the L2 has its own copy
 WAVES = 2  # tasks of the backward pass a processor, whose heads are worked on side by side
 MOST_PACKED = 16  # query heads that share the rows of a tile
 
@@ -83,8 +80,9 @@ def forward(width: int, dtype: str = "bfloat16", rows: int | None = None) -> Con
     table = EIGHT_BITS if dtype == dtypes.EIGHT_BITS else FORWARD
     step = next(step for step in table if width <= step)
     config = table[step]
-    share, fewer = FEWER.get((dtypes.ITEMSIZE[dtype], step), (0.0, config))
-    return fewer if rows is not None and _padded(rows, config) >= share * _padded(rows, fewer) else config
+    if rows is None or (dtypes.ITEMSIZE[dtype], step) not in FEWER:
+        return config
+    return TWO if _padded(rows, config) >= EMPTIER * _padded(rows, TWO) else config
 
 
 def forward_of(problem: Problem, packed_heads: int) -> Config:

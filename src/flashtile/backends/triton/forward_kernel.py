@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.triton.blocks import halves_of, head_of, load_rows, locate, measure, number, wide
+from flashtile.backends.triton.chain import lead
 from flashtile.backends.triton.cuts import cuts, reach, stretch_of, within
 from flashtile.backends.triton.guard import finite_part, poison, spoiled
 from flashtile.backends.triton.scores import LN2, LOG2E, Tile, dot, kept, shape_scores, visible_pairs
@@ -199,12 +200,14 @@ def forward_kernel(
     SPLITS: tl.constexpr,
     C: tl.constexpr,
     AGAIN: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """A program makes BLOCK_Q rows of the output. PACKED_HEADS query heads of a group share the rows of a tile.
 
     The grid counts tiles, then `heads` (of them packed), then shares of the keys, then sequences. Spoiled rows are
     marked for mend_forward_kernel; without marks the program mends them itself, by the constants AGAIN.
     """
+    lead(CHAINED)
     program = tl.program_id(0)
     head = program // tiles % heads
     split = program // tiles // heads % SPLITS

@@ -135,7 +135,10 @@ class Forward:
         # Where keys are split, it has to, however many share a processor: only it knows its share, and a row that was
         # made anew as a whole would be none of the parts that are merged.
         inside = self._splits > 1 or programs <= processors(device)
-        self._mend = None if inside else MendForward(p, device, self._out, self._lse, config.block_q, packed_heads)
+        chained = not inside and chains(device)
+        self._mend = None
+        if not inside:
+            self._mend = MendForward(p, device, self._out, self._lse, config.block_q, packed_heads, chained)
         q, k, v = (strides(x, p) for x in (p.q, p.k, p.v))
         self._start = Start(
             forward_kernel,
@@ -147,6 +150,7 @@ class Forward:
             SPLITS=self._splits,
             C=constants(p, config, _precision(p)),
             AGAIN=constants(p, _careful(p, config.block_q, config.block_k), _precision(p)) if inside else None,
+            CHAINED=chained,
         )
         merge = Start(
             merge_kernel,
@@ -184,10 +188,13 @@ class MendForward:
     """The launch that makes spoiled tiles of a forward pass anew, whichever kernel made them.
 
     A tile is block_q rows of a head. With packed_heads they are of so many heads, row r of query r // packed_heads, and
-    these heads count as one. That kernel writes a mark for each tile, 0 or 1: mend_kernels.py says where.
+    these heads count as one. That kernel writes a mark for each tile, 0 or 1: mend_kernels.py says where. chained: it
+    also leads (chain.py).
     """
 
-    def __init__(self, p: Problem, device: Any, out: Result, lse: Result, block_q: int, packed_heads: int = 1) -> None:
+    def __init__(
+        self, p: Problem, device: Any, out: Result, lse: Result, block_q: int, packed_heads: int, chained: bool
+    ) -> None:
         n_rows, batch = p.q.shape[2], p.q.shape[0]
         tiles, heads = count_tiles(p, p.n_q * packed_heads, n_rows, block_q), p.heads // packed_heads
         self._marks = Marks(tiles * heads * batch, device)
@@ -197,11 +204,12 @@ class MendForward:
         self._start = Start(
             mend_forward_kernel,
             self._marks.programs,
-            _options(config),
+            _options(config, chained),
             dict(enumerate((*(strides(x, p) for x in (p.q, p.k, p.v)), out.strides, lse.strides))),
             ROWS=block_q,
             PACKED_HEADS=packed_heads,
             C=constants(p, config, _precision(p)),
+            CHAINED=chained,
         )
 
     def step(self, q: At, k: At, v: At, out: At, lse: At, sink: At, marks: At, a_rule: At, a_lengths: At) -> Step:
@@ -329,7 +337,7 @@ class Backward:
         self._dv = Result(p, p.kv_heads, p.k.shape[2], p.dim_v, p.dtype, device)
         self._heads_at = heads_at(p)
         # Each kernel relies on what the one before it has waited for, so none may be missing.
-        chained = not INTERPRETED and can_chain(_gpu(device)) and all(x.numel for x in (self._dk, self._dq))
+        chained = chains(device) and all(x.numel for x in (self._dk, self._dq))
         statistics_rows = tuning.statistics_rows(_gpu(device))
         statistics = Start(
             statistics_kernel,
@@ -475,6 +483,11 @@ def _config(kernel: str, p: Problem, device: Any) -> Config:
 def _careful(p: Problem, rows: int, walked: int = 32) -> Config:
     """Of the careful walk that makes a tile of so many rows anew, within a kernel whose tiles have `walked` columns."""
     return tuning.careful(p.dim, p.dim_v, p.q.element_size(), _precision(p) != "tf32", rows, walked)
+
+
+def chains(device: Any) -> bool:
+    """Whether the kernels of a pass are launched as a chain."""
+    return not INTERPRETED and can_chain(_gpu(device))
 
 
 def _options(config: Config, follows: bool = False) -> dict[str, int]:

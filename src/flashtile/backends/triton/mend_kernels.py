@@ -53,8 +53,10 @@ def mend_forward_kernel(
     ROWS: tl.constexpr,
     PACKED_HEADS: tl.constexpr,
     C: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Output and lse of marked tiles of ROWS rows, which are forward_kernel's or another's."""
+    follow(CHAINED)
     n = next_set(marks, tl.program_id(0), count)
     while n < count:
         head, tile, at = tile_of(n, tiles, heads, lengths.cu_q, lengths.n_q, rule, lengths, ROWS)

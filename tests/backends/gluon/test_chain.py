@@ -1,0 +1,28 @@
+"""The chains of a pass on Hopper: its kernels in their order, and which are launched to follow the one before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from tests.backends.gluon.offline import Case, start_call
+from tests.backends.triton.test_chain import launched  # noqa: F401
+
+
+@pytest.mark.parametrize(
+    ("case", "kernels"),
+    [
+        (Case(128, "causal"), ["forward", "mend_forward"]),
+        (Case(128, "causal descale", "float8_e4m3fn"), ["transpose", "forward", "mend_forward"]),
+        (Case(128, "causal", work="backward"), ["begin", "backward", "finish", "mend_backward"]),
+        (Case(256, "packed", work="backward"), ["begin", "backward", "finish", "mend_backward"]),
+    ],
+    ids=["forward", "8 bits", "backward", "packed"],
+)
+def test_each_kernel_begins_in_the_tail_of_the_one_before(launched: list[Any], case: Case, kernels: list[str]) -> None:  # noqa: F811
+    start_call(case)
+    assert [(name, follows) for name, follows, _ in launched] == [(name, n > 0) for n, name in enumerate(kernels)]

@@ -9,6 +9,10 @@ from pathlib import Path
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Workers share the cores: with a BLAS of many threads in each they would wait for each other.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 from typing import Any
 
 import hypothesis

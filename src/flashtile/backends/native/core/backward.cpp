@@ -1,6 +1,6 @@
 // Backward. A task owns a block of keys, so dK and dV are its own, and walks the queries; its share of dQ is added when
-// its turn comes, key block after key block, so that no sum depends on the threads. P is computed again from lse. As in
-// forward, blocks are [key][lane] with queries in the lanes. Five products a tile:
+// its turn comes, key block after key block, so that no sum depends on the threads. P is computed again from lse, S
+// summed as the forward pass did. As there, blocks are [key][lane] with queries in the lanes. Five products a tile:
 //   S = K Q^T    dV += P dO    dP = V dO^T    dK += dS Q    dQ^T += K^T dS
 #include <atomic>
 #include <memory>
@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "row_vectors.h"
 #include "scores.h"
 #include "threads.h"
 
@@ -254,7 +255,8 @@ template <class R> class Backward {
   explicit Backward(const ft_problem& p)
       : p(p), item(item_size(p.dtype)), out_item(item_size(p.out_dtype)), group(p.q_heads / p.kv_heads),
         dim((int)p.dim), v_dim((int)p.v_dim), wide(round_up(p.dim, W<R>)), v_wide(round_up(p.v_dim, W<R>)),
-        rows(p.cu_q ? p.cu_q[p.sequences] : p.sequences * p.q_len), narrow_type(item < (int64_t)sizeof(R)) {
+        rows(p.cu_q ? p.cu_q[p.sequences] : p.sequences * p.q_len), narrow_type(item < (int64_t)sizeof(R)),
+        few(decode_fits<R>(p)) {
     share_out();
     layout();
   }
@@ -267,6 +269,7 @@ template <class R> class Backward {
   const int64_t wide, v_wide;  // of rows made of whole vectors
   const int64_t rows;          // queries of all sequences
   const bool narrow_type;      // dq is summed beside, in real
+  const bool few;              // queries: forward was decode, and S is summed as there
   int64_t keys_each;           // keys a key block
   std::vector<Share> shares;   // in the order they are handed out
   std::unique_ptr<std::atomic<int32_t>[]> turns;  // for each query block: the key blocks that have been added
@@ -295,6 +298,7 @@ template <class R> class Backward {
   void sum_sink(int64_t head);
   void key_block(int64_t s, int64_t kv_head, int64_t block, R* scratch);
   void query_block(KeyBlock& kb, int64_t head, int64_t first, int n, R* scratch);
+  void lay_out_queries(const char* q, int n, R* to) const;
   void set_up(KeyBlock& kb, QueryBlock& qb, R* scratch);
   void make_weights(const KeyBlock& kb, QueryBlock& qb, int k0, int k1);
   void make_gradients(const KeyBlock& kb, QueryBlock& qb);
@@ -347,7 +351,7 @@ template <class R> void Backward<R>::layout() {
     return place;
   };
   constexpr int64_t Q = QUERIES<R>, block = KEYS<R> * Q;
-  at.q = take(true, Q * dim);
+  at.q = take(true, few ? W<R> * wide : Q * dim);
   at.dout = take(true, Q * v_dim);
   at.dq = take(true, Q * dim);
   at.P = take(true, block);
@@ -476,6 +480,14 @@ template <class R> void Backward<R>::query_block(KeyBlock& kb, int64_t head, int
   give_queries(kb, qb);
 }
 
+// n rows of q for scores_of_few; those past them are 0.
+template <class R> void Backward<R>::lay_out_queries(const char* q, int n, R* to) const {
+  std::fill_n(to, W<R> * wide, R(0));
+  with_type<R>(p.dtype, [&](auto t) {
+    for (int i = 0; i < n; i++) lay_out_row((const decltype(t)*)q + i * p.q.row, dim, score_scale<R>(p), to + i * wide);
+  });
+}
+
 // The groups with their queries in the lanes, the rows as they lie, and whether these are finite.
 template <class R> void Backward<R>::set_up(KeyBlock& kb, QueryBlock& qb, R* scratch) {
   const Sequence& s = kb.s;
@@ -502,10 +514,11 @@ template <class R> void Backward<R>::set_up(KeyBlock& kb, QueryBlock& qb, R* scr
       const int64_t i = l0 + std::min(l, real - 1);
       const R value = lse[i * p.lse.row];
       y.dead |= value == -(R)INFINITY;
-      y.lse[l] = value == -(R)INFINITY ? (R)INFINITY : value;
+      y.lse[l] = l >= real || value == -(R)INFINITY ? (R)INFINITY : value;  // no weight in a lane without a query
       y.delta[l] = from[i];
     }
-    pack_lanes<R>(q + item * l0 * p.q.row, p.dtype, p.q.row, real, L, dim, score_scale<R>(p), y.q);
+    if (few) lay_out_queries(q, real, y.q);
+    else pack_lanes<R>(q + item * l0 * p.q.row, p.dtype, p.q.row, real, L, dim, score_scale<R>(p), y.q);
     pack_lanes<R>(dout + out_item * l0 * p.dout.row, p.out_dtype, p.dout.row, real, L, v_dim, R(1), y.dout);
     memset(y.dq, 0, sizeof(R) * L * dim);
     hidden |= y.dead || Block<R>{p, y.lanes, kb.first, kb.n}.partial();
@@ -520,7 +533,7 @@ template <class R> void Backward<R>::set_up(KeyBlock& kb, QueryBlock& qb, R* scr
 
 // P, and what dropout leaves of it, for the keys k0 .. k1-1 of the block.
 template <class R> void Backward<R>::make_weights(const KeyBlock& kb, QueryBlock& qb, int k0, int k1) {
-  const bool plain = !(p.softcap > 0) && !p.bias.data && !p.alibi.data;
+  const bool plain = !few && !(p.softcap > 0) && !p.bias.data && !p.alibi.data;
   for (Group<R>& y : qb) {
     y.from = (int)clip(y.lanes.seen.begin - kb.first, k0, k1);
     y.to = (int)clip(y.lanes.seen.end - kb.first, y.from, k1);
@@ -530,7 +543,8 @@ template <class R> void Backward<R>::make_weights(const KeyBlock& kb, QueryBlock
     const Rows<R> K = rows_from(kb.K, y.from);
     with_vectors(y.lanes.padded / W<R>, [&](auto N) {
       if (plain) return scores<R, N, true>(K, b.n, y.q, dim, y.lse, y.P);
-      scores<R, N, false>(K, b.n, y.q, dim, y.lse, y.P);
+      if (few) with_rows<R>(qb.n, [&](auto n) { scores_of_few<R, R, n>(K.data, K.row, b.n, y.q, dim, y.P); });
+      else scores<R, N, false>(K, b.n, y.q, dim, y.lse, y.P);
       adjust(b, y.P, y.slope);
       probabilities<R, N>(b.n, y.lse, y.P);
     });

@@ -1,0 +1,83 @@
+// A row of d numbers as vectors, and the scores of few queries, whose sums run along it. Both passes have these from
+// here: what backward makes of lse are the weights of forward only if the scores are the same to the bit.
+#pragma once
+#include <algorithm>
+
+#include "elements.h"
+
+// The last d % W numbers sit in the upper lanes of one more vector, over zeros.
+template <class R> constexpr int64_t vectors_of(int64_t d) { return (d + W<R> - 1) / W<R>; }
+template <class R, class T> INLINE Vec<R> load_tail(const T* row, int d) {
+  const int n = d % W<R>;
+  if (d > W<R>) {
+    const Vec<R> x = load_as<R>(row + d - W<R>);
+    return lane_index<R>() >= all_int<R>(W<R> - n) ? x : Vec<R>{};
+  }
+  Vec<R> x = {};
+  for (int i = 0; i < n; i++) x[W<R> - n + i] = as<R>(row[i]);
+  return x;
+}
+// Where column c of such a row is.
+template <class R> INLINE int place(int c, int d) { return c < d / W<R> * W<R> ? c : c + (W<R> - d % W<R>); }
+
+// A row of q, laid out so and multiplied by `by`; `to` is zero.
+template <class R, class T> void lay_out_row(const T* from, int d, R by, R* to) {
+  for (int c = 0; c < d; c++) to[place<R>(c, d)] = as<R>(from[c]) * by;
+}
+
+// Sums over the lanes of N vectors, N a power of two: lane i of the result has that of a[i % N].
+template <int H, int N, class V, int... I> INLINE V fold(V* a, std::integer_sequence<int, I...> lanes) {
+  constexpr int n = sizeof...(I);
+  if constexpr (H == n) {
+    return a[0];
+  } else if constexpr (N > 1) {
+    for (int i = 0; i < N / 2; i++) {
+      const V x = a[2 * i], y = a[2 * i + 1];
+      a[i] = __builtin_shufflevector(x, y, ((I & H) ? n + I - H : I)...) +
+             __builtin_shufflevector(x, y, ((I & H) ? n + I : I + H)...);
+    }
+    return fold<2 * H, N / 2>(a, lanes);
+  } else {
+    a[0] += __builtin_shufflevector(a[0], a[0], (I ^ H)...);
+    return fold<2 * H, 1>(a, lanes);
+  }
+}
+
+// S[key][row] = K q^T for ROWS rows of q, a power of two up to W; lanes past them stay as they are. As many keys as fill
+// a vector of results, one after the other.
+template <class R, class T, int ROWS>
+NOINLINE void scores_of_few(const T* K, int64_t stride, int n, const R* q, int dim, R* S) {
+  constexpr int AT_ONCE = W<R> / ROWS;
+  const int whole = dim / W<R>, q_row = (int)vectors_of<R>(dim) * W<R>;
+  for (int k0 = 0; k0 < n; k0 += AT_ONCE) {
+    Vec<R> acc[W<R>];
+    UNROLL for (int k = 0; k < AT_ONCE; k++) {
+      const T* row = K + std::min(k0 + k, n - 1) * stride;
+      Vec<R>* a = acc + k * ROWS;
+      UNROLL for (int r = 0; r < ROWS; r++) a[r] = Vec<R>{};
+      for (int d = 0; d < whole; d++) {
+        const Vec<R> x = load_as<R>(row + d * W<R>);
+        UNROLL for (int r = 0; r < ROWS; r++) a[r] += x * load(q + r * q_row + d * W<R>);
+      }
+      if (dim % W<R>) {
+        const Vec<R> x = load_tail<R>(row, dim);
+        UNROLL for (int r = 0; r < ROWS; r++) a[r] += x * load(q + r * q_row + whole * W<R>);
+      }
+    }
+    const Vec<R> sums = fold<1, W<R>>(acc, std::make_integer_sequence<int, W<R>>{});
+    if constexpr (AT_ONCE == 1) {
+      store(S + k0 * W<R>, sums);
+    } else {
+      R spread[W<R>];
+      store(spread, sums);
+      UNROLL for (int k = 0; k < AT_ONCE; k++)
+        if (k0 + k < n) UNROLL for (int r = 0; r < ROWS; r++) S[(k0 + k) * W<R> + r] = spread[k * ROWS + r];
+    }
+  }
+}
+// f(that power of two as a constant) for n rows
+template <class R, int ROWS = W<R>, class F> INLINE void with_rows(int n, F&& f) {
+  if constexpr (ROWS > 1)
+    if (n <= ROWS / 2) return with_rows<R, ROWS / 2>(n, f);
+  f(std::integral_constant<int, ROWS>{});
+}

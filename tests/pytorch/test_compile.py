@@ -11,6 +11,7 @@ pytest.importorskip("torch")
 
 import torch
 from torch._dynamo.utils import counters
+from torch.func import grad, vmap
 
 import flashtile as ft
 from tests.pytorch.samples import every_backend, randn
@@ -47,23 +48,23 @@ def same(function: Callable[..., Any], *calls: tuple[Any, ...], inner: str = "ao
     return int(counters["stats"]["unique_graphs"])
 
 
-def qkv(n_q: int, n_k: int, grad: bool = True, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+def qkv(n_q: int, n_k: int, recorded: bool = True, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
     shapes = ((2, 4, n_q, 8), (2, 2, n_k, 8), (2, 2, n_k, 6))
-    return tuple(randn(*shape, dtype=dtype, requires_grad=grad) for shape in shapes)
+    return tuple(randn(*shape, dtype=dtype, requires_grad=recorded) for shape in shapes)
 
 
 def causal(q: Any, k: Any, v: Any) -> Any:
     return ft.attention(2 * q, k, v, causal=True, return_lse=True)
 
 
-@pytest.mark.parametrize("grad", [False, True], ids=["plain", "recorded"])
-def test_one_graph(grad: bool) -> None:
-    assert same(causal, qkv(9, 11, grad)) == 1
+@pytest.mark.parametrize("recorded", [False, True], ids=["plain", "recorded"])
+def test_one_graph(recorded: bool) -> None:
+    assert same(causal, qkv(9, 11, recorded)) == 1
 
 
-@pytest.mark.parametrize("grad", [False, True], ids=["plain", "recorded"])
-def test_sizes_unknown(grad: bool) -> None:
-    assert same(causal, qkv(9, 11, grad), qkv(5, 14, grad), qkv(12, 7, grad), dynamic=True) == 1
+@pytest.mark.parametrize("recorded", [False, True], ids=["plain", "recorded"])
+def test_sizes_unknown(recorded: bool) -> None:
+    assert same(causal, qkv(9, 11, recorded), qkv(5, 14, recorded), qkv(12, 7, recorded), dynamic=True) == 1
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch asks for it itself
@@ -79,6 +80,22 @@ def test_the_way_back_alone() -> None:
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
         torch.testing.assert_close(gradients(), expected)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("order", ["grad", "vmap of grad", "grad of vmap"])
+def test_gradients_within(order: str, inner: str) -> None:
+    """torch.func under torch.compile."""
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        return sum(x.square().sum() for x in causal(q, k, v))
+
+    gradients = {
+        "grad": grad(loss, (0, 1, 2)),
+        "vmap of grad": vmap(grad(loss, (0, 1, 2))),
+        "grad of vmap": grad(lambda *x: vmap(loss)(*x).sum(), (0, 1, 2)),
+    }[order]
+    assert same(lambda *x: gradients(*x), qkv(9, 11, False), inner=inner) == 1
 
 
 @every_backend

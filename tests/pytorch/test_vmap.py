@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from torch.func import functional_call, grad, jacrev, stack_module_state, vmap
+from torch.func import functional_call, grad, jacrev, jvp, stack_module_state, vjp, vmap
 
 import flashtile as ft
 from tests.pytorch.samples import randn
@@ -69,19 +69,90 @@ def test_vmap_is_a_loop(name: str) -> None:
     per_example = looped(grad(loss, floats))
     torch.testing.assert_close(list(vmap(grad(loss, floats), dims)(*arguments)), per_example)
 
+    def loss_of_all(*x: Any) -> Any:
+        out, lse = vmap(function, dims)(*x)
+        return (out * out.cos()).sum() + lse.square().sum()
+
+    wanted = [
+        each.sum(0) if dims[i] is None else each.movedim(0, dims[i])
+        for i, each in zip(floats, per_example, strict=True)
+    ]
+    torch.testing.assert_close(list(grad(loss_of_all, floats)(*arguments)), wanted)
+
     for i in floats:
         arguments[i].requires_grad_()
-    out, lse = vmap(function, dims)(*arguments)
-    ((out * out.cos()).sum() + lse.square().sum()).backward()
-    for i, each in zip(floats, per_example, strict=True):
-        d = dims[i]
-        torch.testing.assert_close(arguments[i].grad, each.sum(0) if d is None else each.movedim(0, d))
+    loss_of_all(*arguments).backward()
+    torch.testing.assert_close([arguments[i].grad for i in floats], wanted)
 
 
 def test_vmap_of_vmap() -> None:
     x = randn(2, 3, 4, 9, 8)
     nested = vmap(vmap(lambda q: ft.attention(q, q, q, causal=True)))(x)
     torch.testing.assert_close(nested, ft.attention(*[x.flatten(0, 1)] * 3, causal=True).reshape(x.shape))
+
+
+def test_gradients_between_two_maps() -> None:
+    x = randn(2, 3, 4, 9, 8)
+
+    def loss(q: Any) -> Any:
+        return ft.attention(q, q, q, causal=True).square().sum()
+
+    wanted = vmap(vmap(grad(loss)))(x)
+    torch.testing.assert_close(vmap(grad(lambda x: vmap(loss)(x).sum()))(x), wanted)
+    torch.testing.assert_close(grad(lambda x: vmap(vmap(loss))(x).sum())(x), wanted)
+
+
+def test_the_way_back_after_its_transform() -> None:
+    x, dout = randn(N, 4, 9, 8), randn(N, 4, 9, 8)
+    _, back = vjp(vmap(lambda q: ft.attention(q, q, q)), x)
+    q = x.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(ft.attention(q, q, q), q, dout)
+    torch.testing.assert_close(back(dout)[0], wanted)
+
+
+def test_second_derivatives_are_refused() -> None:
+    """By any way to them: what torch does not ask for it would take for zero."""
+    x = randn(4, 9, 8)
+
+    def loss(q: Any) -> Any:
+        return ft.attention(q, q, q).square().sum()
+
+    def after(x: Any) -> Any:
+        return torch.autograd.grad(grad(loss)(x.requires_grad_()).sum(), x)
+
+    def mapped(x: Any) -> Any:
+        return vmap(loss)(x).sum()
+
+    inner = (grad(loss), grad(mapped), vmap(grad(lambda q: loss(q[None]))))
+    for first in inner:
+        with pytest.raises(ft.UnsupportedError, match="differentiated once"):
+            grad(lambda x, first=first: first(x).sum())(x)
+        with pytest.raises(ft.UnsupportedError, match="forward-mode"):
+            jvp(first, (x,), (x,))
+    with pytest.raises(ft.UnsupportedError, match="differentiated once"):
+        after(x.clone())
+    with torch.no_grad():
+        torch.testing.assert_close(grad(loss)(x.clone().requires_grad_()), grad(loss)(x))
+
+
+@pytest.mark.parametrize("ways", [(vmap,), (vmap, vmap)], ids=["once", "twice"])
+def test_forward_mode_is_refused_where_it_is_mapped(ways: Any) -> None:
+    def function(q: Any) -> Any:
+        return ft.attention(q, q, q)
+
+    for way in ways:
+        function = way(function)
+    x = randn(2, 3, 4, 9, 8)
+    with pytest.raises(ft.UnsupportedError, match="forward-mode"):
+        jvp(function, (x,), (x,))
+    with pytest.raises(ft.UnsupportedError, match="forward-mode"):
+        vmap(lambda x: jvp(lambda q: ft.attention(q, q, q), (x,), (x,)))(x)
+
+
+def test_what_has_no_gradient_says_so_where_it_is_mapped() -> None:
+    x, slopes = randn(N, 2, 9, 8), randn(N, 2)
+    with pytest.raises(ft.UnsupportedError, match=r"^alibi: "):
+        grad(lambda a: vmap(lambda q, a: ft.attention(q, q, q, alibi=a))(x, a).sum())(slopes)
 
 
 def test_jacobian() -> None:

@@ -1,16 +1,17 @@
 """Gradients for q, k, v, bias and sink, from out and from lse.
 
-Eager calls come by the Functions, which cost less and which torch.func understands; compiled ones by the operators,
-which have formulas to the same effect.
+Eager calls that nobody watches come by a Function, which costs less; all others by the operators, whose kernels for
+autograd are here too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from flashtile.errors import UnsupportedError
@@ -20,21 +21,16 @@ from flashtile.pytorch.call import N_TENSORS, Call, Settings
 _NONE = Call(*(None for _ in Call._fields))
 
 
-class WatchedAttention(torch.autograd.Function):
+class Attention(torch.autograd.Function):
     """out and lse, and the way back: of Settings, q, k, v and the tensors among the options."""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(settings: Settings, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Any:
-        return ops.ATTENTION(*settings.call(q, k, v, others))
+        return kernel.forward(q, k, v, settings.backend, settings.options_with(others))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.settings, *tensors = inputs
-        names = ctx.settings.names
-        if "alibi" in names:
-            reject_gradients(tensors[0], ctx.needs_input_grad[4 + names.index("alibi")])
         _save(ctx, *tensors, *output)
 
     @staticmethod
@@ -45,8 +41,9 @@ class WatchedAttention(torch.autograd.Function):
         needs = dict(zip(settings.names, need_others, strict=True)) if others else {}
         if dout is None:  # only the lse was used
             dout = torch.zeros_like(out)
-        run = AttentionBackward.apply if torch.is_grad_enabled() else ops.attention_backward
-        dq, dk, dv, dbias, dsink = run(settings, needs.get("bias", False), dout, dlse, out, lse, q, k, v, *others)
+        dq, dk, dv, dbias, dsink = ops.attention_backward(
+            settings, needs.get("bias", False), dout, dlse, out, lse, q, k, v, *others
+        )
         grads = {"bias": dbias, "sink": dsink}
         return (
             None,
@@ -57,27 +54,49 @@ class WatchedAttention(torch.autograd.Function):
         )
 
 
-class Attention(WatchedAttention):
-    """The same where nothing stands between the call and its kernel."""
+def _apply_of(function: Any) -> Any:
+    """function.apply() without what torch does first.
+
+    It binds the arguments to the signature of forward(), which takes longer than all the rest, and hands them to
+    torch.func, which either has had its turn or is not there.
+    """
+    return super(torch.autograd.Function, function).apply
+
+
+record = _apply_of(Attention)
+
+
+class _Operator(torch.autograd.Function):
+    """An operator where autograd records it: of what runs it below autograd, and its arguments."""
 
     @staticmethod
-    def forward(settings: Settings, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Any:
-        return kernel.forward(q, k, v, settings.backend, settings.options_with(others))
+    def forward(below: Callable[..., Any], *args: Any) -> Any:
+        # torch.func may have a level below that records it as well, or has tangents.
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+            return below(*args)
 
 
-# Attention.apply() without what torch does first: it binds the arguments to the signature of forward(), which takes
-# longer than all the rest, and hands them to torch.func, which would be watching.
-record: Any = super(torch.autograd.Function, Attention).apply
+class _Forward(_Operator):
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        _, *args = inputs
+        reject_gradients(args[0], Call(*ctx.needs_input_grad[1:]).alibi)
+        _save(ctx, *args[:N_TENSORS], *output)
+        ctx.settings = args[N_TENSORS:]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        *tensors, out, lse = ctx.saved_tensors
+        needs = Call(*ctx.needs_input_grad[1:])
+        if dout is None:
+            dout = torch.zeros_like(out)
+        grads = ops.ATTENTION_BACKWARD(dout, dlse, out, lse, needs.bias, *tensors, *ctx.settings)
+        named = zip(("q", "k", "v", "bias", "sink"), grads, strict=True)
+        return None, *_NONE._replace(**{name: grad for name, grad in named if getattr(needs, name)})
 
 
-class AttentionBackward(torch.autograd.Function):
+class _Backward(_Operator):
     """The way back, from which there is none."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*args: Any) -> Any:
-        return ops.attention_backward(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -101,33 +120,33 @@ def reject_gradients(q: Tensor, of_alibi: bool) -> None:
         raise UnsupportedError("alibi: expected slopes that need no gradient; a bias has one")
 
 
-def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Of the operator."""
-    reject_gradients(inputs[0], Call(*ctx.needs_input_grad[: len(inputs)]).alibi)
-    _save(ctx, *inputs[:N_TENSORS], *output)
-    ctx.settings = inputs[N_TENSORS:]
-
-
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Call:
-    """Of the operator."""
-    *tensors, out, lse = ctx.saved_tensors
-    needs = Call(*ctx.needs_input_grad)
-    if dout is None:
-        dout = torch.zeros_like(out)
-    grads = ops.ATTENTION_BACKWARD(dout, dlse, out, lse, needs.bias, *tensors, *ctx.settings)
-    named = zip(("q", "k", "v", "bias", "sink"), grads, strict=True)
-    return _NONE._replace(**{name: grad for name, grad in named if getattr(needs, name)})
-
-
-for _name, _way_back, _before in (
-    ("attention", _backward, _set_up),
-    ("attention_backward", AttentionBackward.backward, AttentionBackward.setup_context),
-):
-    torch.library.register_autograd(f"flashtile::{_name}", _way_back, setup_context=_before, lib=ops.LIBRARY)
-
-
 def reject_forward_mode(tensors: Iterable[Tensor]) -> None:
     """Tangents would be lost without a word, for the dispatcher does not look for them."""
     unpack: Any = forward_ad.unpack_dual
     if forward_ad._current_level >= 0 and any(unpack(x).tangent is not None for x in tensors):
         raise UnsupportedError("q, k, v: attention has gradients, but no forward-mode derivatives")
+
+
+def _register(op: Any, function: Any) -> None:
+    """As torch.library.register_autograd(), whose Functions torch.func refuses.
+
+    Here the dispatcher comes by at each level of torch.func, with the tensors of that level.
+    """
+    apply = _apply_of(function)
+
+    def recorded(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
+        def below(*args: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return op.redispatch(keys & torch._C._after_autograd_keyset, *args)
+
+        reject_forward_mode(x for x in args if isinstance(x, Tensor))
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+            return below(*args)
+        with enable_single_level_autograd_function():
+            return apply(below, *args)
+
+    ops.LIBRARY.impl(op, recorded, "Autograd", with_keyset=True)
+
+
+_register(ops.ATTENTION, _Forward)
+_register(ops.ATTENTION_BACKWARD, _Backward)

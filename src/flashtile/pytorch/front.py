@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashtile.problem import check_descale, describe
 from flashtile.pytorch import autocast, call, eight_bits, kernel, ops
-from flashtile.pytorch.autograd import WatchedAttention, record, reject_forward_mode, reject_gradients
+from flashtile.pytorch.autograd import record, reject_forward_mode, reject_gradients
 from flashtile.pytorch.call import Settings
 from flashtile.pytorch.watch import unwatched
 
@@ -26,21 +26,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, backend: str, return_lse: bool, o
     tensors, names = [q, k, v], [name for name, x in options.items() if x is not None and name in call.TENSORS]
     if names:
         tensors += [options[name] for name in names]
-    reject_forward_mode(tensors)
     if torch.compiler.is_compiling():  # the operator's fake checks the call
         out, lse = ops.ATTENTION(*call.of(q, k, v, backend, **options))
-        return (out, lse) if return_lse else out
-    recorded = torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)
-    plain = unwatched(tensors)
-    if plain and not recorded:
-        return (kernel.forward if return_lse else kernel.output)(q, k, v, backend, options)
-    if not plain:
+    elif not unwatched(tensors):
         describe(q, k, v, **options)  # a wrong call should meet our words before torch's
-    settings = Settings(backend, options, names)
-    if recorded:
+        out, lse = ops.ATTENTION(*call.of(q, k, v, backend, **options))
+    else:
+        reject_forward_mode(tensors)
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)):
+            return (kernel.forward if return_lse else kernel.output)(q, k, v, backend, options)
         if names or q.dtype is eight_bits.DTYPE:  # before anything is computed
             reject_gradients(q, "alibi" in names and options["alibi"].requires_grad)
-        out, lse = (record if plain else WatchedAttention.apply)(settings, *tensors)
-    else:
-        out, lse = ops.ATTENTION(*settings.call(q, k, v, tensors[3:]))
+        out, lse = record(Settings(backend, options, names), *tensors)
     return (out, lse) if return_lse else out

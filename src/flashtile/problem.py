@@ -139,7 +139,11 @@ def describe(
             raise ShapeError(f"cu_k: expected as many entries as cu_q ({cu_q.shape[0]}), got {cu_k.shape[0]}")
     pairs = (sequences, heads, n_q, n_k)
     known = not packed or _on_host(cu_q)
-    given_band, align_end = _band(causal, window, band)
+    causal, left, right, offset = check_ends(causal, window, band)
+    given_band = Band(FAR if left is None else left, 0 if causal else FAR if right is None else right, offset or 0)
+    scale, softcap, dropout, seed, deterministic, threads = check_numbers(
+        scale, softcap, dropout, seed, deterministic, threads
+    )
     if mask is not None:
         if name_of(_dtype("mask", mask)) != "bool":
             raise DTypeError(f"mask: expected a boolean array, True where a query may attend, got {_dtype_name(mask)}")
@@ -183,13 +187,13 @@ def describe(
         _out_dtype(out_dtype, dtype),
         rank,
         given_band,
-        align_end,
-        dim**-0.5 if scale is None else _number("scale", scale),
-        _at_least_zero("softcap", softcap),
-        _probability(dropout),
-        _integer("seed", seed, 0, 2**64 - 1),
-        check_flag("deterministic", deterministic),
-        None if threads is None else _integer("threads", threads, 1, 1 << 16),
+        offset is None,
+        dim**-0.5 if scale is None else scale,
+        softcap,
+        dropout,
+        seed,
+        deterministic,
+        threads,
     )
 
 
@@ -440,21 +444,35 @@ def _short(x: Any) -> str:
     return str(x) if np.ndim(x) == 0 else np.array2string(np.asarray(x), threshold=8)
 
 
-def _band(causal: Any, window: Any, band: Any) -> tuple[Band, bool]:
+def check_ends(causal: Any, window: Any, band: Any) -> tuple[Any, ...]:
+    """causal, and the left, right and offset of a band; a window has no offset, and None where it has no end."""
     causal = check_flag("causal", causal)
     if band is not None:
         if not isinstance(band, Band):
             raise DTypeError(f"band: expected a flashtile.Band, got {type(band).__name__}")
         if causal or window is not None:
             raise ShapeError("band: expected no causal or window beside it, the band says it all")
-        ends = (_integer(f"band.{name}", getattr(band, name), -FAR, FAR) for name in ("left", "right", "offset"))
-        return Band(*ends), False  # of Python's integers: NumPy's may have no minus
-    left, right = FAR, FAR
-    if window is not None:
-        if not isinstance(window, Sequence) or isinstance(window, str) or len(window) != 2:
-            raise ShapeError(f"window: expected a pair (left, right), got {window!r}")
-        left, right = (FAR if w is None else _integer("window", w, 0, FAR) for w in window)
-    return Band(left, 0 if causal else right), True
+        ends = (("left", band.left), ("right", band.right), ("offset", band.offset))
+        return causal, *(_integer(f"band.{name}", x, -FAR, FAR) for name, x in ends)
+    if window is None:
+        return causal, None, None, None
+    if not isinstance(window, Sequence) or isinstance(window, str) or len(window) != 2:
+        raise ShapeError(f"window: expected a pair (left, right), got {window!r}")
+    return causal, *(None if x is None else _integer("window", x, 0, FAR) for x in window), None
+
+
+def check_numbers(
+    scale: Any, softcap: Any, dropout: Any, seed: Any, deterministic: Any, threads: Any
+) -> tuple[float | None, float, float, int, bool, int | None]:
+    """All of them, as numbers of Python's own."""
+    return (
+        None if scale is None else _number("scale", scale),
+        _at_least_zero("softcap", softcap),
+        _probability(dropout),
+        _integer("seed", seed, 0, 2**64 - 1),
+        check_flag("deterministic", deterministic),
+        None if threads is None else _integer("threads", threads, 1, 1 << 16),
+    )
 
 
 def _broadcastable(name: str, x: Any, pairs: tuple[int, ...], known: bool) -> Any:
@@ -540,9 +558,10 @@ def check_flag(name: str, value: Any) -> bool:
 def _number(name: str, value: Any) -> float:
     if type(value) is not float and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
         raise DTypeError(f"{name}: expected a number, got {type(value).__name__}")
-    if not math.isfinite(value):
+    number = float(value)
+    if not -math.inf < number < math.inf:  # math.isfinite() of a symbol is beyond torch.compile
         raise ShapeError(f"{name}: expected a finite number, got {value}")
-    return float(value)
+    return number
 
 
 def _at_least_zero(name: str, value: Any) -> float:
@@ -562,6 +581,7 @@ def _probability(value: Any) -> float:
 def _integer(name: str, value: Any, low: int, high: int) -> int:
     if type(value) is not int and (isinstance(value, bool) or not hasattr(value, "__index__")):
         raise DTypeError(f"{name}: expected an integer, got {type(value).__name__}")
-    if not low <= value <= high:
+    number = int(value)  # before it meets one that the type of this value may be too small for
+    if not low <= number <= high:
         raise ShapeError(f"{name}: expected an integer from {low} to {high}, got {value}")
-    return value if type(value) is int else int(value)
+    return number

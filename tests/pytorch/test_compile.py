@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -167,6 +169,70 @@ def test_a_wrong_call_is_told_at_compile_time() -> None:
     q, k, v = qkv(9, 11, False)
     with pytest.raises(Exception, match="k: expected head dim 7 like q, got 8"):
         torch.compile(causal, fullgraph=True, backend="aot_eager")(q[..., :7], k, v)
+
+
+WRONG = {
+    "causal": {"causal": 1},
+    "deterministic": {"deterministic": 1},
+    "seed": {"seed": -1},
+    "large seed": {"seed": 2**64},
+    "scale": {"scale": True},
+    "softcap": {"softcap": True},
+    "dropout": {"dropout": 1},
+    "window": {"window": (True, 2)},
+    "window of none": {"window": 5},
+    "band beside a window": {"band": ft.Band(), "window": (1, 2)},
+    "threads": {"threads": True},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_eager_calls_refuse(name: str) -> None:
+    """In our words, whoever says them: torch.compile quotes an error where it may not leave the graph."""
+    q = qkv(9, 11, False)[0]
+
+    def function(q: Any) -> Any:
+        return ft.attention(q, q, q, **WRONG[name])
+
+    with pytest.raises(ft.FlashtileError) as eager:
+        function(q)
+    with pytest.raises(ft.FlashtileError, match=re.escape(str(eager.value))):
+        torch.compile(function, backend="aot_eager")(q)
+    with pytest.raises(Exception, match=re.escape(str(eager.value))):
+        torch.compile(function, backend="aot_eager", fullgraph=True)(q)
+
+
+HALF, THREE = np.float32(0.5), np.int64(3)
+NUMPY: dict[str, Callable[[], dict[str, Any]]] = {
+    "scale": lambda: {"scale": 1 / np.sqrt(8)},
+    "softcap": lambda: {"softcap": np.float64(2.0)},
+    "window": lambda: {"window": (np.int64(3), np.int32(1))},
+    "seed": lambda: {"dropout": np.float64(0.5), "seed": np.int64(3)},
+    "threads": lambda: {"threads": np.int64(1)},
+}
+NUMPY_FROM_OUTSIDE: dict[str, Callable[[], dict[str, Any]]] = {
+    "scale": lambda: {"scale": HALF},
+    "window": lambda: {"window": (THREE, None)},
+    "band": lambda: {"band": ft.Band(THREE, THREE, 0)},
+    "seed": lambda: {"dropout": HALF, "seed": THREE},
+    "threads": lambda: {"threads": THREE},
+}
+
+
+@pytest.mark.parametrize("name", NUMPY)
+def test_numbers_of_numpy(name: str) -> None:
+    assert same(lambda q: ft.attention(q, q, q, **NUMPY[name]()), qkv(9, 11)[:1]) == 1
+
+
+@pytest.mark.parametrize("name", NUMPY_FROM_OUTSIDE)
+def test_numbers_of_numpy_from_outside(name: str) -> None:
+    """torch.compile does not know their values, and so leaves the graph."""
+
+    def function(q: Any) -> Any:
+        return ft.attention(q, q, q, **NUMPY_FROM_OUTSIDE[name]())
+
+    q = qkv(9, 11, False)[0]
+    torch.testing.assert_close(torch.compile(function, backend="aot_eager")(q), function(q))
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["lenient", "strict"])

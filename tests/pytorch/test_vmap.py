@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -89,6 +90,12 @@ def test_vmap_of_vmap() -> None:
     x = randn(2, 3, 4, 9, 8)
     nested = vmap(vmap(lambda q: ft.attention(q, q, q, causal=True)))(x)
     torch.testing.assert_close(nested, ft.attention(*[x.flatten(0, 1)] * 3, causal=True).reshape(x.shape))
+
+
+def test_numbers_of_numpy() -> None:
+    x = randn(N, 4, 9, 8)
+    options = {"scale": np.float32(0.5), "window": [np.int64(3), None], "causal": np.bool_(True)}
+    torch.testing.assert_close(vmap(lambda q: ft.attention(q, q, q, **options))(x), ft.attention(x, x, x, **options))
 
 
 def test_gradients_between_two_maps() -> None:

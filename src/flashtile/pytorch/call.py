@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from flashtile.band import Band
+from flashtile.problem import check_ends, check_numbers
 
 SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_q, Tensor? cu_k, "
@@ -106,7 +109,7 @@ def of(
     cu_q: Any = None,
     cu_k: Any = None,
     causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
+    window: Any = None,
     band: Band | None = None,
     mask: Any = None,
     bias: Any = None,
@@ -122,11 +125,13 @@ def of(
     deterministic: bool = False,
     threads: int | None = None,
 ) -> Call:
-    """The call that options stand for. They are as the user gave them; describe() judges them."""
-    left, right = (None, None) if window is None else window
-    offset = None
-    if band is not None:
-        left, right, offset = band.left, band.right, band.offset
+    """The call that options stand for, its numbers Python's own; describe() judges the tensors."""
+    if isinstance(window, tuple | list) and len(window) == 2:
+        window = _whole(window[0]), _whole(window[1])
+    causal, left, right, offset = check_ends(causal, window, band)
+    scale, softcap, dropout, seed, deterministic, threads = check_numbers(
+        _real(scale), _real(softcap), _real(dropout), _whole(seed), deterministic, _whole(threads)
+    )
     return Call(
         q,
         k,
@@ -152,3 +157,13 @@ def of(
         deterministic,
         threads,
     )
+
+
+def _real(x: Any) -> Any:
+    """torch.compile takes a number of NumPy's for an array of no axes."""
+    return float(x) if isinstance(x, np.ndarray) else x
+
+
+def _whole(x: Any) -> Any:
+    """Likewise; of an array, int() is more than torch.compile can follow."""
+    return x.tolist() if isinstance(x, np.ndarray) else x

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 
 from flashtile import dispatch, threads
 from flashtile.dtypes import name_of, narrow
@@ -104,3 +105,9 @@ def _like(given: Tensor | None, grad: Any) -> Tensor | None:
     if isinstance(grad, Tensor):
         return grad.to(given.dtype).reshape(given.shape)
     return to_torch(narrow(grad, name_of(given.dtype))).reshape(given.shape)
+
+
+# Where a call had to leave the graph of torch.compile, that should not make graphs of what runs here either.
+_LEAVE = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+for _function in (forward, output, backward):
+    eval_frame.set_code_exec_strategy(_function.__code__, _LEAVE)

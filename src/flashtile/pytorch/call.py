@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashtile.band import Band
-from flashtile.problem import check_ends, check_numbers
+from flashtile.problem import ARRAYS, check_ends, check_numbers
 
 SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_q, Tensor? cu_k, "
@@ -16,7 +16,7 @@ SCHEMA = (
     "bool causal, SymInt? left, SymInt? right, SymInt? offset, float softcap, float? scale, float dropout, "
     "SymInt seed, str? out_dtype, str backend, bool deterministic, int? threads"
 )
-TENSORS = ("cu_q", "cu_k", "mask", "bias", "alibi", "sink", "kv_lengths", "descale")  # among the options
+TENSORS = ("cu_q", "cu_k", *ARRAYS, "descale")  # among the options
 N_TENSORS = 3 + len(TENSORS)  # they come first in a Call
 
 

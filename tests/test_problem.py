@@ -286,6 +286,24 @@ def test_the_right_calls_are_right(function: str) -> None:
     call(function, BASES[function]())
 
 
+@pytest.mark.parametrize(
+    ("function", "argument"),
+    [(function, name) for function, base in BASES.items() for name, x in base().items() if isinstance(x, np.ndarray)]
+    + [
+        ("attention_packed", "kv_lengths"),
+        ("standard_attention", "cu_q"),
+        ("trace", "dout"),
+        ("probabilities", "rows"),
+        *(("attention", name) for name in ("mask", "bias", "alibi", "sink", "kv_lengths")),
+    ],
+)
+def test_masked_arrays(function: str, argument: str) -> None:
+    given = BASES[function]()
+    masked = np.ma.masked_array(given.get(argument, zeros(1)), mask=True)
+    with pytest.raises(ft.DTypeError, match=f"^{argument}: .* a masked one"):
+        call(function, given | {argument: masked})
+
+
 def test_there_are_enough_wrong_calls() -> None:
     assert len(WRONG) >= 60
 

@@ -243,7 +243,7 @@ def standard_attention(
     """The oracle: scores stored whole, everything in float64, and a float64 result whatever the inputs."""
     from flashtile.backends import reference
 
-    check_numpy(q, options, k=k, v=v)
+    check_numpy(q, options, k=k, v=v, cu_q=cu_q, cu_k=cu_k)
     problem = describe(q, k, v, cu_q=cu_q, cu_k=cu_k, **options)
     out, lse = reference.forward(problem)
     out, lse = problem.as_given(out), problem.as_given(lse)

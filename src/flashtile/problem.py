@@ -204,8 +204,8 @@ def library(q: Any, first: str = "q", /, **others: Any) -> str:
     """
     if isinstance(q, np.ndarray):
         kind = "numpy"
-        if q.__class__ is not np.ndarray and isinstance(q, np.ma.MaskedArray):
-            raise DTypeError(f"{first}: expected a plain NumPy array, got a masked one, whose mask nobody looks at")
+        if q.__class__ is not np.ndarray:
+            _reject_masked(first, q)
         if name_of(q.dtype) == EIGHT_BITS:
             got = f"a NumPy array of {EIGHT_BITS}, which NumPy cannot read"
             raise DTypeError(f"{first}: expected a torch tensor, got {got}")
@@ -222,9 +222,22 @@ def library(q: Any, first: str = "q", /, **others: Any) -> str:
         if isinstance(x, np.ndarray) != numpy or not hasattr(x, "shape"):
             wanted = "a NumPy array" if numpy else "a torch tensor"
             raise DTypeError(f"{name}: expected {wanted} like {first}, got {type(x).__name__}")
+        _reject_masked(name, x)
         if device is not None and x.device != device:
             raise DTypeError(f"{name}: expected a tensor on {device} like {first}, got one on {x.device}")
     return kind
+
+
+def _reject_masked(name: str, x: Any) -> None:
+    if isinstance(x, np.ma.MaskedArray):
+        raise DTypeError(f"{name}: expected a plain NumPy array, got a masked one, whose mask nobody looks at")
+
+
+def check_dense(tensors: Mapping[str, Any]) -> None:
+    """Of torch's: that none is sparse or nested."""
+    for name, x in tensors.items():
+        if x.is_nested or str(x.layout) != "torch.strided":
+            raise DTypeError(f"{name}: expected a dense tensor, got {'a nested one' if x.is_nested else x.layout}")
 
 
 def check_numpy(q: Any, options: Mapping[str, Any], /, **others: Any) -> None:
@@ -243,6 +256,9 @@ def check_unpacked(options: Mapping[str, Any]) -> None:
 def check_merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> str:
     """That these are two results of the same queries; what library() says of them."""
     kind = library(out_a, "out_a", lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    if kind == "torch":
+        given = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+        check_dense({name: x for name, x in given.items() if x is not None})
     whole = tuple(out_a.shape)
     for name, x, shape in (
         ("out_a", out_a, whole),
@@ -283,6 +299,7 @@ def check_rows_of_floats(name: str, x: Any) -> None:
     """That x is a NumPy array with columns to go through."""
     if not isinstance(x, np.ndarray):
         raise DTypeError(f"{name}: expected a NumPy array, got {type(x).__name__}")
+    _reject_masked(name, x)
     if name_of(x.dtype) not in FLOATS:
         raise DTypeError(f"{name}: expected one of {', '.join(FLOATS)}, got {x.dtype}")
     if not x.ndim:
@@ -332,6 +349,7 @@ def check_shape(name: str, shape: Any) -> tuple[int, ...]:
 
 def check_rows(rows: Any, n_q: int) -> Any:
     """Query rows by index, as probabilities() takes them; negative ones count from the end."""
+    _reject_masked("rows", rows)
     rows = np.asarray(rows)
     if rows.shape == (0,):  # an empty list has no dtype of its own
         rows = rows.astype(np.int64)

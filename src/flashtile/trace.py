@@ -74,7 +74,7 @@ def trace(
     output as `dout`).
     """
     check_choice("order", order, ORDERS)
-    check_numpy(q, options, k=k, v=v)
+    check_numpy(q, options, k=k, v=v, dout=dout)
     check_head(q=q, k=k, v=v)
     problem = describe(q, k, v, **options)
     n_k = problem.k_lengths[0]

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile as ft
+from flashtile import inputs
 from flashtile.dtypes import FLOATS
 from flashtile.pytorch import call, kernel, ops
 from tests.pytorch.samples import every_backend, randn
@@ -77,6 +78,7 @@ def test_schema_and_call_name_the_same_arguments() -> None:
     assert tuple(argument.name for argument in ops.ATTENTION._schema.arguments) == call.Call._fields
     tensors = re.findall(r"Tensor\??\s(\w+)", call.SCHEMA)
     assert tuple(tensors) == call.Call._fields[: call.N_TENSORS] == ("q", "k", "v", *call.TENSORS)
+    assert set(tensors) == set(inputs.TENSORS)
 
 
 def test_a_call_is_its_options_again() -> None:
@@ -200,6 +202,31 @@ def test_wrong_calls(name: str, grad: bool) -> None:
     right = {"q": randn(2, 4, 9, 8, requires_grad=grad), "k": randn(2, 2, 11, 8), "v": randn(2, 2, 11, 6)}
     with pytest.raises(error, match=f"^{argument}: "):
         ft.attention(**(right | wrong))
+
+
+def nested(layout: torch.layout) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(2, 4)], layout=layout)
+
+
+@pytest.mark.filterwarnings("ignore:.*(Sparse|nested).*:UserWarning")
+@pytest.mark.parametrize("argument", ["q", "k", "v", "mask", "bias", "sink"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: torch.ones(2, 3).to_sparse(),
+        lambda: torch.ones(2, 3).to_sparse_csr(),
+        lambda: nested(torch.strided),
+        lambda: nested(torch.jagged),
+    ],
+    ids=["sparse", "rows", "nested", "jagged"],
+)
+def test_tensors_that_are_not_dense(other: Any, argument: str) -> None:
+    q = randn(2, 3, 4, dtype=torch.float32)
+    with pytest.raises(ft.DTypeError, match=f"^{argument}: expected a dense tensor, got "):
+        ft.attention(**({"q": q, "k": q, "v": q} | {argument: other()}))
+    lse = q.sum(-1)
+    with pytest.raises(ft.DTypeError, match=r"^lse_b: expected a dense tensor, got "):
+        ft.merge(q, lse, q, other())
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["plain", "recorded"])

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.problem import check_descale, describe
+from flashtile.problem import check_dense, check_descale, describe
 from flashtile.pytorch import autocast, call, eight_bits, kernel, ops
 from flashtile.pytorch.autograd import record, reject_forward_mode, reject_gradients
 from flashtile.pytorch.call import Settings
@@ -29,6 +29,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, backend: str, return_lse: bool, o
     if torch.compiler.is_compiling():  # the operator's fake checks the call
         out, lse = ops.ATTENTION(*call.of(q, k, v, backend, **options))
     elif not unwatched(tensors):
+        check_dense(dict(zip(("q", "k", "v", *names), tensors, strict=True)))
         describe(q, k, v, **options)  # a wrong call should meet our words before torch's
         out, lse = ops.ATTENTION(*call.of(q, k, v, backend, **options))
     else:

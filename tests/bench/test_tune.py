@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from flashtile.backends.triton import launch, tuning  # noqa: E402
+from flashtile.backends.triton import gpu, tuning  # noqa: E402
 from flashtile.backends.triton.tuning import Config  # noqa: E402
 from flashtile.bench import candidates, records, table, tune, tuned, workers  # noqa: E402
 from flashtile.bench.candidates import Limits, Target  # noqa: E402
@@ -41,7 +41,7 @@ def test_every_pass_runs_its_kernel_with_the_candidate(monkeypatch: pytest.Monke
     tiny(monkeypatch)
     target = Target(kernel, "float32", 16)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    monkeypatch.setattr(launch, "processors", lambda _device: 32)  # so that the longer cache is split
+    monkeypatch.setattr(gpu, "processors", lambda _device: 32)  # so that the longer cache is split
     asked: list[str] = []
     plain = tuning.choose
     monkeypatch.setattr(tuning, "choose", lambda name, *rest: asked.append(name) or plain(name, *rest))
@@ -115,7 +115,7 @@ def test_a_launch_that_ignores_the_candidate_is_noticed(monkeypatch: pytest.Monk
         yield []
 
     monkeypatch.setattr(tune, "loading", nothing)
-    assert tune.check(job(16, 16, 4, 2, False))["rejected"] == "launch.py did not take it up"
+    assert tune.check(job(16, 16, 4, 2, False))["rejected"] == "no launch took it up"
     assert tune.check(job(*config_of(FORWARD), today=True))["rejected"] is None
 
 

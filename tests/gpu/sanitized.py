@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gluon.assembly import arrive, sync
-from flashtile.backends.triton import launch
+from flashtile.backends.triton import gpu
 from tests.gpu.runner import BACKENDS, Given, by
 from tests.gpu.sizes import DECODE, LONG, PACKED, RAGGED
 from tests.grid import Case, Size, build
@@ -41,7 +41,7 @@ CASES = (
 def calls(backend: str) -> None:
     """On two processors, so that a program takes one task after the other."""
     run = 0
-    with by(backend), mock.patch.object(launch, "processors", lambda _device: 2):
+    with by(backend), mock.patch.object(gpu, "processors", lambda _device: 2):
         for case in CASES:
             given = Given(build(case), "cuda")
             if given.refusal("cuda") is None:

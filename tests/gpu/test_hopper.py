@@ -24,8 +24,8 @@ from torch import Tensor
 
 import flashtile as ft
 from flashtile import dispatch
-from flashtile.backends.triton import launch
-from flashtile.backends.triton.launch import MendForward
+from flashtile.backends.triton import gpu
+from flashtile.backends.triton.mend import MendForward
 from flashtile.band import FAR
 from flashtile.dtypes import narrow
 from flashtile.problem import describe
@@ -320,7 +320,7 @@ def test_few_programs_take_all_tasks(name: str, programs: int) -> None:
     call = build(REPEATED[name])
     given = Given(replace(call, options=call.options | {"deterministic": True}), "cuda")
     want = given.step()
-    with unprepared(), mock.patch.object(launch, "processors", lambda _device: programs):
+    with unprepared(), mock.patch.object(gpu, "processors", lambda _device: programs):
         for _ in range(3):
             assert all(same_bits(x, y) for x, y in zip(given.step(), want, strict=True))
 

@@ -16,7 +16,7 @@ from flashtile import dispatch
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from flashtile.backends.triton import launch  # noqa: E402
+from flashtile.backends.triton import gpu  # noqa: E402
 from flashtile.backends.triton.start import Series  # noqa: E402
 from flashtile.pytorch import prepared, watch  # noqa: E402
 
@@ -30,14 +30,13 @@ MOST_WITH_GRADIENTS = {"forward": (21, 29), "backward": (19, 37)}
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Tensors that hold no memory go to this backend, as those of a Hopper GPU would, and no kernel is started."""
     if request.param == "gluon":
-        hopper = pytest.importorskip("flashtile.backends.gluon.launch")
-        gradients = pytest.importorskip("flashtile.backends.gluon.gradients")
-        for module in (hopper, gradients):
+        for name in ("output", "gradients"):
+            module = pytest.importorskip(f"flashtile.backends.gluon.{name}")
             monkeypatch.setattr(module, "tickets", lambda device: None)
     row = next(row for row in dispatch.TABLE if row.name == request.param)
     monkeypatch.setattr(dispatch, "choose", lambda *_: row)
-    monkeypatch.setattr(launch, "_gpu", lambda device: (9, 0))
-    monkeypatch.setattr(launch, "processors", lambda device: 132)
+    monkeypatch.setattr(gpu, "architecture", lambda device: (9, 0))
+    monkeypatch.setattr(gpu, "processors", lambda device: 132)
     monkeypatch.setattr(Series, "__call__", lambda self, *values: None)
     monkeypatch.setattr(watch, "_PLAIN", -1)
     monkeypatch.setattr(prepared, "_prepared", {})

@@ -14,7 +14,7 @@ from flashtile import dispatch
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from flashtile.backends.triton import launch  # noqa: E402
+from flashtile.backends.triton import tuning  # noqa: E402
 from flashtile.pytorch import call, prepared  # noqa: E402
 
 pytestmark = [
@@ -28,7 +28,7 @@ OPTIONS = {"causal": False, "window": None, "bias": None, "dropout": 0.0, "seed"
 def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     row = next(row for row in dispatch.TABLE if row.name == "triton")
     monkeypatch.setattr(prepared, "dispatch", SimpleNamespace(choose=lambda *_: row))
-    monkeypatch.setattr(launch.tuning, "choose", lambda *_: launch.Config(16, 16, 4, 1))
+    monkeypatch.setattr(tuning, "choose", lambda *_: tuning.Config(16, 16, 4, 1))
     monkeypatch.setattr(prepared, "_prepared", {})
 
 

@@ -48,7 +48,7 @@ def calls(target: Target, device: str = "cuda") -> list[Call]:
 def _pass(target: Target, q_shape: Sequence[int], k_shape: Sequence[int], causal: bool, device: str) -> Call:
     import torch
 
-    from flashtile.backends.triton import launch
+    from flashtile.backends.triton import passes
     from flashtile.problem import describe
 
     rng = torch.Generator(device).manual_seed(0)
@@ -58,10 +58,10 @@ def _pass(target: Target, q_shape: Sequence[int], k_shape: Sequence[int], causal
 
     problem = describe(random_tensor(q_shape), random_tensor(k_shape), random_tensor(k_shape), causal=causal)
     if target.kernel in ("forward", *DECODES):
-        return lambda: launch.forward(problem)
+        return lambda: passes.forward(problem)
     dout = random_tensor(q_shape)
-    out, lse = launch.forward(problem)
-    return lambda: launch.backward(problem, dout, out, lse, None)[:3]
+    out, lse = passes.forward(problem)
+    return lambda: passes.backward(problem, dout, out, lse, None)[:3]
 
 
 @contextmanager
@@ -115,7 +115,7 @@ def check(job: workers.Job) -> dict[str, Any]:
         return answer | {"rejected": brief(error)}
     found = [kernel for kernel in loaded if kernel["name"] == JIT_NAMES.get(target.kernel, "forward_kernel")]
     if not found and not job["today"]:
-        return answer | {"rejected": "launch.py did not take it up"}
+        return answer | {"rejected": "no launch took it up"}
     answer |= {key: max((k[key] for k in found), default=None) for key in ("registers", "spills", "shared")}
     answer["difference"] = max(difference(a, b) for a, b in zip(results, expected, strict=True))
     return answer | {"rejected": why_not(target, answer)}

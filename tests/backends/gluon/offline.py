@@ -124,7 +124,10 @@ def start_call(case: Case) -> None:
     """Have the backend start the kernels of a case, on tensors of no particular numbers."""
     import torch
 
-    from flashtile.backends.gluon import gradients, launch, why_not
+    from flashtile.backends.gluon import why_not
+    from flashtile.backends.gluon.gradients import Backward
+    from flashtile.backends.gluon.output import Forward
+    from flashtile.backends.gluon.passes import differentiates
     from flashtile.band import Band
     from flashtile.inputs import Inputs
     from flashtile.problem import check_gradients, describe
@@ -157,12 +160,12 @@ def start_call(case: Case) -> None:
     assert why_not(problem) is None
     device, inputs = torch.device("cpu"), Inputs.of(problem)
     if case.work != "backward":
-        launch.Forward(problem, device)(inputs, True)
+        Forward(problem, device)(inputs, True)
     else:
-        assert launch.differentiates(problem)
+        assert differentiates(problem)
         dout = torch.empty(*q_shape, shapes[2][-1], dtype=q.dtype)
         given = check_gradients(problem, dout, dout, torch.empty(q_shape), None)
-        gradients.Backward(problem, device, given)(inputs, *given)
+        Backward(problem, device, given)(inputs, *given)
 
 
 if __name__ == "__main__":

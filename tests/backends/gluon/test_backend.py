@@ -13,9 +13,9 @@ pytest.importorskip("triton")
 
 from flashtile.backends import gluon  # noqa: E402
 from flashtile.backends import triton as portable  # noqa: E402
-from flashtile.backends.gluon import launch  # noqa: E402
+from flashtile.backends.gluon import passes  # noqa: E402
 from flashtile.backends.gluon.gradients import Backward  # noqa: E402
-from flashtile.backends.triton import launch as of_portable  # noqa: E402
+from flashtile.backends.triton import gradients as of_portable  # noqa: E402
 from flashtile.problem import describe  # noqa: E402
 
 HOPPER, OTHER = (9, 0), (8, 9)
@@ -58,9 +58,9 @@ def test_the_gpu_of_the_tensors_counts(gpus: Any, index: int, can: bool) -> None
 @pytest.mark.parametrize(("dim", "kind"), [(64, Backward), (20, of_portable.Backward)])
 def test_gradients_that_are_left_to_the_portable_kernels(dim: int, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of 20 columns the copy engine cannot fetch, however often they are copied."""
-    monkeypatch.setattr(launch, "Forward", lambda *_: None)
+    monkeypatch.setattr(passes, "Forward", lambda *_: None)
     x = torch.empty(1, 2, 128, dim, dtype=torch.bfloat16)
-    run, _ = launch.Prepared(describe(x, x, x))._way_back((x, x, torch.empty(1, 2, 128), None), False)
+    run, _ = passes.Prepared(describe(x, x, x))._way_back((x, x, torch.empty(1, 2, 128), None), False)
     assert type(run) is kind
 
 

@@ -17,7 +17,7 @@ import flashtile as ft
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from flashtile.backends.gluon import launch  # noqa: E402
+from flashtile.backends.gluon import passes  # noqa: E402
 from flashtile.backends.gluon.backward_kernel import backward_kernel  # noqa: E402
 from flashtile.backends.gluon.gradients import Backward  # noqa: E402
 from flashtile.backends.triton.arguments import INTERPRETED  # noqa: E402
@@ -99,7 +99,7 @@ def test_tensors_that_are_not_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that was compiled for aligned ones is not theirs. dout, which the copy engine fetches, is copied."""
     x = torch.randn(1, 2, 128, 64, dtype=torch.bfloat16)
     rows = torch.randn(1, 2, 128)
-    prepared = launch.Prepared(describe(x, x, x))
+    prepared = passes.Prepared(describe(x, x, x))
     made, seen = [], []
 
     class Listener:
@@ -109,7 +109,7 @@ def test_tensors_that_are_not_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
         def __call__(self, inputs: Inputs, *given: Any) -> None:
             seen.append((self, given))
 
-    monkeypatch.setattr(launch, "Backward", Listener)
+    monkeypatch.setattr(passes, "Backward", Listener)
 
     def backward(dout: Any, dlse: Any) -> None:
         prepared.backward(Inputs.of(describe(x, x, x)), dout, x, rows, dlse)

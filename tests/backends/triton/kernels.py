@@ -15,7 +15,7 @@ from tests.grid import Call
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from flashtile.backends.triton import launch  # noqa: E402
+from flashtile.backends.triton import passes  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -41,13 +41,13 @@ def problem_of(call: Call) -> Problem:
 
 def forward(call: Call) -> tuple[Any, Any]:
     problem = problem_of(call)
-    out, lse = launch.forward(problem)
+    out, lse = passes.forward(problem)
     return array(out), array(lse)
 
 
 def backward(call: Call, out: Any, lse: Any) -> ft.Grads:
     problem = problem_of(call)
-    grads = launch.backward(problem, *(tensor(x) for x in (call.dout, out, lse, call.dlse)))
+    grads = passes.backward(problem, *(tensor(x) for x in (call.dout, out, lse, call.dlse)))
     dq, dk, dv = (array(x) for x in grads[:3])
     dbias, dsink = (
         None if x is None else narrow(array(x), name_of(like.dtype)).reshape(like.shape)

@@ -120,18 +120,18 @@ def build_here(name: str, cases: Iterable[Case]) -> Iterator[Built]:
     """build() in this process, which then knows no other GPU."""
     import triton
 
-    from flashtile.backends.triton import launch
+    from flashtile.backends.triton import gpu
 
     target = TARGETS[name]
     triton.runtime.driver.set_active(Phantom(target))
     kernels: list[dict[str, Any]] = []
     triton.knobs.compilation.listener = lambda **told: kernels.append(told)
     # The tensors are on the CPU; the table of tiles is asked for the GPU they stand for.
-    gpu = divmod(target.arch, 10) if isinstance(target.arch, int) else target.arch
-    with mock.patch.object(launch, "_gpu", lambda _device: gpu):
+    architecture = divmod(target.arch, 10) if isinstance(target.arch, int) else target.arch
+    with mock.patch.object(gpu, "architecture", lambda _device: architecture):
         for case in cases:
             kernels.clear()
-            with mock.patch.object(launch, "processors", lambda _device, case=case: SHAPES[case.work][1]):
+            with mock.patch.object(gpu, "processors", lambda _device, case=case: SHAPES[case.work][1]):
                 start(case)
             for told in kernels:
                 yield _built(target, case, **told)
@@ -162,7 +162,7 @@ def start(case: Case) -> None:
     """Have the backend start the kernels of a case, on tensors of no particular numbers."""
     import torch
 
-    from flashtile.backends.triton import launch
+    from flashtile.backends.triton import passes
     from flashtile.problem import describe
 
     batch, heads, kv_heads, n_q, n_k = SHAPES[case.work][0]
@@ -185,9 +185,9 @@ def start(case: Case) -> None:
         options["cu_q"], options["cu_k"] = (torch.arange(batch + 1) * n for n in (n_q, n_k))
     problem = describe(q, k, v, **options)
     if case.work.startswith("backward"):
-        launch.backward(problem, torch.empty_like(q), torch.empty_like(q), torch.empty(q.shape[:-1]), None)
+        passes.backward(problem, torch.empty_like(q), torch.empty_like(q), torch.empty(q.shape[:-1]), None)
     else:
-        launch.forward(problem)
+        passes.forward(problem)
 
 
 def constants(src: Any) -> dict[str, Any]:

@@ -9,18 +9,23 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from flashtile.backends.triton import launch  # noqa: E402
-from flashtile.backends.triton.chain import can_chain  # noqa: E402
+from flashtile.backends.triton import chain, gpu, passes  # noqa: E402
 from flashtile.backends.triton.start import Start  # noqa: E402
 from flashtile.problem import describe  # noqa: E402
 
 
+def on_gpu(monkeypatch: pytest.MonkeyPatch, architecture: Any) -> None:
+    monkeypatch.setattr(gpu, "architecture", lambda _device: architecture)
+    monkeypatch.setattr(chain, "INTERPRETED", False)
+
+
 @pytest.mark.parametrize(
-    ("gpu", "can"),
+    ("architecture", "can"),
     [((9, 0), True), ((10, 0), True), ((12, 0), True), ((8, 9), False), ("gfx942", False), (None, False)],
 )
-def test_which_gpus_have_chains(gpu: Any, can: bool) -> None:
-    assert can_chain(gpu) is can
+def test_which_gpus_have_chains(architecture: Any, can: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu(monkeypatch, architecture)
+    assert chain.chains(torch.device("cpu")) is can
 
 
 @pytest.fixture
@@ -33,8 +38,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool, bool]]:
         found.append((name, start.options.get("launch_pdl", False), start.constants.get("CHAINED", False)))
 
     monkeypatch.setattr(Start, "__call__", listen)
-    monkeypatch.setattr(launch, "_gpu", lambda _device: (9, 0))
-    monkeypatch.setattr(launch, "INTERPRETED", False)
+    on_gpu(monkeypatch, (9, 0))
     return found
 
 
@@ -44,7 +48,7 @@ def problem(n_q: int, n_k: int, **options: Any) -> Any:
 
 
 def backward(p: Any) -> None:
-    launch.backward(p, torch.zeros_like(p.q), torch.zeros_like(p.q), torch.zeros(p.q.shape[:3]), None)
+    passes.backward(p, torch.zeros_like(p.q), torch.zeros_like(p.q), torch.zeros(p.q.shape[:3]), None)
 
 
 LEADS, FOLLOWS, ALONE = (False, True), (True, True), (False, False)
@@ -57,7 +61,7 @@ def test_each_kernel_begins_in_the_tail_of_the_one_before(launched: list[Any]) -
 
 
 def test_what_mends_an_output_begins_so_too(launched: list[Any]) -> None:
-    launch.forward(problem(300, 300))
+    passes.forward(problem(300, 300))
     assert launched == [("forward", *LEADS), ("mend_forward", *FOLLOWS)]
 
 
@@ -76,6 +80,6 @@ def test_a_chain_misses_no_kernel(launched: list[Any], n_q: int, n_k: int) -> No
 
 
 def test_elsewhere_nothing_is_chained(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_gpu", lambda _device: (8, 0))
+    on_gpu(monkeypatch, (8, 0))
     backward(problem(300, 300))
     assert [rest for _, *rest in launched] == [[*ALONE]] * len(BACKWARD)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import flashtile as ft
-from flashtile.backends.triton import why_not
+from flashtile.backends.triton import tuning, why_not
 from flashtile.band import Band, Cuts, cuts
 from tests import directions
 from tests.backends.triton import kernels
@@ -47,7 +47,7 @@ FULL = [Case(size, dtype, (name,)) for size in LARGE for dtype in DTYPES for nam
 def small_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted cases are small, so tiles are smaller."""
     if "gpu" not in request.keywords:
-        monkeypatch.setattr(kernels.launch.tuning, "choose", lambda *_: kernels.launch.Config(16, 16, 4, 1))
+        monkeypatch.setattr(tuning, "choose", lambda *_: tuning.Config(16, 16, 4, 1))
 
 
 def run(case: Case) -> None:

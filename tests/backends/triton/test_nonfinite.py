@@ -16,11 +16,13 @@ from tests.backends.triton import kernels
 from tests.grid import Call, Case, Size, Truth, build, check_backward, check_forward, same_dtype_error
 
 torch = pytest.importorskip("torch")
-launch = kernels.launch
 
-from flashtile.backends.triton import mend_kernels, scratch  # noqa: E402
+from flashtile.backends.triton import gpu, mend, mend_kernels, scratch, tuning  # noqa: E402
+from flashtile.backends.triton.passes import Prepared  # noqa: E402
 from flashtile.backends.triton.scratch import Scratch  # noqa: E402
 from flashtile.backends.triton.start import At  # noqa: E402
+from flashtile.backends.triton.tensors import laid_out  # noqa: E402
+from flashtile.backends.triton.tuning import Config  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning"),
@@ -47,12 +49,12 @@ OPTIONS = [
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of two careful ones each where the dtype is float32, and more marks than a program looks at together."""
-    monkeypatch.setattr(launch.tuning, "choose", lambda *_: launch.Config(32, 32, 4, 1))
+    monkeypatch.setattr(tuning, "choose", lambda *_: Config(32, 32, 4, 1))
     monkeypatch.setattr(mend_kernels, "MARKS", type(mend_kernels.MARKS)(4))
 
 
 def processors(n: int) -> Any:
-    return mock.patch.object(launch, "processors", lambda _device: n)
+    return mock.patch.object(gpu, "processors", lambda _device: n)
 
 
 def forward(call: Call, exact: Truth, where: int = MEND) -> tuple[Any, Any]:
@@ -138,11 +140,11 @@ def test_an_infinite_query_or_key_under_a_softcap() -> None:
 @pytest.mark.parametrize("value", [np.nan, pytest.param(np.inf, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [("kv_lengths", "causal"), ("mask", "dropout"), ("everything",)], ids="+".join)
 def test_split_decode(options: tuple[str, ...], value: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.tuning, "choose", lambda *_: launch.Config(16, 32, 4, 1))
+    monkeypatch.setattr(tuning, "choose", lambda *_: Config(16, 32, 4, 1))
     call, exact = one_bad_number(DECODE, options, "float32", value)
     with processors(INSIDE):
-        problem = launch.laid_out(kernels.problem_of(call))
-        assert launch.Prepared(problem)._forward._splits > 1
+        problem = laid_out(kernels.problem_of(call))
+        assert Prepared(problem)._forward._splits > 1
     check(call, exact, backward=bool(np.isnan(value)) and options == ("everything",))
 
 
@@ -158,8 +160,8 @@ def test_split_decode(options: tuple[str, ...], value: float, monkeypatch: pytes
 )
 def test_short_decode(splits: int, options: tuple[str, ...], value: float | None, monkeypatch: Any) -> None:
     """Two programs a processor, a last tile that is cut, and with kv_lengths sequences that leave most shares empty."""
-    short, usual = launch.Config(16, 16, 2, 1, programs=2), launch.Config(16, 16, 4, 1)
-    monkeypatch.setattr(launch.tuning, "choose", lambda kernel, *_: short if kernel == "decode-short" else usual)
+    short, usual = Config(16, 16, 2, 1, programs=2), Config(16, 16, 4, 1)
+    monkeypatch.setattr(tuning, "choose", lambda kernel, *_: short if kernel == "decode-short" else usual)
     size = replace(DECODE, n_k=splits * 4 * 16 + 9)
     if value is None:
         call = build(Case(size, "float16", options))
@@ -168,7 +170,7 @@ def test_short_decode(splits: int, options: tuple[str, ...], value: float | None
         call, exact = one_bad_number(size, options, "float16", value)
     programs = splits * size.batch * size.kv_heads
     with processors(programs // 2):
-        prepared = launch.Prepared(launch.laid_out(kernels.problem_of(call)))._forward
+        prepared = Prepared(laid_out(kernels.problem_of(call)))._forward
         assert prepared._splits == splits and prepared._start.grid[0] == programs and prepared._mend is None
     forward(call, exact, programs // 2)
 
@@ -257,7 +259,7 @@ def marks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
         return make
 
-    monkeypatch.setattr(launch, "empty", sevens)
+    monkeypatch.setattr(mend, "empty", sevens)
     monkeypatch.setattr(Scratch, "part", listen)
     monkeypatch.setattr(scratch, "empty", spoilt)
     return made

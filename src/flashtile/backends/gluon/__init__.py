@@ -11,7 +11,7 @@ from flashtile.problem import Problem
 from flashtile.tiling import Tiling
 
 if TYPE_CHECKING:
-    from flashtile.backends.gluon.launch import Prepared
+    from flashtile.backends.gluon.passes import Prepared
 
 MAJOR = 9  # compute capability
 WIDEST = 256
@@ -99,7 +99,7 @@ def tile(problem: Problem, capability: tuple[int, int] | None = None) -> Tiling:
 
 def prepare(problem: Problem) -> tuple[Prepared, Problem]:
     """Its launches, for this problem and all that differ from it in numbers alone; and the problem as they want it."""
-    from flashtile.backends.gluon.launch import Prepared
+    from flashtile.backends.gluon.passes import Prepared
     from flashtile.backends.triton.tensors import laid_out
 
     problem = laid_out(problem)

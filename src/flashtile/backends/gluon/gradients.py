@@ -13,12 +13,15 @@ from flashtile.backends.gluon.descriptors import descriptors, outline_of
 from flashtile.backends.gluon.row_kernels import begin_kernel, finish_kernel
 from flashtile.backends.gluon.tickets import tickets
 from flashtile.backends.gluon.tuning import ROWS
-from flashtile.backends.triton import launch as portable
-from flashtile.backends.triton.arguments import bits, block, lengths, rule
-from flashtile.backends.triton.chain import FOLLOWING
+from flashtile.backends.triton import gpu
+from flashtile.backends.triton.arguments import bits, block, lengths, lengths_of, rule, rule_of
+from flashtile.backends.triton.chain import chains, following
+from flashtile.backends.triton.gradients import results
+from flashtile.backends.triton.mend import MendBackward
 from flashtile.backends.triton.scratch import Scratch, after
-from flashtile.backends.triton.start import At, Series, Start
-from flashtile.backends.triton.tensors import Result, rounded, rounded_outline, strides
+from flashtile.backends.triton.sink import heads_at, sink_gradient
+from flashtile.backends.triton.start import At, Maker, Series, Start, Step, Strides, present
+from flashtile.backends.triton.tensors import Result, count_tiles, rounded, rounded_outline, strides
 from flashtile.dtypes import ITEMSIZE
 from flashtile.inputs import Inputs
 from flashtile.problem import Problem
@@ -57,103 +60,43 @@ class Backward:
     """
 
     def __init__(self, p: Problem, device: Any, given: tuple[Any, ...]) -> None:
-        self._device, self._packed = device, p.packed
+        self._device, self._packed, self._heads_at = device, p.packed, heads_at(p)
         dout = rounded_outline(given[0], p)
         self._narrow = None if dout is given[0] else dout.dtype
-        given = (dout, *given[1:])
-        config, width = tuning.backward(max(p.dim, p.dim_v)), max(64, block(max(p.dim, p.dim_v)))
-        n_rows, n_keys, batch = p.q.shape[2], p.k.shape[2], p.q.shape[0]
         self._rule, self._lengths = rule(p), lengths(p)
-        given_rows = [None if x is None else strides(x, p) for x in given]
-        pads = portable.count_tiles(p, p.n_q, n_rows, config.keys)
-        padded, columns = pads * config.keys, p.heads * batch
-        rows_shape = (2, batch, p.heads, padded)  # lse in base 2 and delta, side by side for one copy
-        delta_like = Result(p, p.heads, n_rows, None, "float32", device)
-        self._dq = Result(p, p.heads, n_rows, p.dim, p.dtype, device)
-        self._dk = Result(p, p.kv_heads, n_keys, p.dim, p.dtype, device)
-        self._dv = Result(p, p.kv_heads, n_keys, p.dim_v, p.dtype, device)
-        # No one has a use for the memory of dQ before the kernel is done, nor for these statistics after it.
-        rows_in_dq = self._dq.numel * ITEMSIZE[p.dtype] >= 2 * columns * padded * 4
-        k_tiles, marks_k = (portable.count_tiles(p, p.n_k, n_keys, n) for n in (config.keys, ROWS))
-        marks_q = portable.count_tiles(p, p.n_q, n_rows, ROWS)
-        size = columns * padded * width
-        self._heads_at = portable.heads_at(p)
-        of_mend = (given_rows[0], given_rows[2], delta_like.strides, None)
-        grads = (self._dq, self._dk, self._dv)
-        chained = portable.chains(device)
-        follows = FOLLOWING if chained else {}
-        mend = portable.MendBackward(p, device, ROWS, ROWS, of_mend, grads, natural=True, chained=chained)
-        scratch = Scratch(SCRATCH.place, device)
-        total = scratch.part((size,), torch.float32)
-        delta = self._delta = scratch.part(delta_like.shape, torch.float32)
-        marks = self._marks = scratch.part((mend.count,), torch.int32)
-        of_queries = after(marks, mend.first_of_queries)
-        turns = scratch.part((size // 4096,), torch.int32) if p.deterministic else None
-        rows = DQ._replace(make=_as_rows) if rows_in_dq else scratch.part(rows_shape, torch.float32)
-        self._scratch = scratch.maker()
-        q_box, k_box = ([1, 1, n, width] for n in (config.block_q, config.keys))
-        out_box = [1, 1, ROWS, min(width, 128)]  # what a warpgroup has
-        rows_outline = torch.empty(rows_shape, dtype=torch.float32, device="meta")
-        total_outline = torch.empty((size // 256, 256), dtype=torch.float32, device="meta")
-        blocks = (
-            descriptors(p.q, q_box),
-            descriptors(p.k, k_box),
-            descriptors(p.v, k_box),
-            descriptors(dout, q_box),
-            descriptors(rows_outline, [2, 1, 1, config.block_q], swizzled=False),
-            descriptors(total_outline, [16, 256], swizzled=False),
-            descriptors(outline_of(self._dk, batch, p.kv_heads, n_keys, p.dim), out_box),
-            descriptors(outline_of(self._dv, batch, p.kv_heads, n_keys, p.dim_v), out_box),
-        )
-        begin = Start(
-            begin_kernel,
-            pads * columns,
-            {"num_warps": 8},
-            portable.present(*given_rows, None, delta_like.strides),
-            DIM_V=p.dim_v,
-            BLOCK_DV=block(p.dim_v),
-            BLOCK_D=width,
-            PAD=config.keys,
-            CHAINED=chained,
-        )
-        tasks = k_tiles * p.kv_heads * batch
-        processors = portable.processors(device)
-        section = tuning.section(k_tiles, p.kv_heads * batch, processors)
-        counts = (k_tiles, p.kv_heads, section, padded, marks_k, tasks)
-        programs = min(tasks, processors) if _persistent(config) else tasks
+        self._dq, self._dk, self._dv = grads = results(p, device)
+        chained = chains(device)
+        of_given = [None if x is None else strides(x, p) for x in (dout, *given[1:])]
+        delta = Result(p, p.heads, p.q.shape[2], None, "float32", device)
+        of_mend = (of_given[0], of_given[2], delta.strides, None)
+        mend = MendBackward(p, device, ROWS, ROWS, of_mend, grads, natural=True, chained=chained)
+        space = _Workspace(p, device, self._dq, delta, mend.count)
+        self._delta, self._marks, self._scratch = space.delta, space.marks, space.maker
+        begin = _begin(p, space, present(*of_given, None, delta.strides), chained)
+        finish = _finish(p, space, self._dq, after(space.marks, mend.first_of_queries), chained)
+        mends = mend.steps(Q, K, V, DOUT, LSE, space.delta, None, DQ, DK, DV, SINK, space.marks, RULE, LENGTHS)
+        blocks = _blocks(p, space, dout, *grads[1:])
         # Packed queries and keys that begin at the same places, being one tensor, have a diagonal each.
-        starts = {
-            alike: Start(
-                backward_kernel,
-                programs,
-                {"num_warps": 4} | follows,
-                {8: self._dk.strides, 9: self._dv.strides},
-                blocks=dict(enumerate(blocks)),
-                C=constants(p, config, width, alike),
-            )
+        self._launch = {
+            alike: Series(begin, self._kernel(p, space, blocks, alike, chained), finish, *mends)
             for alike in (False, True)
         }
-        rows_of_dq = portable.present(None, self._dq.strides)
-        finish = Start(
-            finish_kernel,
-            marks_q * columns,
-            follows,
-            rows_of_dq,
-            DIM=p.dim,
-            BLOCK_D=width,
-            PAD=config.keys,
-            CHAINED=chained,
+
+    def _kernel(self, p: Problem, space: _Workspace, blocks: list[Maker], alike: bool, chained: bool) -> Step:
+        config, columns, processors = space.config, p.kv_heads * p.q.shape[0], gpu.processors(self._device)
+        tiles, marks = (count_tiles(p, p.n_k, p.k.shape[2], n) for n in (config.keys, ROWS))
+        tasks = tiles * columns
+        start = Start(
+            backward_kernel,
+            min(tasks, processors) if _persistent(config) else tasks,
+            {"num_warps": 4} | following(chained),
+            {8: self._dk.strides, 9: self._dv.strides},
+            blocks=dict(enumerate(blocks)),
+            C=constants(p, config, space.width, alike),
         )
-        given_at = (DOUT, OUT, LSE, DLSE)
-        self._launch = {
-            alike: Series(
-                (begin, (*given_at, rows, delta, total, turns, LENGTHS, pads, p.heads, padded, columns)),
-                (start, (Q, K, V, DOUT, rows, total, DK, DV, DK, DV, marks, TICKETS, turns, RULE, LENGTHS, *counts)),
-                (finish, (total, DQ, of_queries, bits(p.scale), LENGTHS, marks_q, p.heads, padded)),
-                *mend.steps(Q, K, V, DOUT, LSE, delta, None, DQ, DK, DV, SINK, marks, RULE, LENGTHS),
-            )
-            for alike, start in starts.items()
-        }
+        where = (Q, K, V, DOUT, space.rows, space.total, DK, DV, DK, DV, space.marks, TICKETS, space.turns)
+        counts = (tiles, p.kv_heads, tuning.section(tiles, columns, processors), space.padded, marks, tasks)
+        return start, (*where, RULE, LENGTHS, *counts)
 
     def __call__(self, x: Inputs, *given: Any) -> Grads:
         if self._narrow is not None:
@@ -161,19 +104,92 @@ class Backward:
         dq, dk, dv, scratch = self._dq.empty(), self._dk.empty(), self._dv.empty(), self._scratch()
         if self._packed:
             self._marks.of(scratch).zero_()  # tiles that no sequence has are never written
-        a_rule, a_lengths = portable.rule_of(self._rule, x), portable.lengths_of(self._lengths, x)
+        a_rule, a_lengths = rule_of(self._rule, x), lengths_of(self._lengths, x)
         alike = x.cu_q is not None and x.cu_q.data_ptr() == x.cu_k.data_ptr()
         ticket = tickets(self._device)
         self._launch[alike](x.q, x.k, x.v, *given, dq, dk, dv, scratch, ticket, x.sink, a_rule, a_lengths)
         dsink = None
         if x.sink is not None:
-            dsink = portable.sink_gradient(x.sink, given[2], self._delta.of(scratch), self._heads_at)
+            dsink = sink_gradient(x.sink, given[2], self._delta.of(scratch), self._heads_at)
         return Grads(dq, dk, dv, None, dsink)
+
+
+class _Workspace:
+    """What the kernels hand each other, of rows that are padded to whole tiles, and where it lies."""
+
+    def __init__(self, p: Problem, device: Any, dq: Result, delta: Result, marks: int) -> None:
+        widest = max(p.dim, p.dim_v)
+        self.config, self.width, self.columns = tuning.backward(widest), max(64, block(widest)), p.heads * p.q.shape[0]
+        self.pads = count_tiles(p, p.n_q, p.q.shape[2], self.config.keys)
+        self.padded = self.pads * self.config.keys
+        self.rows_shape = (2, p.q.shape[0], p.heads, self.padded)  # lse in base 2 and delta, side by side for one copy
+        self.size = self.columns * self.padded * self.width  # of dQ
+        scratch = Scratch(SCRATCH.place, device)
+        self.total = scratch.part((self.size,), torch.float32)
+        self.delta = scratch.part(delta.shape, torch.float32)
+        self.marks = scratch.part((marks,), torch.int32)
+        self.turns = scratch.part((self.size // 4096,), torch.int32) if p.deterministic else None
+        # No one has a use for the memory of dQ before the kernel is done, nor for these statistics after it.
+        rows_in_dq = dq.numel * ITEMSIZE[p.dtype] >= 2 * self.columns * self.padded * 4
+        self.rows = DQ._replace(make=_as_rows) if rows_in_dq else scratch.part(self.rows_shape, torch.float32)
+        self.maker = scratch.maker()
 
 
 def _as_rows(dq: Any) -> Any:
     """Its memory as statistics."""
     return dq.view(torch.float32)
+
+
+def _begin(p: Problem, space: _Workspace, given: dict[int, Strides], chained: bool) -> Step:
+    """Statistics of rows, and a dQ of 0. given: strides of what it reads and of delta."""
+    start = Start(
+        begin_kernel,
+        space.pads * space.columns,
+        {"num_warps": 8},
+        given,
+        DIM_V=p.dim_v,
+        BLOCK_DV=block(p.dim_v),
+        BLOCK_D=space.width,
+        PAD=space.config.keys,
+        CHAINED=chained,
+    )
+    where = (DOUT, OUT, LSE, DLSE, space.rows, space.delta, space.total, space.turns, LENGTHS)
+    return start, (*where, space.pads, p.heads, space.padded, space.columns)
+
+
+def _finish(p: Problem, space: _Workspace, dq: Result, marks: At, chained: bool) -> Step:
+    """dQ in its dtype. marks: those of its tiles."""
+    tiles = count_tiles(p, p.n_q, p.q.shape[2], ROWS)
+    start = Start(
+        finish_kernel,
+        tiles * space.columns,
+        following(chained),
+        present(None, dq.strides),
+        DIM=p.dim,
+        BLOCK_D=space.width,
+        PAD=space.config.keys,
+        CHAINED=chained,
+    )
+    return start, (space.total, DQ, marks, bits(p.scale), LENGTHS, tiles, p.heads, space.padded)
+
+
+def _blocks(p: Problem, space: _Workspace, dout: Any, dk: Result, dv: Result) -> list[Maker]:
+    """What makes the descriptors of the kernel's first arguments."""
+    width, (batch, n_keys) = space.width, (p.k.shape[0], p.k.shape[2])
+    q_box, k_box = ([1, 1, n, width] for n in (space.config.block_q, space.config.keys))
+    out_box = [1, 1, ROWS, min(width, 128)]  # what a warpgroup has
+    rows = torch.empty(space.rows_shape, dtype=torch.float32, device="meta")
+    total = torch.empty((space.size // 256, 256), dtype=torch.float32, device="meta")
+    return [
+        descriptors(p.q, q_box),
+        descriptors(p.k, k_box),
+        descriptors(p.v, k_box),
+        descriptors(dout, q_box),
+        descriptors(rows, [2, 1, 1, space.config.block_q], swizzled=False),
+        descriptors(total, [16, 256], swizzled=False),
+        descriptors(outline_of(dk, batch, p.kv_heads, n_keys, p.dim), out_box),
+        descriptors(outline_of(dv, batch, p.kv_heads, n_keys, p.dim_v), out_box),
+    ]
 
 
 def _persistent(config: tuning.Steps) -> bool:

@@ -10,7 +10,7 @@ from flashtile.problem import Problem
 from flashtile.tiling import Tiling
 
 if TYPE_CHECKING:
-    from flashtile.backends.triton.launch import Prepared
+    from flashtile.backends.triton.passes import Prepared
 
 LONGEST = 1 << 28
 
@@ -48,7 +48,7 @@ def prepare(problem: Problem) -> tuple[Prepared, Problem]:
 
     No atomics: gradients have the same bits on every run, whatever `deterministic` says.
     """
-    from flashtile.backends.triton.launch import Prepared
+    from flashtile.backends.triton.passes import Prepared
     from flashtile.backends.triton.tensors import laid_out
 
     problem = laid_out(problem)

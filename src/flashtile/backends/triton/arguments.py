@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
@@ -13,6 +14,7 @@ from flashtile.backends.triton.cuts import NEAR
 from flashtile.backends.triton.steady import STEADY
 from flashtile.backends.triton.tuning import Config
 from flashtile.band import FAR
+from flashtile.inputs import Inputs
 from flashtile.problem import Problem
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -115,6 +117,13 @@ def lengths(p: Problem) -> Lengths:
     return Lengths(length(n_q), length(n_k), steady(p.sequences), p.cu_q, p.cu_k, p.kv_lengths)
 
 
+def lengths_of(some: Lengths, x: Inputs) -> Lengths:
+    """The lengths with the tensors of this call."""
+    if x.cu_q is None and x.kv_lengths is None:
+        return some
+    return some._replace(cu_q=x.cu_q, cu_k=x.cu_k, kv=x.kv_lengths)
+
+
 def rule(p: Problem) -> Rule:
     offset = 0 if p.align_end else p.band.offset
     alibi: tuple[Any, int, int, int] = (None, 0, 0, 0)
@@ -139,6 +148,14 @@ def rule(p: Problem) -> Rule:
     )
 
 
+def rule_of(a_rule: Rule, x: Inputs) -> Rule:
+    """The rule with the tensors and the seed of this call."""
+    if x.mask is None and x.bias is None and x.alibi is None and x.descale is None and a_rule.seed_low is None:
+        return a_rule
+    low, high = (None, 0) if a_rule.seed_low is None else halves(x.seed)
+    return a_rule._replace(mask=x.mask, bias=x.bias, alibi=x.alibi, seed_low=low, seed_high=high, descale=x.descale)
+
+
 def descaling(x: Any) -> tuple[Any, int, int]:
     """What a Rule has of it."""
     if x is None:
@@ -146,11 +163,19 @@ def descaling(x: Any) -> tuple[Any, int, int]:
     return x, 0 if x.shape[0] == 1 else x.stride(0), 0 if x.shape[1] == 1 else x.stride(1)
 
 
-def constants(p: Problem, config: Config, precision: str) -> Constants:
+def constants(p: Problem, config: Config) -> Constants:
     real = tl.float64 if p.accumulator == "float64" else tl.float32
     sizes = (p.group, p.dim, p.dim_v, block(p.dim), block(p.dim_v), config.block_q, config.block_k)
-    values = (*sizes, precision, real)
+    values = (*sizes, precision(p), real)
     return Constants(*values) if INTERPRETED else Constants(*map(tl.constexpr, values))
+
+
+def precision(p: Problem) -> str:
+    """float32 products are exact to float32, unless torch was told that its own need not be."""
+    if INTERPRETED:
+        return "wide"
+    loose = p.dtype == "float32" and torch.get_float32_matmul_precision() != "highest"
+    return "tf32" if loose else "ieee"
 
 
 def block(dim: int) -> int:

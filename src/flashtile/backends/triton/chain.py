@@ -1,7 +1,7 @@
 """Chains: a kernel that begins in the tail of the one before it. NVIDIA's GPUs can do so from Hopper on.
 
 A kernel that leads lets the next one begin once all its own programs have begun. One that follows must be launched with
-FOLLOWING, and wait until the one before it is complete: before it reads what that one wrote, or writes what that one
+following(), and wait until the one before it is complete: before it reads what that one wrote, or writes what that one
 reads, and in any case before its own end. So whatever comes after a chain finds all of it complete. The first kernel is
 launched as any other, when all before it is complete. One that follows and leads says so in this order, where the next
 one needs what the kernels before it wrote.
@@ -9,16 +9,26 @@ one needs what the kernels before it wrote.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
-FOLLOWING = {"launch_pdl": True}  # programmatic dependent launch, an option of Triton for NVIDIA's GPUs
+from flashtile.backends.triton import gpu
+from flashtile.backends.triton.arguments import INTERPRETED
+
 FIRST_MAJOR = 9  # compute capability
 
 
-def can_chain(gpu: tuple[int, int] | str | None) -> bool:
-    """gpu: as tuning.choose() knows it."""
-    return isinstance(gpu, tuple) and gpu[0] >= FIRST_MAJOR
+def chains(device: Any) -> bool:
+    """Whether the kernels of a pass are launched as a chain."""
+    found = gpu.architecture(device)
+    return not INTERPRETED and isinstance(found, tuple) and found[0] >= FIRST_MAJOR
+
+
+def following(chained: bool) -> dict[str, bool]:
+    """What a kernel that follows is launched with besides: an option of Triton, for programmatic dependent launch."""
+    return {"launch_pdl": True} if chained else {}
 
 
 @triton.jit

@@ -63,6 +63,11 @@ class Start:
         return found
 
 
+def present(*strides: Strides | None) -> dict[int, Strides]:
+    """What a Start is told of its first arguments; None of one that is no Rows, or absent."""
+    return {n: s for n, s in enumerate(strides) if s is not None}
+
+
 class At(NamedTuple):
     """An argument that is one of the values of a call, or lies in its memory so many bytes on; `make` says as what."""
 

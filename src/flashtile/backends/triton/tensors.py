@@ -8,6 +8,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashtile.backends.triton.arguments import block
@@ -72,6 +73,11 @@ def aligned(x: Any) -> bool:
 def strides(x: Any, p: Problem) -> tuple[int, int, int]:
     """Of x of rank 4, or an lse of rank 3, as kernels count them: packed sequences begin where their rows do."""
     return 0 if p.packed else x.stride(0), x.stride(1), x.stride(2)
+
+
+def count_tiles(p: Problem, rows: int, total: int, block_rows: int) -> int:
+    """Tiles along the rows. Packed sequences may begin within a tile, so each of them may need one more."""
+    return total // block_rows + p.sequences if p.packed and total else int(triton.cdiv(rows, block_rows))
 
 
 def empty(shape: tuple[int, ...], dtype: Any, device: Any) -> Callable[[], Any]:

@@ -27,6 +27,11 @@ class Config(NamedTuple):
     descriptors: bool = False
     programs: int = 1
 
+    @property
+    def options(self) -> dict[str, int]:
+        """What Triton is told of it."""
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
 
 # As measured, by major compute capability and bytes an element, then by kernel and padded head dim.
 # `flashtile bench tune` makes such rows, over N = 1024 and 4096; those of forward at 64 and of backward at 128 are its

@@ -1,8 +1,7 @@
-"""From a Problem to launches of the Hopper kernels."""
+"""The launches of a forward pass on Hopper."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,20 +10,19 @@ from triton.experimental.gluon import language as gl
 from flashtile.backends.gluon import WIDEST, tuning
 from flashtile.backends.gluon.descriptors import descriptors, outline_of
 from flashtile.backends.gluon.forward_kernel import forward_kernel
-from flashtile.backends.gluon.gradients import Backward
 from flashtile.backends.gluon.tickets import tickets
 from flashtile.backends.gluon.transpose_kernel import KEYS, WIDTH, transpose_kernel
 from flashtile.backends.gluon.tuning import ROWS
-from flashtile.backends.triton import launch as portable
-from flashtile.backends.triton.arguments import block, lengths, rule
-from flashtile.backends.triton.chain import FOLLOWING
-from flashtile.backends.triton.start import At, Series, Start, Step
-from flashtile.backends.triton.tensors import Result, aligned, empty, strides
+from flashtile.backends.triton import gpu
+from flashtile.backends.triton.arguments import block, lengths, lengths_of, rule, rule_of
+from flashtile.backends.triton.chain import chains, following
+from flashtile.backends.triton.mend import MendForward
+from flashtile.backends.triton.start import At, Maker, Series, Start, Step
+from flashtile.backends.triton.tensors import Result, count_tiles, empty, strides
 from flashtile.band import FAR
 from flashtile.dtypes import EIGHT_BITS, ITEMSIZE
 from flashtile.inputs import Inputs
 from flashtile.problem import Problem
-from flashtile.results import Grads
 
 # The values of a forward pass.
 Q, K, V, OUT, LSE, MARKS, TICKETS, SINK, RULE, LENGTHS, TURNED = map(At, range(11))
@@ -61,37 +59,20 @@ class Forward:
         n_rows, batch, heads = p.q.shape[2], p.q.shape[0], p.heads // packed_heads
         self._out = Result(p, p.heads, n_rows, p.dim_v, p.out_dtype, device)
         self._lse = Result(p, p.heads, n_rows, None, p.accumulator, device)
-        tiles, mark_tiles = (
-            portable.count_tiles(p, p.n_q * packed_heads, n_rows, n) for n in (ROWS * config.consumers, ROWS)
-        )
+        tiles, mark_tiles = (count_tiles(p, p.n_q * packed_heads, n_rows, n) for n in (ROWS * config.consumers, ROWS))
         tasks = tiles * heads * batch
         counts = (tiles, heads, _section(p, heads * batch), tasks)
-        chained = portable.chains(device)
-        mend = portable.MendForward(p, device, self._out, self._lse, ROWS, packed_heads, chained)
+        chained = chains(device)
+        mend = MendForward(p, device, self._out, self._lse, ROWS, packed_heads, chained)
         self._marks = mend.make
         self._rule, self._lengths = rule(p), lengths(p)
-        width, width_v = _width(p), block(p.dim_v)
-        rows_block = [1, 1, ROWS // packed_heads, packed_heads]
         self._turn = Transpose(p, device) if p.dtype == EIGHT_BITS else None
-        if self._turn is None:
-            v = descriptors(p.v, [1, 1, config.block_k, width_v])
-        else:
-            v = descriptors(self._turn.outline, [1, 1, width_v, config.block_k])
-        out = None
-        if ITEMSIZE[p.out_dtype] == 2 and p.dim_v % 8 == 0:
-            whole = outline_of(self._out, batch, p.heads, n_rows, p.dim_v)
-            out = descriptors(whole, [*rows_block, width_v // _out_parts(p, config)], packed_heads)
         start = Start(
             forward_kernel,
-            min(tasks, portable.processors(device)),
-            {"num_warps": 4} | (FOLLOWING if chained and self._turn is not None else {}),
+            min(tasks, gpu.processors(device)),
+            {"num_warps": 4} | following(chained and self._turn is not None),
             {4: self._out.strides, 5: self._lse.strides},
-            {
-                0: descriptors(p.q, [*rows_block, width], packed_heads),
-                1: descriptors(p.k, [1, 1, config.block_k, width]),
-                2: v,
-                3: out,
-            },
+            dict(enumerate(self._blocks(p, config, packed_heads))),
             C=constants(p, config, packed_heads),
         )
         values = V if self._turn is None else TURNED
@@ -101,12 +82,27 @@ class Forward:
             mend.step(Q, K, V, OUT, LSE, SINK, MARKS, RULE, LENGTHS),
         )
 
+    def _blocks(self, p: Problem, config: tuning.Config, packed_heads: int) -> list[Maker | None]:
+        """What makes the descriptors of q, k, v and out; None for an output that the copy engine cannot take."""
+        width, width_v = _width(p), block(p.dim_v)
+        rows_block = [1, 1, ROWS // packed_heads, packed_heads]
+        if self._turn is None:
+            v = descriptors(p.v, [1, 1, config.block_k, width_v])
+        else:
+            v = descriptors(self._turn.outline, [1, 1, width_v, config.block_k])
+        out = None
+        if ITEMSIZE[p.out_dtype] == 2 and p.dim_v % 8 == 0:
+            whole = outline_of(self._out, p.q.shape[0], p.heads, p.q.shape[2], p.dim_v)
+            out = descriptors(whole, [*rows_block, width_v // _out_parts(p, config)], packed_heads)
+        q = descriptors(p.q, [*rows_block, width], packed_heads)
+        return [q, descriptors(p.k, [1, 1, config.block_k, width]), v, out]
+
     def __call__(self, x: Inputs, with_lse: bool) -> tuple[Any, Any]:
         out, lse = self._out.empty(), self._lse.empty() if with_lse else self._lse.dump()
         marks = self._marks()
         if self._packed:  # tiles that no sequence has are never written
             marks.zero_()
-        a_rule, a_lengths = portable.rule_of(self._rule, x), portable.lengths_of(self._lengths, x)
+        a_rule, a_lengths = rule_of(self._rule, x), lengths_of(self._lengths, x)
         turned = None if self._turn is None else self._turn.empty()
         ticket = tickets(self._device)
         self._launch(x.q, x.k, x.v, out, lse, marks, ticket, x.sink, a_rule, a_lengths, turned)
@@ -151,35 +147,3 @@ def _section(p: Problem, columns: int) -> int:
     """Heads that are worked on side by side, a power of two: their keys and values stay in the L2."""
     fit = max(1, tuning.L2_SECTION // (p.n_k * (p.dim + p.dim_v) * ITEMSIZE[p.dtype]))
     return min(columns, 1 << fit.bit_length() - 1)
-
-
-class Prepared(portable.Passes):
-    """By these kernels; the gradients of some calls are left to the portable ones."""
-
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
-        self._forward = Forward(self._problem, self._device)
-        self._differentiates = differentiates(problem)
-
-    def _tidied(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        if self._differentiates:
-            dout = given[0].contiguous()
-            if not aligned(dout):  # the copy engine fetches it
-                dout = dout.clone()
-            given = (dout, *given[1:])
-        return super()._tidied(given)
-
-    def _differentiate(
-        self, given: tuple[Any, ...], outlines: tuple[Any, ...], bias_grad: bool
-    ) -> Callable[..., Grads]:
-        if self._differentiates:
-            return Backward(self._problem, self._device, outlines)
-        return super()._differentiate(given, outlines, bias_grad)
-
-
-def differentiates(p: Problem) -> bool:
-    """Whether the backward kernels here do this problem."""
-    width = max(p.dim, p.dim_v)
-    if width > 128 and p.softcap:  # two warpgroups share the scores of a tile, and one would need softcap's slope
-        return False
-    return width <= tuning.WIDEST_BACKWARD and p.dim % 8 == p.dim_v % 8 == 0

@@ -1,4 +1,4 @@
-"""launch.py: which tile a decode gets on a GPU, into how many shares its keys go, and how many warps merge them."""
+"""Which tile a decode gets on a GPU, into how many shares its keys go, and how many warps merge them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 
-from flashtile.problem import check_gradients, describe
-from tests.backends.triton import kernels
+from flashtile.problem import describe
 
 torch = pytest.importorskip("torch")
-launch = kernels.launch
+pytest.importorskip("triton")
+
+from flashtile.backends.triton import gpu, tuning  # noqa: E402
+from flashtile.backends.triton.output import Forward  # noqa: E402
+from flashtile.backends.triton.tuning import Config  # noqa: E402
+
 HOPPER, PROCESSORS = (9, 0), 132
 USUAL, SHORT = (16, 64, 4, 4), (16, 64, 2, 3)
 
@@ -20,9 +24,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu(monkeypatch, HOPPER, PROCESSORS)
 
 
-def on_gpu(monkeypatch: pytest.MonkeyPatch, gpu: Any, processors: int) -> None:
-    monkeypatch.setattr(launch, "_gpu", lambda _device: gpu)
-    monkeypatch.setattr(launch, "processors", lambda _device: processors)
+def on_gpu(monkeypatch: pytest.MonkeyPatch, architecture: Any, processors: int) -> None:
+    monkeypatch.setattr(gpu, "architecture", lambda _device: architecture)
+    monkeypatch.setattr(gpu, "processors", lambda _device: processors)
 
 
 def decode(batch: int, keys: int, heads: int = 32, kv_heads: int = 8, dim: int = 128, **more: Any) -> Any:
@@ -30,7 +34,7 @@ def decode(batch: int, keys: int, heads: int = 32, kv_heads: int = 8, dim: int =
     dtype, n_q = more.pop("dtype", torch.bfloat16), more.pop("n_q", 1)
     q = torch.empty(batch, heads, n_q, dim, dtype=dtype)
     k = torch.empty(1, kv_heads, keys, dim, dtype=dtype).expand(batch, -1, -1, -1)
-    return launch.Forward(describe(q, k, k, **more), q.device, dict.fromkeys("qkv", True))
+    return Forward(describe(q, k, k, **more), q.device, dict.fromkeys("qkv", True))
 
 
 def tile(forward: Any) -> tuple[int, ...]:
@@ -85,10 +89,10 @@ def test_another_gpu_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_candidates_take_its_place() -> None:
-    with launch.tuning.override("decode-short", launch.Config(16, 32, 1, 2, programs=2)):
+    with tuning.override("decode-short", Config(16, 32, 1, 2, programs=2)):
         assert tile(decode(1, 8192)) == (16, 32, 1, 2) and decode(1, 8192)._splits == 32
         assert tile(decode(1, 32768)) == USUAL
-    with launch.tuning.override("decode-short", launch.Config(16, 64, 2, 3)):
+    with tuning.override("decode-short", Config(16, 64, 2, 3)):
         assert tile(decode(1, 8192)) == SHORT and decode(1, 8192)._splits == 16
 
 
@@ -107,23 +111,3 @@ def test_candidates_take_its_place() -> None:
 def test_one_warp_merges_if_it_can(more: dict[str, Any], splits: int, warps: int) -> None:
     found = decode(1, **{"keys": 8192, **more})
     assert found._splits == splits and found._launch.steps[-1][0].options == {"num_warps": warps}
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("rows", [1, 63, 64, 65, 1000, 1024])
-def test_statistics_have_room_for_a_whole_tile(rows: int, packed: bool) -> None:
-    """dkdv_kernel reads a tile of them where the last rows begin, wherever a packed sequence begins."""
-    shape = (rows, 2, 64) if packed else (1, 2, rows, 64)
-    q = torch.empty(shape, dtype=torch.bfloat16)
-    cu = {"cu_q": torch.tensor([0, rows]), "cu_k": torch.tensor([0, rows])} if packed else {}
-    p = describe(q, q, q, **cu)
-    given = check_gradients(p, q, q, torch.empty(shape[:-1]), None)
-    run = launch.Backward(p, q.device, dict.fromkeys(("q", "k", "v", "dout"), True), given, False)
-    tile, room = started(run, "dkdv_kernel").constants["C"].BLOCK_Q, started(run, "statistics_kernel").rows[5][1]
-    last = rows - 1 if packed else (rows - 1) // tile * tile
-    assert last + tile <= room and room % 16 == 0
-    assert run._delta.of(run._scratch()).shape == (1, 2, room)
-
-
-def started(run: Any, kernel: str) -> Any:
-    return next(start for start, _ in run._launch.steps if start.kernel.fn.__name__ == kernel)

@@ -1,0 +1,41 @@
+"""The GPU of a call: its architecture, its processors, and how it becomes the current one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+@cache
+def architecture(device: Any) -> tuple[int, int] | str | None:
+    """What tuning.choose() knows a GPU by."""
+    if device.type != "cuda":
+        return None
+    if torch.version.cuda is None:
+        return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
+    return torch.cuda.get_device_capability(device)
+
+
+@cache
+def processors(device: Any) -> int:
+    if device.type != "cuda":
+        return 8  # so that the interpreter meets splits too
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def index_of(device: Any) -> int | None:
+    """Of a GPU, as on_device() takes it."""
+    return int(device.index) if device.type == "cuda" else None
+
+
+def on_device(index: int | None, run: Callable[..., T], *args: Any) -> T:
+    """run(*args) with this GPU current, on which Triton then launches."""
+    if index is None or index == torch._C._cuda_getDevice():
+        return run(*args)
+    with torch.cuda.device(index):
+        return run(*args)

@@ -24,6 +24,7 @@ SLACK = MIB  # for what does not grow with N
 
 
 def tensors(n: int = N, heads: int = H, dim: int = D, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    torch.cuda.empty_cache()  # else they may lie in a larger block, the rest of which is room that room() does not see
     return [torch.randn(1, heads, n, dim, device="cuda", dtype=dtype) for _ in range(3)]
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 
 from flashtile.errors import UnsupportedError
 from flashtile.pytorch import eight_bits, kernel, ops
@@ -54,19 +55,12 @@ class Attention(torch.autograd.Function):
         )
 
 
-def _apply_of(function: Any) -> Any:
-    """function.apply() without what torch does first.
-
-    It binds the arguments to the signature of forward(), which takes longer than all the rest, and hands them to
-    torch.func, which either has had its turn or is not there.
-    """
-    return super(torch.autograd.Function, function).apply
+# Attention.apply() without what torch does first: it binds the arguments to the signature of forward(), which takes
+# longer than all the rest, and hands them to torch.func, which would be watching.
+record: Any = super(torch.autograd.Function, Attention).apply
 
 
-record = _apply_of(Attention)
-
-
-class _Operator(torch.autograd.Function):
+class _Operator(_SingleLevelFunction):  # of one level of torch.func, or of none
     """An operator where autograd records it: of what runs it below autograd, and its arguments."""
 
     @staticmethod
@@ -132,7 +126,6 @@ def _register(op: Any, function: Any) -> None:
 
     Here the dispatcher comes by at each level of torch.func, with the tensors of that level.
     """
-    apply = _apply_of(function)
 
     def recorded(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
         def below(*args: Any) -> Any:
@@ -143,7 +136,7 @@ def _register(op: Any, function: Any) -> None:
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
             return below(*args)
         with enable_single_level_autograd_function():
-            return apply(below, *args)
+            return function.apply(below, *args)
 
     ops.LIBRARY.impl(op, recorded, "Autograd", with_keyset=True)
 

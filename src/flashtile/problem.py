@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -462,8 +463,11 @@ def _short(x: Any) -> str:
     return str(x) if np.ndim(x) == 0 else np.array2string(np.asarray(x), threshold=8)
 
 
-def check_ends(causal: Any, window: Any, band: Any) -> tuple[Any, ...]:
-    """causal, and the left, right and offset of a band; a window has no offset, and None where it has no end."""
+def check_ends(causal: Any, window: Any, band: Any, most: int | None = FAR) -> tuple[Any, ...]:
+    """causal, and the left, right and offset of a band; a window has no offset, and None where it has no end.
+
+    most: None in a graph of torch's, where lengths that have a limit would not be of any length.
+    """
     causal = check_flag("causal", causal)
     if band is not None:
         if not isinstance(band, Band):
@@ -471,12 +475,12 @@ def check_ends(causal: Any, window: Any, band: Any) -> tuple[Any, ...]:
         if causal or window is not None:
             raise ShapeError("band: expected no causal or window beside it, the band says it all")
         ends = (("left", band.left), ("right", band.right), ("offset", band.offset))
-        return causal, *(_integer(f"band.{name}", x, -FAR, FAR) for name, x in ends)
+        return causal, *(_integer(f"band.{name}", x, None if most is None else -most, most) for name, x in ends)
     if window is None:
         return causal, None, None, None
     if not isinstance(window, Sequence) or isinstance(window, str) or len(window) != 2:
         raise ShapeError(f"window: expected a pair (left, right), got {window!r}")
-    return causal, *(None if x is None else _integer("window", x, 0, FAR) for x in window), None
+    return causal, *(None if x is None else _integer("window", x, 0, most) for x in window), None
 
 
 def check_numbers(
@@ -596,10 +600,19 @@ def _probability(value: Any) -> float:
     return number
 
 
-def _integer(name: str, value: Any, low: int, high: int) -> int:
-    if type(value) is not int and (isinstance(value, bool) or not hasattr(value, "__index__")):
+def _integer(name: str, value: Any, low: int | None, high: int | None) -> int:
+    """None: no limit that way."""
+    if type(value).__name__ == "SymInt":  # in a graph of torch's: the operator checks it when it has a value
+        return value  # type: ignore[no-any-return]
+    number: int | None = value
+    if type(value) is not int:  # so it seems to be while torch.compile traces, and index() of a symbol would settle it
+        try:
+            number = None if isinstance(value, bool) else operator.index(value)
+        except TypeError:  # of a fraction, or of an array of several
+            number = None
+    if number is None:
         raise DTypeError(f"{name}: expected an integer, got {type(value).__name__}")
-    number = int(value)  # before it meets one that the type of this value may be too small for
-    if not low <= number <= high:
-        raise ShapeError(f"{name}: expected an integer from {low} to {high}, got {value}")
+    if (low is not None and number < low) or (high is not None and number > high):
+        wanted = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise ShapeError(f"{name}: expected an integer {wanted}, got {value}")
     return number

@@ -235,6 +235,28 @@ def test_numbers_of_numpy_from_outside(name: str) -> None:
     torch.testing.assert_close(torch.compile(function, backend="aot_eager")(q), function(q))
 
 
+NARROWER: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "window": lambda q: {"window": (q.shape[2] // 2, 2)},
+    "band": lambda q: {"band": ft.Band(q.shape[2] // 2, 2, 0)},
+}
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["lenient", "strict"])
+@pytest.mark.parametrize("name", NARROWER)
+def test_export_of_options_that_go_by_a_length(name: str, strict: bool) -> None:
+    """Which may be any: they are checked when it is known."""
+
+    class Module(torch.nn.Module):
+        def forward(self, q: Any) -> Any:
+            return ft.attention(q, q, q, **NARROWER[name](q))
+
+    module, shapes = Module(), ({2: torch.export.Dim("n")},)
+    exported = torch.export.export(module, qkv(9, 11, False)[:1], dynamic_shapes=shapes, strict=strict)
+    for n in (9, 20):
+        (q,) = qkv(n, 11, False)[:1]
+        torch.testing.assert_close(exported.module()(q), module(q))
+
+
 @pytest.mark.parametrize("strict", [False, True], ids=["lenient", "strict"])
 def test_export(strict: bool) -> None:
     class Module(torch.nn.Module):

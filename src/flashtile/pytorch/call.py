@@ -128,9 +128,9 @@ def of(
     """The call that options stand for, its numbers Python's own; describe() judges the tensors."""
     if isinstance(window, tuple | list) and len(window) == 2:
         window = _whole(window[0]), _whole(window[1])
-    causal, left, right, offset = check_ends(causal, window, band)
+    causal, left, right, offset = check_ends(_whole(causal), window, band, None)
     scale, softcap, dropout, seed, deterministic, threads = check_numbers(
-        _real(scale), _real(softcap), _real(dropout), _whole(seed), deterministic, _whole(threads)
+        _real(scale), _real(softcap), _real(dropout), _whole(seed), _whole(deterministic), _whole(threads)
     )
     return Call(
         q,
@@ -161,7 +161,7 @@ def of(
 
 def _real(x: Any) -> Any:
     """torch.compile takes a number of NumPy's for an array of no axes."""
-    return float(x) if isinstance(x, np.ndarray) else x
+    return float(x) if isinstance(x, np.ndarray) and x.ndim == 0 else x
 
 
 def _whole(x: Any) -> Any:

@@ -26,7 +26,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, backend: str, return_lse: bool, o
     tensors, names = [q, k, v], [name for name, x in options.items() if x is not None and name in call.TENSORS]
     if names:
         tensors += [options[name] for name in names]
-    if torch.compiler.is_compiling():  # the operator's fake checks the call
+    if torch.compiler.is_compiling():  # call.of() checks the numbers, the operator's fake the tensors
         out, lse = ops.ATTENTION(*call.of(q, k, v, backend, **options))
     elif not unwatched(tensors):
         check_dense(dict(zip(("q", "k", "v", *names), tensors, strict=True)))

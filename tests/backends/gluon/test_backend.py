@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 from flashtile.backends import gluon  # noqa: E402
 from flashtile.backends import triton as portable  # noqa: E402
@@ -44,6 +44,17 @@ def test_one_hopper_gpu_is_enough(gpus: Any) -> None:
 def test_none_is_not(gpus: Any) -> None:
     gpus(OTHER, (10, 0))
     assert "this one has 8.9" in gluon.missing()
+
+
+@pytest.mark.parametrize(
+    ("release", "known"),
+    [("3.5.1", False), ("3.6.0", True), ("3.6.1+cu132", True), ("3.60.0", False), ("3.9.0", False)],
+)
+def test_releases_of_triton(gpus: Any, monkeypatch: pytest.MonkeyPatch, release: str, known: bool) -> None:
+    """Gluon is another in each; where it has not been tested, calls go to the portable kernels."""
+    monkeypatch.setattr(triton, "__version__", release)
+    gpus(HOPPER)
+    assert gluon.missing() == (None if known else f"it has been tested with Triton 3.6, and this is {release}")
 
 
 @pytest.mark.parametrize(("index", "can"), [(0, False), (1, True)])

@@ -10,7 +10,6 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from tests.backends.gluon.offline import Case, start_call
-from tests.backends.triton.test_chain import launched  # noqa: F401
 
 
 @pytest.mark.parametrize(
@@ -23,6 +22,6 @@ from tests.backends.triton.test_chain import launched  # noqa: F401
     ],
     ids=["forward", "8 bits", "backward", "packed"],
 )
-def test_each_kernel_begins_in_the_tail_of_the_one_before(launched: list[Any], case: Case, kernels: list[str]) -> None:  # noqa: F811
+def test_each_kernel_begins_in_the_tail_of_the_one_before(launched: list[Any], case: Case, kernels: list[str]) -> None:
     start_call(case)
     assert [(name, follows) for name, follows, _ in launched] == [(name, n > 0) for n, name in enumerate(kernels)]

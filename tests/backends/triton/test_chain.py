@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,37 +10,17 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from flashtile.backends.triton import chain, gpu, passes  # noqa: E402
-from flashtile.backends.triton.start import Start  # noqa: E402
+from flashtile.backends.triton import chain, passes  # noqa: E402
 from flashtile.problem import describe  # noqa: E402
-
-
-def on_gpu(monkeypatch: pytest.MonkeyPatch, architecture: Any) -> None:
-    monkeypatch.setattr(gpu, "architecture", lambda _device: architecture)
-    monkeypatch.setattr(chain, "INTERPRETED", False)
 
 
 @pytest.mark.parametrize(
     ("architecture", "can"),
     [((9, 0), True), ((10, 0), True), ((12, 0), True), ((8, 9), False), ("gfx942", False), (None, False)],
 )
-def test_which_gpus_have_chains(architecture: Any, can: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_gpu(monkeypatch, architecture)
+def test_which_gpus_have_chains(architecture: Any, can: bool, on_gpu: Callable[[Any], None]) -> None:
+    on_gpu(architecture)
     assert chain.chains(torch.device("cpu")) is can
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool, bool]]:
-    """Of each launch: the kernel, whether it was launched to follow, and whether it is compiled for a chain."""
-    found: list[tuple[str, bool, bool]] = []
-
-    def listen(start: Start, *args: Any) -> None:
-        name = start.kernel.fn.__name__.removesuffix("_kernel")
-        found.append((name, start.options.get("launch_pdl", False), start.constants.get("CHAINED", False)))
-
-    monkeypatch.setattr(Start, "__call__", listen)
-    on_gpu(monkeypatch, (9, 0))
-    return found
 
 
 def problem(n_q: int, n_k: int, **options: Any) -> Any:
@@ -79,7 +60,7 @@ def test_a_chain_misses_no_kernel(launched: list[Any], n_q: int, n_k: int) -> No
     assert [rest for _, *rest in launched] == [[*ALONE]] * len(launched)
 
 
-def test_elsewhere_nothing_is_chained(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    on_gpu(monkeypatch, (8, 0))
+def test_elsewhere_nothing_is_chained(launched: list[Any], on_gpu: Callable[[Any], None]) -> None:
+    on_gpu((8, 0))
     backward(problem(300, 300))
     assert [rest for _, *rest in launched] == [[*ALONE]] * len(BACKWARD)

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 from flashtile.backends.triton import gpu, tuning  # noqa: E402
 from flashtile.backends.triton.output import Forward  # noqa: E402
+from flashtile.backends.triton.start import FUSED  # noqa: E402
 from flashtile.backends.triton.tuning import Config  # noqa: E402
 
 HOPPER, PROCESSORS = (9, 0), 132
@@ -110,4 +111,4 @@ def test_candidates_take_its_place() -> None:
 )
 def test_one_warp_merges_if_it_can(more: dict[str, Any], splits: int, warps: int) -> None:
     found = decode(1, **{"keys": 8192, **more})
-    assert found._splits == splits and found._launch.steps[-1][0].options == {"num_warps": warps}
+    assert found._splits == splits and found._launch.steps[-1][0].options == FUSED | {"num_warps": warps}

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from flashtile.backends.gluon.passes import Prepared
 
 MAJOR = 9  # compute capability
+RELEASES = ("3.6",)  # of Triton, with which all tests on a GPU have passed; Gluon differs in each, see words.py
 WIDEST = 256
 MOST_ROWS = 1 << 30
 FEW_QUERIES = 64
@@ -29,7 +30,10 @@ def missing() -> str | None:
     if reason is not None:
         return reason
     import torch
+    import triton
 
+    if ".".join(triton.__version__.split(".")[:2]) not in RELEASES:
+        return f"it has been tested with Triton {' and '.join(RELEASES)}, and this is {triton.__version__}"
     reasons = [_not_hopper(torch.cuda.get_device_capability(n)) for n in range(torch.cuda.device_count())]
     return None if None in reasons else reasons[0]
 

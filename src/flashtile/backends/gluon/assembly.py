@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 
 # Named barriers of a program, which count threads. Triton itself uses the first few.
 BARRIERS = gl.constexpr(16)
@@ -180,10 +176,3 @@ def pack_quarters(a, b, c, d):
         is_pure=True,
         pack=1,
     )
-
-
-@builtin
-def reduce_add(desc: Any, coord: Any, source: Any, _semantic: Any = None) -> None:
-    """Let the copy engine add a tile of shared memory to one in memory. Gluon 3.6 has no word for it either."""
-    at = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, at, source.handle)

@@ -27,6 +27,7 @@ from flashtile.backends.gluon.columns import (
 from flashtile.backends.gluon.dq import BY_THREAD, write
 from flashtile.backends.gluon.narrow import own_128_keys
 from flashtile.backends.gluon.wide import own_64_keys
+from flashtile.backends.gluon.words import reinterpreted
 from flashtile.backends.triton.chain import follow, lead
 
 
@@ -76,7 +77,7 @@ def backward_kernel(
         dq = gl.allocate_shared_memory(gl.float32, [2 * C.DQ_BUFFERS, 16, 256], dq_desc.layout)
     else:  # dK and dV leave by the same memory, swizzled
         out = gl.allocate_shared_memory(dtype, [C.OUT_TILES, 1, 1, KEYS, C.BLOCK_D], dv_desc.layout)
-        dq = out._reinterpret(gl.float32, [2 * C.DQ_BUFFERS, 16, 256], dq_desc.layout)
+        dq = reinterpreted(out, gl.float32, [2 * C.DQ_BUFFERS, 16, 256], dq_desc.layout)
     board = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], numbers)
     k_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [1], barrier)

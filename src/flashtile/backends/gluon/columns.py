@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flashtile.backends.gluon.assembly import sync
 from flashtile.backends.gluon.softmax import Seen, hide, shape_scores, slope_of
 from flashtile.backends.gluon.tasks import LANES, claim, leave, one
+from flashtile.backends.gluon.words import fetch_tile, send_tile, thread_barrier
 from flashtile.backends.triton.blocks import locate, measure, number
 from flashtile.backends.triton.cuts import cuts, reach
 from flashtile.backends.triton.steady import plain
@@ -156,11 +157,11 @@ def load(shared, board, sources, counter, turns, work, C: gl.constexpr):
                     sync(KV_FREE, EVERYONE)
                 mbarrier.expect(shared.k_full, sources.k.block_type.nbytes)
                 k_at = [place, column.head, at.k_start + key, 0]
-                tma.async_copy_global_to_shared(sources.k, k_at, shared.k_full, shared.k.index(0))
+                fetch_tile(sources.k, k_at, shared.k_full, shared.k.index(0))
                 cut = (begin, full_begin, full_end, end)
                 post(board, column, place, key, cut, seen, work)
                 mbarrier.expect(shared.v_full, sources.v.block_type.nbytes)  # after the board, for which it speaks too
-                tma.async_copy_global_to_shared(sources.v, k_at, shared.v_full, shared.v.index(0))
+                fetch_tile(sources.v, k_at, shared.v_full, shared.v.index(0))
             if i < count:
                 q_at = [place, h, at.q_start + row, 0]
                 if C.DOUT_STAGES == 2:
@@ -174,7 +175,7 @@ def load(shared, board, sources, counter, turns, work, C: gl.constexpr):
                 if turns is not None:
                     turn = turn_of(column.tile, row, at, work, C)
                     put(shared.orders, order + TURN, turn * seen + seen - 1)
-                gl.thread_barrier()  # the lane that speaks next speaks for all of them
+                thread_barrier()  # the lane that speaks next speaks for all of them
                 fetch_queries(shared, sources, q_at, [0, place, h, dq_row + row], t)
                 if C.DOUT_STAGES == 1:
                     fetch_dout(shared, sources, q_at, t, C)
@@ -204,7 +205,7 @@ def load(shared, board, sources, counter, turns, work, C: gl.constexpr):
         if n > 0:
             sync(KV_FREE, EVERYONE)
         put(board, GO, 0)
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(shared.v_full, count=1)
     leave(counter)
 
@@ -217,8 +218,8 @@ def fetch_queries(shared, sources, at, rows_at, t):
     if t >= 2:
         sync(Q_FREE + half, ALL)
     mbarrier.expect(full, sources.q.block_type.nbytes + sources.rows.block_type.nbytes)
-    tma.async_copy_global_to_shared(sources.q, at, full, shared.q.index(half))
-    tma.async_copy_global_to_shared(sources.rows, rows_at, full, shared.rows.index(half))
+    fetch_tile(sources.q, at, full, shared.q.index(half))
+    fetch_tile(sources.rows, rows_at, full, shared.rows.index(half))
 
 
 @gluon.jit
@@ -229,7 +230,7 @@ def fetch_dout(shared, sources, at, t, C: gl.constexpr):
     if t >= C.DOUT_STAGES:
         sync(DO_FREE + slot, ALL)
     mbarrier.expect(full, sources.dout.block_type.nbytes)
-    tma.async_copy_global_to_shared(sources.dout, at, full, shared.dout.index(slot))
+    fetch_tile(sources.dout, at, full, shared.dout.index(slot))
 
 
 @gluon.jit
@@ -323,7 +324,7 @@ def post(board, column, place, key, cut, seen, work):
     if work.lengths.cu_q is not None:
         mark += at.k_start // KEYS + column.sequence
     put(board, MARK, (place * work.kv_heads + column.head) * work.mark_tiles + mark)
-    gl.thread_barrier()  # the lane that speaks next speaks for all of them
+    thread_barrier()  # the lane that speaks next speaks for all of them
 
 
 @gluon.jit
@@ -464,7 +465,7 @@ def store_columns(desc, x, block, tile, ends, FIRST_COLUMN: gl.constexpr, WIDTH:
     if C.PACKED:  # the next sequence begins where this one ends
         whole = ends.room >= KEYS
     if whole:
-        tma.async_copy_shared_to_global(desc, [ends.sequence, ends.head, ends.row, FIRST_COLUMN], tile)
+        send_tile(desc, [ends.sequence, ends.head, ends.row, FIRST_COLUMN], tile)
     if C.PACKED:
         o_j = gl.arange(0, KEYS, gl.SliceLayout(1, block.type.layout))
         o_d = FIRST_COLUMN + gl.arange(0, block.shape[1], gl.SliceLayout(0, block.type.layout))

@@ -6,8 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from flashtile.backends.gluon.assembly import added, arrive, await_count, reduce_add
+from flashtile.backends.gluon.assembly import added, arrive, await_count
 from flashtile.backends.gluon.columns import CUT, DQ_AT, EVERYONE, GO, KV_FREE, TURN, get, order_of
+from flashtile.backends.gluon.words import add_tile, reinterpreted, thread_barrier
 
 # A 64 x 64 tile of dQ or P lies as 128 threads hold it, so that it is stored without conflicts, and dQ leaves in one
 # piece; row_kernels.py undoes the order.
@@ -35,7 +36,8 @@ def add_to_dq(dq, shared, t, PART: gl.constexpr, ME: gl.constexpr, C: gl.constex
 @gluon.jit
 def put_dq(dq, shared, t, PART: gl.constexpr, ME: gl.constexpr, C: gl.constexpr):
     """The first half of add_to_dq(). Between the two there may be other work: stores take a while to be seen by all."""
-    shared.dq.index(buffer_of(t * C.PARTS + PART, ME, C))._reinterpret(gl.float32, [64, 64], BY_THREAD).store(dq)
+    buffer = shared.dq.index(buffer_of(t * C.PARTS + PART, ME, C))
+    reinterpreted(buffer, gl.float32, [64, 64], BY_THREAD).store(dq)
 
 
 @gluon.jit
@@ -88,12 +90,12 @@ def write_tiles(t, shared, board, dq, turns, ME: gl.constexpr, C: gl.constexpr):
                 if turns is not None:
                     turn = get(shared.orders, order_of(t) + TURN)
                     await_count(turns + at // 16, gl.maximum(turn, 0))
-            reduce_add(dq, [at + part * 16, 0], shared.dq.index(buffer))
+            add_tile(dq, [at + part * 16, 0], shared.dq.index(buffer))
             tma.store_wait(0)
             mbarrier.arrive(shared.dq_free.index(buffer), count=1)
         if turns is not None:
             added()
-            gl.thread_barrier()
+            thread_barrier()
             gl.atomic_add(turns + at // 16, (turn >= 0).to(gl.int32), sem="release")
         t += 1
     return t

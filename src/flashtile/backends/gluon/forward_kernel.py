@@ -68,6 +68,7 @@ from flashtile.backends.gluon.tasks import (
     read,
     read_real,
 )
+from flashtile.backends.gluon.words import fetch_tile, reinterpreted, thread_barrier
 from flashtile.backends.triton.chain import follow, lead
 
 WARPGROUP = gl.constexpr(128)  # threads
@@ -213,9 +214,7 @@ def load(shared, q_desc, k_desc, v_desc, results, counter, work, C: gl.constexpr
             mbarrier.wait(shared.q_free.index(n), q_phase)
             q_at = task.q_start + (task.row + n * ROWS) // C.PACKED_HEADS
             mbarrier.expect(shared.q_full.index(n), q_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                q_desc, [sequence, task.head, q_at, 0, 0], shared.q_full.index(n), shared.q.index(n)
-            )
+            fetch_tile(q_desc, [sequence, task.head, q_at, 0, 0], shared.q_full.index(n), shared.q.index(n))
         q_phase ^= 1
         for _ in range(tiles[0] + 1, tiles[3]):
             v_at = k_at
@@ -258,7 +257,7 @@ def fetch(ring, desc, at, slot, count, C: gl.constexpr):
     if count >= C.STAGES:
         sync(ring.free + slot, WARP + WARPGROUP * C.CONSUMERS)
     mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, at, ring.full.index(slot), ring.tiles.index(slot))
+    fetch_tile(desc, at, ring.full.index(slot), ring.tiles.index(slot))
     slot, _ = advance(slot, 0, C.STAGES)
     return slot, count + 1
 
@@ -317,7 +316,7 @@ def keep(p, shared, ME: gl.constexpr, C: gl.constexpr):
     packed = carried(p, dtype)
     if C.WEIGHTS_SHARED:
         words: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-        shared.weights.index(ME)._reinterpret(gl.int32, packed.shape, words).store(packed)
+        reinterpreted(shared.weights.index(ME), gl.int32, packed.shape, words).store(packed)
         fence_async_shared()
         packed = gl.to_tensor(0)
     return packed
@@ -437,7 +436,7 @@ def consume(shared, results, sink, rule, cu_q, ME: gl.constexpr, C: gl.constexpr
                     p, m, l, o, factor, slot, phase, j0, q, shared, seen, rule, unit, ME, n != 1, C
                 )
         mbarrier.arrive(shared.q_free.index(ME), count=1)
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.wait(shared.v.full.index(slot), phase)
         o_later = begin_values(p, o, shared, slot, ME, C)
         o_r = gl.arange(0, ROWS, in_s)
@@ -476,9 +475,9 @@ def pass_over(orders, turn, slot, phase, q_phase, shared, ME: gl.constexpr, C: g
     """Tasks of which this warpgroup has no rows: it gives their tiles back, and leaves the processor to the others."""
     while read(orders, GO, ME) == IDLE:
         slot, phase = skip(shared, slot, phase, read(orders, SKIP, ME), C)
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(shared.q_free.index(ME), count=1)
-        gl.thread_barrier()
+        thread_barrier()
         orders, turn, q_phase = next_orders(turn, q_phase, shared, ME)
     return orders, turn, slot, phase, q_phase
 

@@ -42,6 +42,7 @@ from flashtile.backends.gluon.columns import (
 )
 from flashtile.backends.gluon.dq import await_all, await_buffer, put_dq, send_dq
 from flashtile.backends.gluon.softmax import unit_of
+from flashtile.backends.gluon.words import thread_barrier
 
 # Named barriers. "My dS of this tile is there, and I have read that of the tile before": one for each warpgroup and
 # parity, so that an arrival for the next tile never completes the barrier of this one.
@@ -196,7 +197,7 @@ def own_128_keys(t, shared, board, targets, rule, ME: gl.constexpr, C: gl.conste
     s_later = warpgroup_mma(mine(shared.k.index(0), ME, C), first, s, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s_later,))
     tma.store_wait(0)  # of the task before: its gradients left by the buffers of dQ
-    gl.thread_barrier()
+    thread_barrier()
     unit = unit_of(rule, 1.0)
     CUT_SOMEWHERE: gl.constexpr = C.ALWAYS_CUT > 0 or C.CUT_AT_BEGIN or C.CUT_AT_END
     arrive(DS_READY + 2 * ME + ((t + 1) & 1), WARPGROUPS)  # it has no dS of a tile before to wait for
@@ -212,11 +213,11 @@ def own_128_keys(t, shared, board, targets, rule, ME: gl.constexpr, C: gl.conste
     await_all(shared, t, ME, C)
     v_out = shared.out.index(ME * (C.OUT_TILES // 2))
     k_out = shared.out.index(ME * (C.OUT_TILES // 2) + 1)
-    gl.thread_barrier()
+    thread_barrier()
     v_out.reshape([KEYS, C.BLOCK_D]).store(dv)
     k_out.reshape([KEYS, C.BLOCK_D]).store(dk)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     store_columns(targets.dv_desc, targets.dv, dv, v_out, ends, 0, C.DIM_V, C)
     store_columns(targets.dk_desc, targets.dk, dk, k_out, ends, 0, C.DIM, C)
     mark_spoiled(targets, flaw, ends)

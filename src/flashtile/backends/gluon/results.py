@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from flashtile.backends.gluon.tasks import HEAD, LSE, MARK, QUERY, REAL_FROM, REAL_TO, ROWS, SEQUENCE, read
+from flashtile.backends.gluon.words import send_tile, thread_barrier
 from flashtile.backends.triton.scores import LN2, LOG2E
 
 
@@ -74,13 +75,13 @@ def store(o, row_lse, spoiled, real, out_tiles, results, orders, cu_q, ME: gl.co
             inside = last >= ROWS
         for n in gl.static_range(C.OUT_PARTS):
             tma.store_wait(0)
-            gl.thread_barrier()
+            thread_barrier()
             buffer.reshape([ROWS, WIDTH]).store(parts[n])
             fence_async_shared()
-            gl.thread_barrier()
+            thread_barrier()
             if inside:
                 at = [sequence, read(orders, HEAD, ME), read(orders, QUERY, ME), 0, n * WIDTH]
-                tma.async_copy_shared_to_global(results.desc, at, buffer)
+                send_tile(results.desc, at, buffer)
     in_s: gl.constexpr = real.type.layout
     o_r = gl.arange(0, ROWS, in_s)
     if results.desc is None or cu_q is not None:

@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gluon import tuning
+from flashtile.backends.gluon.words import thread_barrier
 from flashtile.backends.triton.blocks import locate, measure
 from flashtile.backends.triton.cuts import clip, cuts, reach
 from flashtile.backends.triton.steady import plain
@@ -168,14 +169,14 @@ def post(orders, task, tiles, results, work, C: gl.constexpr):
         gain = gl.load(at) * gl.load(at + 1)
         put(orders, GAIN, gain.to(gl.int32, bitcast=True))
         put(orders, VALUE_GAIN, gl.load(at + 2).to(gl.int32, bitcast=True))
-    gl.thread_barrier()  # the lane that speaks next speaks for all of them
+    thread_barrier()  # the lane that speaks next speaks for all of them
 
 
 @gluon.jit
 def dismiss(orders):
     """Write that there is nothing left to do."""
     put(orders, GO, gl.zeros([MOST], gl.int32, LANES))
-    gl.thread_barrier()
+    thread_barrier()
 
 
 @gluon.jit

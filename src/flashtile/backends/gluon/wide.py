@@ -39,6 +39,7 @@ from flashtile.backends.gluon.columns import (
 )
 from flashtile.backends.gluon.dq import add_to_dq, await_buffer
 from flashtile.backends.gluon.softmax import unit_of
+from flashtile.backends.gluon.words import reinterpreted, thread_barrier
 
 P_READY = gl.constexpr(5)  # named barriers
 DS_READY = gl.constexpr(6)
@@ -148,12 +149,12 @@ def own_64_keys(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr)
     sync(TOGETHER, WARPGROUPS)  # nobody reads queries any more
     ends = read_ends(board, 0)
     dk, dv, flaw = finished(dk, dv, dtype, ends, rule, C)
-    v_out = shared.dout.index(0)._reinterpret(dtype, [2, 1, 1, KEYS, HALF], targets.dv_desc.layout).index(ME)
-    k_out = shared.q.index(0)._reinterpret(dtype, [2, 1, 1, KEYS, HALF], targets.dk_desc.layout).index(ME)
+    v_out = reinterpreted(shared.dout.index(0), dtype, [2, 1, 1, KEYS, HALF], targets.dv_desc.layout).index(ME)
+    k_out = reinterpreted(shared.q.index(0), dtype, [2, 1, 1, KEYS, HALF], targets.dk_desc.layout).index(ME)
     v_out.reshape([KEYS, HALF]).store(dv)
     k_out.reshape([KEYS, HALF]).store(dk)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     store_columns(targets.dv_desc, targets.dv, dv, v_out, ends, ME * HALF, C.DIM_V, C)
     store_columns(targets.dk_desc, targets.dk, dk, k_out, ends, ME * HALF, C.DIM, C)
     mark_spoiled(targets, flaw, ends)

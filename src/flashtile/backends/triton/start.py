@@ -14,6 +14,7 @@ from flashtile.backends.triton.launcher import Launcher, can_launch
 Strides = tuple[int, int, int]
 Maker = Callable[[Any], Any]
 _HOOKS: Any = triton.knobs.runtime
+FUSED = {"enable_fp_fusion": True}  # a * b + c is rounded once: until Triton 3.9 so unless one says otherwise
 
 
 class Start:
@@ -37,7 +38,7 @@ class Start:
         self.kernel = kernel
         self.grid = (programs, 1, 1)
         self.constants = constants  # in the order of the kernel's parameters, which end with them
-        self.options = options or {}
+        self.options = FUSED | (options or {})
         self.rows = rows or {}
         self.blocks = {n: make for n, make in (blocks or {}).items() if make is not None}
         self.absent = [n for n, make in (blocks or {}).items() if make is None]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from flashtile.bench.gpu import bars
-from flashtile.bench.gpu.peers import CUDNN, FA3, FLEX, OURS, PORTABLE, WIDE
+from flashtile.bench.gpu import bars, measures
+from flashtile.bench.gpu.peers import CUDNN, FA3, FLEX, ORDERED, OURS, PORTABLE, WIDE
 
 
 def row(suite: str, direction: str = "forward", *, us: float = 1.0, **more: Any) -> dict[str, Any]:
@@ -51,6 +51,17 @@ def test_every_row_beats_flex(direction: str) -> None:
     assert only(bars.judge([train(direction, cudnn=2.0)]), f"{direction}-flex")["holds"] is None
     best = only(bars.judge(good), f"{direction}-best")
     assert best["worst"] == 0.9 and best["holds"] is None and best["worst_bar"] is None
+
+
+def test_the_same_bits_have_a_price_and_are_no_peer() -> None:
+    times = {OURS: {"median_s": 1.0}, ORDERED: {"median_s": 1.1}, CUDNN: {"median_s": 1.2}}
+    ratios = {name: {"value": t["median_s"]} for name, t in times.items() if name != OURS}
+    found = row("train", "backward", times=times, ratios=ratios)
+    assert only(bars.judge([found]), "backward-ordered")["worst"] == pytest.approx(1.1)
+    assert only(bars.judge([found]), "backward-ordered")["holds"] is True
+    assert measures.best_peer(found) == CUDNN
+    dear = row("train", "backward", times=times, ratios=ratios | {ORDERED: {"value": 1.2}})
+    assert only(bars.judge([found, dear]), "backward-ordered")["holds"] is False
 
 
 def test_portable_kernels_beat_flex_too_and_are_no_peer() -> None:

@@ -22,6 +22,7 @@ from flashtile.bench.gpu.peers import (  # noqa: E402
     FA3,
     FA4,
     FLEX,
+    ORDERED,
     OURS,
     PEERS,
     PORTABLE,
@@ -121,7 +122,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     peers._not_importable.cache_clear()
 
 
-ON_CPU = [peer for peer in PEERS if peer.name != PORTABLE]
+ON_CPU = [peer for peer in PEERS if peer.name not in (PORTABLE, ORDERED)]
 IN_16_BITS = [peer for peer in ON_CPU if peer.name != WIDE]
 
 
@@ -256,13 +257,25 @@ def test_portable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         peer.build(row_of("decode B16", small), peers.tensors(row, "cpu", 0))
 
 
+def test_deterministic_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[Any] = []
+    monkeypatch.setattr(peers.flashtile, "attention", lambda *_, **options: called.append(options))
+    (peer,) = [peer for peer in PEERS if peer.name == ORDERED]
+    row = row_of("train backward D64 causal", small)
+    peer.build(row, peers.tensors(row, "cpu", 0))[1](None, None, None)
+    assert [options["deterministic"] for options in called] == [True]
+    for other in ("train forward D64 causal", "train backward window1024"):
+        with pytest.raises(peers.UnfitError, match="it is for gradients on the grid"):
+            peer.build(row_of(other, small), peers.tensors(row, "cpu", 0))
+
+
 def test_who_is_not_here_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     peers._not_importable.cache_clear()
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))  # all that FlashAttention-4 leaves of it
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", Library(None))
     here, absent = peers.present()
-    assert absent[PORTABLE] == gluon.missing()
+    assert absent[PORTABLE] == absent[ORDERED] == gluon.missing()
     assert absent[FA2] == "flash_attn has no attention function"
     assert absent[FA3].startswith("flash_attn_interface cannot be imported: ModuleNotFoundError")
     assert [peer.name for peer in here] == [OURS, WIDE, CUDNN, SDPA_FLASH, FLEX, FA4]

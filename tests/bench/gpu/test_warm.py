@@ -8,7 +8,7 @@ import pytest
 
 from flashtile.bench import workers
 from flashtile.bench.gpu import peers, warm
-from flashtile.bench.gpu.peers import FA4, FA4_KEEPS, FLEX, OURS, PEERS, PORTABLE, WIDE
+from flashtile.bench.gpu.peers import FA4, FA4_KEEPS, FLEX, NAMES, OURS, OURSELVES, PEERS, PORTABLE
 from flashtile.bench.gpu.rows import ROWS, in_turn
 
 
@@ -18,10 +18,10 @@ def test_only_those_that_keep_what_they_compiled(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setenv(FA4_KEEPS, "0")
     warm.keep_on_disk()  # the user's word stands
-    assert compiling() == [OURS, PORTABLE, WIDE, FLEX]
+    assert compiling() == [OURS, *OURSELVES, FLEX]
     monkeypatch.delenv(FA4_KEEPS)
     warm.keep_on_disk()
-    assert compiling() == [OURS, PORTABLE, WIDE, FLEX, FA4]
+    assert compiling() == [OURS, *OURSELVES, FLEX, FA4]
 
 
 def test_in_the_order_of_the_run() -> None:
@@ -38,9 +38,11 @@ def test_failures_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
             done(job, {"failed": "no memory"} if job["peer"] == FLEX else {"seconds": 1})
 
     monkeypatch.setattr(workers, "run", run)
-    failed = warm.compile_ahead(ROWS[:2], PEERS[:6], count=3, progress=lambda *step: steps.append(step))
+    those = PEERS[: NAMES.index(FLEX) + 1]
+    failed = warm.compile_ahead(ROWS[:2], those, count=3, progress=lambda *step: steps.append(step))
     assert failed == {f"{FLEX}: {row.name}": "no memory" for row in ROWS[:2]}
-    assert [step[1:] for step in steps] == [(n, 8) for n in range(1, 9)]
+    total = 2 * sum(peer.compiles() for peer in those)
+    assert [step[1:] for step in steps] == [(n, total) for n in range(1, total + 1)]
 
 
 def test_a_worker_finds_its_row_and_peer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from flashtile.bench.cases import FORWARD
 from flashtile.bench.gpu import measures
 from flashtile.bench.gpu.measures import Measure, Row
-from flashtile.bench.gpu.peers import OURS, PORTABLE
+from flashtile.bench.gpu.peers import ORDERED, OURS, PORTABLE
 from flashtile.bench.gpu.rows import DECODE, DTYPE, MEMORY, SMALL, STEP, TRAIN
 from flashtile.bench.memory import BACKWARD
 from flashtile.bench.timing import geometric_mean
@@ -101,6 +101,10 @@ def _with_portable(row: Row) -> bool:
     return PORTABLE in row["times"]
 
 
+def _with_ordered(row: Row) -> bool:
+    return ORDERED in row["times"]
+
+
 def _dense(row: Row) -> bool:
     """So much work that the matrix unit alone sets the pace."""
     return not row["options"] and row["shape"]["n_k"] == 16384 and row["shape"]["dim"] >= 128
@@ -131,11 +135,13 @@ def _pass(direction: str, mean: float, each: float) -> tuple[Bar, ...]:
 ONE_CACHE, MEMORY_OF = "decode, one sequence of {row[shape][n_k]} keys", "memory of {row[direction]}"
 DENSE, STEPS = "forward, full, 16384 keys, {n} head dims", "a training step, {n} shapes"
 IN_8_BITS = "forward in 8 bits, {n} shapes"
+IN_ORDER = "backward, the same bits every time, {n} shapes"
 SMALL_CALL, BY_HOPPER = "a small call", "a small call, by the Hopper kernels"
 BARS = (
     *_pass(FORWARD, mean=1.06, each=1.00),
     Bar("forward-product", DENSE, _train(FORWARD, _dense, backend=HOPPER, extra=False), measures.OF_PRODUCT, each=0.95),
     *_pass(BACKWARD, mean=1.05, each=0.97),
+    Bar("backward-ordered", IN_ORDER, _train(BACKWARD, _with_ordered), measures.IN_ORDER, each=1.15),
     *(_eight_bits(dim, mean) for dim, mean in ((64, None), (128, 1.4), (256, None))),
     Bar("eight-bits-best", IN_8_BITS, _train(FORWARD, _with_peer, dtype=EIGHT_BITS), measures.OVER_BEST),
     Bar("step-best", STEPS, _train(STEP, _elsewhere), measures.OVER_BEST),

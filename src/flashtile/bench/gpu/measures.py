@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from flashtile.bench.gpu.peers import CUDNN, FLEX, OURS, PORTABLE, WIDE
+from flashtile.bench.gpu.peers import CUDNN, FLEX, ORDERED, OURS, OURSELVES, PORTABLE, WIDE
 
 TILE = 128  # keys that a window costs besides its own
 SLACK = 1 << 20  # of memory: allocations are rounded up, schedulers keep counters
@@ -25,7 +25,7 @@ class Measure:
 
 def best_peer(row: Row) -> str | None:
     """The fastest of the others."""
-    others = {name: ratio["value"] for name, ratio in row["ratios"].items() if name not in (PORTABLE, WIDE)}
+    others = {name: ratio["value"] for name, ratio in row["ratios"].items() if name not in OURSELVES}
     return min(others, key=lambda name: others[name], default=None)
 
 
@@ -66,6 +66,7 @@ OVER_FLEX = Measure(f"{FLEX} time / time", _over(FLEX), more_is_better=True)
 PORTABLE_OVER_FLEX = Measure(f"{FLEX} time / time", _portable_over_flex, more_is_better=True)
 OVER_CUDNN = Measure(f"{CUDNN} time / time", _over(CUDNN), more_is_better=True)
 OVER_WIDE = Measure("time in bfloat16 / time", _over(WIDE), more_is_better=True)
+IN_ORDER = Measure("time with deterministic=True / time", _over(ORDERED))
 OVER_BEST = Measure("best peer's time / time", _over_best, more_is_better=True)
 OF_PRODUCT = Measure("FLOPs a second / those of the matrix product", _of_product, more_is_better=True)
 OF_COPY = Measure("K and V read a second / device copy", lambda row: row["shares"].get(OURS), more_is_better=True)

@@ -13,11 +13,14 @@ from typing import Any, NamedTuple
 
 import flashtile
 from flashtile.bench.gpu.rows import DECODE, DTYPE, STEP, TRAIN, Row
+from flashtile.bench.memory import BACKWARD
 from flashtile.bench.timing import Call
 
 OURS, CUDNN, SDPA_FLASH, FLEX = "flashtile", "cuDNN", "SDPA flash", "FlexAttention"
 PORTABLE = "flashtile, Triton"  # its portable kernels, where it has others
+ORDERED = "flashtile, deterministic"  # where that costs time
 WIDE = "flashtile, bfloat16"  # on the numbers of 8-bit tensors
+OURSELVES = (PORTABLE, ORDERED, WIDE)  # beside what is timed for us
 FA2, FA3, FA4 = "FlashAttention-2", "FlashAttention-3", "FlashAttention-4"
 SDPA_BACKENDS = {CUDNN: "CUDNN_ATTENTION", SDPA_FLASH: "FLASH_ATTENTION"}
 FA4_KEEPS = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"  # "1": what it compiled stays on disk; read when it is imported
@@ -127,8 +130,8 @@ def _call(row: Row, given: Tensors, layout: Layout, forward: Forward) -> Call:
     return partial(torch.autograd.grad, forward(*leaves), leaves, dout, retain_graph=True)
 
 
-def _ours(row: Row, given: Tensors, backend: str = "auto") -> tuple[Layout, Forward]:
-    options = {**row.case.options, "backend": backend}
+def _ours(row: Row, given: Tensors, **more: Any) -> tuple[Layout, Forward]:
+    options = {**row.case.options, **more}
     if row.eight_bits:
         options["descale"] = _descale(row, given)
     if given.cu is not None:
@@ -148,7 +151,13 @@ def _portable(row: Row, given: Tensors) -> tuple[Layout, Forward]:
     _no_eight_bits(row)
     if row.suite != TRAIN:
         raise UnfitError(f"it is what {OURS} runs here")
-    return _ours(row, given, "triton")
+    return _ours(row, given, backend="triton")
+
+
+def _ordered(row: Row, given: Tensors) -> tuple[Layout, Forward]:
+    if row.case.direction != BACKWARD or row.suite != TRAIN or row.extra:
+        raise UnfitError("it is for gradients on the grid")
+    return _ours(row, given, deterministic=True)
 
 
 def _wide(row: Row, given: Tensors) -> tuple[Layout, Forward]:
@@ -274,6 +283,7 @@ def _fa4_keeps() -> bool:
 PEERS = (
     Peer(OURS, _ours, compiles=lambda: True),
     Peer(PORTABLE, _portable, _no_others, compiles=lambda: True),
+    Peer(ORDERED, _ordered, _no_others, compiles=lambda: True),
     Peer(WIDE, _wide, compiles=lambda: True),
     *(Peer(name, _sdpa, context=partial(_sdpa_kernel, name)) for name in SDPA_BACKENDS),
     Peer(FLEX, _flex, compiles=lambda: True),

@@ -86,9 +86,7 @@ class Settings:
     def __init__(self, backend: str, options: dict[str, Any], names: list[str]) -> None:
         self.backend, self.names = backend, names
         self._options = options | dict.fromkeys(names) if names else options  # that keep their places: see prepared.py
-        if "window" in options and isinstance(
-            options["window"], list
-        ):  # which may change before the gradients are made
+        if "window" in options and isinstance(options["window"], list):  # it may change before gradients are made
             self._options = self._options | {"window": tuple(options["window"])}
 
     def options_with(self, tensors: Iterable[Any]) -> dict[str, Any]:

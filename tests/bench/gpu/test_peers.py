@@ -246,26 +246,31 @@ def test_what_8_bits_stand_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(with_factors["descale"]) == 3 and "descale" not in without and without["causal"] is True
 
 
-def test_portable_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "fits", "asked", "others", "reason"),
+    [
+        (PORTABLE, "train forward D64 causal", {"backend": "triton"}, ["decode B16"], "it is what flashtile runs here"),
+        (
+            ORDERED,
+            "train backward D64 causal",
+            {"deterministic": True},
+            ["train forward D64 causal", "train backward window1024"],
+            "it is for gradients on the grid",
+        ),
+    ],
+    ids=["portable", "deterministic"],
+)
+def test_ourselves_otherwise(
+    monkeypatch: pytest.MonkeyPatch, name: str, fits: str, asked: dict[str, Any], others: list[str], reason: str
+) -> None:
     called: list[Any] = []
     monkeypatch.setattr(peers.flashtile, "attention", lambda *_, **options: called.append(options))
-    (peer,) = [peer for peer in PEERS if peer.name == PORTABLE]
-    row = row_of("train forward D64 causal", small)
+    (peer,) = [peer for peer in PEERS if peer.name == name]
+    row = row_of(fits, small)
     peer.build(row, peers.tensors(row, "cpu", 0))[1](None, None, None)
-    assert [options["backend"] for options in called] == ["triton"]
-    with pytest.raises(peers.UnfitError, match="it is what flashtile runs here"):
-        peer.build(row_of("decode B16", small), peers.tensors(row, "cpu", 0))
-
-
-def test_deterministic_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[Any] = []
-    monkeypatch.setattr(peers.flashtile, "attention", lambda *_, **options: called.append(options))
-    (peer,) = [peer for peer in PEERS if peer.name == ORDERED]
-    row = row_of("train backward D64 causal", small)
-    peer.build(row, peers.tensors(row, "cpu", 0))[1](None, None, None)
-    assert [options["deterministic"] for options in called] == [True]
-    for other in ("train forward D64 causal", "train backward window1024"):
-        with pytest.raises(peers.UnfitError, match="it is for gradients on the grid"):
+    assert [{key: options[key] for key in asked} for options in called] == [asked]
+    for other in others:
+        with pytest.raises(peers.UnfitError, match=reason):
             peer.build(row_of(other, small), peers.tensors(row, "cpu", 0))
 
 

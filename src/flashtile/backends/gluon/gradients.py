@@ -69,7 +69,7 @@ class Backward:
         of_given = [None if x is None else strides(x, p) for x in (dout, *given[1:])]
         delta = Result(p, p.heads, p.q.shape[2], None, "float32", device)
         of_mend = (of_given[0], of_given[2], delta.strides, None)
-        mend = MendBackward(p, device, ROWS, ROWS, of_mend, grads, natural=True, chained=chained)
+        mend = MendBackward(p, device, ROWS, ROWS, of_mend, grads, chained, natural=True)
         space = _Workspace(p, device, self._dq, delta, mend.count)
         self._delta, self._marks, self._scratch = space.delta, space.marks, space.maker
         begin = _begin(p, space, present(*of_given, None, delta.strides), chained)

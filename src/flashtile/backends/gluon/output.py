@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.gluon import WIDEST, tuning
+from flashtile.backends.gluon import tuning
 from flashtile.backends.gluon.descriptors import descriptors, outline_of
 from flashtile.backends.gluon.forward_kernel import forward_kernel
 from flashtile.backends.gluon.tickets import tickets
@@ -93,7 +93,7 @@ class Forward:
         out = None
         if ITEMSIZE[p.out_dtype] == 2 and p.dim_v % 8 == 0:
             whole = outline_of(self._out, p.q.shape[0], p.heads, p.q.shape[2], p.dim_v)
-            out = descriptors(whole, [*rows_block, width_v // _out_parts(p, config)], packed_heads)
+            out = descriptors(whole, [*rows_block, width_v // config.out_parts], packed_heads)
         q = descriptors(p.q, [*rows_block, width], packed_heads)
         return [q, descriptors(p.k, [1, 1, config.block_k, width]), v, out]
 
@@ -127,15 +127,10 @@ class Transpose:
 def constants(p: Problem, config: tuning.Config, packed_heads: int) -> Constants:
     limited = p.band.right < FAR or p.band.left < FAR or p.kv_lengths is not None or p.packed
     whole = not limited and p.n_k % config.block_k == 0
-    config = config._replace(out_parts=_out_parts(p, config))
     trust = p.dtype == "bfloat16"  # weights of float16 overflow at 2^16
     short = p.packed or -(-p.n_q * packed_heads // ROWS) % config.consumers != 0
     sizes = (p.group, packed_heads, p.dim_v, _width(p), block(p.dim_v))
     return Constants(*map(gl.constexpr, (*sizes, *config, trust, whole, short, tuning.seen_first(p))))
-
-
-def _out_parts(p: Problem, config: tuning.Config) -> int:
-    return config.out_parts if block(p.dim_v) == WIDEST else 1
 
 
 def _width(p: Problem) -> int:

@@ -22,7 +22,7 @@ class Config(NamedTuple):
     consumers: int
     registers: int
     load_registers: int
-    out_parts: int = 1  # in which an output of the widest head dim leaves, by a buffer of that size
+    out_parts: int = 1  # in which an output leaves, by a buffer of that size; one that is not of the widest is whole
     weights_shared: bool = False  # P waits for its values in shared memory, not in registers; for 8 bits
 
 
@@ -88,7 +88,8 @@ def forward(width: int, dtype: str = "bfloat16", rows: int | None = None) -> Con
 def forward_of(problem: Problem, packed_heads: int) -> Config:
     """forward() for a problem whose tiles have rows of so many heads."""
     p = problem
-    return forward(max(p.dim, p.dim_v), p.dtype, None if p.packed else p.n_q * packed_heads)
+    config = forward(max(p.dim, p.dim_v), p.dtype, None if p.packed else p.n_q * packed_heads)
+    return config if 2 * p.dim_v > max(FORWARD) else config._replace(out_parts=1)
 
 
 def _padded(rows: int, config: Config) -> int:

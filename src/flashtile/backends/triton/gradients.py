@@ -46,7 +46,7 @@ class Backward:
         rows = _Statistics(p, of_keys.block_q, scratch)
         self._delta = rows.delta
         of_mend = (strides(dout, p), *3 * (rows.strides,))
-        mend = MendBackward(p, device, of_queries.block_q, of_keys.block_k, of_mend, grads, chained=chained)
+        mend = MendBackward(p, device, of_queries.block_q, of_keys.block_k, of_mend, grads, chained)
         marks = scratch.part((mend.count,), torch.int32)
         self._scratch = scratch.maker()
         walks = _Walks(p, dout, is_aligned, rows, chained)

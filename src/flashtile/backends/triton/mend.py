@@ -64,7 +64,7 @@ class MendBackward:
 
     The marks of all tiles of keys come first; those of tiles of queries begin at first_of_queries. given: strides of
     dout and of what statistics_kernel made of each row, log2, delta and tops; without tops no lse is ever too coarse.
-    natural: log2 is the lse as it was saved, and not in base 2. chained: as the kernel before it says (chain.py).
+    chained: as the kernel before it says (chain.py). natural: log2 is the lse as it was saved, and not in base 2.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class MendBackward:
         block_k: int,
         given: tuple[Strides | None, ...],
         grads: tuple[Result, ...],
+        chained: bool,
         natural: bool = False,
-        chained: bool = False,
     ) -> None:
         batch = p.q.shape[0]
         k_tiles, q_tiles = count_tiles(p, p.n_k, p.k.shape[2], block_k), count_tiles(p, p.n_q, p.q.shape[2], block_q)

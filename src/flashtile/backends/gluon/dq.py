@@ -78,25 +78,24 @@ def write_tiles(t, shared, board, dq, turns, ME: gl.constexpr, C: gl.constexpr):
     tiles = C.GROUP * get(board, CUT + 3)
     if C.PERSISTENT:
         arrive(KV_FREE, EVERYONE)  # it is done with the board
-    at = gl.to_tensor(0)
-    turn = gl.to_tensor(0)
     for _ in range(tiles):
+        # Its orders are there: the warpgroup had its queries before it sent the last of the tile before.
+        at = get(shared.orders, order_of(t) + DQ_AT) + ME * C.PARTS * 16
+        if turns is not None:  # most often its turn comes while the warpgroup is still at work on it
+            turn = get(shared.orders, order_of(t) + TURN)
+            await_count(turns + at // 16, gl.maximum(turn, 0))
         for part in gl.static_range(C.PARTS):
             n = t * C.PARTS + part
             buffer = buffer_of(n, ME, C)
             mbarrier.wait(shared.dq_full.index(buffer), n // C.DQ_BUFFERS & 1)
-            if part == 0:  # orders stay as they are while a buffer is full
-                at = get(shared.orders, order_of(t) + DQ_AT) + ME * C.PARTS * 16
-                if turns is not None:
-                    turn = get(shared.orders, order_of(t) + TURN)
-                    await_count(turns + at // 16, gl.maximum(turn, 0))
             add_tile(dq, [at + part * 16, 0], shared.dq.index(buffer))
             tma.store_wait(0)
             mbarrier.arrive(shared.dq_free.index(buffer), count=1)
         if turns is not None:
             added()
             thread_barrier()
-            gl.atomic_add(turns + at // 16, (turn >= 0).to(gl.int32), sem="release")
+            # No fence: sums are made in the L2, one after the other, and nobody reads them here.
+            gl.atomic_add(turns + at // 16, (turn >= 0).to(gl.int32), sem="relaxed")
         t += 1
     return t
 

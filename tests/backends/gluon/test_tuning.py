@@ -10,24 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashtile.backends.gluon import tuning
-from flashtile.band import FAR, Band
+from flashtile.band import Band
 from flashtile.dtypes import EIGHT_BITS
 from flashtile.problem import Problem, describe
-
-LIMITS = st.one_of(st.just(FAR), st.integers(-70, 300), st.sampled_from([-64, 0, 64, 128]))
-LENGTHS = st.one_of(st.integers(1, 400), st.sampled_from([64, 128, 192, 256, 384]))
-DIMS = st.sampled_from([64, 128, 256])
+from tests.backends.gluon.shapes import DIMS, LENGTHS, LIMITS, visible
 
 
 def problem(n_q: int, n_k: int, dim: int = 64, **options: Any) -> Problem:
     return describe(*(np.zeros((1, 2, n, dim), np.float16) for n in (n_q, n_k, n_k)), **options)
-
-
-def visible(p: Problem) -> Any:
-    """[n_q, n_k]: who sees whom."""
-    band = p.band_for(p.n_q, p.n_k)
-    distance = np.arange(p.n_k)[None, :] - (np.arange(p.n_q)[:, None] + band.offset)
-    return (distance >= -band.left) & (distance <= band.right)
 
 
 def check_seen_first(p: Problem) -> None:
@@ -35,7 +25,7 @@ def check_seen_first(p: Problem) -> None:
     if not tuning.seen_first(p):
         return
     block_k = tuning.forward(p.dim).block_k
-    sees = visible(p)
+    sees = visible(p, p.n_q, p.n_k)
     ends = np.where(sees.any(1), p.n_k - np.argmax(sees[:, ::-1], 1), 0)  # beyond the last key that a row sees
     for row in range(0, p.n_q, tuning.ROWS):
         rows = ends[row : row + tuning.ROWS]
@@ -85,7 +75,7 @@ def check_always_cut(p: Problem) -> None:
         return
     steps = tuning.backward(p.dim)
     padded = -(-p.n_q // steps.keys) * steps.keys
-    sees = np.concatenate([visible(p), np.zeros((padded - p.n_q, p.n_k), bool)])
+    sees = np.concatenate([visible(p, p.n_q, p.n_k), np.zeros((padded - p.n_q, p.n_k), bool)])
     for key in range(0, p.n_k, steps.keys):
         column = sees[:, key : key + steps.keys]
         tiles = [column[row : row + steps.block_q] for row in range(0, padded, steps.block_q)]

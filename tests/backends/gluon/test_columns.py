@@ -1,0 +1,77 @@
+"""The tasks of a backward pass and the turns they take, against the band; without a GPU."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("triton.experimental.gluon")
+
+from flashtile.backends.gluon import columns, tuning
+from flashtile.backends.gluon.columns import Extent
+from flashtile.backends.gluon.gradients import constants
+from flashtile.backends.triton.arguments import block, lengths, rule
+from flashtile.backends.triton.tensors import count_tiles
+from flashtile.problem import Problem
+from tests.backends.gluon.on_integers import Number, Pointer, numbers, on_integers
+from tests.backends.gluon.shapes import dense_problems, packed_problems, visible
+
+find_column, query_tiles, turn_of = map(on_integers, (columns.find_column, columns.query_tiles, columns.turn_of))
+
+
+def check(p: Problem, section: int, in_order: bool) -> None:
+    """Each tile of keys is a task of each head, and visits all who see it; whole tiles hide nothing.
+
+    In order: at each tile of queries, tasks with something to add come one after the other, and none waits for one
+    that has a number after its own.
+    """
+    steps, width = tuning.backward(p.dim), max(64, block(p.dim))
+    tiles = count_tiles(p, p.n_k, p.k.shape[2], steps.keys)
+    heads = p.kv_heads * p.q.shape[0]
+    padded = count_tiles(p, p.n_q, p.q.shape[2], steps.keys) * steps.keys
+    counts = map(Number, (tiles, p.kv_heads, min(section, heads), padded, 0, tiles * heads))
+    work = Extent(numbers(rule(p)), numbers(lengths(p)), *counts)
+    C = numbers(constants(p, steps, width, alike=False))
+    turns = Pointer([]) if in_order else None
+    taken = set()
+    added = defaultdict(list)
+    for number in range(tiles * heads):
+        column = find_column(Number(number), turns, work, C)
+        at, key = column.at, column.tile * steps.keys
+        if p.packed and key >= at.k_room:
+            continue
+        assert (column.sequence, column.head, column.tile) not in taken
+        taken.add((column.sequence, column.head, column.tile))
+        begin, full_begin, full_end, end, seen = query_tiles(key, at, work, C)
+        sees = visible(p, at.q_len, at.k_len)[:, key : key + steps.keys]
+        for n in range(-(-at.q_len // steps.block_q)):
+            tile = sees[n * steps.block_q : (n + 1) * steps.block_q]
+            assert begin <= n < end or not tile.any()
+            if full_begin <= n < full_end and seen:
+                assert tile.all()
+            if in_order and begin <= n < end:
+                turn = turn_of(column.tile, Number(n * steps.block_q), at, work, C) * seen + seen - 1
+                assert turn >= 0 or not tile.any()
+                if turn >= 0:
+                    added[column.sequence, column.head, n].append((int(turn), number))
+    rooms = np.diff(p.cu_k) if p.packed else [p.n_k] * p.sequences
+    assert len(taken) == p.kv_heads * sum(-(-int(room) // steps.keys) for room in rooms)
+    for found in added.values():
+        assert [turn for turn, _ in sorted(found)] == list(range(len(found)))
+        assert sorted(found) == sorted(found, key=lambda x: x[1])
+
+
+@given(dense_problems(), st.integers(1, 6))
+@pytest.mark.parametrize("in_order", [False, True], ids=["any order", "in order"])
+def test_every_tile_of_keys_is_a_task(in_order: bool, p: Problem, section: int) -> None:
+    check(p, section, in_order)
+
+
+@given(packed_problems(), st.integers(1, 3))
+@pytest.mark.parametrize("in_order", [False, True], ids=["any order", "in order"])
+def test_every_tile_of_packed_keys(in_order: bool, p: Problem, section: int) -> None:
+    check(p, section, in_order)

@@ -1,0 +1,72 @@
+"""The tasks of a forward pass, against the band; without a GPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("triton.experimental.gluon")
+
+from flashtile.backends.gluon import tasks, tuning
+from flashtile.backends.gluon.output import constants
+from flashtile.backends.gluon.tasks import Work
+from flashtile.backends.gluon.tuning import ROWS
+from flashtile.backends.triton.arguments import lengths, rule
+from flashtile.backends.triton.tensors import count_tiles
+from flashtile.problem import Problem
+from tests.backends.gluon.on_integers import Number, numbers, on_integers
+from tests.backends.gluon.shapes import dense_problems, packed_problems, visible
+
+find_task, key_tiles = map(on_integers, (tasks.find_task, tasks.key_tiles))
+
+
+def check(p: Problem, section: int) -> None:
+    """Each row of each head is in one task, whose warpgroup visits all keys that it sees; whole tiles hide nothing."""
+    shared = tuning.packed_heads(p)  # heads that share the rows of a tile
+    config = tuning.forward_of(p, shared)
+    tiles = count_tiles(p, p.n_q * shared, p.q.shape[2], ROWS * config.consumers)
+    heads, sequences = p.heads // shared, p.q.shape[0]
+    counts = map(Number, (tiles, heads, min(section, heads * sequences), tiles * heads * sequences))
+    work = Work(numbers(rule(p)), numbers(lengths(p)), *counts)
+    C = numbers(constants(p, config, shared))
+    taken = Counter[tuple[int, int, int]]()
+    for number in range(work.tasks):
+        task = find_task(Number(number), work, C)
+        sees = visible(p, task.q_len, task.k_len)
+        for warpgroup in range(config.consumers):
+            first = task.row + warpgroup * ROWS
+            assert first % ROWS == 0  # tuning.seen_first() counts on it
+            rows = [row for row in range(first, first + ROWS) if 0 <= row < task.q_len * shared]
+            taken.update((task.sequence, task.head, row) for row in rows)
+            if rows:
+                check_keys(
+                    sees[sorted({row // shared for row in rows})], key_tiles(task, first, ROWS, work, C), config.block_k
+                )
+    lengths_q = np.diff(p.cu_q) if p.packed else [p.n_q] * p.sequences
+    assert set(taken.values()) <= {1}
+    assert len(taken) == heads * sum(int(n) * shared for n in lengths_q)
+
+
+def check_keys(sees: np.ndarray, cut: tuple[int, ...], block_k: int) -> None:
+    """sees: [rows, keys]."""
+    begin, full_begin, full_end, end = cut
+    assert 0 <= begin <= full_begin <= full_end <= end
+    for n in range(-(-sees.shape[1] // block_k)):
+        tile = sees[:, n * block_k : (n + 1) * block_k]
+        assert begin <= n < end or not tile.any()
+        if full_begin <= n < full_end:
+            assert tile.all() and tile.shape[1] == block_k
+
+
+@given(dense_problems(), st.integers(1, 6))
+def test_every_row_is_in_one_task(p: Problem, section: int) -> None:
+    check(p, section)
+
+
+@given(packed_problems(), st.integers(1, 3))
+def test_every_packed_row(p: Problem, section: int) -> None:
+    check(p, section)

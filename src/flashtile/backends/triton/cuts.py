@@ -30,7 +30,8 @@ def cuts(left, right, offset, first, last, n_cols, BLOCK: tl.constexpr):
     n = tl.cdiv(n_cols, BLOCK)
     begin = tl.minimum(tl.maximum(first + offset - left, 0) // BLOCK, n)
     end = clip(tl.cdiv(clip(last + offset + right, 0, n_cols), BLOCK), begin, n)
-    end = tl.where(left + right < 0, begin, end)
+    # begin comes first: a constant plus a tensor is no tensor to the interpreter of Triton 3.8 and later.
+    end = tl.where(begin * 0 + left + right < 0, begin, end)
     full_begin = clip(tl.cdiv(tl.maximum(last - 1 + offset - left, 0), BLOCK), begin, end)
     full_end = clip(clip(first + offset + right + 1, 0, n_cols) // BLOCK, full_begin, end)
     return begin, full_begin, full_end, end

@@ -65,7 +65,6 @@ WORDS = SimpleNamespace(
     load=operator.methodcaller("read"),
     int32=tl.int32,
     int64=tl.int64,
-    constexpr=tl.constexpr,
 )
 
 
@@ -73,7 +72,7 @@ def on_integers(function: Any) -> Callable[..., Any]:
     """A jitted function, and all that it calls, with Numbers for tensors."""
     code = function.fn.__code__
     names = {name: function.fn.__globals__[name] for name in code.co_names if name in function.fn.__globals__}
-    return FunctionType(code, {name: _as_plain(x) for name, x in names.items()}, argdefs=function.fn.__defaults__)
+    return FunctionType(code, {name: _as_plain(x) for name, x in names.items()})
 
 
 def _as_plain(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Problems whose tiles are counted: of any band and any length that is not long."""
+"""Problems whose tiles are counted, of any band and any length that is not long; and what cuts promise of them."""
 
 from __future__ import annotations
 
@@ -44,3 +44,13 @@ def packed_problems(draw: Any) -> Problem:
 def visible(p: Problem, n_q: int, n_k: int) -> Any:
     """[n_q, n_k] of a sequence: who sees whom."""
     return p.band_for(int(n_q), int(n_k)).keep(np.arange(n_q)[:, None], np.arange(n_k)[None, :])
+
+
+def check_cuts(sees: Any, cut: tuple[int, ...], block: int) -> None:
+    """sees: [rows, columns]. Tiles of `block` columns that are not visited show nothing, whole ones hide nothing."""
+    begin, full_begin, full_end, end = cut
+    assert 0 <= begin <= full_begin <= full_end <= end
+    for n in range(-(-sees.shape[1] // block)):
+        tile = sees[:, n * block : (n + 1) * block]
+        assert begin <= n < end or not tile.any()
+        assert not full_begin <= n < full_end or tile.all()

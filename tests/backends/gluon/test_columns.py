@@ -18,7 +18,7 @@ from flashtile.backends.triton.arguments import block, lengths, rule
 from flashtile.backends.triton.tensors import count_tiles
 from flashtile.problem import Problem
 from tests.backends.gluon.on_integers import Number, Pointer, numbers, on_integers
-from tests.backends.gluon.shapes import dense_problems, packed_problems, visible
+from tests.backends.gluon.shapes import check_cuts, dense_problems, packed_problems, visible
 
 find_column, query_tiles, turn_of = map(on_integers, (columns.find_column, columns.query_tiles, columns.turn_of))
 
@@ -46,18 +46,18 @@ def check(p: Problem, section: int, in_order: bool) -> None:
             continue
         assert (column.sequence, column.head, column.tile) not in taken
         taken.add((column.sequence, column.head, column.tile))
-        begin, full_begin, full_end, end, seen = query_tiles(key, at, work, C)
+        *cut, seen = query_tiles(key, at, work, C)
         sees = visible(p, at.q_len, at.k_len)[:, key : key + steps.keys]
-        for n in range(-(-at.q_len // steps.block_q)):
-            tile = sees[n * steps.block_q : (n + 1) * steps.block_q]
-            assert begin <= n < end or not tile.any()
-            if full_begin <= n < full_end and seen:
-                assert tile.all()
-            if in_order and begin <= n < end:
-                turn = turn_of(column.tile, Number(n * steps.block_q), at, work, C) * seen + seen - 1
-                assert turn >= 0 or not tile.any()
-                if turn >= 0:
-                    added[column.sequence, column.head, n].append((int(turn), number))
+        if seen:
+            check_cuts(sees.T, cut, steps.block_q)
+        else:
+            assert not sees.any()
+        visited = range(cut[0] * steps.block_q, min(cut[3] * steps.block_q, at.q_len), steps.block_q)
+        for row in visited if in_order else ():
+            turn = turn_of(column.tile, Number(row), at, work, C) * seen + seen - 1
+            assert turn >= 0 or not sees[row : row + steps.block_q].any()
+            if turn >= 0:
+                added[column.sequence, column.head, row].append((int(turn), number))
     rooms = np.diff(p.cu_k) if p.packed else [p.n_k] * p.sequences
     assert len(taken) == p.kv_heads * sum(-(-int(room) // steps.keys) for room in rooms)
     for found in added.values():

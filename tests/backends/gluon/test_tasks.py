@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +18,7 @@ from flashtile.backends.triton.arguments import lengths, rule
 from flashtile.backends.triton.tensors import count_tiles
 from flashtile.problem import Problem
 from tests.backends.gluon.on_integers import Number, numbers, on_integers
-from tests.backends.gluon.shapes import dense_problems, packed_problems, visible
+from tests.backends.gluon.shapes import check_cuts, dense_problems, packed_problems, visible
 
 find_task, key_tiles = map(on_integers, (tasks.find_task, tasks.key_tiles))
 
@@ -43,23 +42,11 @@ def check(p: Problem, section: int) -> None:
             rows = [row for row in range(first, first + ROWS) if 0 <= row < task.q_len * shared]
             taken.update((task.sequence, task.head, row) for row in rows)
             if rows:
-                check_keys(
-                    sees[sorted({row // shared for row in rows})], key_tiles(task, first, ROWS, work, C), config.block_k
-                )
-    lengths_q = np.diff(p.cu_q) if p.packed else [p.n_q] * p.sequences
+                cut = key_tiles(task, first, ROWS, work, C)
+                check_cuts(sees[sorted({row // shared for row in rows})], cut, config.block_k)
+                assert cut[2] * config.block_k <= task.k_len or cut[1] == cut[2]  # a whole tile is all there
     assert set(taken.values()) <= {1}
-    assert len(taken) == heads * sum(int(n) * shared for n in lengths_q)
-
-
-def check_keys(sees: np.ndarray, cut: tuple[int, ...], block_k: int) -> None:
-    """sees: [rows, keys]."""
-    begin, full_begin, full_end, end = cut
-    assert 0 <= begin <= full_begin <= full_end <= end
-    for n in range(-(-sees.shape[1] // block_k)):
-        tile = sees[:, n * block_k : (n + 1) * block_k]
-        assert begin <= n < end or not tile.any()
-        if full_begin <= n < full_end:
-            assert tile.all() and tile.shape[1] == block_k
+    assert len(taken) == heads * shared * sum(p.q_lengths)
 
 
 @given(dense_problems(), st.integers(1, 6))

@@ -264,6 +264,7 @@ def begin_rows(p_sink, o_h, has_sink, REAL: tl.constexpr):
     """m and l before any key. A sink is a first key whose value is 0."""
     m = tl.full(o_h.shape, float("-inf"), REAL)
     if p_sink is not None:
+        # != 0: joined with that of a scalar, a truth is no mask to the interpreter of Triton 3.8 and later.
         m = tl.load(p_sink + o_h, mask=has_sink != 0, other=float("-inf")).to(REAL) * LOG2E
     return m, tl.where(m == float("-inf"), 0.0, 1.0).to(REAL)
 

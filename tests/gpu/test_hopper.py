@@ -313,10 +313,7 @@ def test_two_hundred_gradients_in_order(name: str) -> None:
 @pytest.mark.parametrize("programs", [3, 10])
 @pytest.mark.parametrize("name", REPEATED)
 def test_few_programs_take_all_tasks(name: str, programs: int) -> None:
-    """One task after the other in each of them: the bits of many programs.
-
-    For many, all heads here are worked on side by side in the backward pass; for 10 the last few, behind the others.
-    """
+    """One task after the other in each of them: the bits of many programs, and of any Hopper GPU."""
     call = build(REPEATED[name])
     given = Given(replace(call, options=call.options | {"deterministic": True}), "cuda")
     want = given.step()

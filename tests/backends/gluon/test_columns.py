@@ -54,7 +54,7 @@ def check(p: Problem, section: int, in_order: bool) -> None:
             assert not sees.any()
         visited = range(cut[0] * steps.block_q, min(cut[3] * steps.block_q, at.q_len), steps.block_q)
         for row in visited if in_order else ():
-            turn = turn_of(column.tile, Number(row), at, work, C) * seen + seen - 1
+            turn = turn_of(column, Number(row), work, C) * seen + seen - 1
             assert turn >= 0 or not sees[row : row + steps.block_q].any()
             if turn >= 0:
                 added[column.sequence, column.head, row].append((int(turn), number))

@@ -152,19 +152,6 @@ def added():
 
 
 @gluon.jit
-def await_count(counter, count):
-    """Wait until a counter in memory has come to `count`."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; L: ld.acquire.gpu.global.u32 $0, [$1]; setp.lt.u32 p, $0, $2; @p bra L; }",
-        "=r,l,r",
-        [counter, count],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def pack_quarters(a, b, c, d):
     """Four float32, rounded to e4m3, in one integer, the first in its lowest byte."""
     return gl.inline_asm_elementwise(

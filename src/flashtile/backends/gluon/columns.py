@@ -127,6 +127,7 @@ class Column(NamedTuple):
     head: Any
     tile: Any  # of its sequence
     at: Any
+    first_keys_first: Any  # the order of turns
 
 
 @gluon.jit
@@ -173,7 +174,7 @@ def load(shared, board, sources, counter, turns, work, C: gl.constexpr):
                 put(shared.orders, order + DQ_AT, (dq_head + row) // 64 * (C.BLOCK_D // 64) * 16)
                 put(shared.orders, order + SLOPE, column.sequence * work.rule.alibi_sequence + h * work.rule.alibi_head)
                 if turns is not None:
-                    turn = turn_of(column.tile, row, at, work, C)
+                    turn = turn_of(column, row, work, C)
                     put(shared.orders, order + TURN, turn * seen + seen - 1)
                 thread_barrier()  # the lane that speaks next speaks for all of them
                 fetch_queries(shared, sources, q_at, [0, place, h, dq_row + row], t)
@@ -254,25 +255,31 @@ def find_column(number, turns, work, C: gl.constexpr):
     The heads of a section come side by side: first tiles of keys, which a causal band gives most to do, of all of them,
     then the second. So it is for the last heads: such a tile of the very last head would go on alone when all others
     have ended. With turns it is so for all heads: tasks of one head wait for each other, and begin one after the other.
+    There the last keys come first, but not in the last section. Nobody waits for a task that has not begun.
     """
     columns = work.tasks // work.tiles
-    first = columns - work.section  # head of a section
-    if turns is not None:
-        first = number // (work.tiles * work.section) * work.section
     column = number // work.tiles
     tile = number % work.tiles
+    last = columns - work.section
+    first_keys_first = column >= last
+    first = last  # head of a section
+    end = columns
+    if turns is not None:
+        first = gl.where(first_keys_first, last, column // work.section * work.section)
+        end = gl.where(first_keys_first, columns, gl.minimum(first + work.section, last))
     if column >= first:
-        beside = gl.minimum(work.section, columns - first)
+        beside = end - first
         inside = number - first * work.tiles
         column = first + inside % beside
         tile = inside // beside
     # Of dQ, which the kernel before this one cleared, the last heads may still be in the cache.
     column = columns - 1 - column
-    if turns is not None:  # the last keys first: nobody waits for a task that has not begun
-        tile = work.tiles - 1 - tile
+    if turns is not None:
+        tile = gl.where(first_keys_first, tile, work.tiles - 1 - tile)
     lengths = work.lengths
     sequence, tile = locate(lengths.cu_k, lengths.n_k, tile, column // work.kv_heads, lengths, C.KEYS)
-    return Column(sequence, column % work.kv_heads, tile, measure(lengths, work.rule.offset, sequence))
+    at = measure(lengths, work.rule.offset, sequence)
+    return Column(sequence, column % work.kv_heads, tile, at, first_keys_first)
 
 
 @gluon.jit
@@ -328,16 +335,20 @@ def post(board, column, place, key, cut, seen, work):
 
 
 @gluon.jit
-def turn_of(tile, row, at, work, C: gl.constexpr):
-    """How many tasks come before that of this tile of keys at a tile of queries: those of all later keys it sees.
+def turn_of(column, row, work, C: gl.constexpr):
+    """How many tasks come before that of these keys at a tile of queries: those of all later keys it sees, or of all
+    earlier ones.
 
     Under 0 where only rows beyond the last query see these keys. That adds nothing, and if it were counted, a task
     after it could go before its turn.
     """
     rule = work.rule
+    at = column.at
     last = gl.minimum(row + C.BLOCK_Q, at.q_len)
-    end = cuts(reach(rule.left), reach(rule.right), at.offset, row, last, at.k_len, C.KEYS)[3]
-    return end - 1 - tile
+    seen = cuts(reach(rule.left), reach(rule.right), at.offset, row, last, at.k_len, C.KEYS)
+    after = seen[3] - 1 - column.tile
+    before = gl.where((after >= 0) & (row < at.q_len), column.tile - seen[0], -1)
+    return gl.where(column.first_keys_first, before, after)
 
 
 @gluon.jit

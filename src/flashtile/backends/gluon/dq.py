@@ -6,9 +6,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from flashtile.backends.gluon.assembly import added, arrive, await_count
-from flashtile.backends.gluon.columns import CUT, DQ_AT, EVERYONE, GO, KV_FREE, TURN, get, order_of
+from flashtile.backends.gluon.assembly import added, arrive
+from flashtile.backends.gluon.columns import CUT, DQ_AT, EVERYONE, GO, HEAD, KV_FREE, SEQUENCE, TURN, get, order_of
 from flashtile.backends.gluon.words import add_tile, reinterpreted, thread_barrier
+from flashtile.backends.triton.chain import await_count
 
 # A 64 x 64 tile of dQ or P lies as 128 threads hold it, so that it is stored without conflicts, and dQ leaves in one
 # piece; row_kernels.py undoes the order.
@@ -54,7 +55,7 @@ def buffer_of(n, ME: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def write(shared, board, dq, turns, ME: gl.constexpr, C: gl.constexpr):
+def write(shared, board, dq, turns, complete, kv_heads, ME: gl.constexpr, C: gl.constexpr):
     """One warp: have the copy engine add a warpgroup's tiles to dQ, while the warpgroup goes on.
 
     With turns, in a fixed order, so that sums are the same each time: a task's turn at a tile of queries comes when all
@@ -65,17 +66,21 @@ def write(shared, board, dq, turns, ME: gl.constexpr, C: gl.constexpr):
     if C.PERSISTENT:
         n = gl.to_tensor(0)
         while get(board, GO) != 0:
-            t = write_tiles(t, shared, board, dq, turns, ME, C)
+            t = write_tiles(t, shared, board, dq, turns, complete, kv_heads, ME, C)
             n += 1
             mbarrier.wait(shared.v_full, n & 1)
     else:
-        write_tiles(t, shared, board, dq, turns, ME, C)
+        write_tiles(t, shared, board, dq, turns, complete, kv_heads, ME, C)
 
 
 @gluon.jit
-def write_tiles(t, shared, board, dq, turns, ME: gl.constexpr, C: gl.constexpr):
-    """Those of one task. t: tiles before; and after."""
+def write_tiles(t, shared, board, dq, turns, complete, kv_heads, ME: gl.constexpr, C: gl.constexpr):
+    """Those of one task. t: tiles before; and after.
+
+    complete: a counter of each key head, of the warps that have added all of theirs: finish_kernel goes by it.
+    """
     tiles = C.GROUP * get(board, CUT + 3)
+    column = get(board, SEQUENCE) * kv_heads + get(board, HEAD)
     if C.PERSISTENT:
         arrive(KV_FREE, EVERYONE)  # it is done with the board
     for _ in range(tiles):
@@ -83,7 +88,7 @@ def write_tiles(t, shared, board, dq, turns, ME: gl.constexpr, C: gl.constexpr):
         at = get(shared.orders, order_of(t) + DQ_AT) + ME * C.PARTS * 16
         if turns is not None:  # most often its turn comes while the warpgroup is still at work on it
             turn = get(shared.orders, order_of(t) + TURN)
-            await_count(turns + at // 16, gl.maximum(turn, 0))
+            await_count(turns + at // 16, gl.maximum(turn, 0), 0)
         for part in gl.static_range(C.PARTS):
             n = t * C.PARTS + part
             buffer = buffer_of(n, ME, C)
@@ -97,6 +102,10 @@ def write_tiles(t, shared, board, dq, turns, ME: gl.constexpr, C: gl.constexpr):
             # No fence: sums are made in the L2, one after the other, and nobody reads them here.
             gl.atomic_add(turns + at // 16, (turn >= 0).to(gl.int32), sem="relaxed")
         t += 1
+    if complete is not None:
+        added()
+        thread_barrier()
+        gl.atomic_add(complete + column, 1, sem="release")
     return t
 
 

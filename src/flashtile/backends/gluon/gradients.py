@@ -70,7 +70,7 @@ class Backward:
         delta = Result(p, p.heads, p.q.shape[2], None, "float32", device)
         of_mend = (of_given[0], of_given[2], delta.strides, None)
         mend = MendBackward(p, device, ROWS, ROWS, of_mend, grads, chained, natural=True)
-        space = _Workspace(p, device, self._dq, delta, mend.count)
+        space = _Workspace(p, device, self._dq, delta, mend.count, chained)
         self._delta, self._marks, self._scratch = space.delta, space.marks, space.maker
         begin = _begin(p, space, present(*of_given, None, delta.strides), chained)
         finish = _finish(p, space, self._dq, after(space.marks, mend.first_of_queries), chained)
@@ -94,9 +94,11 @@ class Backward:
             blocks=dict(enumerate(blocks)),
             C=constants(p, config, space.width, alike),
         )
-        where = (Q, K, V, DOUT, space.rows, space.total, DK, DV, DK, DV, space.marks, TICKETS, space.turns)
-        counts = (tiles, p.kv_heads, tuning.section(tiles, columns, processors), space.padded, marks, tasks)
-        return start, (*where, RULE, LENGTHS, *counts)
+        where = (Q, K, V, DOUT, space.rows, space.total, DK, DV, DK, DV, space.marks, TICKETS)
+        # The order of sums goes by sections: then they are the same on every GPU.
+        section = tuning.section(tiles, columns, tuning.MOST_PROCESSORS if p.deterministic else processors)
+        counts = (tiles, p.kv_heads, section, space.padded, marks, tasks)
+        return start, (*where, space.turns, space.complete, RULE, LENGTHS, *counts)
 
     def __call__(self, x: Inputs, *given: Any) -> Grads:
         if self._narrow is not None:
@@ -117,7 +119,7 @@ class Backward:
 class _Workspace:
     """What the kernels hand each other, of rows that are padded to whole tiles, and where it lies."""
 
-    def __init__(self, p: Problem, device: Any, dq: Result, delta: Result, marks: int) -> None:
+    def __init__(self, p: Problem, device: Any, dq: Result, delta: Result, marks: int, chained: bool) -> None:
         widest = max(p.dim, p.dim_v)
         self.config, self.width, self.columns = tuning.backward(widest), max(64, block(widest)), p.heads * p.q.shape[0]
         self.pads = count_tiles(p, p.n_q, p.q.shape[2], self.config.keys)
@@ -129,9 +131,13 @@ class _Workspace:
         self.delta = scratch.part(delta.shape, torch.float32)
         self.marks = scratch.part((marks,), torch.int32)
         self.turns = scratch.part((self.size // 4096,), torch.int32) if p.deterministic else None
+        by_head = chained and not p.packed  # heads of packed sequences have no number of tasks of their own
+        self.complete = scratch.part((p.kv_heads * p.q.shape[0],), torch.int32) if by_head else None
         # No one has a use for the memory of dQ before the kernel is done, nor for these statistics after it.
-        rows_in_dq = dq.numel * ITEMSIZE[p.dtype] >= 2 * self.columns * self.padded * 4
-        self.rows = DQ._replace(make=_as_rows) if rows_in_dq else scratch.part(self.rows_shape, torch.float32)
+        lent, of_dq = 2 * self.columns * self.padded * 4, dq.numel * ITEMSIZE[p.dtype]
+        self.rows = DQ._replace(make=_as_rows) if of_dq >= lent else scratch.part(self.rows_shape, torch.float32)
+        # Heads whose dQ waits for all of the kernel: those whose memory is lent, and one in any case (chain.py).
+        self.at_once = max(1, -(-self.columns * lent // max(1, of_dq))) if by_head else self.columns
         self.maker = scratch.maker()
 
 
@@ -147,13 +153,14 @@ def _begin(p: Problem, space: _Workspace, given: dict[int, Strides], chained: bo
         space.pads * space.columns,
         {"num_warps": 8},
         given,
+        GROUP=p.group,
         DIM_V=p.dim_v,
         BLOCK_DV=block(p.dim_v),
         BLOCK_D=space.width,
         PAD=space.config.keys,
         CHAINED=chained,
     )
-    where = (DOUT, OUT, LSE, DLSE, space.rows, space.delta, space.total, space.turns, LENGTHS)
+    where = (DOUT, OUT, LSE, DLSE, space.rows, space.delta, space.total, space.turns, space.complete, LENGTHS)
     return start, (*where, space.pads, p.heads, space.padded, space.columns)
 
 
@@ -165,12 +172,15 @@ def _finish(p: Problem, space: _Workspace, dq: Result, marks: At, chained: bool)
         tiles * space.columns,
         following(chained),
         present(None, dq.strides),
+        GROUP=p.group,
         DIM=p.dim,
         BLOCK_D=space.width,
         PAD=space.config.keys,
         CHAINED=chained,
     )
-    return start, (space.total, DQ, marks, bits(p.scale), LENGTHS, tiles, p.heads, space.padded)
+    where = (space.total, DQ, marks, space.complete, bits(p.scale), LENGTHS)
+    k_tiles = count_tiles(p, p.n_k, p.k.shape[2], space.config.keys)
+    return start, (*where, tiles, p.heads, space.padded, space.columns, space.at_once, 2 * k_tiles)
 
 
 def _blocks(p: Problem, space: _Workspace, dout: Any, dk: Result, dv: Result) -> list[Maker]:

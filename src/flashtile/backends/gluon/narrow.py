@@ -194,7 +194,7 @@ def own_128_keys(t, shared, board, targets, rule, ME: gl.constexpr, C: gl.conste
     s = gl.zeros([KEYS, C.BLOCK_Q], gl.float32, s_layout)
     mbarrier.wait(shared.q_full.index(t & 1), (t >> 1) & 1)
     first = queries(shared, t & 1, C).permute((1, 0))
-    s_later = warpgroup_mma(mine(shared.k.index(0), ME, C), first, s, use_acc=False, is_async=True)
+    s_later = warpgroup_mma(mine(made_anew(shared.k, t), ME, C), first, s, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s_later,))
     tma.store_wait(0)  # of the task before: its gradients left by the buffers of dQ
     thread_barrier()
@@ -206,7 +206,7 @@ def own_128_keys(t, shared, board, targets, rule, ME: gl.constexpr, C: gl.conste
     ends = read_ends(board, ME * KEYS)
     dk, dv, flaw = finished(dk, dv, dtype, ends, rule, C)
     sync(DS_READY + 2 * (1 - ME) + ((t + 1) & 1), WARPGROUPS)
-    dq = warpgroup_mma_wait(0, deps=(begin_dq(t - 1, shared.k.index(0), shared, ME, C),))
+    dq = warpgroup_mma_wait(0, deps=(begin_dq(t - 1, made_anew(shared.k, t), shared, ME, C),))
     arrive(KV_FREE, EVERYONE)
     lay_down(dq, t - 1, shared, ME, C)
     send_dq(shared, t - 1, 0, ME, C)

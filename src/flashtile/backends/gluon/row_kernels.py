@@ -11,7 +11,7 @@ import triton.language as tl
 
 from flashtile.backends.triton.backward_kernels import row_statistics
 from flashtile.backends.triton.blocks import extent, head_of, locate, number, store_column, wide
-from flashtile.backends.triton.chain import follow, lead
+from flashtile.backends.triton.chain import await_count, follow, lead
 from flashtile.backends.triton.steady import plain
 
 ZEROS = tl.constexpr(4096)  # a 64 x 64 tile of dQ
@@ -38,18 +38,20 @@ def begin_kernel(
     delta,
     total,
     turns,
+    complete,
     lengths,
     tiles,
     heads,
     padded,
     columns,
+    GROUP: tl.constexpr,
     DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PAD: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Of PAD rows a program: lse in base 2 and delta, +inf and 0 beyond the last row; dQ and turns cleared.
+    """Of PAD rows a program: lse in base 2 and delta, +inf and 0 beyond the last row; dQ and counters cleared.
 
     The grid counts tiles, then heads, then sequences. columns: heads of all sequences. delta goes row by row once more,
     for those who come after the pass.
@@ -75,18 +77,25 @@ def begin_kernel(
             tl.store(total + at * BLOCK_D + n * ZEROS + tl.arange(0, ZEROS), tl.zeros([ZEROS], tl.float32))
         if turns is not None:
             tl.store(turns + at * BLOCK_D // ZEROS + tl.arange(0, squares), tl.zeros([squares], tl.int32))
+        if complete is not None:
+            tl.store(complete + column // GROUP, 0)
 
 
-@triton.jit(do_not_specialize=["tiles", "heads", "padded"])
+@triton.jit(do_not_specialize=["tiles", "heads", "padded", "columns", "at_once", "count"])
 def finish_kernel(
     total,
     dq,
     marks,
+    complete,
     scale,
     lengths,
     tiles,
     heads,
     padded,
+    columns,
+    at_once,
+    count,
+    GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PAD: tl.constexpr,
@@ -94,14 +103,21 @@ def finish_kernel(
 ):
     """dQ from float32, in the order of threads, to the caller's dtype and rows; a program makes 64 of them.
 
-    The grid counts tiles, then heads, then sequences, and so do marks.
+    The grid counts tiles, then heads, then sequences, and so do marks. complete: how many of `count` have added all of
+    theirs to the queries of a key head. The kernel before takes the last head first, and so does this one, in its tail.
+    The first heads, `at_once`, wait for all of it: in the memory of their results may lie what it reads.
     """
-    follow(CHAINED)
     lead(CHAINED)
     program = tl.program_id(0)
-    head = program // tiles % heads
-    sequence = program // tiles // heads
-    column = sequence * heads + head
+    if complete is not None:
+        program = (columns - 1 - program // tiles) * tiles + program % tiles
+    column = program // tiles
+    if column < at_once:
+        follow(CHAINED)
+    elif complete is not None:
+        await_count(complete + column // GROUP, count, 500)
+    head = column % heads
+    sequence = column // heads
     sequence, start, length, tile, row = place_of(lengths, program % tiles, sequence, 64, PAD)
     if lengths.cu_q is not None:
         column = head

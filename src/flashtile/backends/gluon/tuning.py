@@ -58,6 +58,7 @@ BACKWARD = {
 WIDEST_BACKWARD = max(BACKWARD)
 L2_SECTION = 16 << 20  # bytes of keys and values that programs work on at a time; each half of the L2 has its own copy
 WAVES = 2  # tasks of the backward pass a processor, whose heads are worked on side by side
+MOST_PROCESSORS = 132  # that a Hopper GPU has
 MOST_PACKED = 16  # query heads that share the rows of a tile
 
 

@@ -5,6 +5,9 @@ following(), and wait until the one before it is complete: before it reads what 
 reads, and in any case before its own end. So whatever comes after a chain finds all of it complete. The first kernel is
 launched as any other, when all before it is complete. One that follows and leads says so in this order, where the next
 one needs what the kernels before it wrote.
+
+A program may also go by a counter, of something that the kernel before makes, and begin with that before it is
+complete: every program of that kernel has begun, and needs nobody's help to go on.
 """
 
 from __future__ import annotations
@@ -47,3 +50,17 @@ def lead(CHAINED: tl.constexpr):
         tl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )
+
+
+@triton.jit
+def await_count(counter, count, rest):
+    """Wait until a counter in memory has come to `count`. rest: nanoseconds between two looks at it."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; L: ld.acquire.gpu.global.u32 $0, [$1]; setp.lt.u32 p, $0, $2;"
+        " @p nanosleep.u32 $3; @p bra L; }",
+        "=r,l,r,r",
+        [counter, count, rest],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -70,7 +70,7 @@ STACK = {
     ("8 bits", 128, "gqa"): 8,
     ("8 bits", 128, f"{EVERYTHING} descale"): 40,
     ("8 bits", 256, f"{EVERYTHING} descale"): 24,
-    # At head dim 128, 8 bytes hold nothing: two registers that are set only where something is sent. See hopper.md.
+    # At head dim 128, 8 bytes hold nothing (hopper.md, What bounds it).
     ("backward", 64, "softcap"): 312,
     ("backward", 128, ""): 8,
     ("backward", 128, "causal"): 8,

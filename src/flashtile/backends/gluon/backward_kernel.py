@@ -10,22 +10,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from flashtile.backends.gluon.columns import (
-    FIELDS,
-    GO,
-    KEYS,
-    ORDERS,
-    ROOM,
-    TILE_FIELDS,
-    Extent,
-    Sources,
-    Targets,
-    Tiles,
-    get,
-    load,
-)
+from flashtile.backends.gluon.columns import FIELDS, GO, KEYS, ORDERS, ROOM, TILE_FIELDS, Extent, get
 from flashtile.backends.gluon.dq import BY_THREAD, write
+from flashtile.backends.gluon.loading import Sources, Tiles, load
 from flashtile.backends.gluon.narrow import own_128_keys
+from flashtile.backends.gluon.owning import Targets
 from flashtile.backends.gluon.wide import own_64_keys
 from flashtile.backends.gluon.words import reinterpreted
 from flashtile.backends.triton.chain import follow, lead

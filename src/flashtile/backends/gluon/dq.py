@@ -7,7 +7,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from flashtile.backends.gluon.assembly import added, arrive
-from flashtile.backends.gluon.columns import CUT, DQ_AT, EVERYONE, GO, HEAD, KV_FREE, SEQUENCE, TURN, get, order_of
+from flashtile.backends.gluon.columns import CUT, DQ_AT, GO, HEAD, SEQUENCE, TURN, get, order_of
+from flashtile.backends.gluon.loading import EVERYONE, KV_FREE
 from flashtile.backends.gluon.words import add_tile, reinterpreted, thread_barrier
 from flashtile.backends.triton.chain import await_count
 

@@ -19,28 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashtile.backends.gluon.assembly import arrive, hold, sync
-from flashtile.backends.gluon.columns import (
-    ALL,
-    DO_FREE,
-    EVERYONE,
-    IN_USE,
-    KEYS,
-    KV_FREE,
-    MARK,
-    Q_FREE,
-    ROOM,
-    TOGETHER,
-    WARPGROUPS,
-    clear_unused,
-    finished,
-    get,
-    mark_spoiled,
-    read_ends,
-    shaped,
-    store_columns,
-    walk,
-)
+from flashtile.backends.gluon.columns import IN_USE, KEYS, MARK, ROOM, get
 from flashtile.backends.gluon.dq import await_all, await_buffer, put_dq, send_dq
+from flashtile.backends.gluon.loading import ALL, DO_FREE, EVERYONE, KV_FREE, Q_FREE, TOGETHER, WARPGROUPS
+from flashtile.backends.gluon.owning import clear_unused, finished, mark_spoiled, read_ends, shaped, store_columns, walk
 from flashtile.backends.gluon.softmax import unit_of
 from flashtile.backends.gluon.words import thread_barrier
 

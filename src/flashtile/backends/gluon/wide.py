@@ -18,26 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashtile.backends.gluon.assembly import arrive, sync
-from flashtile.backends.gluon.columns import (
-    ALL,
-    DO_FREE,
-    IN_USE,
-    KEYS,
-    MARK,
-    Q_FREE,
-    ROOM,
-    TOGETHER,
-    WARPGROUPS,
-    clear_unused,
-    finished,
-    get,
-    mark_spoiled,
-    read_ends,
-    shaped,
-    store_columns,
-    walk,
-)
+from flashtile.backends.gluon.columns import IN_USE, KEYS, MARK, ROOM, get
 from flashtile.backends.gluon.dq import add_to_dq, await_buffer
+from flashtile.backends.gluon.loading import ALL, DO_FREE, Q_FREE, TOGETHER, WARPGROUPS
+from flashtile.backends.gluon.owning import clear_unused, finished, mark_spoiled, read_ends, shaped, store_columns, walk
 from flashtile.backends.gluon.softmax import unit_of
 from flashtile.backends.gluon.words import reinterpreted, thread_barrier
 

@@ -44,10 +44,12 @@ $(VENV)/.package: $(VENV)/.tools $(SOURCES)
 	@$(BIN)/flashtile doctor --brief
 	@touch $@
 
-# torch first and alone: what comes after it then keeps to its version.
+# torch first and alone: what comes after it then keeps to its version. Triton last and alone: the Hopper kernels are
+# compiled by this one, and a torch for CUDA asks for another.
 $(VENV)/.tested: $(VENV)/.package pyproject.toml
 	@echo "installing what the tests need"
 	@$(PIP) install "torch==2.13.0" "numpy<2.4"
 	@$(INSTALL) ".[dev]"
+	@if [ "$$(uname)" = Linux ]; then $(PIP) install --no-deps "triton==3.6.0"; fi
 	@sh tests/browser.sh $(BIN)/python
 	@touch $@

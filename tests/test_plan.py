@@ -98,6 +98,8 @@ def test_it_checks_like_attention_does():
         flashtile.plan((16, 8), (16, 9))
     with pytest.raises(ShapeError, match="bias"):
         flashtile.plan((16, 8), (16, 8), bias=(3, 5))
+    with pytest.raises(ShapeError, match=r"q_shape: expected fewer than 2\^60 elements"):
+        flashtile.plan((1 << 30, 1 << 30, 8, 8), (16, 8))
     assert flashtile.plan((16, 8), (16, 8), bias=(16, 16), mask=(1, 16)).backend
 
 

@@ -16,6 +16,7 @@ from flashtile.dtypes import EIGHT_BITS, FLOATS, accumulator, name_of
 from flashtile.errors import DTypeError, ShapeError
 
 MAX_DIM = 512
+MOST = 1 << 60  # elements: NumPy counts bytes by 63 bits
 ARRAYS = ("mask", "bias", "alibi", "sink", "kv_lengths")  # among the options
 
 
@@ -345,7 +346,10 @@ def check_size(name: str, value: Any) -> int:
 def check_shape(name: str, shape: Any) -> tuple[int, ...]:
     if isinstance(shape, str) or not isinstance(shape, Sequence):
         raise DTypeError(f"{name}: expected a sequence of lengths, got {type(shape).__name__}")
-    return tuple(_integer(name, n, 0, FAR) for n in shape)
+    lengths = tuple(_integer(name, n, 0, FAR) for n in shape)
+    if math.prod(lengths) >= MOST:
+        raise ShapeError(f"{name}: expected fewer than 2^60 elements, got {lengths}")
+    return lengths
 
 
 def check_rows(rows: Any, n_q: int) -> Any:

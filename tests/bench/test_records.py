@@ -140,3 +140,11 @@ def test_a_document_without_a_place_for_it_is_refused(tmp_path):
     (tmp_path / "README.md").write_text("nothing here")
     with pytest.raises(ValueError, match="expected a line"):
         table.put_into(tmp_path / "README.md", tmp_path / "r.json")
+
+
+@pytest.mark.parametrize(("worst", "shown"), [(1.1513, "1.151"), (1.15, "1.15"), (1.149, "1.149"), (1.16, "1.16")])
+def test_a_number_near_its_bar_has_a_digit_more(worst, shown):
+    line = {"title": "t", "measure": "m", "value": 1.04, "worst": worst, "bar": None, "worst_bar": 1.15}
+    record = example()
+    record["summary"] = [line | {"holds": worst <= 1.15}]
+    assert f"| 1.04 | {shown} | none over 1.15 |" in table.summary(record)

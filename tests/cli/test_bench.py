@@ -37,6 +37,7 @@ def error_of(*arguments: str) -> str:
     return line.removeprefix("Error: Invalid value: ")
 
 
+RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"
 CPU = records.new("cpu", quick=True, threads=1)
 NO_RECORDS = {
     "a list": [CPU],
@@ -255,3 +256,9 @@ def test_io_leaves_a_record(gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch, tm
     assert len(records.read(path)["measurements"]) == len(moved.ENTRIES)
     assert "by tiles" in run("table", str(path)).stdout
     assert json.loads(run("io", "--output", str(path), "--json").stdout)["suite"] == "io"
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu", "io", "tune"])
+def test_every_record_here_has_something_to_print(name: str) -> None:
+    found = json.loads(run("table", str(RECORDS / f"{name}.json"), "--json").stdout)
+    assert found and all(isinstance(row, dict) for row in found)

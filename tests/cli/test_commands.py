@@ -11,7 +11,7 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from flashtile import __version__, cli, dispatch
+from flashtile import __version__, cli, dispatch, threads
 from flashtile.bench import cases, records, suite
 from flashtile.cli import output
 from flashtile.cli.app import app
@@ -51,6 +51,15 @@ def test_doctor_prints_the_dispatch_table():
     text = run("doctor").stdout
     assert all(row.name in text for row in dispatch.TABLE)
     assert len(run("doctor", "--brief").stdout.splitlines()) == len(dispatch.TABLE)
+
+
+def test_doctor_names_a_setting_that_asks_for_nothing(monkeypatch):
+    monkeypatch.setenv("FLASHTILE_THREADS", "abc")
+    threads.asked_for.cache_clear()
+    try:
+        assert "FLASHTILE_THREADS=abc (ignored: expected a number above 0)" in run("doctor").stdout.replace("\n", " ")
+    finally:
+        threads.asked_for.cache_clear()
 
 
 def test_doctor_gives_the_reason_for_every_no(monkeypatch):

@@ -52,8 +52,15 @@ def summary(record: Record) -> str:
         holds = {True: "yes", False: "no", None: "not measured"}[s["holds"]]
         if s["bar"] is None and s["worst_bar"] is None:
             holds = ""
-        rows.append((s["title"], s["measure"], number(s["value"]), number(s["worst"]), _bar(s), holds))
+        mean, worst = _beside(s["value"], s["bar"]), _beside(s["worst"], s["worst_bar"])
+        rows.append((s["title"], s["measure"], mean, worst, _bar(s), holds))
     return markdown.table(rows)
+
+
+def _beside(x: float | None, bar: float | None) -> str:
+    """A number beside its bar, with a digit more where it would else look as if it were just that."""
+    short = number(x)
+    return number(x, 3) if x != bar and short == number(bar) else short
 
 
 def _bar(s: dict[str, Any]) -> str:

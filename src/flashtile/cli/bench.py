@@ -197,7 +197,9 @@ def show(
     into: Annotated[
         Path | None, typer.Option(help="Put the table into this document, in the place it has marked for it.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the record's summary as plain JSON.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print its summary, or what was measured, as plain JSON.")
+    ] = False,
 ) -> None:
     """A record as markdown."""
     content = _read("RECORD", record, table.read)
@@ -206,7 +208,7 @@ def show(
     except KeyError as error:
         raise typer.BadParameter(f"RECORD: {record}: expected a whole record, found no {error} in it") from None
     if json:
-        output.print_json(content["summary"])
+        output.print_json(content["summary"] or content["measurements"])
     elif into is not None:
         _put_into(into, record)
     elif details:

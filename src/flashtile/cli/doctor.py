@@ -49,6 +49,13 @@ def examine() -> dict[str, Any]:
     }
 
 
+def _setting(name: str, value: str | None) -> str:
+    """Of a variable that asks for threads."""
+    if not value:
+        return "(not set)"
+    return value if threads.asked_for(name) else f"{value} (ignored: expected a number above 0)"
+
+
 def _show(found: dict[str, Any]) -> None:
     out = output.out()
     versions = [(name, version or "not installed") for name, version in found["versions"].items()]
@@ -56,7 +63,7 @@ def _show(found: dict[str, Any]) -> None:
     for device in found["devices"]:
         about = ", ".join(f"{key} {value}" for key, value in device.items() if key != "device" and value is not None)
         output.say(f"{device['device']}: {about}")
-    settings = ", ".join(f"{name}={found['threads'][name] or '(not set)'}" for name in threads.VARIABLES)
+    settings = ", ".join(f"{name}={_setting(name, found['threads'][name])}" for name in threads.VARIABLES)
     output.say(f"threads: {found['threads']['cores']} cores to run on; {settings}")
     out.print("Backends, the first that can is taken:", style="bold")
     for row in found["backends"]:

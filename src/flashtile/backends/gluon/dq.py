@@ -60,7 +60,7 @@ def write(shared, board, dq, turns, complete, kv_heads, ME: gl.constexpr, C: gl.
     """One warp: have the copy engine add a warpgroup's tiles to dQ, while the warpgroup goes on.
 
     With turns, in a fixed order, so that sums are the same each time: a task's turn at a tile of queries comes when all
-    those of later keys have added theirs. A counter says how many have.
+    those before it have added theirs (columns.turn_of). A counter says how many have.
     """
     mbarrier.wait(shared.v_full, 0)  # and the board is there
     t = gl.to_tensor(0)

@@ -284,3 +284,23 @@ def test_sinks_of_any_size(runner: Runner) -> None:
     np.testing.assert_allclose(out[0, 1:], plain[0, 1:], atol=1e-6)
     grads = runner.backward(call, out, lse)
     assert not grads.dq[0, 0].any() and np.isfinite(grads.dq).all() and not grads.dsink.any()
+
+
+@pytest.mark.parametrize("where", ["q", "k", "bias"])
+@pytest.mark.parametrize("n_q", [1, 40])
+@pytest.mark.parametrize("bits", [0x7FC00001, 0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FF00000000007A2, 2**64 - 1])
+def test_a_nan_of_any_bits(bits: int, n_q: int, where: str) -> None:
+    """R has one for what is missing, and memory that is filled with ones has another."""
+    nan = np.array(bits, np.uint32).view(np.float32) if bits < 2**32 else np.array(bits, np.uint64).view(np.float64)
+    rng = np.random.default_rng(0)
+    arrays = {
+        name: rng.standard_normal((1, 2, n, 8)).astype(nan.dtype) for name, n in (("q", n_q), ("k", 40), ("v", 40))
+    }
+    arrays["bias"] = np.zeros((1, 2, n_q, 40), nan.dtype)
+    arrays[where][0, 0, 0, 0] = nan
+    out, lse = ft.attention(**arrays, return_lse=True)
+    seen = slice(None) if where == "k" else 0
+    assert np.isnan(out[0, 0, seen]).all() and np.isnan(lse[0, 0, seen]).all()
+    assert np.isfinite(out[0, 1]).all()
+    grads = ft.attention_backward(np.ones_like(out), out=out, lse=lse, **arrays)
+    assert np.isnan(grads.dq[0, 0, seen]).all() and np.isnan(grads.dk[0, 0]).all() and np.isfinite(grads.dq[0, 1]).all()

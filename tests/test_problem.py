@@ -142,6 +142,9 @@ WRONG: list[Wrong] = [
     ("attention", {"scale": "1"}, DTYPE, "scale"),
     ("attention", {"scale": True}, DTYPE, "scale"),
     ("attention", {"scale": 1j}, DTYPE, "scale"),
+    ("attention", {"scale": 1e39}, SHAPE, "scale"),
+    ("attention", {"softcap": 1e39}, SHAPE, "softcap"),
+    ("attention", {"softcap": 1e-40}, SHAPE, "softcap"),
     ("attention", {"softcap": -1.0}, SHAPE, "softcap"),
     ("attention", {"softcap": np.nan}, SHAPE, "softcap"),
     ("attention", {"softcap": None}, DTYPE, "softcap"),
@@ -315,6 +318,12 @@ def test_errors_are_those_of_python_too() -> None:
     assert issubclass(ft.ShapeError, ValueError)
     assert issubclass(ft.DTypeError, TypeError)
     assert issubclass(ft.UnsupportedError, NotImplementedError)
+
+
+def test_factors_that_only_float64_can_hold() -> None:
+    x = np.ones((3, 8))
+    for options in ({"scale": 1e39}, {"softcap": 1e39}, {"softcap": 1e-40}):
+        assert np.isfinite(ft.attention(x, x, x, **options)).all()
 
 
 def test_unknown_options() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from flashtile.band import FAR, Band
 from flashtile.dtypes import EIGHT_BITS, FLOATS, accumulator, name_of
 from flashtile.errors import DTypeError, ShapeError
+from flashtile.threads import MOST as MOST_THREADS
 
 MAX_DIM = 512
 MOST = 1 << 60  # elements: NumPy counts bytes by 63 bits
@@ -146,6 +147,8 @@ def describe(
     scale, softcap, dropout, seed, deterministic, threads = check_numbers(
         scale, softcap, dropout, seed, deterministic, threads
     )
+    scale = dim**-0.5 if scale is None else scale
+    _check_factors(scale, softcap, accumulator(dtype))
     if mask is not None:
         if name_of(_dtype("mask", mask)) != "bool":
             raise DTypeError(f"mask: expected a boolean array, True where a query may attend, got {_dtype_name(mask)}")
@@ -190,7 +193,7 @@ def describe(
         rank,
         given_band,
         offset is None,
-        dim**-0.5 if scale is None else scale,
+        scale,
         softcap,
         dropout,
         seed,
@@ -497,7 +500,7 @@ def check_numbers(
         _probability(dropout),
         _integer("seed", seed, 0, 2**64 - 1),
         check_flag("deterministic", deterministic),
-        None if threads is None else _integer("threads", threads, 1, 1 << 16),
+        None if threads is None else _integer("threads", threads, 1, MOST_THREADS),
     )
 
 
@@ -518,6 +521,16 @@ def _broadcastable(name: str, x: Any, pairs: tuple[int, ...], known: bool) -> An
     for _ in range(4 - len(shape)):
         x = x[None]
     return x
+
+
+def _check_factors(scale: float, softcap: float, real: str) -> None:
+    """Scores are multiplied with both, and before softcap with the quotient; each has to be a number in their dtype."""
+    most = float(np.finfo(real).max)
+    if abs(scale) > most:
+        raise ShapeError(f"scale: expected at most {most:.3g} beside scores of {real}, got {scale}")
+    if softcap and not abs(scale) / most <= softcap <= most:
+        least = abs(scale) / most
+        raise ShapeError(f"softcap: expected 0, or {least:.3g} to {most:.3g} beside scores of {real}, got {softcap}")
 
 
 def check_descale(descale: Any, q: Any) -> tuple[Any, Any, Any]:

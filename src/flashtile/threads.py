@@ -10,6 +10,7 @@ import os
 from functools import cache
 
 VARIABLES = ("FLASHTILE_THREADS", "OMP_NUM_THREADS")
+MOST = 1 << 16  # that a call may ask for
 _PROCESS = os.getpid()  # that imported the package
 
 
@@ -27,7 +28,7 @@ def cores() -> int:
 def asked_for(variable: str = VARIABLES[0]) -> int | None:
     """What the environment asks for; None where it says nothing, or nothing sensible."""
     value = os.environ.get(variable, "")
-    return int(value) if value.isdecimal() and int(value) > 0 else None
+    return min(int(value), MOST) if value.isdecimal() and int(value) > 0 else None
 
 
 @cache

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections import UserList
+from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -177,3 +181,23 @@ def test_a_window_that_changes_before_the_gradients_are_made() -> None:
         return torch.autograd.grad(out.square().sum(), x)[0]
 
     assert torch.equal(gradient([2, 1]), gradient([19, 19]))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        lambda n: {"dropout": 0.5, "seed": n},
+        lambda n: {"window": (n, 0)},
+        lambda n: {"window": UserList([n, 0])},
+        lambda n: {"band": ft.Band(n, 0, 0)},
+    ],
+    ids=["seed", "window", "a list of its own", "band"],
+)
+@pytest.mark.parametrize("number", [torch.tensor(3), np.array(3)], ids=["tensor", "array"])
+def test_a_number_that_changes_before_the_gradients_are_made(number: Any, options: Callable[[Any], Any]) -> None:
+    x = torch.linspace(-1, 1, 160).reshape(1, 1, 20, 8).requires_grad_()
+    number = deepcopy(number)
+    expected = torch.autograd.grad(ft.attention(x, x, x, **options(3)).square().sum(), x)[0]
+    out = ft.attention(x, x, x, **options(number))
+    number += 1
+    assert torch.equal(torch.autograd.grad(out.square().sum(), x)[0], expected)

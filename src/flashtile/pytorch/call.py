@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,6 +79,26 @@ class Call(NamedTuple):
         return {name: x for name, x in every.items() if x is not None}
 
 
+_WHOLE = ("window", "band", "seed", "threads")  # whole numbers, or made of them
+
+
+def _settled(x: Any) -> Any:
+    """Such an option in Python's own numbers: a tensor, say, may have another value before gradients are made.
+
+    What is wrong with it stays as it is, for describe() to say so.
+    """
+    if x is None or isinstance(x, int | str | bytes):
+        return x
+    if isinstance(x, Band):
+        return Band(*map(_settled, (x.left, x.right, x.offset)))
+    if isinstance(x, Sequence):
+        return tuple(map(_settled, x))
+    try:
+        return operator.index(x)
+    except TypeError:
+        return x
+
+
 class Settings:
     """A call without its tensors, which autograd keeps in a way of its own. names: of those among the options."""
 
@@ -86,8 +107,8 @@ class Settings:
     def __init__(self, backend: str, options: dict[str, Any], names: list[str]) -> None:
         self.backend, self.names = backend, names
         self._options = options | dict.fromkeys(names) if names else options  # that keep their places: see prepared.py
-        if "window" in options and isinstance(options["window"], list):  # it may change before gradients are made
-            self._options = self._options | {"window": tuple(options["window"])}
+        if "window" in options or "band" in options or "seed" in options or "threads" in options:
+            self._options = self._options | {name: _settled(options[name]) for name in _WHOLE if name in options}
 
     def options_with(self, tensors: Iterable[Any]) -> dict[str, Any]:
         """The options with these tensors, in the order of their names."""

@@ -127,7 +127,8 @@ template <class R, int N> INLINE void exp2_each(Vec<R> (&x)[N]) {
   Vec<R> z[N], q[N];
   UNROLL for (int j = 0; j < N; j++) x[j] = max(all(Power<R>::LOWEST), x[j]);
   split_power<R>(x, z, q, Power<R>::EXP2);
-  UNROLL for (int j = 0; j < N; j++) x[j] = times_power<R>(q[j] * x[j] + all(R(1)), z[j]);
+  // The bits of a NaN are not an exponent: what is added to them may leave any number, so it is told by x * 0.
+  UNROLL for (int j = 0; j < N; j++) x[j] = x[j] * all(R(0)) + times_power<R>(q[j] * x[j] + all(R(1)), z[j]);
 }
 // x <- e^x likewise. Take differences of scores before, not after, the step to base 2: they may be huge, and cancel.
 template <class R, int N> INLINE void exp_each(Vec<R> (&x)[N]) {

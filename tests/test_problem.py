@@ -303,11 +303,14 @@ def test_the_right_calls_are_right(function: str) -> None:
         *(("attention", name) for name in ("mask", "bias", "alibi", "sink", "kv_lengths")),
     ],
 )
-def test_masked_arrays(function: str, argument: str) -> None:
+def test_kin_of_arrays(function: str, argument: str) -> None:
+    """Masked arrays and matrices are refused by name."""
     given = BASES[function]()
     masked = np.ma.masked_array(given.get(argument, zeros(1)), mask=True)
     with pytest.raises(ft.DTypeError, match=f"^{argument}: .* a masked one"):
         call(function, given | {argument: masked})
+    with pytest.raises(ft.DTypeError, match=f"^{argument}: .* a matrix"):
+        call(function, given | {argument: zeros(NQ, D).view(np.matrix)})
 
 
 def test_there_are_enough_wrong_calls() -> None:

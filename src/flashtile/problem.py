@@ -210,7 +210,7 @@ def library(q: Any, first: str = "q", /, **others: Any) -> str:
     if isinstance(q, np.ndarray):
         kind = "numpy"
         if q.__class__ is not np.ndarray:
-            _reject_masked(first, q)
+            _reject_kin(first, q)
         if name_of(q.dtype) == EIGHT_BITS:
             got = f"a NumPy array of {EIGHT_BITS}, which NumPy cannot read"
             raise DTypeError(f"{first}: expected a torch tensor, got {got}")
@@ -227,15 +227,18 @@ def library(q: Any, first: str = "q", /, **others: Any) -> str:
         if isinstance(x, np.ndarray) != numpy or not hasattr(x, "shape"):
             wanted = "a NumPy array" if numpy else "a torch tensor"
             raise DTypeError(f"{name}: expected {wanted} like {first}, got {type(x).__name__}")
-        _reject_masked(name, x)
+        _reject_kin(name, x)
         if device is not None and x.device != device:
             raise DTypeError(f"{name}: expected a tensor on {device} like {first}, got one on {x.device}")
     return kind
 
 
-def _reject_masked(name: str, x: Any) -> None:
+def _reject_kin(name: str, x: Any) -> None:
+    """Of NumPy's: arrays that mean something else by the same operations."""
     if isinstance(x, np.ma.MaskedArray):
         raise DTypeError(f"{name}: expected a plain NumPy array, got a masked one, whose mask nobody looks at")
+    if isinstance(x, np.matrix):
+        raise DTypeError(f"{name}: expected a plain NumPy array, got a matrix, which has two axes whatever is done to it")
 
 
 def check_dense(tensors: Mapping[str, Any]) -> None:
@@ -304,7 +307,7 @@ def check_rows_of_floats(name: str, x: Any) -> None:
     """That x is a NumPy array with columns to go through."""
     if not isinstance(x, np.ndarray):
         raise DTypeError(f"{name}: expected a NumPy array, got {type(x).__name__}")
-    _reject_masked(name, x)
+    _reject_kin(name, x)
     if name_of(x.dtype) not in FLOATS:
         raise DTypeError(f"{name}: expected one of {', '.join(FLOATS)}, got {x.dtype}")
     if not x.ndim:
@@ -357,7 +360,7 @@ def check_shape(name: str, shape: Any) -> tuple[int, ...]:
 
 def check_rows(rows: Any, n_q: int) -> Any:
     """Query rows by index, as probabilities() takes them; negative ones count from the end."""
-    _reject_masked("rows", rows)
+    _reject_kin("rows", rows)
     rows = np.asarray(rows)
     if rows.shape == (0,):  # an empty list has no dtype of its own
         rows = rows.astype(np.int64)

@@ -192,6 +192,8 @@ WRONG: list[Wrong] = [
     ("attention_packed", {"q": zeros(5, D)}, SHAPE, "q"),
     ("attention_packed", {"v": zeros(7, D)}, SHAPE, "v"),
     ("attention_packed", {"cu_q": np.array([0, 3, 2, 5])}, SHAPE, "cu_q"),
+    ("attention_packed", {"cu_q": np.array([0, 2**63 - 1, -2, 5])}, SHAPE, "cu_q"),
+    ("attention_packed", {"cu_k": np.array([0, 2**31 - 1, -2, 7], np.int32)}, SHAPE, "cu_k"),
     ("attention_packed", {"cu_q": np.array([1, 2, 5])}, SHAPE, "cu_q"),
     ("attention_packed", {"cu_q": np.array([0, 2, 4])}, SHAPE, "cu_q"),
     ("attention_packed", {"cu_k": np.array([0, 2, 8])}, SHAPE, "cu_k"),

@@ -448,10 +448,9 @@ def _cumulative(name: str, cu: Any, total: int) -> tuple[Any, int]:
     if not _on_host(cu):
         return cu, total
     cu = cu.astype(np.int64, copy=False)
-    lengths = np.diff(cu)
-    if cu[0] != 0 or cu[-1] != total or (lengths < 0).any():
+    if cu[0] != 0 or cu[-1] != total or (cu[1:] < cu[:-1]).any():  # not by differences, which may wrap around
         raise ShapeError(f"{name}: expected to rise from 0 to {total}, the rows given, got {_short(cu)}")
-    return cu, int(lengths.max(initial=0))
+    return cu, int(np.diff(cu).max(initial=0))
 
 
 def _kv_lengths(lengths: Any, sequences: int, n_k: int, cu_k: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -410,6 +411,19 @@ def test_numpy_scalars_are_numbers() -> None:
         kv_lengths=np.array([3, 7], np.int32),
     )
     assert out.shape == (B, H, NQ, DV)
+
+
+@pytest.mark.parametrize("argument", ["scale", "softcap", "dropout"])
+def test_numbers_too_large_for_a_float(argument: str) -> None:
+    for number in (10**400, -(10**400), Fraction(10**400)):
+        with pytest.raises(ft.ShapeError, match=f"^{argument}: expected a finite number"):
+            call("attention", good() | {argument: number})
+    assert describe(**good(), scale=10**308).scale == 1e308
+
+
+def test_integers_of_more_digits_than_python_writes() -> None:
+    with pytest.raises(ft.ShapeError, match=r"^seed: .* of very many digits"):
+        ft.attention(**good(), seed=10**5000)
 
 
 def test_what_a_problem_says() -> None:

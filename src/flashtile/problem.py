@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from flashtile.errors import DTypeError, ShapeError
 from flashtile.threads import MOST as MOST_THREADS
 
 MAX_DIM = 512
+LARGEST = int(sys.float_info.max)
+LARGEST_FACTOR = float(np.finfo(np.float32).max)
 MOST = 1 << 60  # elements: NumPy counts bytes by 63 bits
 ARRAYS = ("mask", "bias", "alibi", "sink", "kv_lengths")  # among the options
 
@@ -543,7 +546,10 @@ def check_descale(descale: Any, q: Any) -> tuple[Any, Any, Any]:
     whole = None
     for x in descale:
         if x is None or isinstance(x, numbers.Real):
-            checked.append(_number("descale", x))
+            factor = _number("descale", x)
+            if abs(factor) > LARGEST_FACTOR:
+                raise ShapeError(f"descale: expected a number within float32, got {factor}")
+            checked.append(factor)
             continue
         library(q, descale=x)
         if str(x.dtype) != "torch.float32":
@@ -597,8 +603,11 @@ def check_flag(name: str, value: Any) -> bool:
 
 
 def _number(name: str, value: Any) -> float:
-    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
-        raise DTypeError(f"{name}: expected a number, got {type(value).__name__}")
+    if type(value) is not float:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise DTypeError(f"{name}: expected a number, got {type(value).__name__}")
+        if isinstance(value, numbers.Rational) and not -LARGEST <= value <= LARGEST:
+            raise ShapeError(f"{name}: expected a finite number, got one too large for a float")
     number = float(value)
     if not -math.inf < number < math.inf:  # math.isfinite() of a symbol is beyond torch.compile
         raise ShapeError(f"{name}: expected a finite number, got {value}")
@@ -633,5 +642,6 @@ def _integer(name: str, value: Any, low: int | None, high: int | None) -> int:
         raise DTypeError(f"{name}: expected an integer, got {type(value).__name__}")
     if (low is not None and number < low) or (high is not None and number > high):
         wanted = f"of at least {low}" if high is None else f"from {low} to {high}"
-        raise ShapeError(f"{name}: expected an integer {wanted}, got {value}")
+        got = value if abs(number) < 1 << 128 else "a number of very many digits"  # Python refuses to write some
+        raise ShapeError(f"{name}: expected an integer {wanted}, got {got}")
     return number

@@ -177,6 +177,7 @@ WRONG = {
     "seed": {"seed": -1},
     "large seed": {"seed": 2**64},
     "scale": {"scale": True},
+    "large scale": {"scale": 10**400},
     "softcap": {"softcap": True},
     "dropout": {"dropout": 1},
     "window": {"window": (True, 2)},

@@ -21,6 +21,7 @@ MAX_DIM = 512
 LARGEST = int(sys.float_info.max)
 LARGEST_FACTOR = float(np.finfo(np.float32).max)
 MOST = 1 << 60  # elements: NumPy counts bytes by 63 bits
+TEXT = (str, bytes, bytearray)  # sequences all of them, but never of numbers that somebody meant
 ARRAYS = ("mask", "bias", "alibi", "sink", "kv_lengths")  # among the options
 
 
@@ -241,7 +242,7 @@ def _reject_kin(name: str, x: Any) -> None:
     if isinstance(x, np.ma.MaskedArray):
         raise DTypeError(f"{name}: expected a plain NumPy array, got a masked one, whose mask nobody looks at")
     if isinstance(x, np.matrix):
-        raise DTypeError(f"{name}: expected a plain NumPy array, got a matrix, which has two axes whatever is done to it")
+        raise DTypeError(f"{name}: expected a plain NumPy array, got a matrix, whose axes are always two")
 
 
 def check_dense(tensors: Mapping[str, Any]) -> None:
@@ -353,7 +354,7 @@ def check_size(name: str, value: Any) -> int:
 
 
 def check_shape(name: str, shape: Any) -> tuple[int, ...]:
-    if isinstance(shape, str) or not isinstance(shape, Sequence):
+    if isinstance(shape, TEXT) or not isinstance(shape, Sequence):
         raise DTypeError(f"{name}: expected a sequence of lengths, got {type(shape).__name__}")
     lengths = tuple(_integer(name, n, 0, FAR) for n in shape)
     if math.prod(lengths) >= MOST:
@@ -490,7 +491,7 @@ def check_ends(causal: Any, window: Any, band: Any, most: int | None = FAR) -> t
         return causal, *(_integer(f"band.{name}", x, None if most is None else -most, most) for name, x in ends)
     if window is None:
         return causal, None, None, None
-    if not isinstance(window, Sequence) or isinstance(window, str) or len(window) != 2:
+    if not isinstance(window, Sequence) or isinstance(window, TEXT) or len(window) != 2:
         raise ShapeError(f"window: expected a pair (left, right), got {window!r}")
     return causal, *(None if x is None else _integer("window", x, 0, most) for x in window), None
 
@@ -540,7 +541,7 @@ def _check_factors(scale: float, softcap: float, real: str) -> None:
 
 def check_descale(descale: Any, q: Any) -> tuple[Any, Any, Any]:
     """The factors of q, k and v, each a number or a float32 tensor of no axes or two."""
-    if not isinstance(descale, Sequence) or isinstance(descale, str) or len(descale) != 3:
+    if not isinstance(descale, Sequence) or isinstance(descale, TEXT) or len(descale) != 3:
         raise ShapeError(f"descale: expected three factors, of q, k and v, got {descale!r}")
     checked: list[Any] = []
     whole = None
@@ -606,7 +607,7 @@ def _number(name: str, value: Any) -> float:
     if type(value) is not float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise DTypeError(f"{name}: expected a number, got {type(value).__name__}")
-        if isinstance(value, numbers.Rational) and not -LARGEST <= value <= LARGEST:
+        if isinstance(value, numbers.Rational) and (value < -LARGEST or not value <= LARGEST):
             raise ShapeError(f"{name}: expected a finite number, got one too large for a float")
     number = float(value)
     if not -math.inf < number < math.inf:  # math.isfinite() of a symbol is beyond torch.compile

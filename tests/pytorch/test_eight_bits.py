@@ -91,6 +91,7 @@ def test_widened_tensors_are_exact_where_factors_are_powers_of_two() -> None:
         ({"descale": (1, 2)}, ft.ShapeError, "descale: expected three factors"),
         ({"descale": (1, 10**400, 1)}, ft.ShapeError, "descale: expected a finite number"),
         ({"descale": (1, 1, -1e300)}, ft.ShapeError, "descale: expected a number within float32"),
+        ({"descale": b"abc"}, ft.ShapeError, "descale: expected three factors"),
         ({"descale": 2.0}, ft.ShapeError, "descale: expected three factors"),
         ({"descale": (1, 1, torch.ones(3, 2))}, ft.ShapeError, r"descale: expected shape \(\) or \(2, 2\)"),
         ({"descale": (EACH, 1, torch.ones(3, 2))}, ft.ShapeError, r"descale: expected shape \(\) or \(batch"),

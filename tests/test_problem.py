@@ -229,6 +229,7 @@ WRONG: list[Wrong] = [
     ("merge", {"lse_a": zeros(B, H)}, SHAPE, "lse_a"),
     ("merge", {"out_b": zeros(B, H, NQ, D)}, SHAPE, "out_b"),
     ("merge", {"lse_b": zeros(B, H, NQ, 1)}, SHAPE, "lse_b"),
+    ("merge", dict.fromkeys(("out_a", "lse_a", "out_b", "lse_b"), zeros()), SHAPE, "out_a"),
     ("merge", {"out_b": None}, DTYPE, "out_b"),
     ("merge", {"out_a": zeros(B, H, NQ, DV, dtype=int)}, DTYPE, "out_a"),
     ("merge", {"lse_b": [1.0]}, DTYPE, "lse_b"),

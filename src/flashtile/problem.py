@@ -272,6 +272,8 @@ def check_merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> str:
         given = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
         check_dense({name: x for name, x in given.items() if x is not None})
     whole = tuple(out_a.shape)
+    if not whole:
+        raise ShapeError("out_a: expected at least one axis, got shape ()")
     for name, x, shape in (
         ("out_a", out_a, whole),
         ("lse_a", lse_a, whole[:-1]),

@@ -11,6 +11,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 import flashtile as ft
+from flashtile.pytorch.bridge import to_numpy
 from tests.pytorch.samples import randn
 
 
@@ -64,6 +65,17 @@ def test_gradients_where_nothing_was_seen() -> None:
 def test_finite_differences() -> None:
     given = tuple(randn(*shape, requires_grad=True) for shape in ((2, 3), (2,), (2, 3), (2,)))
     assert gradcheck(ft.merge, given) and gradgradcheck(ft.merge, given)
+
+
+@pytest.mark.parametrize("of_lse", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("of_out", [torch.float16, torch.float32])
+def test_every_dtype_as_in_numpy(of_out: torch.dtype, of_lse: torch.dtype) -> None:
+    out_a, out_b = randn(9, 5, dtype=of_out), randn(9, 5, dtype=of_out).flip(0)
+    lse_a, lse_b = (20 * randn(9)).to(of_lse), (20 * randn(9)).flip(0).to(of_lse)
+    given = (out_a, lse_a, out_b, lse_b)
+    for found, wanted in zip(ft.merge(*given), ft.merge(*map(to_numpy, given)), strict=True):
+        assert found.dtype == getattr(torch, wanted.dtype.name)
+        np.testing.assert_allclose(found.numpy(), wanted, rtol=2 * np.finfo(wanted.dtype).eps, atol=1e-6)
 
 
 def test_dtypes() -> None:

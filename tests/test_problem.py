@@ -198,6 +198,7 @@ WRONG: list[Wrong] = [
     ("attention_packed", {"cu_q": np.array([0, 2**63 - 1, -2, 5])}, SHAPE, "cu_q"),
     ("attention_packed", {"cu_k": np.array([0, 2**31 - 1, -2, 7], np.int32)}, SHAPE, "cu_k"),
     ("attention_packed", {"cu_q": np.array([1, 2, 5])}, SHAPE, "cu_q"),
+    ("attention_packed", {"cu_q": np.array([0])}, SHAPE, "cu_q"),
     ("attention_packed", {"cu_q": np.array([0, 2, 4])}, SHAPE, "cu_q"),
     ("attention_packed", {"cu_k": np.array([0, 2, 8])}, SHAPE, "cu_k"),
     ("attention_packed", {"cu_k": np.array([0, 1, 2, 7])}, SHAPE, "cu_k"),

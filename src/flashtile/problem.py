@@ -451,6 +451,8 @@ def _cumulative(name: str, cu: Any, total: int) -> tuple[Any, int]:
     _integers(name, cu)
     if cu.shape[0] < 1:
         raise ShapeError(f"{name}: expected at least one entry, 0, got none")
+    if cu.shape[0] == 1 and total:
+        raise ShapeError(f"{name}: expected to rise from 0 to {total}, the rows given, got one entry")
     if not _on_host(cu):
         return cu, total
     cu = cu.astype(np.int64, copy=False)

@@ -75,6 +75,29 @@ def test_fewer_axes_and_packed_sequences() -> None:
         torch.testing.assert_close(found[a:b], alone.transpose(0, 1))
 
 
+@pytest.mark.parametrize("cu", [[0, 3, 7], [0, 9, 8], [1, 3, 8], [0, -2, 8], [0, 3, 2**62]])
+def test_wrong_starts(cu: list[int]) -> None:
+    x, right, wrong = Eight.draw((8, 2, 4), (8, 2, 4)).q, torch.tensor([0, 3, 8]), torch.tensor(cu)
+    for name, starts in (("cu_q", (wrong, right)), ("cu_k", (right, wrong))):
+        words = []
+        for q, options in ((x, {"descale": (EACH, EACH, EACH)}), (x.float(), {})):
+            with pytest.raises(ft.ShapeError, match=f"^{name}: ") as caught:
+                ft.attention_packed(q, q, q, *starts, **options)
+            words.append(str(caught.value))
+        assert words[0] == words[1]
+
+
+def test_starts_that_nobody_looks_at_stay_within_the_factors() -> None:
+    """As on a GPU, where an index out of bounds could not be told of."""
+    from flashtile.problem import describe
+
+    call = Eight.draw((8, 2, 4), (8, 2, 4))
+    for cu in ([0, 3, 7], [0, 9, 8], [0, -2, -1]):
+        starts, factors = torch.tensor(cu), torch.stack([EACH] * 3, -1)
+        wide, _ = widened(describe(call.q, call.k, call.v, cu_q=starts, cu_k=starts, descale=factors))
+        assert [x.shape for x in wide] == [call.q.shape] * 3
+
+
 def test_widened_tensors_are_exact_where_factors_are_powers_of_two() -> None:
     from flashtile.problem import describe
 

@@ -239,6 +239,15 @@ def test_wrong_starts(cu: list[int], grad: bool) -> None:
         ft.attention_packed(q, q, q, CU_Q, CU_Q, bias=randn(5, 6))
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_rows_of_no_sequence(device: str) -> None:
+    """That is known from shapes alone."""
+    q, starts = torch.zeros(9, 2, 4, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    with pytest.raises(ft.ShapeError, match=r"^cu_q: .* got one entry"):
+        ft.attention_packed(q, q, q, starts, starts)
+    assert ft.attention_packed(q[:0], q[:0], q[:0], starts, starts).shape == (0, 2, 4)
+
+
 @pytest.mark.parametrize("asked", [False, True])
 def test_torch_may_ask_for_determinism(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []

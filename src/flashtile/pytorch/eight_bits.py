@@ -42,4 +42,7 @@ def _of_rows(factor: Tensor, p: Problem, starts: Any, n: int) -> Tensor:
         return factor[:, :, None, None]
     ends = torch.as_tensor(starts[1:], device=factor.device)
     sequence = torch.searchsorted(ends, torch.arange(n, device=factor.device, dtype=ends.dtype), right=True)
+    # Rows after the last end belong to no sequence. Nobody has looked at the starts yet: on a CPU the call with wider
+    # tensors does, on a GPU nobody will, and an index out of bounds would be the end of all work there.
+    sequence.clamp_(max=factor.shape[0] - 1)
     return factor[sequence].T[None, :, :, None]

@@ -92,6 +92,14 @@ def test_vmap_of_vmap() -> None:
     torch.testing.assert_close(nested, ft.attention(*[x.flatten(0, 1)] * 3, causal=True).reshape(x.shape))
 
 
+@pytest.mark.parametrize("shape", [(5, 5), (2, 1, 5), (1, 2, 5, 5), (0, 2, 5, 5)])
+def test_gradients_of_an_empty_batch(shape: tuple[int, ...]) -> None:
+    """A bias that none of them shared has the gradient 0."""
+    q, bias = randn(N, 0, 2, 5, 4), randn(N, *shape)
+    found = vmap(grad(lambda q, b: ft.attention(q, q, q, bias=b).sum(), (0, 1)))(q, bias)
+    torch.testing.assert_close(found, (torch.zeros_like(q), torch.zeros_like(bias)))
+
+
 def test_numbers_of_numpy() -> None:
     x = randn(N, 4, 9, 8)
     options = {"scale": np.float32(0.5), "window": [np.int64(3), None], "causal": np.bool_(True)}

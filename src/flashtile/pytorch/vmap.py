@@ -40,7 +40,7 @@ class Fold:
     def unfold(self, x: Tensor, shape: Sequence[int]) -> Tensor:
         """The n results of this shape. An input that its batch shared gets the sum of their gradients."""
         x = x.reshape(self.n, self.batch, *x.shape[1:])
-        if self.batch > 1 and (len(shape) < 4 or shape[0] == 1):
+        if self.batch != 1 and (len(shape) < 4 or shape[0] == 1):
             x = x.sum(1)
         return x.reshape(self.n, *shape)
 

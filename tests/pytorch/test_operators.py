@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile as ft
 from flashtile import inputs
-from flashtile.dtypes import FLOATS
+from flashtile.dtypes import FLOATS, name_of
 from flashtile.pytorch import call, kernel, ops
 from tests.pytorch.samples import every_backend, randn
 
@@ -202,6 +202,18 @@ def test_wrong_calls(name: str, grad: bool) -> None:
     right = {"q": randn(2, 4, 9, 8, requires_grad=grad), "k": randn(2, 2, 11, 8), "v": randn(2, 2, 11, 6)}
     with pytest.raises(error, match=f"^{argument}: "):
         ft.attention(**(right | wrong))
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fnuz, torch.complex32], ids=str)
+@pytest.mark.parametrize("argument", ["q", "k", "v", "mask", "bias", "alibi", "sink", "kv_lengths", "cu_k"])
+def test_dtypes_that_numpy_lacks(argument: str, dtype: torch.dtype) -> None:
+    q = torch.zeros(9, 2, 4)
+    right = {"q": q, "k": q, "v": q, "cu_q": CU_Q, "cu_k": CU_Q}
+    for x in (q, q.clone().requires_grad_()):
+        given = right | {"q": x, argument: torch.zeros(2).to(dtype)}
+        with pytest.raises(ft.DTypeError, match=f"^{argument}: .* got {name_of(dtype)}"):
+            ft.attention_packed(**given)
 
 
 def nested(layout: torch.layout) -> torch.Tensor:

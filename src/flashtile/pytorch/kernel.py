@@ -84,13 +84,18 @@ def backward(
 
 def _chosen(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Problem, dispatch.Backend]:
     """Of a call on the CPU, whose tensors are seen as NumPy arrays."""
-    options = options.copy()
-    for name in TENSORS:
-        if (x := options.get(name)) is not None:
-            options[name] = to_numpy(x)
+    given, options = options, options.copy()
+    try:
+        for name in TENSORS:
+            if (x := options.get(name)) is not None:
+                options[name] = to_numpy(x)
+        arrays = to_numpy(q), to_numpy(k), to_numpy(v)
+    except TypeError:  # a dtype that NumPy lacks
+        describe(q, k, v, **given)  # says whose it is
+        raise
     if options.get("threads") is None:
         options["threads"] = threads.asked_for() or torch.get_num_threads()
-    problem = describe(to_numpy(q), to_numpy(k), to_numpy(v), **options)
+    problem = describe(*arrays, **options)
     return problem, dispatch.choose(problem, backend, "cpu")
 
 

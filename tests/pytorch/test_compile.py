@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 from torch.func import grad, vmap
 
 import flashtile as ft
+from flashtile.dtypes import BFLOAT16
 from tests.pytorch.samples import every_backend, randn
 
 CU_Q, CU_K = torch.tensor([0, 3, 9]), torch.tensor([0, 5, 11])
@@ -234,6 +235,27 @@ def test_numbers_of_numpy_from_outside(name: str) -> None:
 
     q = qkv(9, 11, False)[0]
     torch.testing.assert_close(torch.compile(function, backend="aot_eager")(q), function(q))
+
+
+OUT_DTYPES = [torch.float32, "float32", np.float32, np.dtype("float32"), BFLOAT16]
+
+
+@pytest.mark.parametrize("out_dtype", OUT_DTYPES, ids=str)
+def test_every_name_of_an_out_dtype(out_dtype: Any) -> None:
+    def function(q: Any) -> Any:
+        return ft.attention(q, q, q, out_dtype=out_dtype)
+
+    assert same(function, (randn(2, 9, 8, dtype=torch.bfloat16, requires_grad=True),)) == 1
+
+
+def test_what_is_no_name_of_an_out_dtype() -> None:
+    def function(q: Any) -> Any:
+        return ft.attention(q, q, q, out_dtype="torch.float32")
+
+    q = randn(2, 9, 8, dtype=torch.bfloat16)
+    for run in (function, torch.compile(function, backend="aot_eager")):
+        with pytest.raises(Exception, match=r"out_dtype: expected bfloat16 or float32 .* got torch.float32"):
+            run(q)
 
 
 NARROWER: dict[str, Callable[[Any], dict[str, Any]]] = {

@@ -106,6 +106,20 @@ def test_numbers_of_numpy() -> None:
     torch.testing.assert_close(vmap(lambda q: ft.attention(q, q, q, **options))(x), ft.attention(x, x, x, **options))
 
 
+@pytest.mark.parametrize("out_dtype", [torch.float32, "float32", np.float32, np.dtype("float32")], ids=str)
+def test_every_name_of_an_out_dtype(out_dtype: Any) -> None:
+    x = randn(N, 4, 9, 8, dtype=torch.bfloat16)
+
+    def loss(q: Any) -> Any:
+        return ft.attention(q, q, q, out_dtype=out_dtype).square().sum()
+
+    q = x.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(loss(q), q)
+    (recorded,) = torch.autograd.grad(loss(q), q, create_graph=True)
+    for found in (recorded, grad(loss)(x), vmap(grad(loss))(x)):
+        torch.testing.assert_close(found, wanted)
+
+
 def test_gradients_between_two_maps() -> None:
     x = randn(2, 3, 4, 9, 8)
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashtile.band import Band
+from flashtile.dtypes import name_of
 from flashtile.problem import ARRAYS, check_ends, check_numbers
 
 SCHEMA = (
@@ -19,6 +20,7 @@ SCHEMA = (
 )
 TENSORS = ("cu_q", "cu_k", *ARRAYS, "descale")  # among the options
 N_TENSORS = 3 + len(TENSORS)  # they come first in a Call
+_name_of = name_of.__wrapped__  # without its cache, of which torch.compile warns
 
 
 class Call(NamedTuple):
@@ -171,7 +173,7 @@ def of(
         scale,
         dropout,
         seed - 2**64 if seed >= 2**63 else seed,
-        None if out_dtype is None else str(out_dtype).removeprefix("torch."),
+        None if out_dtype is None else _name_of(out_dtype),
         str(backend),
         deterministic,
         threads,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import flashtile
-from flashtile import ShapeError, UnsupportedError, dispatch, traffic
+from flashtile import DTypeError, ShapeError, UnsupportedError, dispatch, traffic
 from flashtile.backends import gluon, native, tiles
 from flashtile.backends.gluon import tuning as hopper
 from flashtile.backends.triton import tuning
@@ -88,6 +88,14 @@ def test_a_device_nobody_serves_still_has_numbers():
     assert all("toaster" in reason for reason in p.reasons.values())
 
 
+def test_devices_of_torch():
+    torch = pytest.importorskip("torch")
+    for name, others in {"cpu": [torch.device("cpu")], "cuda": ["cuda:0", torch.device("cuda", 1)]}.items():
+        wanted = flashtile.plan((16, 8), (16, 8), device=name)
+        assert all(flashtile.plan((16, 8), (16, 8), device=other) == wanted for other in others)
+        assert wanted.device == name
+
+
 def test_an_explicit_backend_that_cannot_is_an_error():
     with pytest.raises(UnsupportedError, match="backend"):
         flashtile.plan((16, 8), (16, 8), device="toaster", backend="tiles")
@@ -110,6 +118,29 @@ def test_packed_sequences_and_lengths_in_use():
     padded = flashtile.plan((2, 2, 1, 8), (2, 2, 10, 8), kv_lengths=np.array([4, 10]))
     assert padded.pairs == 2 * 14
     assert padded.kv_bytes == 2 * 14 * 16 * 4
+
+
+@pytest.mark.parametrize("kind", ["int32", "int64"])
+def test_lengths_in_tensors_are_looked_at(kind):
+    torch = pytest.importorskip("torch")
+    shape, cu, lengths = (10, 2, 8), np.array([0, 4, 10], kind), np.array([4, 10], kind)
+
+    def packed(cu):
+        return flashtile.plan(shape, shape, cu_q=cu, cu_k=cu, causal=True)
+
+    def padded(lengths):
+        return flashtile.plan((2, 2, 1, 8), (2, 2, 10, 8), kv_lengths=lengths)
+
+    assert packed(torch.from_numpy(cu)) == packed(cu) and padded(torch.from_numpy(lengths)) == padded(lengths)
+    for wrong in ([0, 30, 10], [0, 4, 9]):
+        with pytest.raises(ShapeError, match=r"^cu_q: expected to rise"):
+            packed(torch.tensor(wrong))
+    with pytest.raises(ShapeError, match=r"^kv_lengths: expected values"):
+        padded(torch.tensor([50, 1]))
+    with pytest.raises(DTypeError, match=r"^kv_lengths: expected int32 or int64"):
+        padded(torch.tensor([1, 2], dtype=torch.bfloat16))
+    with pytest.raises(DTypeError, match=r"^cu_q: .* on meta"):
+        packed(torch.zeros(3, dtype=torch.int64, device="meta"))
 
 
 def test_a_stand_in_takes_no_memory():

@@ -13,9 +13,9 @@ import numpy as np
 from flashtile import dispatch, traffic
 from flashtile.backends import tiles
 from flashtile.band import FAR, Band, Kind, ceil_div, cuts
-from flashtile.dtypes import EIGHT_BITS, ITEMSIZE, Array, accumulator, carrier, name_of, wider
+from flashtile.dtypes import EIGHT_BITS, ITEMSIZE, Array, accumulator, carrier, wider
 from flashtile.hardware import Hardware, Rates
-from flashtile.problem import Problem, check_shape, describe
+from flashtile.problem import Problem, check_dtype, check_hardware, check_shape, describe, to_host
 from flashtile.tiling import Tiling
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def plan(
     q_shape: Sequence[int],
     k_shape: Sequence[int],
     dtype: Any = "float32",
-    device: str = "cpu",
+    device: Any = "cpu",
     *,
     v_shape: Sequence[int] | None = None,
     cu_q: Any = None,
@@ -94,18 +94,24 @@ def plan(
     """What attention() would do with arrays of these shapes, without the arrays.
 
     Takes every option of attention(); mask, bias, alibi and sink may be given as shapes. With `hardware` it also says
-    what the least time is there, and which tile that GPU would get.
+    what the least time is there, and which tile that GPU would get. A device is "cpu", "cuda" or torch's own, whose
+    number does not matter.
     """
-    name = name_of(dtype)
+    name, device = check_dtype(dtype), str(device).partition(":")[0]
     given = {"q_shape": q_shape, "k_shape": k_shape, "v_shape": k_shape if v_shape is None else v_shape}
     shapes = [check_shape(key, shape) for key, shape in given.items()]
     stand_ins: dict[str, Any] = dict(options)
     beside = accumulator(name) if name == EIGHT_BITS else name
     for key, kind in (("mask", "bool"), ("bias", beside), ("alibi", beside), ("sink", beside)):
         if isinstance(stand_ins.get(key), (tuple, list)):
-            stand_ins[key] = stand_in(stand_ins[key], kind)
+            stand_ins[key] = stand_in(check_shape(key, stand_ins[key]), kind)
     stand_ins.pop("descale", None)  # whose numbers change nothing that is planned
-    problem = describe(*(stand_in(shape, name) for shape in shapes), cu_q=cu_q, cu_k=cu_k, **stand_ins)
+    stand_ins |= {"cu_q": cu_q, "cu_k": cu_k}
+    for key in ("cu_q", "cu_k", "kv_lengths"):
+        stand_ins[key] = to_host(key, stand_ins.get(key))
+    if hardware is not None:
+        check_hardware(hardware)
+    problem = describe(*(stand_in(shape, name) for shape in shapes), **stand_ins)
     capability = None if hardware is None else hardware.capability
     asked = problem if device == "cpu" else _outlined(problem)
     chosen, reasons = _choose(asked, backend, device)

@@ -15,6 +15,7 @@ import numpy as np
 from flashtile.band import FAR, Band
 from flashtile.dtypes import EIGHT_BITS, FLOATS, accumulator, name_of
 from flashtile.errors import DTypeError, ShapeError
+from flashtile.hardware import Hardware
 from flashtile.threads import MOST as MOST_THREADS
 
 MAX_DIM = 512
@@ -22,6 +23,7 @@ LARGEST = int(sys.float_info.max)
 LARGEST_FACTOR = float(np.finfo(np.float32).max)
 MOST = 1 << 60  # elements: NumPy counts bytes by 63 bits
 TEXT = (str, bytes, bytearray)  # sequences all of them, but never of numbers that somebody meant
+INTEGERS = ("int32", "int64")
 ARRAYS = ("mask", "bias", "alibi", "sink", "kv_lengths")  # among the options
 
 
@@ -359,9 +361,33 @@ def check_shape(name: str, shape: Any) -> tuple[int, ...]:
     if isinstance(shape, TEXT) or not isinstance(shape, Sequence):
         raise DTypeError(f"{name}: expected a sequence of lengths, got {type(shape).__name__}")
     lengths = tuple(_integer(name, n, 0, FAR) for n in shape)
+    if len(lengths) > 4:
+        raise ShapeError(f"{name}: expected at most 4 axes, got {lengths}")
     if math.prod(lengths) >= MOST:
         raise ShapeError(f"{name}: expected fewer than 2^60 elements, got {lengths}")
     return lengths
+
+
+def check_dtype(dtype: Any) -> str:
+    """The name of a dtype that arrays of a call may have."""
+    name = _name(dtype)
+    if name not in (*FLOATS, EIGHT_BITS):
+        raise DTypeError(f"dtype: expected one of {', '.join((*FLOATS, EIGHT_BITS))}, got {name}")
+    return name
+
+
+def check_hardware(hardware: Any) -> None:
+    if not isinstance(hardware, Hardware):
+        raise DTypeError(f"hardware: expected a flashtile.hardware.Hardware, got {type(hardware).__name__}")
+
+
+def to_host(name: str, x: Any) -> Any:
+    """Starts or lengths that may be in a tensor on any device, where describe() looks at their values."""
+    if not hasattr(x, "cpu") or _dtype_name(x) not in INTEGERS:
+        return x
+    if x.device.type == "meta":
+        raise DTypeError(f"{name}: expected a tensor with values, got one on {x.device}")
+    return x.cpu().numpy()
 
 
 def check_rows(rows: Any, n_q: int) -> Any:
@@ -438,7 +464,7 @@ def _on_host(x: Any) -> bool:
 
 def _integers(name: str, x: Any) -> None:
     kind = name_of(_dtype(name, x))
-    if kind not in ("int32", "int64"):
+    if kind not in INTEGERS:
         raise DTypeError(f"{name}: expected int32 or int64, got {kind}")
     if len(x.shape) != 1:
         raise ShapeError(f"{name}: expected one axis, got shape {tuple(x.shape)}")
@@ -590,13 +616,18 @@ def _out_dtype(out_dtype: Any, dtype: str) -> str:
         allowed = ("bfloat16", "float16", "float32")
     if out_dtype is None:
         return allowed[0]
-    try:
-        name = name_of(out_dtype)
-    except TypeError:
-        name = type(out_dtype).__name__
+    name = _name(out_dtype)
     if name not in allowed:
         raise DTypeError(f"out_dtype: expected {' or '.join(dict.fromkeys(allowed))} for {dtype} inputs, got {name}")
     return name
+
+
+def _name(dtype: Any) -> str:
+    """Also of what is no dtype at all."""
+    try:
+        return name_of(dtype)
+    except TypeError:  # it cannot be hashed
+        return type(dtype).__name__
 
 
 def check_flag(name: str, value: Any) -> bool:

@@ -19,8 +19,7 @@ from flashtile.hardware import Hardware
 from flashtile.threads import MOST as MOST_THREADS
 
 MAX_DIM = 512
-LARGEST = int(sys.float_info.max)
-LARGEST_FACTOR = float(np.finfo(np.float32).max)
+LARGEST = {"float32": float(np.finfo(np.float32).max), "float64": sys.float_info.max}
 MOST = 1 << 60  # elements: NumPy counts bytes by 63 bits
 TEXT = (str, bytes, bytearray)  # sequences all of them, but never of numbers that somebody meant
 INTEGERS = ("int32", "int64")
@@ -561,7 +560,7 @@ def _broadcastable(name: str, x: Any, pairs: tuple[int, ...], known: bool) -> An
 
 def _check_factors(scale: float, softcap: float, real: str) -> None:
     """Scores are multiplied with both, and before softcap with the quotient; each has to be a number in their dtype."""
-    most = float(np.finfo(real).max)
+    most = LARGEST[real]
     if abs(scale) > most:
         raise ShapeError(f"scale: expected at most {most:.3g} beside scores of {real}, got {scale}")
     if softcap and not abs(scale) / most <= softcap <= most:
@@ -578,7 +577,7 @@ def check_descale(descale: Any, q: Any) -> tuple[Any, Any, Any]:
     for x in descale:
         if x is None or isinstance(x, numbers.Real):
             factor = _number("descale", x)
-            if abs(factor) > LARGEST_FACTOR:
+            if abs(factor) > LARGEST["float32"]:
                 raise ShapeError(f"descale: expected a number within float32, got {factor}")
             checked.append(factor)
             continue
@@ -642,7 +641,7 @@ def _number(name: str, value: Any) -> float:
     if type(value) is not float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise DTypeError(f"{name}: expected a number, got {type(value).__name__}")
-        if isinstance(value, numbers.Rational) and (value < -LARGEST or not value <= LARGEST):
+        if isinstance(value, numbers.Rational) and not -LARGEST["float64"] <= value <= LARGEST["float64"]:
             raise ShapeError(f"{name}: expected a finite number, got one too large for a float")
     number = float(value)
     if not -math.inf < number < math.inf:  # math.isfinite() of a symbol is beyond torch.compile

@@ -641,7 +641,8 @@ def _number(name: str, value: Any) -> float:
     if type(value) is not float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise DTypeError(f"{name}: expected a number, got {type(value).__name__}")
-        if isinstance(value, numbers.Rational) and not -LARGEST["float64"] <= value <= LARGEST["float64"]:
+        most = LARGEST["float64"]
+        if isinstance(value, numbers.Rational) and (value < -most or not value <= most):
             raise ShapeError(f"{name}: expected a finite number, got one too large for a float")
     number = float(value)
     if not -math.inf < number < math.inf:  # math.isfinite() of a symbol is beyond torch.compile

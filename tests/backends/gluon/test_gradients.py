@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import flashtile as ft
 
@@ -19,10 +22,11 @@ pytest.importorskip("triton")
 
 from flashtile.backends.gluon import passes  # noqa: E402
 from flashtile.backends.gluon.backward_kernel import backward_kernel  # noqa: E402
-from flashtile.backends.gluon.gradients import Backward  # noqa: E402
+from flashtile.backends.gluon.gradients import DQ, Backward, _Workspace  # noqa: E402
 from flashtile.backends.triton.arguments import INTERPRETED  # noqa: E402
+from flashtile.backends.triton.gradients import results  # noqa: E402
 from flashtile.backends.triton.start import Start  # noqa: E402
-from flashtile.backends.triton.tensors import aligned  # noqa: E402
+from flashtile.backends.triton.tensors import Result, aligned  # noqa: E402
 from flashtile.dtypes import name_of, narrow  # noqa: E402
 from flashtile.inputs import Inputs  # noqa: E402
 from flashtile.problem import check_gradients, describe  # noqa: E402
@@ -93,6 +97,31 @@ def check_statistics(call: Call, lse: Any, rows: Any, total: Any, run: Backward)
         np.testing.assert_allclose(log2[:, first:last], want, rtol=1e-6, atol=1e-6)
         assert not delta[:, first:last][np.isinf(want)].any() and delta[:, first:last][np.isfinite(want)].all()
         assert not total[:, first * width : last * width].any()
+
+
+@given(
+    heads=st.integers(1, 40),
+    group=st.sampled_from([1, 2, 8]),
+    n_q=st.integers(1, 5000),
+    dims=st.sampled_from([(64, 64), (64, 128), (128, 64), (256, 256)]),
+    chained=st.booleans(),
+)
+def test_results_wait_where_their_memory_is_lent(
+    heads: int, group: int, n_q: int, dims: tuple[int, int], chained: bool
+) -> None:
+    """finish_kernel begins with the other heads while the kernel still reads statistics there."""
+    dim, dim_v = dims
+    shapes = (heads * group, n_q, dim), (heads, 70, dim), (heads, 70, dim_v)
+    q, k, v = (torch.empty(2, *shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    p = describe(q, k, v)
+    dq, *_ = results(p, q.device)
+    space = _Workspace(p, q.device, dq, Result(p, p.heads, n_q, None, "float32", q.device), 1, chained)
+    if not chained:
+        assert space.complete is None and space.at_once == space.columns
+        return
+    lent = prod(space.rows_shape) * 4 if space.rows.place == DQ.place else 0
+    of_head = n_q * dim * 2
+    assert space.at_once == max(1, -(-lent // of_head)) or not lent
 
 
 def test_tensors_that_are_not_aligned(monkeypatch: pytest.MonkeyPatch) -> None:

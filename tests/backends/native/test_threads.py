@@ -242,6 +242,25 @@ def test_as_many_threads_as_anyone_could_want() -> None:
     same_bits(everything(case, threads=1), everything(case, threads=64))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory")
+@pytest.mark.parametrize("setup", ["", "import torch"], ids=["alone", "beside torch"])
+def test_more_threads_than_can_be_had(setup: str) -> None:
+    if setup:
+        pytest.importorskip("torch")
+    code = f"""
+{setup}
+import resource
+import numpy as np, flashtile
+x = np.random.default_rng(0).standard_normal((64, 64, 16, 8)).astype(np.float32)
+expected = flashtile.attention(x, x, x, backend="native", threads=1)
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 31),) * 2)
+assert (flashtile.attention(x, x, x, backend="native", threads=4000) == expected).all()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_isa_is_one_of_those_built() -> None:
     from flashtile.backends.native import library
 

@@ -178,7 +178,9 @@ void run_tasks(int64_t threads, int64_t tasks, void (*body)(void*, int64_t, int6
   std::unique_lock<std::mutex> lock(one_at_a_time, std::defer_lock);
   if (threads <= 1 || !lock.try_lock()) return job.work();  // a second caller works alone rather than wait or crowd
   if (!openmp && !forked) openmp = find_openmp();
-  if (openmp) return openmp([](void* j) { ((Job*)j)->work(); }, &job, (unsigned)threads, 0);
+  // An OpenMP runtime that cannot have so many ends the process; the pool makes do with fewer.
+  const bool sane = threads <= 4 * (int64_t)std::max(16u, std::thread::hardware_concurrency());
+  if (openmp && sane) return openmp([](void* j) { ((Job*)j)->work(); }, &job, (unsigned)threads, 0);
   if (!pool) pool = new (std::nothrow) Pool;
   if (!pool) return job.work();
   pool->run(job, threads);

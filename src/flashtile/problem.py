@@ -20,7 +20,7 @@ from flashtile.threads import MOST as MOST_THREADS
 
 MAX_DIM = 512
 LARGEST = {"float32": float(np.finfo(np.float32).max), "float64": sys.float_info.max}
-MOST = 1 << 60  # elements: NumPy counts bytes by 63 bits
+MOST_ELEMENTS = 1 << 60  # NumPy counts bytes by 63 bits
 TEXT = (str, bytes, bytearray)  # sequences all of them, but never of numbers that somebody meant
 INTEGERS = ("int32", "int64")
 ARRAYS = ("mask", "bias", "alibi", "sink", "kv_lengths")  # among the options
@@ -362,7 +362,7 @@ def check_shape(name: str, shape: Any) -> tuple[int, ...]:
     lengths = tuple(_integer(name, n, 0, FAR) for n in shape)
     if len(lengths) > 4:
         raise ShapeError(f"{name}: expected at most 4 axes, got {lengths}")
-    if math.prod(lengths) >= MOST:
+    if math.prod(lengths) >= MOST_ELEMENTS:
         raise ShapeError(f"{name}: expected fewer than 2^60 elements, got {lengths}")
     return lengths
 

@@ -183,6 +183,15 @@ def test_a_window_that_changes_before_the_gradients_are_made() -> None:
     assert torch.equal(gradient([2, 1]), gradient([19, 19]))
 
 
+@pytest.mark.parametrize("window", ["ab", b"ab", bytearray(b"ab")], ids=str)
+@pytest.mark.parametrize("grad", [False, True])
+def test_text_is_no_window(grad: bool, window: Any) -> None:
+    """Also where a call is recorded, and its numbers are settled first."""
+    x = randn(1, 1, 20, 8, requires_grad=grad)
+    with pytest.raises(ft.ShapeError, match=r"^window: expected a pair"):
+        ft.attention(x, x, x, window=window)
+
+
 @pytest.mark.parametrize(
     "options",
     [

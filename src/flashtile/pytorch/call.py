@@ -10,7 +10,7 @@ import numpy as np
 
 from flashtile.band import Band
 from flashtile.dtypes import name_of
-from flashtile.problem import ARRAYS, check_ends, check_numbers
+from flashtile.problem import ARRAYS, TEXT, check_ends, check_numbers
 
 SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_q, Tensor? cu_k, "
@@ -89,7 +89,7 @@ def _settled(x: Any) -> Any:
 
     What is wrong with it stays as it is, for describe() to say so.
     """
-    if x is None or isinstance(x, int | str | bytes):
+    if x is None or isinstance(x, (int, *TEXT)):
         return x
     if isinstance(x, Band):
         return Band(*map(_settled, (x.left, x.right, x.offset)))

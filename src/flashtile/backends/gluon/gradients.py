@@ -84,7 +84,7 @@ class Backward:
 
     def _kernel(self, p: Problem, space: _Workspace, blocks: list[Maker], alike: bool, chained: bool) -> Step:
         config, columns, processors = space.config, p.kv_heads * p.q.shape[0], gpu.processors(self._device)
-        tiles, marks = (count_tiles(p, p.n_k, p.k.shape[2], n) for n in (config.keys, ROWS))
+        tiles, marks = space.k_tiles, count_tiles(p, p.n_k, p.k.shape[2], ROWS)
         tasks = tiles * columns
         start = Start(
             backward_kernel,
@@ -124,6 +124,7 @@ class _Workspace:
         self.config, self.width, self.columns = tuning.backward(widest), max(64, block(widest)), p.heads * p.q.shape[0]
         self.pads = count_tiles(p, p.n_q, p.q.shape[2], self.config.keys)
         self.padded = self.pads * self.config.keys
+        self.k_tiles = count_tiles(p, p.n_k, p.k.shape[2], self.config.keys)
         self.rows_shape = (2, p.q.shape[0], p.heads, self.padded)  # lse in base 2 and delta, side by side for one copy
         self.size = self.columns * self.padded * self.width  # of dQ
         scratch = Scratch(SCRATCH.place, device)
@@ -179,8 +180,8 @@ def _finish(p: Problem, space: _Workspace, dq: Result, marks: At, chained: bool)
         CHAINED=chained,
     )
     where = (space.total, DQ, marks, space.complete, bits(p.scale), LENGTHS)
-    k_tiles = count_tiles(p, p.n_k, p.k.shape[2], space.config.keys)
-    return start, (*where, tiles, p.heads, space.padded, space.columns, space.at_once, 2 * k_tiles)
+    adders = 2 * space.k_tiles  # two warps of each task
+    return start, (*where, tiles, p.heads, space.padded, space.columns, space.at_once, adders)
 
 
 def _blocks(p: Problem, space: _Workspace, dout: Any, dk: Result, dv: Result) -> list[Maker]:

@@ -25,8 +25,13 @@ class Measure:
 
 def best_peer(row: Row) -> str | None:
     """The fastest of the others."""
-    others = {name: ratio["value"] for name, ratio in row["ratios"].items() if name not in OURSELVES}
-    return min(others, key=lambda name: others[name], default=None)
+    others = _of_others(row["ratios"])
+    return min(others, key=lambda name: others[name]["value"], default=None)
+
+
+def _of_others(found: dict[str, Any]) -> dict[str, Any]:
+    """What a row has of peers that are not ours."""
+    return {name: x for name, x in found.items() if name not in OURSELVES}
 
 
 def _over(peer: str) -> Callable[[Row], float | None]:
@@ -64,8 +69,8 @@ def _of_needed(row: Row) -> float | None:
 
 def _difference(row: Row) -> float | None:
     """From the nearest peer: one that is wrong alone is not our fault. From ourselves where there is no other."""
-    others = [x for name, x in row["differences"].items() if name not in OURSELVES]
-    return min(others or row["differences"].values(), default=None)
+    found = row["differences"]
+    return min((_of_others(found) or found).values(), default=None)
 
 
 OVER_FLEX = Measure(f"{FLEX} time / time", _over(FLEX), more_is_better=True)

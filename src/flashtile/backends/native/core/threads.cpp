@@ -179,8 +179,8 @@ void run_tasks(int64_t threads, int64_t tasks, void (*body)(void*, int64_t, int6
   if (threads <= 1 || !lock.try_lock()) return job.work();  // a second caller works alone rather than wait or crowd
   if (!openmp && !forked) openmp = find_openmp();
   // An OpenMP runtime that cannot have so many ends the process; the pool makes do with fewer.
-  const bool sane = threads <= 4 * (int64_t)std::max(16u, std::thread::hardware_concurrency());
-  if (openmp && sane) return openmp([](void* j) { ((Job*)j)->work(); }, &job, (unsigned)threads, 0);
+  static const int64_t most = 4 * (int64_t)std::max(16u, std::thread::hardware_concurrency());  // it may read a file
+  if (openmp && threads <= most) return openmp([](void* j) { ((Job*)j)->work(); }, &job, (unsigned)threads, 0);
   if (!pool) pool = new (std::nothrow) Pool;
   if (!pool) return job.work();
   pool->run(job, threads);

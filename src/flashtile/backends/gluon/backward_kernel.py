@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from flashtile.backends.gluon.columns import FIELDS, GO, KEYS, ORDERS, ROOM, TILE_FIELDS, Extent, get
+from flashtile.backends.gluon.columns import FIELDS, GO, KEYS, ORDERS, ROOM, TILE_FIELDS, Extent, board_of, told
 from flashtile.backends.gluon.dq import BY_THREAD, write
 from flashtile.backends.gluon.loading import Sources, Tiles, load
 from flashtile.backends.gluon.narrow import own_128_keys
@@ -68,7 +68,7 @@ def backward_kernel(
     else:  # dK and dV leave by the same memory, swizzled
         out = gl.allocate_shared_memory(dtype, [C.OUT_TILES, 1, 1, KEYS, C.BLOCK_D], dv_desc.layout)
         dq = reinterpreted(out, gl.float32, [2 * C.DQ_BUFFERS, 16, 256], dq_desc.layout)
-    board = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], numbers)
+    board = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], numbers)
     k_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
@@ -110,16 +110,17 @@ def consume(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr):
     if C.PERSISTENT:
         t = gl.to_tensor(0)
         n = gl.to_tensor(0)
-        while get(board, GO) != 0:
+        while told(board_of(board, n), GO) != 0:
             mbarrier.wait(shared.k_full, n & 1)
-            t = own_128_keys(t, shared, board, targets, rule, ME, C)
+            t = own_128_keys(t, shared, board_of(board, n), targets, rule, ME, C)
             n += 1
             mbarrier.wait(shared.v_full, n & 1)
         tma.store_wait(0)
     else:
         mbarrier.wait(shared.k_full, 0)
+        board = board_of(board, 0)
         if not C.PACKED or C.ALWAYS_CUT == 0:
             own_64_keys(shared, board, targets, rule, ME, C)
         else:  # there may be more programs than tiles of keys, and those have no diagonal
-            for _ in range(gl.minimum(get(board, ROOM), 1)):
+            for _ in range(gl.minimum(told(board, ROOM), 1)):
                 own_64_keys(shared, board, targets, rule, ME, C)

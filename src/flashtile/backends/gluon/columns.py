@@ -38,6 +38,29 @@ TILE_FIELDS = gl.constexpr(4)
 ORDERS = gl.constexpr(8)  # tiles whose orders are kept: a warp that writes dQ is up to four tiles behind
 
 
+class Board(NamedTuple):
+    """In shared memory, and where on it the numbers of a task begin: one may be ending while the next runs."""
+
+    memory: Any
+    begin: Any
+
+
+@gluon.jit
+def board_of(memory, n):
+    """That of the n-th task of a program."""
+    return Board(memory, (n & 1) * FIELDS)
+
+
+@gluon.jit
+def told(board, field):
+    return get(board.memory, board.begin + field)
+
+
+@gluon.jit
+def tell(board, field, x):
+    put(board.memory, board.begin + field, x)
+
+
 class Extent(NamedTuple):
     """What there is to do: tiles of keys (of all sequences where they are packed), heads, rows of a head in dQ."""
 
@@ -82,7 +105,8 @@ def find_column(number, turns, work, C: gl.constexpr):
     The heads of a section come side by side: first tiles of keys, which a causal band gives most to do, of all of them,
     then the second. So it is for the last heads: such a tile of the very last head would go on alone when all others
     have ended. With turns it is so for all heads: tasks of one head wait for each other, and begin one after the other.
-    There the last keys come first, but not in the last section. Nobody waits for a task that has not begun.
+    There the last keys come first, but not in the last section. Nobody waits for a task that has not begun. Before the
+    last section half as many heads do, one task a processor: the cache has to hold dQ and queries of all of them.
     """
     columns = work.tasks // work.tiles
     column = number // work.tiles
@@ -92,8 +116,9 @@ def find_column(number, turns, work, C: gl.constexpr):
     first = last  # head of a section
     end = columns
     if turns is not None:
-        first = gl.where(first_keys_first, last, column // work.section * work.section)
-        end = gl.where(first_keys_first, columns, gl.minimum(first + work.section, last))
+        half = (work.section + 1) // 2
+        first = gl.where(first_keys_first, last, column // half * half)
+        end = gl.where(first_keys_first, columns, gl.minimum(first + half, last))
     if column >= first:
         beside = end - first
         inside = number - first * work.tiles
@@ -159,22 +184,22 @@ def turn_of(column, row, work, C: gl.constexpr):
 def post(board, column, place, key, cut, seen, work):
     """Write what warpgroups have to know."""
     at = column.at
-    put(board, GO, 1)
-    put(board, KEY, key)
-    put(board, ROOM, at.k_room - key)
-    put(board, IN_USE, (at.k_len - key) * seen)
-    put(board, OFFSET, at.offset)
-    put(board, SEQUENCE, place)
-    put(board, HEAD, column.head)
-    put(board, ROW, at.k_start + key)
-    put(board, CUT, 0)
-    put(board, CUT + 1, cut[1] - cut[0])
-    put(board, CUT + 2, cut[2] - cut[0])
-    put(board, CUT + 3, cut[3] - cut[0])
+    tell(board, GO, 1)
+    tell(board, KEY, key)
+    tell(board, ROOM, at.k_room - key)
+    tell(board, IN_USE, (at.k_len - key) * seen)
+    tell(board, OFFSET, at.offset)
+    tell(board, SEQUENCE, place)
+    tell(board, HEAD, column.head)
+    tell(board, ROW, at.k_start + key)
+    tell(board, CUT, 0)
+    tell(board, CUT + 1, cut[1] - cut[0])
+    tell(board, CUT + 2, cut[2] - cut[0])
+    tell(board, CUT + 3, cut[3] - cut[0])
     mark = key // KEYS
     if work.lengths.cu_q is not None:
         mark += at.k_start // KEYS + column.sequence
-    put(board, MARK, (place * work.kv_heads + column.head) * work.mark_tiles + mark)
+    tell(board, MARK, (place * work.kv_heads + column.head) * work.mark_tiles + mark)
     thread_barrier()  # the lane that speaks next speaks for all of them
 
 

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from flashtile.backends.gluon.assembly import added, arrive
-from flashtile.backends.gluon.columns import CUT, DQ_AT, GO, HEAD, SEQUENCE, TURN, get, order_of
+from flashtile.backends.gluon.columns import CUT, DQ_AT, GO, HEAD, SEQUENCE, TURN, board_of, get, order_of, told
 from flashtile.backends.gluon.loading import EVERYONE, KV_FREE
 from flashtile.backends.gluon.words import add_tile, reinterpreted, thread_barrier
 from flashtile.backends.triton.chain import await_count
@@ -66,12 +66,12 @@ def write(shared, board, dq, turns, complete, kv_heads, ME: gl.constexpr, C: gl.
     t = gl.to_tensor(0)
     if C.PERSISTENT:
         n = gl.to_tensor(0)
-        while get(board, GO) != 0:
-            t = write_tiles(t, shared, board, dq, turns, complete, kv_heads, ME, C)
+        while told(board_of(board, n), GO) != 0:
+            t = write_tiles(t, shared, board_of(board, n), dq, turns, complete, kv_heads, ME, C)
             n += 1
             mbarrier.wait(shared.v_full, n & 1)
     else:
-        write_tiles(t, shared, board, dq, turns, complete, kv_heads, ME, C)
+        write_tiles(t, shared, board_of(board, 0), dq, turns, complete, kv_heads, ME, C)
 
 
 @gluon.jit
@@ -80,8 +80,8 @@ def write_tiles(t, shared, board, dq, turns, complete, kv_heads, ME: gl.constexp
 
     complete: a counter of each key head, of the warps that have added all of theirs: finish_kernel goes by it.
     """
-    tiles = C.GROUP * get(board, CUT + 3)
-    column = get(board, SEQUENCE) * kv_heads + get(board, HEAD)
+    tiles = C.GROUP * told(board, CUT + 3)
+    column = told(board, SEQUENCE) * kv_heads + told(board, HEAD)
     if C.PERSISTENT:
         arrive(KV_FREE, EVERYONE)  # it is done with the board
     for _ in range(tiles):

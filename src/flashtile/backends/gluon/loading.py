@@ -15,11 +15,13 @@ from flashtile.backends.gluon.columns import (
     QUERY,
     SLOPE,
     TURN,
+    board_of,
     next_column,
     order_of,
     post,
     put,
     query_tiles,
+    tell,
     turn_of,
 )
 from flashtile.backends.gluon.tasks import leave
@@ -99,7 +101,7 @@ def load(shared, board, sources, counter, turns, work, C: gl.constexpr):
                 k_at = [place, column.head, at.k_start + key, 0]
                 fetch_tile(sources.k, k_at, shared.k_full, shared.k.index(0))
                 cut = (begin, full_begin, full_end, end)
-                post(board, column, place, key, cut, seen, work)
+                post(board_of(board, n), column, place, key, cut, seen, work)
                 mbarrier.expect(shared.v_full, sources.v.block_type.nbytes)  # after the board, for which it speaks too
                 fetch_tile(sources.v, k_at, shared.v_full, shared.v.index(0))
             if i < count:
@@ -144,7 +146,7 @@ def load(shared, board, sources, counter, turns, work, C: gl.constexpr):
     if C.PERSISTENT:
         if n > 0:
             sync(KV_FREE, EVERYONE)
-        put(board, GO, 0)
+        tell(board_of(board, n), GO, 0)
         thread_barrier()
         mbarrier.arrive(shared.v_full, count=1)
     leave(counter)

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashtile.backends.gluon.assembly import arrive, hold, sync
-from flashtile.backends.gluon.columns import IN_USE, KEYS, MARK, ROOM, get
+from flashtile.backends.gluon.columns import IN_USE, KEYS, MARK, ROOM, told
 from flashtile.backends.gluon.dq import await_all, await_buffer, put_dq, send_dq
 from flashtile.backends.gluon.loading import ALL, DO_FREE, EVERYONE, KV_FREE, Q_FREE, TOGETHER, WARPGROUPS
 from flashtile.backends.gluon.owning import clear_unused, finished, mark_spoiled, read_ends, shaped, store_columns, walk
@@ -162,10 +162,10 @@ def own_128_keys(t, shared, board, targets, rule, ME: gl.constexpr, C: gl.conste
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_Q, 16])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
     dtype: gl.constexpr = shared.q.dtype
-    if get(board, ROOM) > ME * KEYS:
-        gl.store(targets.marks + get(board, MARK) + ME, 0)
+    if told(board, ROOM) > ME * KEYS:
+        gl.store(targets.marks + told(board, MARK) + ME, 0)
     if C.ENDS:
-        in_use = get(board, IN_USE)
+        in_use = told(board, IN_USE)
         if in_use < 2 * KEYS:
             clear_unused(mine(shared.k.index(0), ME, C), in_use - ME * KEYS)
             clear_unused(mine(shared.v.index(0), ME, C), in_use - ME * KEYS)
@@ -185,8 +185,7 @@ def own_128_keys(t, shared, board, targets, rule, ME: gl.constexpr, C: gl.conste
     arrive(DS_READY + 2 * ME + ((t + 1) & 1), WARPGROUPS)  # it has no dS of a tile before to wait for
     s, dk, dv = step(t, s, dk, dv, shared, board, rule, unit, ME, CUT_SOMEWHERE, C, True)
     t, dk, dv = walk(step, t + 1, s, dk, dv, shared, board, rule, unit, ME, C, 1)
-    ends = read_ends(board, ME * KEYS)
-    dk, dv, flaw = finished(dk, dv, dtype, ends, rule, C)
+    dk, dv, flaw = finished(dk, dv, dtype, read_ends(board, ME * KEYS), rule, C)
     sync(DS_READY + 2 * (1 - ME) + ((t + 1) & 1), WARPGROUPS)
     dq = warpgroup_mma_wait(0, deps=(begin_dq(t - 1, made_anew(shared.k, t), shared, ME, C),))
     arrive(KV_FREE, EVERYONE)
@@ -200,7 +199,8 @@ def own_128_keys(t, shared, board, targets, rule, ME: gl.constexpr, C: gl.conste
     k_out.reshape([KEYS, C.BLOCK_D]).store(dk)
     fence_async_shared()
     thread_barrier()
-    store_columns(targets.dv_desc, targets.dv, dv, v_out, ends, 0, C.DIM_V, C)
-    store_columns(targets.dk_desc, targets.dk, dk, k_out, ends, 0, C.DIM, C)
-    mark_spoiled(targets, flaw, ends)
+    # Read again each time: kept in registers, they would be spilled, and so they would if they were read once.
+    store_columns(targets.dv_desc, targets.dv, dv, v_out, read_ends(board, ME * KEYS), 0, C.DIM_V, C)
+    store_columns(targets.dk_desc, targets.dk, dk, k_out, read_ends(board, ME * KEYS), 0, C.DIM, C)
+    mark_spoiled(targets, flaw, read_ends(board, ME * KEYS))
     return t

@@ -26,6 +26,7 @@ from flashtile.backends.gluon.columns import (
     SLOPE,
     get,
     order_of,
+    told,
 )
 from flashtile.backends.gluon.softmax import Seen, hide, shape_scores, slope_of
 from flashtile.backends.gluon.words import send_tile
@@ -83,7 +84,7 @@ def walk(
                 s, dk, dv = STEP(t, s, dk, dv, shared, board, rule, unit, ME, True, C)
                 t += 1
         for n in gl.static_range(0 if C.CUT_AT_BEGIN else 1, 3 if C.CUT_AT_END else 2):
-            for _ in range(gl.maximum(get(board, CUT + n), done), get(board, CUT + n + 1)):
+            for _ in range(gl.maximum(told(board, CUT + n), done), told(board, CUT + n + 1)):
                 s, dk, dv = STEP(t, s, dk, dv, shared, board, rule, unit, ME, n != 1, C)
                 t += 1
     return t, dk, dv
@@ -113,7 +114,7 @@ def shaped(s, t, shared, board, rule, ME: gl.constexpr, MASKED: gl.constexpr):
 def seen_by(board, rule, slope_at, LAYOUT: gl.constexpr, ME: gl.constexpr):
     """The queries that see each key, were there no end of queries: from `first` to `last`."""
     o_j = ME * KEYS + gl.arange(0, KEYS, LAYOUT)
-    o_j += get(board, KEY) - get(board, OFFSET)
+    o_j += told(board, KEY) - told(board, OFFSET)
     last = 0
     if rule.left is not None:
         last = o_j + reach(rule.left)
@@ -142,9 +143,9 @@ class Ends(NamedTuple):
 @gluon.jit
 def read_ends(board, row):
     """Of KEYS keys from `row` of the task on."""
-    room = get(board, ROOM) - row
-    mark = get(board, MARK) + row // KEYS
-    return Ends(room, get(board, IN_USE) - row, get(board, SEQUENCE), get(board, HEAD), get(board, ROW) + row, mark)
+    room = told(board, ROOM) - row
+    mark = told(board, MARK) + row // KEYS
+    return Ends(room, told(board, IN_USE) - row, told(board, SEQUENCE), told(board, HEAD), told(board, ROW) + row, mark)
 
 
 @gluon.jit

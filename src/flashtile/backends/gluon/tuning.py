@@ -44,7 +44,7 @@ FORWARD = {64: Config(128, 3, 3, 160, 32), 128: Config(128, 2, 2, 240, 32), 256:
 EIGHT_BITS = {
     64: Config(128, 3, 3, 160, 32),
     128: Config(128, 3, 3, 160, 32, weights_shared=True),
-    256: Config(64, 3, 2, 240, 32),
+    256: Config(128, 2, 2, 240, 32, out_parts=2, weights_shared=True),
 }
 # With a warpgroup less, for heads of few rows, which would leave much of three empty. By bytes an element and head dim.
 FEWER = {(2, 64), (1, 64), (1, 128)}

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashtile.backends.gluon.assembly import arrive, sync
-from flashtile.backends.gluon.columns import IN_USE, KEYS, MARK, ROOM, get
+from flashtile.backends.gluon.columns import IN_USE, KEYS, MARK, ROOM, told
 from flashtile.backends.gluon.dq import add_to_dq, await_buffer
 from flashtile.backends.gluon.loading import ALL, DO_FREE, Q_FREE, TOGETHER, WARPGROUPS
 from flashtile.backends.gluon.owning import clear_unused, finished, mark_spoiled, read_ends, shaped, store_columns, walk
@@ -116,11 +116,11 @@ def own_64_keys(shared, board, targets, rule, ME: gl.constexpr, C: gl.constexpr)
     HALF: gl.constexpr = C.BLOCK_D // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     dtype: gl.constexpr = shared.k.dtype
-    mine = (get(board, ROOM) > 0) & (ME == 0)
+    mine = (told(board, ROOM) > 0) & (ME == 0)
     if mine:
-        gl.store(targets.marks + get(board, MARK), 0)
+        gl.store(targets.marks + told(board, MARK), 0)
     # Keys beyond the last one are 0 already; but with this branch there, ptxas spills nothing in the loop.
-    in_use = get(board, IN_USE)
+    in_use = told(board, IN_USE)
     if in_use < KEYS:
         clear_unused(whole(shared.k.index(0), C).slice(ME * HALF, HALF, 1), in_use)
         clear_unused(whole(shared.v.index(0), C).slice(ME * HALF, HALF, 1), in_use)

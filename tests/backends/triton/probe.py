@@ -1,11 +1,11 @@
-"""A kernel that does nothing but call cuts(), so that a test can see what it returns."""
+"""Kernels that do nothing but call what cuts.py has, so that a test can see what it returns."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from flashtile.backends.triton.cuts import cuts
+from flashtile.backends.triton.cuts import cuts, stretch_of, tile_at
 
 
 @triton.jit
@@ -17,3 +17,16 @@ def cuts_kernel(p_in, p_out, BLOCK: tl.constexpr):
     )
     for n in tl.static_range(4):
         tl.store(p_out + tl.program_id(0) * 4 + n, cut[n])
+
+
+@triton.jit
+def walk_kernel(p_in, p_out, MOST: tl.constexpr, TWO_ENDS: tl.constexpr):
+    """Row i of the input: four cuts; of the output, for each tile: how often a walk comes to it, and to a full one."""
+    row = p_in + tl.program_id(0) * 4
+    cut = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    for n in tl.static_range(2):
+        begin, end = stretch_of(cut, n, TWO_ENDS)
+        for place in range(begin, end):
+            seen = p_out + (tl.program_id(0) * MOST + tile_at(cut, place, n, TWO_ENDS)) * 2
+            tl.store(seen, tl.load(seen) + 1)
+            tl.store(seen + 1, tl.load(seen + 1) + (n == 0))

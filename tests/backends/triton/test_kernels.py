@@ -111,6 +111,20 @@ def test_cuts_is_the_twin_of_band_py(block: int) -> None:
         assert list(Cuts(*cut)) == list(wanted), (left, right, offset, first, last, n_cols)
 
 
+@pytest.mark.parametrize("two_ends", [False, True])
+def test_a_walk_comes_to_each_tile_once(two_ends: bool) -> None:
+    from tests.backends.triton.probe import walk_kernel
+
+    rows = [sorted(cut) for cut in np.random.default_rng(0).integers(0, 9, (100, 4)).tolist()]
+    if not two_ends:  # none is partial before the full ones
+        rows = [[cut[1], *cut[1:]] for cut in rows]
+    given = torch.tensor(rows, dtype=torch.int32, device=kernels.DEVICE)
+    found = torch.zeros((len(rows), 8, 2), dtype=torch.int32, device=kernels.DEVICE)
+    walk_kernel[(len(rows),)](given, found, MOST=8, TWO_ENDS=two_ends)
+    for (begin, full_begin, full_end, end), tiles in zip(rows, found.tolist(), strict=True):
+        assert tiles == [[begin <= n < end, full_begin <= n < full_end] for n in range(8)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "softcap": 5.0}], ids=str)
 def test_the_public_call_on_a_gpu(options: dict[str, Any]) -> None:

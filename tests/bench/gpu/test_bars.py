@@ -85,8 +85,12 @@ def test_a_row_that_we_cannot_do_is_no_success() -> None:
 
 @pytest.mark.parametrize(("seconds", "holds"), [(0.0914, True), (0.0915, False)])
 def test_a_window_costs_what_it_leaves(seconds: float, holds: bool) -> None:
-    windowed = row("train", us=seconds, unwindowed={"median_s": 1.0}, window=1024)  # 1.3 * 1152 / 16384 = 0.09141
+    whole = {OURS: {"median_s": 1.0}, PORTABLE: {"median_s": 2.0}}  # 1.3 * 1152 / 16384 = 0.09141
+    windowed = row("train", us=seconds, unwindowed=whole, window=1024)
     assert only(bars.judge([windowed]), "forward-window")["holds"] is holds
+    assert not any(line["group"] == "forward-window-portable" for line in bars.judge([windowed]))
+    times = windowed["times"] | {PORTABLE: {"median_s": 2 * seconds}}
+    assert only(bars.judge([windowed | {"times": times}]), "forward-window-portable")["holds"] is holds
 
 
 @pytest.mark.parametrize(

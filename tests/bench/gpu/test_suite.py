@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flashtile.bench.gpu import ceilings, device, suite  # noqa: E402
-from flashtile.bench.gpu.peers import CUDNN, FLEX, OURS, WIDE, Peer, UnfitError  # noqa: E402
+from flashtile.bench.gpu.peers import CUDNN, FLEX, OURS, PORTABLE, WIDE, Peer, UnfitError  # noqa: E402
 from flashtile.bench.gpu.suite import Bench  # noqa: E402
 from flashtile.bench.gpu.table import caption, details  # noqa: E402
 from flashtile.bench.records import UnlikeError  # noqa: E402
@@ -96,9 +96,13 @@ def test_a_wrong_result_is_seen(fake: FakeDevice) -> None:
 
 
 def test_a_window_is_timed_beside_no_window(fake: FakeDevice) -> None:
-    found = bench(fake).measure(row_of("train forward window1024"))
-    assert found["unwindowed"]["median_s"] == pytest.approx(1e-3) and found["window"] == 1024
-    assert set(found["times"]) == set(found["rates"]) == set(COSTS)
+    run = bench(fake)
+    run.peers = [*run.peers, fake.peer(PORTABLE, 2e-3)]
+    found = run.measure(row_of("train forward window1024"))
+    assert {name: t["median_s"] for name, t in found["unwindowed"].items()} == pytest.approx(
+        {OURS: 1e-3, PORTABLE: 2e-3}
+    )
+    assert found["window"] == 1024 and set(found["times"]) == set(found["rates"]) == {*COSTS, PORTABLE}
 
 
 def test_decode_goes_through_graphs_and_round_the_copies(fake: FakeDevice) -> None:

@@ -135,6 +135,12 @@ def hold(p):
 
 
 @gluon.jit
+def reciprocal(x):
+    """1 / x, to the last bit but one; 0 for what is too large."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def pack_halves(low, high, dtype: gl.constexpr):
     """Two float32, rounded to a 16-bit type, in one integer."""
     NAME: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"

@@ -15,20 +15,22 @@ from flashtile.backends.gluon.tasks import LANES, claim, one
 from flashtile.backends.gluon.words import thread_barrier
 from flashtile.backends.triton.blocks import locate, measure
 from flashtile.backends.triton.cuts import cuts, reach
+from flashtile.backends.triton.steady import plain
 
 KEYS = gl.constexpr(64)  # of a tile that a warpgroup works on
 # What warpgroups have to know of their keys.
-KEY = gl.constexpr(0)  # the task's first
-ROOM = gl.constexpr(1)  # keys from there to the end of the sequence
-IN_USE = gl.constexpr(2)  # likewise, of those in use
-OFFSET = gl.constexpr(3)  # of the band
-SEQUENCE = gl.constexpr(4)  # as descriptors count: 0 where sequences are packed
-HEAD = gl.constexpr(5)
-ROW = gl.constexpr(6)  # of the first key, where the tensor begins being 0
-MARK = gl.constexpr(7)
-CUT = gl.constexpr(8)  # 0, and how many tiles of queries later whole ones begin, whole ones end, and all end
-GO = gl.constexpr(12)  # 0: there is no task any more
-FIELDS = gl.constexpr(13)
+ROOM = gl.constexpr(0)  # keys from the task's first to the end of the sequence
+IN_USE = gl.constexpr(1)  # likewise, of those in use
+FIRST = gl.constexpr(2)  # the first query that sees the first key
+LAST = gl.constexpr(3)  # and the last, were there no end of queries
+NEAREST = gl.constexpr(4)  # that from which alibi counts
+SEQUENCE = gl.constexpr(5)  # as descriptors count: 0 where sequences are packed
+HEAD = gl.constexpr(6)
+ROW = gl.constexpr(7)  # of the first key, where the tensor begins being 0
+MARK = gl.constexpr(8)
+CUT = gl.constexpr(9)  # 0, and how many tiles of queries later whole ones begin, whole ones end, and all end
+GO = gl.constexpr(13)  # 0: there is no task any more
+FIELDS = gl.constexpr(14)
 # And of a tile of queries.
 QUERY = gl.constexpr(0)  # its first
 DQ_AT = gl.constexpr(1)  # where its dQ lies
@@ -183,12 +185,14 @@ def turn_of(column, row, work, C: gl.constexpr):
 @gluon.jit
 def post(board, column, place, key, cut, seen, work):
     """Write what warpgroups have to know."""
-    at = column.at
+    at, rule = column.at, work.rule
     tell(board, GO, 1)
-    tell(board, KEY, key)
     tell(board, ROOM, at.k_room - key)
     tell(board, IN_USE, (at.k_len - key) * seen)
-    tell(board, OFFSET, at.offset)
+    tell(board, FIRST, key - at.offset - reach(rule.right))
+    tell(board, LAST, key - at.offset + reach(rule.left))
+    if rule.alibi is not None:
+        tell(board, NEAREST, key - at.offset - plain(rule.alibi_offset))
     tell(board, SEQUENCE, place)
     tell(board, HEAD, column.head)
     tell(board, ROW, at.k_start + key)

@@ -48,9 +48,11 @@ def mine(tile, ME: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def made_anew(tile, t):
-    """K or V. Its address looks as if t decided it: kept all along, it would be spilled, or displace others."""
-    return tile.index(t >> 30)
+def made_anew(tiles, t, FIRST: gl.constexpr = 0):
+    """The first of tiles. Its address looks as if t decided it: kept all along, it would be spilled, or displace
+    others.
+    """
+    return tiles.index(FIRST + (t >> 30))
 
 
 @gluon.jit
@@ -93,7 +95,8 @@ def step(
     dtype: gl.constexpr = shared.q.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_Q, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    HELD: gl.constexpr = not C.SCORES_FIRST and rule.softcap is None  # softcap leaves no registers for it
+    HELD: gl.constexpr = not C.SCORES_FIRST
+    CROWDED: gl.constexpr = rule.softcap is not None and C.BLOCK_Q == 128  # no registers for dP beside its chain
     half = t & 1
     k_tile = made_anew(shared.k, t)
     v_tile = made_anew(shared.v, t)
@@ -103,12 +106,17 @@ def step(
     mbarrier.wait(shared.dout_full.index(half), (t >> 1) & 1)
     if FIRST and ME == 1:
         sync(HEAD_START, WARPGROUPS)
-    dp_later = warpgroup_mma(mine(v_tile, ME, C), dout.permute((1, 0)), zero, use_acc=False, is_async=True)
+    if not CROWDED:
+        dp_later = warpgroup_mma(mine(v_tile, ME, C), dout.permute((1, 0)), zero, use_acc=False, is_async=True)
     s, slope = shaped(s, t, shared, board, rule, ME, MASKED)
     rows = shared.rows.index(half).reshape([2, C.BLOCK_Q])
     p = gl.exp2(s * unit - rows.slice(0, 1, 0).load(s_layout))
     weights = p.to(dtype)
+    if rule.softcap is not None:
+        p = p * slope  # already, so that one number is kept and not two
     p_operand = gl.convert_layout(weights, a_layout, assert_trivial=True)
+    if CROWDED:
+        dp_later = warpgroup_mma(mine(v_tile, ME, C), dout.permute((1, 0)), zero, use_acc=False, is_async=True)
     if HELD:
         delta = rows.slice(1, 1, 0).load(s_layout)
         hold(weights)
@@ -116,10 +124,7 @@ def step(
     else:
         dp = warpgroup_mma_wait(0, deps=(dp_later,))
         delta = rows.slice(1, 1, 0).load(s_layout)
-    ds = p * (dp - delta)
-    if rule.softcap is not None:
-        ds = ds * slope
-    ds = ds.to(dtype)
+    ds = (p * (dp - delta)).to(dtype)
     if FIRST and ME == 0:
         arrive(HEAD_START, WARPGROUPS)
     sync(DS_READY + 2 * (1 - ME) + (half ^ 1), WARPGROUPS)
@@ -192,8 +197,8 @@ def own_128_keys(t, shared, board, targets, rule, ME: gl.constexpr, C: gl.conste
     lay_down(dq, t - 1, shared, ME, C)
     send_dq(shared, t - 1, 0, ME, C)
     await_all(shared, t, ME, C)
-    v_out = shared.out.index(ME * (C.OUT_TILES // 2))
-    k_out = shared.out.index(ME * (C.OUT_TILES // 2) + 1)
+    v_out = made_anew(shared.out, t, ME * (C.OUT_TILES // 2))
+    k_out = made_anew(shared.out, t, ME * (C.OUT_TILES // 2) + 1)
     thread_barrier()
     v_out.reshape([KEYS, C.BLOCK_D]).store(dv)
     k_out.reshape([KEYS, C.BLOCK_D]).store(dk)

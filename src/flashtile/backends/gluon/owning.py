@@ -13,12 +13,13 @@ from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gluon.columns import (
     CUT,
+    FIRST,
     HEAD,
     IN_USE,
-    KEY,
     KEYS,
+    LAST,
     MARK,
-    OFFSET,
+    NEAREST,
     QUERY,
     ROOM,
     ROW,
@@ -31,8 +32,6 @@ from flashtile.backends.gluon.columns import (
 from flashtile.backends.gluon.softmax import Seen, hide, shape_scores, slope_of
 from flashtile.backends.gluon.words import send_tile
 from flashtile.backends.triton.blocks import number
-from flashtile.backends.triton.cuts import reach
-from flashtile.backends.triton.steady import plain
 
 
 class Targets(NamedTuple):
@@ -114,17 +113,16 @@ def shaped(s, t, shared, board, rule, ME: gl.constexpr, MASKED: gl.constexpr):
 def seen_by(board, rule, slope_at, LAYOUT: gl.constexpr, ME: gl.constexpr):
     """The queries that see each key, were there no end of queries: from `first` to `last`."""
     o_j = ME * KEYS + gl.arange(0, KEYS, LAYOUT)
-    o_j += told(board, KEY) - told(board, OFFSET)
     last = 0
     if rule.left is not None:
-        last = o_j + reach(rule.left)
+        last = o_j + told(board, LAST)
     first = 0
     if rule.right is not None:
-        first = o_j - reach(rule.right)
+        first = o_j + told(board, FIRST)
     at = 0
     slope = 0.0
     if rule.alibi is not None:
-        at = o_j - plain(rule.alibi_offset)
+        at = o_j + told(board, NEAREST)
         slope = o_j * 0.0 + gl.load(rule.alibi + slope_at).to(gl.float32)
     return Seen(last, first, at, slope, 1.0)
 

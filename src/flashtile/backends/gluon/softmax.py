@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.gluon.assembly import follow, pack_halves, pack_quarters, scale_unless_one
+from flashtile.backends.gluon.assembly import follow, pack_halves, pack_quarters, reciprocal, scale_unless_one
 from flashtile.backends.triton.blocks import number
 from flashtile.backends.triton.scores import LOG2E
 
@@ -85,7 +85,7 @@ def shape_scores(s, rule, seen, j0):
         cap = number(rule.softcap, gl.float32)
         # tanh(x) = 1 - 2 / (1 + exp(2 x)): as exact as a score needs to be, which is not relative to itself
         e = gl.exp2(s * (scale_of(rule, seen.gain) / cap * 2 * LOG2E))
-        s = cap - gl.fdiv(2 * cap, 1 + e)
+        s = cap - 2 * cap * reciprocal(1 + e)
     if rule.alibi is not None:
         if rule.softcap is None:
             s = s * scale_of(rule, seen.gain)
@@ -100,7 +100,7 @@ def slope_of(s, rule):
     """What softcap multiplies the gradient of q.k (s) with; s itself, which nobody reads, where there is none."""
     if rule.softcap is not None:
         e = gl.exp2(s * (number(rule.scale, gl.float32) / number(rule.softcap, gl.float32) * 2 * LOG2E))
-        bent = 1 - gl.fdiv(2.0, 1 + e)
+        bent = 1 - 2 * reciprocal(1 + e)
         s = 1 - bent * bent
     return s
 

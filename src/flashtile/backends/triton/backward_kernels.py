@@ -23,7 +23,7 @@ from flashtile.backends.triton.blocks import (
     wide,
 )
 from flashtile.backends.triton.chain import follow, lead
-from flashtile.backends.triton.cuts import cuts, reach, stretch_of
+from flashtile.backends.triton.cuts import cuts, reach, stretch_of, tile_at
 from flashtile.backends.triton.guard import finite_part, poison, spoiled
 from flashtile.backends.triton.scores import LOG2E, Tile, dot, kept, pair_pointers, shape_scores, visible_pairs
 from flashtile.backends.triton.steady import plain
@@ -231,19 +231,21 @@ def dkdv_rows(
     # The band with the roles swapped says which query tiles see these keys.
     last = tl.maximum(tl.minimum(j0 + C.BLOCK_K, at.k_len), j0 + 1)
     cut = cuts(reach(rule.right), reach(rule.left), -at.offset, j0, last, at.q_len * (j0 < at.k_len), C.BLOCK_Q)
+    TWO_ENDS: tl.constexpr = rule.right is not None
     for h in range(head * C.GROUP, head * C.GROUP + C.GROUP):
         queries = head_of(q, at.sequence, h, at.q_start, at.q_len)
         douts = head_of(dout, at.sequence, h, at.q_start, at.q_len)
         p_log2 = head_of(log2, at.sequence, h, at.q_start, at.q_len)
         p_delta = head_of(delta, at.sequence, h, at.q_start, at.q_len)
-        for n in tl.static_range(3 if CAREFUL else 1 if rule.right is None else 0, 4 if CAREFUL else 3):
-            begin, end = stretch_of(cut, n)
-            for i in range(begin, end):
+        for n in tl.static_range(2 if CAREFUL else 0, 3 if CAREFUL else 2):
+            begin, end = stretch_of(cut, n, TWO_ENDS)
+            for place in range(begin, end):
+                i0 = tile_at(cut, place, n, TWO_ENDS) * C.BLOCK_Q
                 b_dk, b_dv = dkdv_tile(
                     *(b_dk, b_dv, b_k, b_v),
                     *(queries, douts, q_desc, do_desc, p_log2, p_delta, tops),
-                    *(h, i * C.BLOCK_Q, j0, rule, at, C),
-                    MASKED=n != 1,
+                    *(h, i0, j0, rule, at, C),
+                    MASKED=n > 0,
                     CAREFUL=CAREFUL,
                     NATURAL=NATURAL,
                 )
@@ -374,11 +376,13 @@ def dq_rows(
     b_dq = tl.zeros([C.BLOCK_Q, C.BLOCK_D], C.REAL)
     last = tl.minimum(i0 + C.BLOCK_Q, at.q_len)
     cut = cuts(reach(rule.left), reach(rule.right), at.offset, i0, last, at.k_len, C.BLOCK_K)
-    for n in tl.static_range(3 if CAREFUL else 1 if rule.left is None else 0, 4 if CAREFUL else 3):
-        begin, end = stretch_of(cut, n)
-        for j in range(begin, end):
+    TWO_ENDS: tl.constexpr = rule.left is not None
+    for n in tl.static_range(2 if CAREFUL else 0, 3 if CAREFUL else 2):
+        begin, end = stretch_of(cut, n, TWO_ENDS)
+        for place in range(begin, end):
+            j0 = tile_at(cut, place, n, TWO_ENDS) * C.BLOCK_K
             _straight, dS, b_k = dscores_tile(
-                b_q, b_do, L, D, tops, keys, values, k_desc, v_desc, i0, j * C.BLOCK_K, h, rule, at, C, MASKED=n != 1
+                b_q, b_do, L, D, tops, keys, values, k_desc, v_desc, i0, j0, h, rule, at, C, MASKED=n > 0
             )
             b_dq = dot(dS.to(b_k.dtype), finite_part(b_k, CAREFUL), b_dq, C.PRECISION)
     bad = spoiled(b_dq)

@@ -44,9 +44,26 @@ def within(cut, low, high):
 
 
 @triton.jit
-def stretch_of(cut, n: tl.constexpr):
-    """Tiles of stretch n: 0 partial, 1 full, 2 partial; 3, the only one of a careful walk, is all of them."""
-    if n == 3:
+def stretch_of(cut, n: tl.constexpr, TWO_ENDS: tl.constexpr):
+    """The places, from and to, of stretch n: 0 full tiles, 1 partial ones; 2, that of a careful walk, all of them.
+
+    TWO_ENDS: tiles may be partial at both ends. Those of the first end then have the places just before the last end,
+    so that one loop takes both: every loop has to fill its pipeline. tile_at() says where they are.
+    """
+    if n == 0:
+        return cut[1], cut[2]
+    elif n == 2:
         return cut[0], cut[3]
+    elif TWO_ENDS:
+        return cut[2] - (cut[1] - cut[0]), cut[3]
     else:
-        return cut[n], cut[n + 1]
+        return cut[2], cut[3]
+
+
+@triton.jit
+def tile_at(cut, place, n: tl.constexpr, TWO_ENDS: tl.constexpr):
+    """The tile of a place in stretch n."""
+    if n == 1 and TWO_ENDS:
+        return tl.where(place < cut[2], place - cut[2] + cut[1], place)
+    else:
+        return place

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from flashtile.backends.triton.blocks import halves_of, head_of, load_rows, locate, measure, number, wide
 from flashtile.backends.triton.chain import lead
-from flashtile.backends.triton.cuts import cuts, reach, stretch_of, within
+from flashtile.backends.triton.cuts import cuts, reach, stretch_of, tile_at, within
 from flashtile.backends.triton.guard import finite_part, poison, spoiled
 from flashtile.backends.triton.scores import LN2, LOG2E, Tile, dot, kept, shape_scores, visible_pairs
 
@@ -113,12 +113,13 @@ def forward_rows(
     cut = cuts_of_rows(rule, at, first, PACKED_HEADS, C.BLOCK_Q, C.BLOCK_K)
     if SPLITS > 1:
         cut = within(cut, share[0] // C.BLOCK_K, share[1] // C.BLOCK_K)
-    for n in tl.static_range(3 if CAREFUL else 1 if rule.left is None else 0, 4 if CAREFUL else 3):
-        begin, end = stretch_of(cut, n)
-        for j in range(begin, end):
-            j0 = j * C.BLOCK_K
+    TWO_ENDS: tl.constexpr = rule.left is not None
+    for n in tl.static_range(2 if CAREFUL else 0, 3 if CAREFUL else 2):
+        begin, end = stretch_of(cut, n, TWO_ENDS)
+        for place in range(begin, end):
+            j0 = tile_at(cut, place, n, TWO_ENDS) * C.BLOCK_K
             m, l, acc = absorb(
-                m, l, acc, b_q, queries, keys, values, k_desc, v_desc, j0, rule, at, C, MASKED=n != 1, CAREFUL=CAREFUL
+                m, l, acc, b_q, queries, keys, values, k_desc, v_desc, j0, rule, at, C, MASKED=n > 0, CAREFUL=CAREFUL
             )
     weight = 1 / tl.where(l == 0, 1.0, l)  # eq. 7
     if rule.seed_low is not None:

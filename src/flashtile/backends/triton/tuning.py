@@ -35,12 +35,12 @@ class Config(NamedTuple):
 
 # As measured, by major compute capability and bytes an element, then by kernel and padded head dim.
 # `flashtile bench tune` makes such rows, over N = 1024 and 4096; those of forward at 64 and of backward at 128 are its
-# work, that of decode-short was found by hand, the others are from when it knew N = 4096 alone.
+# work, those of forward at 128 and of decode-short were found by hand, the others are from when it knew N = 4096 alone.
 MEASURED: dict[tuple[int, int], dict[str, dict[int, Config]]] = {
     (9, 2): {
         "forward": {
             64: Config(64, 128, 4, 2, True),
-            128: Config(128, 128, 8, 3, True),
+            128: Config(64, 64, 4, 3, True),
             256: Config(64, 64, 4, 3, True),
         },
         "dkdv": {64: Config(64, 64, 4, 3, True), 128: Config(64, 64, 4, 2, True), 256: Config(64, 64, 8, 2, True)},

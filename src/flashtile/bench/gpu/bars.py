@@ -121,14 +121,16 @@ def _long(row: Row) -> bool:
 def _pass(direction: str, mean: float, each: float) -> tuple[Bar, ...]:
     """Those of one pass. `mean` and `each` are what the Hopper kernels owe on the grid, beside the best peer."""
     d, plain, other = direction, f"{direction}, {{n}} shapes", f"{direction}, {{n}} other shapes"
-    by_triton, window = f"{d} by Triton, {{n}} shapes", f"{d}, window {{row[window]}} of {{row[shape][n_k]}} keys"
+    by_triton, narrow = f"{d} by Triton", "window {row[window]} of {row[shape][n_k]} keys"
+    portable, narrowed = _train(d, _with_portable), _train(d, _with_portable, _windowed)
     return (
         Bar(f"{d}-flex", plain, _train(d), measures.OVER_FLEX, each=1.05),
-        Bar(f"{d}-portable", by_triton, _train(d, _with_portable), measures.PORTABLE_OVER_FLEX, each=1.05),
+        Bar(f"{d}-portable", f"{by_triton}, {{n}} shapes", portable, measures.PORTABLE_OVER_FLEX, each=1.05),
         Bar(f"{d}-best", plain, _train(d, _elsewhere), measures.OVER_BEST),
         Bar(f"{d}-grid", plain, _train(d, backend=HOPPER, extra=False), measures.OVER_BEST, mean, each),
         Bar(f"{d}-extra", other, _train(d, backend=HOPPER, extra=True), measures.OVER_BEST, each=1.0),
-        Bar(f"{d}-window", window, _train(d, _windowed), measures.OF_WINDOW, each=1.3),
+        Bar(f"{d}-window", f"{d}, {narrow}", _train(d, _windowed), measures.OF_WINDOW, each=1.3),
+        Bar(f"{d}-window-portable", f"{by_triton}, {narrow}", narrowed, measures.PORTABLE_OF_WINDOW, each=1.3),
     )
 
 

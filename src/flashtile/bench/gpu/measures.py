@@ -52,11 +52,14 @@ def _of_product(row: Row) -> float | None:
     return row["rates"][OURS] / row["ceiling"] if OURS in row["rates"] else None
 
 
-def _of_window(row: Row) -> float | None:
+def _of_window(ours: str) -> Callable[[Row], float | None]:
     """Time beside that of the same shape without a window, in units of the keys that are left to visit."""
-    share = (row["window"] + TILE) / row["shape"]["n_k"]
-    times = row["times"]
-    return times[OURS]["median_s"] / (row["unwindowed"]["median_s"] * share) if OURS in times else None
+
+    def of(row: Row) -> float | None:
+        times, whole, share = row["times"], row["unwindowed"], (row["window"] + TILE) / row["shape"]["n_k"]
+        return times[ours]["median_s"] / (whole[ours]["median_s"] * share) if ours in times.keys() & whole else None
+
+    return of
 
 
 def _host(row: Row) -> float | None:
@@ -81,7 +84,9 @@ IN_ORDER = Measure("time with deterministic=True / time", _over(ORDERED))
 OVER_BEST = Measure("best peer's time / time", _over_best, more_is_better=True)
 OF_PRODUCT = Measure("FLOPs a second / those of the matrix product", _of_product, more_is_better=True)
 OF_COPY = Measure("K and V read a second / device copy", lambda row: row["shares"].get(OURS), more_is_better=True)
-OF_WINDOW = Measure(f"time / (full time * (window + {TILE}) / keys)", _of_window)
+OF_WINDOW, PORTABLE_OF_WINDOW = (
+    Measure(f"time / (full time * (window + {TILE}) / keys)", _of_window(ours)) for ours in (OURS, PORTABLE)
+)
 HOST = Measure("host time, us", _host)
 FORWARD_MEMORY, BACKWARD_MEMORY = (
     Measure(f"peak beyond inputs and results / ({needed} + {SLACK >> 20} MiB)", _of_needed)

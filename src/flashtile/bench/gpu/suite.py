@@ -13,7 +13,7 @@ from flashtile.bench import records
 from flashtile.bench.gpu import bars, ceilings
 from flashtile.bench.gpu.ceilings import COPY, PRODUCT, Ceiling
 from flashtile.bench.gpu.device import Device
-from flashtile.bench.gpu.peers import OURS, Contender, Peer, UnfitError, brief, tensors
+from flashtile.bench.gpu.peers import OURS, PORTABLE, Contender, Peer, UnfitError, brief, tensors
 from flashtile.bench.gpu.rows import DECODE, MEMORY, SMALL, TRAIN, Row, in_turn
 from flashtile.bench.records import Record
 from flashtile.bench.suite import Progress
@@ -23,7 +23,7 @@ SEED = 42
 SAMPLE = 0.010  # seconds of device time a sample has at least, so that its ends do not count
 GRAPH_CALLS = 64  # in one graph, at most: the gap between two replays is that of several calls
 ENQUEUED = 50  # calls in a sample of host time, at most: fewer than a stream can hold
-UNWINDOWED = "flashtile, no window"
+UNWINDOWED = {name: f"{name}, no window" for name in (OURS, PORTABLE)}
 
 Calls = dict[str, Callable[[int], Call]]  # by name: how often -> what does it that often
 
@@ -61,16 +61,16 @@ class Bench:
         calls: Calls = {name: contender.repeated for name, contender in entered.items()}
         calls[PRODUCT] = _repeated(self.product.call)
         if row.window is not None:
-            plain, _ = self._enter(row.unwindowed(), [peer for peer in self.peers if peer.name == OURS])
-            if OURS in plain:
-                calls[UNWINDOWED] = plain[OURS].repeated
+            plain, _ = self._enter(row.unwindowed(), [peer for peer in self.peers if peer.name in (OURS, PORTABLE)])
+            calls |= {UNWINDOWED[name]: contender.repeated for name, contender in plain.items()}
         times = self._device_times(calls)
         found = _compared(entered, absent, times)
         product = times.pop(PRODUCT)
         found |= {"flops": row.flops, "ceiling": self.product.amount / product.median}
-        found["rates"] = {name: row.flops / timing.median for name, timing in times.items() if name != UNWINDOWED}
-        if UNWINDOWED in times:
-            found |= {"unwindowed": times[UNWINDOWED].to_dict(), "window": row.window}
+        if row.window is not None:
+            whole = {name: times.pop(UNWINDOWED[name]) for name in plain}
+            found |= {"unwindowed": _plain(whole), "window": row.window}
+        found["rates"] = {name: row.flops / timing.median for name, timing in times.items()}
         return found
 
     def _decode(self, row: Row) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def test_a_decode_that_is_not_split_is_not_short(keys: int) -> None:
 
 def test_many_queries_are_no_decode() -> None:
     found = decode(1, 8192, n_q=100)
-    assert found._splits > 1 and tile(found) == (128, 128, 8, 3)
+    assert found._splits > 1 and tile(found) == (64, 64, 4, 3)
 
 
 @pytest.mark.parametrize("more", [{"dim": 64}, {"dim": 256}, {"dtype": torch.float32}, {"mask": True}], ids=str)

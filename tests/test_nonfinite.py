@@ -12,7 +12,7 @@ import pytest
 import flashtile as ft
 from flashtile.dtypes import narrow, widen
 from tests.grid import GRADIENTS, Call, Case, Size, build, check_forward, max_error, same_dtype_error
-from tests.runners import Runner, every_runner
+from tests.runners import Runner, every_runner, public
 
 SIZES = {
     "ragged": Size(2, 4, 2, 37, 53, 24, 16),
@@ -29,6 +29,7 @@ HIDERS = {
     "everything": ("everything",),
 }
 POISON = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
+ORACLE = public("reference")
 each_size = pytest.mark.parametrize("size", SIZES)
 each_hider = pytest.mark.parametrize("hider", HIDERS)
 each_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -224,6 +225,23 @@ def test_a_bias_of_minus_infinity_is_a_mask(size: str, dtype: str, runner: Runne
     for name, x in masked.items():
         np.testing.assert_allclose(biased[name], x, atol=1e-6 if dtype == "float32" else 0.05, err_msg=name)
     assert not biased["dbias"][~mask].any()
+
+
+@every_runner
+@each_hider
+@each_size
+def test_a_weight_of_0_is_no_mask(size: str, hider: str, runner: Runner) -> None:
+    """Where a bias leaves no weight to any key of a row, a NaN among their values still reaches it, if it is seen."""
+    call, seen = case(size, hider, "float32")
+    call = changed(call, "bias", np.s_[..., ::2, :], -np.inf)
+    place = np.zeros(call.v.shape[:3], bool)
+    place[..., 4::19] = True
+    group = call.q.shape[1] // call.k.shape[1]
+    reached = (seen & np.repeat(place, group, 1)[:, :, None]).any(3)
+    expected, found = (everything(r, changed(call, "v", place, np.nan)) for r in (ORACLE, runner))
+    np.testing.assert_array_equal(np.isnan(found["out"]).all(3), reached)
+    for name, x in expected.items():
+        np.testing.assert_array_equal(np.isnan(found[name]), np.isnan(x), name)
 
 
 @every_runner

@@ -165,7 +165,6 @@ NOINLINE void give_rows(const R* from, int lanes, int n, int d, R by, const R* b
 // A group of queries in the lanes, with its places in the scratch, and the keys of a tile that it sees.
 template <class R> struct Group {
   Lanes<R> lanes;
-  bool dead = false;  // some lane has no weight at all; its lse is infinite
   R *q, *dout, *dq, *P, *slope, *Z, *dropped, *lse, *delta;
   int from, to;       // keys of the tile it sees any of, counted from the block's first
   bool hidden;        // not all of them, in every lane
@@ -173,15 +172,6 @@ template <class R> struct Group {
 
 // ---- Passes over a block that only backward has
 
-// Marks the pairs of P that are hidden, and every pair of a lane that is dead.
-template <class R> void hide_all(const Block<R>& b, const Group<R>& y) {
-  const int L = b.lanes.padded;
-  hide(b, y.P, HIDDEN<R>);
-  if (!y.dead) return;
-  for (int l = 0; l < L; l++)
-    if (y.lse[l] == (R)INFINITY)
-      for (int k = 0; k < b.n; k++) y.P[k * L + l] = HIDDEN<R>;
-}
 // x[key][lane] is the gradient of the bias; sum it into its place, whatever axes are broadcast.
 template <class R> NOINLINE void add_to_bias(const Block<R>& b, const ft_tensor& t, R* to, const R* x) {
   const int L = b.lanes.padded, real = b.lanes.real;
@@ -513,7 +503,6 @@ template <class R> void Backward<R>::set_up(KeyBlock& kb, QueryBlock& qb, R* scr
     for (int l = 0; l < L; l++) {
       const int64_t i = l0 + std::min(l, real - 1);
       const R value = lse[i * p.lse.row];
-      y.dead |= value == -(R)INFINITY;
       y.lse[l] = l >= real || value == -(R)INFINITY ? (R)INFINITY : value;  // no weight in a lane without a query
       y.delta[l] = from[i];
     }
@@ -521,7 +510,7 @@ template <class R> void Backward<R>::set_up(KeyBlock& kb, QueryBlock& qb, R* scr
     else pack_lanes<R>(q + item * l0 * p.q.row, p.dtype, p.q.row, real, L, dim, score_scale<R>(p), y.q);
     pack_lanes<R>(dout + out_item * l0 * p.dout.row, p.out_dtype, p.dout.row, real, L, v_dim, R(1), y.dout);
     memset(y.dq, 0, sizeof(R) * L * dim);
-    hidden |= y.dead || Block<R>{p, y.lanes, kb.first, kb.n}.partial();
+    hidden |= Block<R>{p, y.lanes, kb.first, kb.n}.partial();
   }
   qb.Q = whole_vectors<R>(q, p.dtype, p.q.row, qb.n, dim, scratch + at.q_rows);
   qb.dO = whole_vectors<R>(dout, p.out_dtype, p.dout.row, qb.n, v_dim, scratch + at.dout_rows);
@@ -538,7 +527,7 @@ template <class R> void Backward<R>::make_weights(const KeyBlock& kb, QueryBlock
     y.from = (int)clip(y.lanes.seen.begin - kb.first, k0, k1);
     y.to = (int)clip(y.lanes.seen.end - kb.first, y.from, k1);
     const Block<R> b = block(kb, y);
-    y.hidden = b.partial() || y.dead;
+    y.hidden = b.partial();
     if (b.n == 0) continue;
     const Rows<R> K = rows_from(kb.K, y.from);
     with_vectors(y.lanes.padded / W<R>, [&](auto N) {
@@ -548,7 +537,7 @@ template <class R> void Backward<R>::make_weights(const KeyBlock& kb, QueryBlock
       adjust(b, y.P, y.slope);
       probabilities<R, N>(b.n, y.lse, y.P);
     });
-    if (y.hidden) hide_all(b, y);
+    if (y.hidden) hide(b, y.P, HIDDEN<R>);
     if (p.dropout > 0) drop(b, y.P, y.Z, y.dropped);
   }
 }
@@ -565,7 +554,7 @@ template <class R> void Backward<R>::make_gradients(const KeyBlock& kb, QueryBlo
     });
     const bool k_spoils = y.hidden && !kb.k_finite;
     if (k_spoils || !qb.q_finite) clear_signs(b, y.P);
-    if (y.hidden) hide_all(b, y);
+    if (y.hidden) hide(b, y.P, HIDDEN<R>);
     if (p.dbias.data) {
       const ft_tensor& t = p.dbias;
       R* to = (R*)t.data + kb.s.index * t.sequence + qb.head * t.head + y.lanes.first * t.row + b.j * t.column;

@@ -206,9 +206,9 @@ template <class R> struct Decode {
       using T = decltype(t);
       for (int r = 0; r < heads * s.q_len; r++) {
         const int64_t head = head_of(s, kv_head, set, r), i = r % s.q_len;
-        const R by = x.l[r] == 0 ? R(0) : 1 / (x.l[r] * (R)(1 - p.dropout)), *from = x.o + r * o_row;
+        const R by = x.l[r] == 0 ? R(1) : 1 / (x.l[r] * (R)(1 - p.dropout)), *from = x.o + r * o_row;
         T* to = (T*)query_row(p.out, sizeof(T), s, head, i);
-        for (int c = 0; c < v_dim; c++) put<R>(to + c, by == 0 ? R(0) : from[place<R>(c, v_dim)] * by);
+        for (int c = 0; c < v_dim; c++) put<R>(to + c, from[place<R>(c, v_dim)] * by);
         *(R*)query_row(p.lse, sizeof(R), s, head, i) = x.m[r] + std::log(x.l[r]);
       }
     });

@@ -156,7 +156,7 @@ void pack_lanes(const void* x, int64_t dtype, int64_t row, int n, int lanes, int
     }
   });
 }
-// x[lane][c] = by[lane] * from[c][lane] for the first n lanes; 0 where by is, whatever is there.
+// x[lane][c] = by[lane] * from[c][lane] for the first n lanes.
 template <class R>
 void unpack_lanes(const R* from, int n, int lanes, int d, const R* by, void* x, int64_t dtype, int64_t row) {
   with_type<R>(dtype, [=](auto t) {
@@ -165,10 +165,7 @@ void unpack_lanes(const R* from, int n, int lanes, int d, const R* by, void* x, 
       const Vec<R> scale = load(by + l0);
       const int here = n - l0 < W<R> ? n - l0 : W<R>;
       T* to = (T*)x + l0 * row;
-      const auto scaled = [=](int c) {
-        const Vec<R> a = load(from + (int64_t)c * lanes + l0) * scale;
-        return scale == all(R(0)) ? Vec<R>{} : a;
-      };
+      const auto scaled = [=](int c) { return load(from + (int64_t)c * lanes + l0) * scale; };
       int c = 0;
       for (; c + W<R> <= d; c += W<R>) {
         Vec<R> a[W<R>];

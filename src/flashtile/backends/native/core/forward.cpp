@@ -130,8 +130,8 @@ template <class R> void merge(State<R> x, State<R> y, int v_dim, int L) {
 }
 template <class R>
 void finish(const ft_problem& p, const Sequence& s, int64_t head, int64_t first, int n, State<R> x, int L) {
-  R by[LANES<R>];
-  for (int l = 0; l < L; l++) by[l] = x.l[l] == 0 ? R(0) : 1 / (x.l[l] * (R)(1 - p.dropout));
+  R by[LANES<R>];  // where all weights are 0, o is what they make of V: 0, or NaN
+  for (int l = 0; l < L; l++) by[l] = x.l[l] == 0 ? R(1) : 1 / (x.l[l] * (R)(1 - p.dropout));
   unpack_lanes<R>(x.o, n, L, (int)p.v_dim, by, query_row(p.out, item_size(p.out_dtype), s, head, first), p.out_dtype,
                   p.out.row);
   for (int l = 0; l < n; l++) *(R*)query_row(p.lse, sizeof(R), s, head, first + l) = x.m[l] + std::log(x.l[l]);

@@ -6,21 +6,19 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from flashtile import dispatch
 from flashtile.band import Band
-from flashtile.dtypes import BFLOAT16, accumulator, name_of, narrow, widen
-from flashtile.errors import UnsupportedError
-from flashtile.problem import (
+from flashtile.checks import (
     ARRAYS,
-    Problem,
     check_flag,
-    check_gradients,
     check_merge,
     check_numpy,
     check_rows,
     check_starts,
     check_unpacked,
-    describe,
     library,
 )
+from flashtile.dtypes import BFLOAT16, accumulator, name_of, narrow, widen
+from flashtile.errors import UnsupportedError
+from flashtile.problem import Problem, check_gradients, describe
 from flashtile.results import Grads
 from flashtile.softmax import merge_normalized
 

@@ -13,9 +13,10 @@ import numpy as np
 from flashtile import dispatch, traffic
 from flashtile.backends import tiles
 from flashtile.band import FAR, Band, Kind, ceil_div, cuts
+from flashtile.checks import check_dtype, check_hardware, check_shape, to_host
 from flashtile.dtypes import EIGHT_BITS, ITEMSIZE, Array, accumulator, carrier, wider
 from flashtile.hardware import Hardware, Rates
-from flashtile.problem import Problem, check_dtype, check_hardware, check_shape, describe, to_host
+from flashtile.problem import Problem, describe
 from flashtile.tiling import Tiling
 
 if TYPE_CHECKING:

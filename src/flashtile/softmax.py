@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from flashtile.checks import check_rows_of_floats, check_size
 from flashtile.dtypes import Array, accumulator, name_of, widen
-from flashtile.problem import check_rows_of_floats, check_size
 
 
 def pivot(m: Array) -> Array:

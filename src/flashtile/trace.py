@@ -10,8 +10,9 @@ import numpy as np
 
 from flashtile.backends import tiles
 from flashtile.band import Band, Kind
+from flashtile.checks import check_choice, check_head, check_numpy, check_size
 from flashtile.dtypes import Array, narrow
-from flashtile.problem import Problem, check_choice, check_gradients, check_head, check_numpy, check_size, describe
+from flashtile.problem import Problem, check_gradients, describe
 from flashtile.schedule import FORWARD, Event, Grid, Tile
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashtile.band import Band
+from flashtile.checks import ARRAYS, TEXT, check_ends, check_numbers
 from flashtile.dtypes import name_of
-from flashtile.problem import ARRAYS, TEXT, check_ends, check_numbers
 
 SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_q, Tensor? cu_k, "

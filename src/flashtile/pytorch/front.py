@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.problem import check_dense, check_descale, describe
+from flashtile.checks import check_dense, check_descale
+from flashtile.problem import describe
 from flashtile.pytorch import autocast, call, eight_bits, kernel, ops
 from flashtile.pytorch.autograd import record, reject_forward_mode, reject_gradients
 from flashtile.pytorch.call import Settings

@@ -32,9 +32,11 @@ def dense_problems(draw: Any) -> Problem:
 
 
 @st.composite
-def packed_problems(draw: Any) -> Problem:
-    """Up to four sequences, some of them without queries or keys."""
+def packed_problems(draw: Any, alike: bool = False) -> Problem:
+    """Up to four sequences, some of them without queries or keys. alike: each is as long as its keys."""
     pairs = draw(PAIRS.filter(lambda pairs: all(map(sum, zip(*pairs, strict=True)))))
+    if alike:
+        pairs = [(n_q, n_q) for n_q, _ in pairs]
     dim, options = draw(DIMS), draw(BANDS)
     cu_q, cu_k = (np.cumsum([0, *lengths]).astype(np.int32) for lengths in zip(*pairs, strict=True))
     totals = (cu_q[-1], cu_k[-1], cu_k[-1])

@@ -66,6 +66,12 @@ def test_the_gpu_of_the_tensors_counts(gpus: Any, index: int, can: bool) -> None
     assert (gluon.why_not(replace(problem, q=there)) is None) == can
 
 
+def test_a_softcap_that_leaves_no_bits_to_scores() -> None:
+    x = torch.empty(1, 2, 128, 64, dtype=torch.bfloat16)
+    assert gluon.why_not(describe(x, x, x, softcap=50.0)) is None
+    assert "softcap" in str(gluon.why_not(describe(x, x, x, softcap=1e5)))
+
+
 @pytest.mark.parametrize(("dim", "kind"), [(64, Backward), (20, of_portable.Backward)])
 def test_gradients_that_are_left_to_the_portable_kernels(dim: int, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of 20 columns the copy engine cannot fetch, however often they are copied."""

@@ -23,7 +23,7 @@ from tests.backends.gluon.shapes import check_cuts, dense_problems, packed_probl
 find_column, query_tiles, turn_of = map(on_integers, (columns.find_column, columns.query_tiles, columns.turn_of))
 
 
-def check(p: Problem, section: int, in_order: bool) -> None:
+def check(p: Problem, section: int, in_order: bool, alike: bool = False) -> None:
     """Each tile of keys is a task of each head, and visits all who see it; whole tiles hide nothing.
 
     In order: at each tile of queries, tasks with something to add come one after the other, and none waits for one
@@ -35,7 +35,7 @@ def check(p: Problem, section: int, in_order: bool) -> None:
     padded = count_tiles(p, p.n_q, p.q.shape[2], steps.keys) * steps.keys
     counts = map(Number, (tiles, p.kv_heads, min(section, heads), padded, 0, tiles * heads))
     work = Extent(numbers(rule(p)), numbers(lengths(p)), *counts)
-    C = numbers(constants(p, steps, width, alike=False))
+    C = numbers(constants(p, steps, width, alike))
     turns = Pointer([]) if in_order else None
     taken = set()
     added = defaultdict(list)
@@ -75,3 +75,9 @@ def test_every_tile_of_keys_is_a_task(in_order: bool, p: Problem, section: int) 
 @pytest.mark.parametrize("in_order", [False, True], ids=["any order", "in order"])
 def test_every_tile_of_packed_keys(in_order: bool, p: Problem, section: int) -> None:
     check(p, section, in_order)
+
+
+@given(packed_problems(alike=True), st.integers(1, 3))
+@pytest.mark.parametrize("in_order", [False, True], ids=["any order", "in order"])
+def test_every_tile_of_packed_sequences_that_are_their_own_keys(in_order: bool, p: Problem, section: int) -> None:
+    check(p, section, in_order, alike=True)

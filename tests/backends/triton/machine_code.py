@@ -19,8 +19,8 @@ class Figures(NamedTuple):
     """What a thread has in memory because its registers are too few is its stack, in bytes.
 
     matrix: the matrix instructions in loops over tiles, by name.
-    loops: how many instructions go to the stack in each of these loops, where there is a stack at all: partial and full
-    tiles in the order of stretch_of(), and last a careful walk where the kernel has one, which ordinary data skips.
+    loops: how many instructions go to the stack in each of these loops, where there is a stack at all: full tiles,
+    partial ones, and last a careful walk where the kernel has one, which ordinary data skips.
     """
 
     matrix: list[str]
@@ -30,8 +30,8 @@ class Figures(NamedTuple):
 
     @property
     def spills(self) -> int:
-        """Those of the loop over full tiles, where the time goes: the first or second, and the one without a mask."""
-        return min(self.loops[:2], default=0)
+        """Those of the loop over full tiles, where the time goes."""
+        return self.loops[0] if self.loops else 0
 
 
 def nvidia(ptx: Path, cubin: Path) -> Figures:

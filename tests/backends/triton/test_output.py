@@ -75,6 +75,15 @@ def test_many_queries_are_no_decode() -> None:
     assert found._splits > 1 and tile(found) == (64, 64, 4, 3)
 
 
+@pytest.mark.parametrize(("n_q", "shared"), [(5, 4), (33, 4), (48, 4), (49, 1), (64, 1)])
+def test_heads_share_tiles_that_one_would_leave_a_quarter_empty(n_q: int, shared: int) -> None:
+    found = decode(1, 32768, n_q=n_q)
+    assert found._start.constants["PACKED_HEADS"] == shared
+    tiles = -(-n_q * shared // 64) * 32 // shared
+    (programs, *_) = found._start.grid
+    assert programs == tiles * found._splits <= 2 * PROCESSORS < 2 * programs
+
+
 @pytest.mark.parametrize("more", [{"dim": 64}, {"dim": 256}, {"dtype": torch.float32}, {"mask": True}], ids=str)
 def test_what_was_not_measured_is_as_any_decode(more: dict[str, Any]) -> None:
     if "mask" in more:

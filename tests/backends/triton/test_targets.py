@@ -110,14 +110,25 @@ def test_every_kernel(name: str) -> None:
     assert "dbias_kernel" in {built.kernel for built in check(name, FULL)}
 
 
+def fits_twice(built: Built) -> bool:
+    """Whether two programs can be on a processor of Hopper's at once, as the table says of their tile."""
+    threads = 32 * built.tile[2]
+    return 2 * (built.shared + KILO) <= TARGETS["sm_90"].shared + KILO and 2 * threads * built.code.registers <= 65536
+
+
 def test_a_short_decode_on_hopper() -> None:
     """Two programs of its tile fit a processor beside each other, and one warp holds all parts that it merges."""
     for built in check("sm_90", SHORT):
         if built.kernel == "merge_kernel":
             assert built.tile[0] == 1 and built.code.stack == 0
         else:
-            assert built.tile == [16, 64, 2, 3]
-            assert 2 * (built.shared + KILO) <= TARGETS["sm_90"].shared + KILO  # each takes one more for itself
+            assert built.tile == [16, 64, 2, 3] and fits_twice(built)
+
+
+def test_the_forward_tile_of_128_on_hopper() -> None:
+    for built in check("sm_90", [Case("forward", 128, options) for options in ("", "causal", "window")]):
+        if built.kernel == "forward_kernel":
+            assert built.tile == [64, 64, 4, 3] and fits_twice(built)
 
 
 BUILT = Built(
@@ -140,7 +151,7 @@ BUILT = Built(
         (BUILT._replace(code=BUILT.code._replace(matrix=["mma.sync"])), "where wgmma.mma_async would do"),
         (BUILT._replace(shared=228 * 1024), "bytes of shared memory"),
         (BUILT._replace(narrow=2), "2 products are narrower"),
-        (BUILT._replace(code=BUILT.code._replace(stack=8, loops=[1, 2, 0])), "1 spills"),
+        (BUILT._replace(code=BUILT.code._replace(stack=8, loops=[2, 1, 0])), "2 spills"),
         (BUILT._replace(turns="touch lead"), "it says touch lead, and should lead touch"),
         (BUILT._replace(follows=True), "launched to follow"),
     ],

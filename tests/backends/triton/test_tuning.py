@@ -97,9 +97,10 @@ def test_one_warp_merges_what_its_registers_hold():
     assert [*found.values()] == [1, 1, 1, 2, 2, 4, 4, 8, 8]
 
 
-def test_a_mask_or_bias_gets_smaller_tiles():
-    config = tuning.choose("forward", 128, 128, 2, (9, 0), True)
-    assert config.block_q <= 64 and config.block_k <= 64
+@pytest.mark.parametrize(("kernel", "dim", "axis"), [("forward", 64, "block_k"), ("dq", 128, "block_q")])
+def test_a_mask_or_bias_gets_smaller_tiles(kernel, dim, axis):
+    plain, paired = (tuning.choose(kernel, dim, dim, 2, (9, 0), pairs) for pairs in (False, True))
+    assert getattr(plain, axis) == 128 and getattr(paired, axis) == 64 and paired.stages == 2
 
 
 def test_an_override_holds_while_it_is_asked_for():

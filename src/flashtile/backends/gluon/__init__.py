@@ -21,6 +21,7 @@ FEW_QUERIES = 64
 ROWS_TO_FILL = 64 * 128  # about two tiles for three processors in four
 NARROW, FEW_KEYS = 64, 1024  # of head dims and keys: what the portable kernels make at once, see suits()
 FEW_TILES = 16
+MOST_SOFTCAP = 1 << 13  # its tanh is exact to float32 beside 1, not beside a small score: a thousandth of one here
 
 
 @cache
@@ -66,6 +67,8 @@ def why_not(problem: Problem) -> str | None:
         return f"its tiles hold head dims up to {WIDEST}"
     if p.scale <= 0:
         return "it takes a positive scale"
+    if p.softcap > MOST_SOFTCAP:
+        return f"its softcap is exact up to {MOST_SOFTCAP}"
     for name in "qkv":
         x = getattr(p, name)
         if not x.numel():

@@ -70,7 +70,7 @@ class Extent(NamedTuple):
     lengths: Any
     tiles: Any
     kv_heads: Any
-    section: Any  # heads, the last ones, that are worked on side by side
+    section: Any  # heads, the last ones, that are worked on side by side; see find_column()
     padded: Any
     mark_tiles: Any
     tasks: Any  # tiles of all heads and sequences

@@ -128,7 +128,9 @@ def seen_by(board, rule, slope_at, LAYOUT: gl.constexpr, ME: gl.constexpr):
 
 
 class Ends(NamedTuple):
-    """What is left to know of a warpgroup's keys when the tiles of queries are done. The board is free then."""
+    """What is left to know of a warpgroup's keys when the tiles of queries are done: the next task may be on the other
+    board by then.
+    """
 
     room: Any
     in_use: Any

@@ -40,7 +40,7 @@ MEASURED: dict[tuple[int, int], dict[str, dict[int, Config]]] = {
     (9, 2): {
         "forward": {
             64: Config(64, 128, 4, 2, True),
-            128: Config(64, 64, 4, 3, True),
+            128: Config(64, 64, 4, 3, True, programs=2),
             256: Config(64, 64, 4, 3, True),
         },
         "dkdv": {64: Config(64, 64, 4, 3, True), 128: Config(64, 64, 4, 2, True), 256: Config(64, 64, 8, 2, True)},
@@ -201,7 +201,7 @@ def forward(problem: Problem, gpu: tuple[int, int] | str | None, short: bool = F
     p = problem
     room = (p.dim, p.dim_v, ITEMSIZE[p.dtype], gpu, *asks(p))
     config, decode = choose("forward", *room), choose("decode-short" if short else "decode", *room)
-    heads = p.group if p.group > 1 and not p.packed and p.n_q * 2 <= config.block_q else 1
+    heads = p.group if p.group > 1 and not p.packed and p.n_q * 4 <= config.block_q * 3 else 1
     return decode if heads * p.n_q <= decode.block_q and not p.packed else config, heads
 
 

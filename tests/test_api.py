@@ -266,3 +266,17 @@ def test_gradients_of_no_sequences(runner: Runner) -> None:
     out, lse = ft.attention_packed(q, q, q, starts, starts, return_lse=True, **given)
     grads = ft.attention_backward(out, q, q, q, out, lse, cu_q=starts, cu_k=starts, **given)
     assert grads.dq.shape == q.shape and not grads.dbias.any()
+
+
+@pytest.mark.parametrize("backend", ["native", "tiles", "reference"])
+def test_numpy_may_be_told_to_raise(backend: str) -> None:
+    """Weights that underflow are everyday numbers, and no error of the caller's."""
+    x = np.array([[3.0, 0.0], [400.0, 1e-30], [-400.0, 1.0]], np.float32)
+    half = x.astype(np.float16)
+    with np.errstate(all="raise"):
+        out, lse = ft.attention(x, x, x, causal=True, return_lse=True, backend=backend)
+        ft.attention_backward(x, x, x, x, out, lse, causal=True, backend=backend)
+        ft.merge(out, lse, out, lse - 300)
+        ft.attention(half, half, half, backend=backend)
+        ft.online_softmax(x, 1)
+        ft.probabilities(x, x, rows=[0, 2])

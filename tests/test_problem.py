@@ -189,6 +189,8 @@ WRONG: list[Wrong] = [
     ("attention", {"out_dtype": "int8"}, DTYPE, "out_dtype"),
     ("attention", {"backend": "magic"}, UNSUPPORTED, "backend"),
     ("attention", {"backend": None}, UNSUPPORTED, "backend"),
+    ("attention", {"backend": np.array([1, 2])}, UNSUPPORTED, "backend"),
+    ("trace", {"order": np.array([1, 2])}, SHAPE, "order"),
     # packed sequences
     ("attention_packed", {"q": zeros(B, H, NQ, D)}, SHAPE, "q"),
     ("attention_packed", {"q": zeros(5, D)}, SHAPE, "q"),

@@ -123,7 +123,7 @@ def check_head(**arrays: Any) -> None:
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ShapeError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
 
 

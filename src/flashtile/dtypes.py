@@ -13,6 +13,8 @@ Array = npt.NDArray[Any]
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 EIGHT_BITS = "float8_e4m3fn"  # of tensors only
 ITEMSIZE = {EIGHT_BITS: 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+# For np.errstate: Inf, NaN and 0 go where the formulas send them, whatever the caller wants NumPy to say to that.
+QUIET: Any = dict.fromkeys(("divide", "over", "under", "invalid"), "ignore")
 
 # NumPy has no bfloat16 of its own. Its bits travel as this one-field record, so that they cannot be taken for
 # integers; arrays of the ml_dtypes package, whose dtype is named bfloat16, are welcome too.
@@ -60,13 +62,13 @@ def widen(x: Array, to: Any = np.float32) -> Array:
     return x.astype(to, copy=False)
 
 
+@np.errstate(**QUIET)
 def narrow(x: Array, name: str) -> Array:
     """x rounded (to nearest, ties to even) to the named type, in its carrier."""
     if name_of(x.dtype) == name:
         return x
     if name != "bfloat16":
-        with np.errstate(over="ignore"):
-            return x.astype(name, copy=False)
+        return x.astype(name, copy=False)
     wide = np.ascontiguousarray(x, dtype=np.float32)
     bits = wide.view(np.uint32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)

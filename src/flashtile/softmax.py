@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flashtile.checks import check_rows_of_floats, check_size
-from flashtile.dtypes import Array, accumulator, name_of, widen
+from flashtile.dtypes import QUIET, Array, accumulator, name_of, widen
 
 
 def pivot(m: Array) -> Array:
@@ -69,19 +69,19 @@ class OnlineSoftmax:
         return out
 
     def lse(self) -> Array:
-        with np.errstate(divide="ignore"):
+        with np.errstate(**QUIET):
             lse: Array = pivot(self.m) + np.log(self.l)
         return lse
 
 
+@np.errstate(**QUIET)
 def merge_normalized(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
     """Two finished results over disjoint keys -> the result over their union (eq. 8); (0, -inf) is the identity."""
     base = pivot(np.maximum(lse_a, lse_b))
     a, b = np.exp(lse_a - base), np.exp(lse_b - base)
     total = a + b  # divided by: the sum of both weights is 1, however coarse the lse of large scores is
     share = np.where(total == 0, 1, total)
-    with np.errstate(divide="ignore"):
-        return (a / share)[..., None] * out_a + (b / share)[..., None] * out_b, base + np.log(total)
+    return (a / share)[..., None] * out_a + (b / share)[..., None] * out_b, base + np.log(total)
 
 
 def online_softmax(x: Array, chunk: int) -> Array:
@@ -93,7 +93,7 @@ def online_softmax(x: Array, chunk: int) -> Array:
     chunk = check_size("chunk", chunk)
     rows = widen(x, accumulator(name_of(x.dtype))).reshape(math.prod(x.shape[:-1]), x.shape[-1])
     state = OnlineSoftmax.empty(len(rows), 0, rows.dtype)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(**QUIET):
         for j in range(0, rows.shape[1], chunk):
             state.absorb(rows[:, j : j + chunk])
         total = np.where(state.l == 0, 1, state.l)

@@ -100,6 +100,20 @@ def test_gradients_of_an_empty_batch(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(found, (torch.zeros_like(q), torch.zeros_like(bias)))
 
 
+def test_a_map_over_nothing() -> None:
+    """Also where calls are made one after the other: with dropout, a mapped sink, or packed."""
+    q, sink, cu = torch.randn(0, 4, 5, 8, requires_grad=True), torch.randn(0, 4), torch.tensor([0, 5])
+    calls = (
+        lambda q, sink: ft.attention(q, q, q, dropout=0.1),
+        lambda q, sink: ft.attention(q, q, q, sink=sink),
+        lambda q, sink: ft.attention_packed(*3 * (q.transpose(0, 1),), cu, cu).transpose(0, 1),
+    )
+    for call in calls:
+        out = torch.func.vmap(call)(q, sink)
+        assert out.shape == q.shape and out.dtype == q.dtype
+        assert torch.autograd.grad(out.sum(), q)[0].shape == q.shape
+
+
 def test_numbers_of_numpy() -> None:
     x = randn(N, 4, 9, 8)
     options = {"scale": np.float32(0.5), "window": [np.int64(3), None], "causal": np.bool_(True)}

@@ -7,11 +7,10 @@ dtype", whose error is the yardstick for every other backend.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
-from flashtile.dtypes import Array, narrow, widen
+from flashtile.dtypes import QUIET, Array, narrow, widen
 from flashtile.head import Head, Scores, guarded_product, heads
 from flashtile.problem import Problem
 from flashtile.results import Grads
@@ -19,7 +18,6 @@ from flashtile.softmax import pivot
 from flashtile.tiling import Tiling
 
 Round = Callable[[Array], Array]
-_QUIET: Any = {"invalid": "ignore", "over": "ignore"}  # Inf and NaN go where the formulas send them
 
 
 def rounding(precision: str) -> tuple[type[np.floating], Round]:
@@ -34,7 +32,7 @@ def tile(problem: Problem, capability: object = None) -> Tiling:
     return Tiling(max(problem.n_q, 1), max(problem.n_k, 1))
 
 
-@np.errstate(**_QUIET)
+@np.errstate(**QUIET)
 def forward(problem: Problem, precision: str = "float64") -> tuple[Array, Array]:
     """Output and lse, rank 4 and 3, in the working precision (not yet rounded to out_dtype)."""
     real, r = rounding(precision)
@@ -48,7 +46,7 @@ def forward(problem: Problem, precision: str = "float64") -> tuple[Array, Array]
     return out, lse
 
 
-@np.errstate(**_QUIET)
+@np.errstate(**QUIET)
 def backward(
     problem: Problem,
     dout: Array,
@@ -110,7 +108,7 @@ def _weights(
     p = head.problem
     rows = slice(0, head.n_q) if rows is None else rows
     Q, K = widen(head.queries(p.q)[rows], real), widen(head.keys(p.k), real)
-    with np.errstate(**_QUIET):
+    with np.errstate(**QUIET):
         s = head.scores(Q, K, rows, slice(0, head.n_k), masked=True)
         S = r(s.S)
         m = S.max(axis=1, initial=-np.inf if head.sink is None else head.sink)

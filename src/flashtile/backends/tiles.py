@@ -13,7 +13,7 @@ import numpy as np
 
 from flashtile import schedule
 from flashtile.band import Kind
-from flashtile.dtypes import Array, widen
+from flashtile.dtypes import QUIET, Array, widen
 from flashtile.head import Head, guarded_product, heads
 from flashtile.problem import Problem
 from flashtile.results import Grads
@@ -33,7 +33,7 @@ class Machine:
         self.sram: dict[str, Array] = {}
 
     def run(self, events: Iterator[Event], observe: Observer | None = None) -> None:
-        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        with np.errstate(**QUIET):
             for event in events:
                 match event:
                     case Load(name, n):
@@ -198,7 +198,7 @@ def standard(problem: Problem, block_q: int = BLOCK, observe: Observer | None = 
     return out, lse
 
 
-@np.errstate(invalid="ignore", over="ignore")
+@np.errstate(**QUIET)
 def backward(
     problem: Problem,
     dout: Array,

@@ -100,8 +100,16 @@ def _stands_alone(call: Call) -> bool:
 
 
 def _in_turn(op: Callable[..., tuple[Tensor, ...]], n: int, args: Sequence[Any], mapped: Sequence[bool]) -> Mapped:
-    results = [op(*(x[i] if m else x for x, m in zip(args, mapped, strict=True))) for i in range(n)]
-    stacked = tuple(torch.stack(each) for each in zip(*results, strict=True))
+    if n == 0:  # then only the shapes of results are to be known, and what they are made of
+        outlines = (x.detach().to("meta") if isinstance(x, Tensor) else x for x in args)
+        one = op(*(x.new_empty(x.shape[1:]) if m else x for x, m in zip(outlines, mapped, strict=True)))
+        nothing = sum(0 * x.sum() for x in args if isinstance(x, Tensor) and x.requires_grad)
+        stacked = tuple(
+            torch.empty((0, *each.shape), dtype=each.dtype, device=args[0].device) + nothing for each in one
+        )
+    else:
+        results = [op(*(x[i] if m else x for x, m in zip(args, mapped, strict=True))) for i in range(n)]
+        stacked = tuple(torch.stack(each) for each in zip(*results, strict=True))
     return stacked, (0,) * len(stacked)
 
 

@@ -45,7 +45,7 @@ def a_machine(monkeypatch):
 
 
 def test_shapes():
-    told = found("--q", "1,8,1k,64", "--k", "1x2x1kx64", "--gpu", "none")
+    told = found("--q", "1, 8, 1k, 64", "--k", "1x2x1kx64", "--gpu", "none")
     call = told["call"]
     assert call["flops"] == 4 * 8 * 1024 * 1024 * 64 and call["floor"] is None
     assert call["kv_bytes"] == 2 * 2 * 1024 * 64 * 4
@@ -182,6 +182,9 @@ def test_the_picture_is_in_the_json(a_tile):
     [
         (),
         ("--q", "1,a"),
+        ("--q", "1,2,x,4"),
+        ("--q", "1,2,3,4,5"),
+        ("--q", "64"),
         ("--q", "4,4", "--model", "gpt-2"),
         ("--q", "4,4", "--k", "4,5"),
         ("--q", "4,4", "--dtype", "int8"),

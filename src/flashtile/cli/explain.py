@@ -277,7 +277,14 @@ def _length(option: str, text: str) -> int:
 
 
 def _shape(option: str, text: str) -> tuple[int, ...]:
-    return tuple(_length(option, part) for part in text.replace("x", ",").split(","))
+    """2 to 4 lengths, "2, 8, 1k, 64" or "2x8x1kx64"."""
+    try:
+        lengths = tuple(length(part.strip()) for part in text.replace("x", ",").split(","))
+    except ValueError:
+        raise typer.BadParameter(f"{option}: expected lengths like 2,8,1024,64, got {text!r}") from None
+    if not 2 <= len(lengths) <= 4:
+        raise typer.BadParameter(f"{option}: expected 2, 3 or 4 lengths, got {text!r}")
+    return lengths
 
 
 def _memory(option: str, gib: float | None) -> float | None:

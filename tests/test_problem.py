@@ -190,6 +190,7 @@ WRONG: list[Wrong] = [
     ("attention", {"backend": "magic"}, UNSUPPORTED, "backend"),
     ("attention", {"backend": None}, UNSUPPORTED, "backend"),
     ("attention", {"backend": np.array([1, 2])}, UNSUPPORTED, "backend"),
+    ("plan", {"backend": np.array([1, 2])}, UNSUPPORTED, "backend"),
     ("trace", {"order": np.array([1, 2])}, SHAPE, "order"),
     # packed sequences
     ("attention_packed", {"q": zeros(B, H, NQ, D)}, SHAPE, "q"),

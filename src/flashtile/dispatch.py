@@ -94,15 +94,19 @@ TABLE = (
 NAMES = ("auto", *(row.name for row in TABLE))
 
 
+def check_name(backend: object) -> None:
+    if not isinstance(backend, str) or backend not in NAMES:
+        raise UnsupportedError(f"backend: expected one of {', '.join(NAMES)}, got {backend!r}")
+
+
 def choose(problem: Problem, backend: str = "auto", device: str = "cpu") -> Backend:
     """The row that will run this problem. An explicit backend never falls back silently."""
+    check_name(backend)
     reasons: dict[str, str] = {}
-    rows = [row for row in TABLE if isinstance(backend, str) and backend in ("auto", row.name)]
+    rows = [row for row in TABLE if backend in ("auto", row.name)]
     chosen = preferred(problem, _able(rows, problem, device, reasons))
     if chosen is not None:
         return chosen
-    if not isinstance(backend, str) or backend not in NAMES:
-        raise UnsupportedError(f"backend: expected one of {', '.join(NAMES)}, got {backend!r}")
     if backend == "auto":
         raise UnsupportedError(f"backend: none can run this on {device}: {_listed(reasons)}")
     able = [row.name for row in TABLE if row.why_not(problem, device) is None]

@@ -222,6 +222,7 @@ def _outlined(problem: Problem) -> Problem:
 
 def _choose(problem: Problem, backend: str, device: str) -> tuple[dispatch.Backend | None, dict[str, str]]:
     """The row that would run, and for every other row the reason why it would not."""
+    dispatch.check_name(backend)
     said = {row.name: row.why_not(problem, device) for row in dispatch.TABLE}
     able = [row for row in dispatch.TABLE if said[row.name] is None]
     chosen = dispatch.preferred(problem, able) if backend == "auto" else dispatch.choose(problem, backend, device)

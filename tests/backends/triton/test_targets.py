@@ -112,8 +112,8 @@ def test_every_kernel(name: str) -> None:
 
 def fits_twice(built: Built) -> bool:
     """Whether two programs can be on a processor of Hopper's at once, as the table says of their tile."""
-    threads = 32 * built.tile[2]
-    return 2 * (built.shared + KILO) <= TARGETS["sm_90"].shared + KILO and 2 * threads * built.code.registers <= 65536
+    in_memory = 2 * (built.shared + KILO) <= TARGETS["sm_90"].shared + KILO  # each takes one more for itself
+    return in_memory and 2 * 32 * built.tile[2] * built.code.registers <= 65536
 
 
 def test_a_short_decode_on_hopper() -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.gluon.tasks import LANES, claim, one
+from flashtile.backends.gluon.tasks import LANES, Orders, claim, one
 from flashtile.backends.gluon.words import thread_barrier
 from flashtile.backends.triton.blocks import locate, measure
 from flashtile.backends.triton.cuts import cuts, reach
@@ -40,27 +40,20 @@ TILE_FIELDS = gl.constexpr(4)
 ORDERS = gl.constexpr(8)  # tiles whose orders are kept: a warp that writes dQ is up to four tiles behind
 
 
-class Board(NamedTuple):
-    """In shared memory, and where on it the numbers of a task begin: one may be ending while the next runs."""
-
-    memory: Any
-    begin: Any
-
-
 @gluon.jit
 def board_of(memory, n):
-    """That of the n-th task of a program."""
-    return Board(memory, (n & 1) * FIELDS)
+    """The orders of the n-th task of a program. Two have room: one may be ending while the next runs."""
+    return Orders(memory, (n & 1) * FIELDS)
 
 
 @gluon.jit
-def told(board, field):
-    return get(board.memory, board.begin + field)
+def told(orders, field):
+    return get(orders.board, orders.begin + field)
 
 
 @gluon.jit
-def tell(board, field, x):
-    put(board.memory, board.begin + field, x)
+def tell(orders, field, x):
+    put(orders.board, orders.begin + field, x)
 
 
 class Extent(NamedTuple):

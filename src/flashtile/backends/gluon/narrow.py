@@ -56,6 +56,12 @@ def made_anew(tiles, t, FIRST: gl.constexpr = 0):
 
 
 @gluon.jit
+def begin_dp(v_tile, dout, zero, ME: gl.constexpr, C: gl.constexpr):
+    """Begin this warpgroup's dP, with its keys as rows."""
+    return warpgroup_mma(mine(v_tile, ME, C), dout.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def begin_dq(t, k_tile, shared, ME: gl.constexpr, C: gl.constexpr):
     """Begin this warpgroup's half of dQ of tile t, from dS of both."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -107,7 +113,7 @@ def step(
     if FIRST and ME == 1:
         sync(HEAD_START, WARPGROUPS)
     if not CROWDED:
-        dp_later = warpgroup_mma(mine(v_tile, ME, C), dout.permute((1, 0)), zero, use_acc=False, is_async=True)
+        dp_later = begin_dp(v_tile, dout, zero, ME, C)
     s, slope = shaped(s, t, shared, board, rule, ME, MASKED)
     rows = shared.rows.index(half).reshape([2, C.BLOCK_Q])
     p = gl.exp2(s * unit - rows.slice(0, 1, 0).load(s_layout))
@@ -116,7 +122,7 @@ def step(
         p = p * slope  # already, so that one number is kept and not two
     p_operand = gl.convert_layout(weights, a_layout, assert_trivial=True)
     if CROWDED:
-        dp_later = warpgroup_mma(mine(v_tile, ME, C), dout.permute((1, 0)), zero, use_acc=False, is_async=True)
+        dp_later = begin_dp(v_tile, dout, zero, ME, C)
     if HELD:
         delta = rows.slice(1, 1, 0).load(s_layout)
         hold(weights)

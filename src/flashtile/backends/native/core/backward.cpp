@@ -166,8 +166,8 @@ NOINLINE void give_rows(const R* from, int lanes, int n, int d, R by, const R* b
 template <class R> struct Group {
   Lanes<R> lanes;
   R *q, *dout, *dq, *P, *slope, *Z, *dropped, *lse, *delta;
-  int from, to;       // keys of the tile it sees any of, counted from the block's first
-  bool hidden;        // not all of them, in every lane
+  int from, to;  // keys of the tile it sees any of, counted from the block's first
+  bool hidden;   // not all of them, in every lane
 };
 
 // ---- Passes over a block that only backward has

@@ -28,10 +28,13 @@ QUICK = {
         Case(128, "causal descale short", EIGHT_BITS),
     ],
     "gradients": [
-        *(Case(dim, options, work="backward") for dim in DIMS for options in ("", "causal")),
+        *(Case(dim, options, work="backward") for dim in DIMS for options in ("", "causal long")),
         Case(128, "softcap", work="backward"),
     ],
-    "ordered": [Case(dim, "causal ragged deterministic", work="backward") for dim in DIMS],
+    "ordered": [
+        *(Case(dim, "causal", work="backward") for dim in (64, 128)),
+        *(Case(dim, "causal ragged deterministic", work="backward") for dim in DIMS),
+    ],
 }
 FULL = [
     *(Case(dim, "band") for dim in DIMS),
@@ -48,7 +51,7 @@ FULL = [
     *(
         Case(dim, options, work="backward")
         for dim in DIMS
-        for options in ("causal ragged", *GRADIENTS)
+        for options in ("causal ragged", "band deterministic", *GRADIENTS)
         if dim <= 128 or options != "softcap"
     ),
 ]
@@ -71,14 +74,13 @@ STACK = {
     ("8 bits", 128, f"{EVERYTHING} descale"): 40,
     ("8 bits", 256, "band"): 40,
     ("8 bits", 256, f"{EVERYTHING} descale"): 64,
-    # At head dim 128 one number of the loading warp, which it reads once a task.
-    ("backward", 128, "causal ragged deterministic"): 8,
+    # One number of the loading warp, which it reads once a task.
     ("backward", 128, "causal packed"): 8,
     ("backward", 64, "softcap"): 88,
     ("backward", 64, "causal alibi sink kv_lengths gqa"): 24,
     ("backward", 128, "causal alibi sink kv_lengths gqa"): 24,
     ("backward", 256, ""): 48,
-    ("backward", 256, "causal"): 24,
+    ("backward", 256, "causal long"): 24,
     ("backward", 256, "causal ragged"): 32,
     ("backward", 256, "causal ragged deterministic"): 40,
     ("backward", 256, "band"): 152,

@@ -80,6 +80,12 @@ class Column(NamedTuple):
 
 
 @gluon.jit
+def anew(x, n):
+    """x, made anew for each n, which is under 2^30: it need not wait in a register of a warp that has few."""
+    return x | (n >> 30)
+
+
+@gluon.jit
 def next_column(counter, turns, work, C: gl.constexpr):
     """The next task, and its number. Of packed sequences there may be fewer than numbers: a program that takes one
     task after the other passes over those without keys.
@@ -115,7 +121,7 @@ def find_column(number, turns, work, C: gl.constexpr):
     first = last  # head of a section
     end = columns
     if turns is not None:
-        half = (work.section + 1) // 2
+        half = (anew(work.section, number) + 1) // 2
         first = gl.where(first_keys_first, last, column // half * half)
         end = gl.where(first_keys_first, columns, gl.minimum(first + half, last))
     if column >= first:
@@ -163,6 +169,15 @@ def query_tiles(key, at, work, C: gl.constexpr):
 
 
 @gluon.jit
+def reach_at(limit, row):
+    """reach(), made anew for each row."""
+    if limit is None:
+        return reach(limit)
+    else:
+        return reach(anew(limit, row))
+
+
+@gluon.jit
 def turn_of(column, row, work, C: gl.constexpr):
     """How many tasks come before that of these keys at a tile of queries: those of all later keys it sees, or of all
     earlier ones.
@@ -173,7 +188,7 @@ def turn_of(column, row, work, C: gl.constexpr):
     rule = work.rule
     at = column.at
     last = gl.minimum(row + C.BLOCK_Q, at.q_len)
-    seen = cuts(reach(rule.left), reach(rule.right), at.offset, row, last, at.k_len, C.KEYS)
+    seen = cuts(reach_at(rule.left, row), reach_at(rule.right, row), at.offset, row, last, at.k_len, C.KEYS)
     after = seen[3] - 1 - column.tile
     before = gl.where((after >= 0) & (row < at.q_len), column.tile - seen[0], -1)
     return gl.where(column.first_keys_first, before, after)

@@ -60,10 +60,8 @@ def test_all_is_made_anew_from_what_is_left(name: str, monkeypatch: pytest.Monke
     lent = []
 
     def spoil(*args: Any) -> None:
-        rows, total, marks, turns = args[4], args[5], args[10], args[12]
-        check_statistics(call, lse, rows.flatten(), total if turns is None else turns, run)
-        if turns is not None:
-            turns.fill_(1)  # somebody has been everywhere
+        rows, total, marks = args[4], args[5], args[10]
+        check_statistics(call, lse, rows.flatten(), total.reshape(problem.heads * len(problem.q), -1), run)
         lent.append(len(rows) != 2)
         total.fill_(torch.nan)
         (_, mend_args) = run._launch[False].steps[-1]
@@ -82,15 +80,11 @@ def test_all_is_made_anew_from_what_is_left(name: str, monkeypatch: pytest.Monke
     assert lent == ["too few" not in name and "short" not in name]
 
 
-def check_statistics(call: Call, lse: Any, rows: Any, cleared: Any, run: Backward) -> None:
-    """As the kernel finds them: of each row the lse in base 2 and delta, +inf and 0 beyond the last.
-
-    cleared: dQ, or the turns at it.
-    """
-    (begin, _), (_, counts), *_ = run._launch[False].steps
-    pad, padded = begin.constants["PAD"], counts[-3]
-    columns = call.q.shape[1] * len(call.q) if not call.packed else call.q.shape[1]
-    cleared = cleared.reshape(columns, padded // 64, -1)
+def check_statistics(call: Call, lse: Any, rows: Any, total: Any, run: Backward) -> None:
+    """As the kernel finds them: of each row the lse in base 2 and delta, +inf and 0 beyond the last; and a dQ of 0."""
+    (begin, _), *_ = run._launch[False].steps
+    pad, width = (begin.constants[name] for name in ("PAD", "BLOCK_D"))
+    columns, padded = len(total), total.shape[1] // width
     log2, delta = rows[: 2 * columns * padded].numpy().reshape(2, columns, padded)
     lse, cu = np.moveaxis(lse, 0, -1) if call.packed else lse, call.packed.get("cu_q", [0, lse.shape[-1]])
     lse = lse.reshape(columns, -1)
@@ -102,7 +96,7 @@ def check_statistics(call: Call, lse: Any, rows: Any, cleared: Any, run: Backwar
         want[:, : end - start] = np.where(np.isneginf(of_rows), np.inf, of_rows * np.log2(np.e))
         np.testing.assert_allclose(log2[:, first:last], want, rtol=1e-6, atol=1e-6)
         assert not delta[:, first:last][np.isinf(want)].any() and delta[:, first:last][np.isfinite(want)].all()
-        assert not cleared[:, first // 64 : last // 64].any()
+        assert not total[:, first * width : last * width].any()
 
 
 @given(

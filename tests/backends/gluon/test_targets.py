@@ -28,13 +28,10 @@ QUICK = {
         Case(128, "causal descale short", EIGHT_BITS),
     ],
     "gradients": [
-        *(Case(dim, options, work="backward") for dim in DIMS for options in ("", "causal long")),
+        *(Case(dim, options, work="backward") for dim in DIMS for options in ("", "causal")),
         Case(128, "softcap", work="backward"),
     ],
-    "ordered": [
-        *(Case(dim, "causal", work="backward") for dim in (64, 128)),
-        *(Case(dim, "causal ragged deterministic", work="backward") for dim in DIMS),
-    ],
+    "ordered": [Case(dim, "causal ragged deterministic", work="backward") for dim in DIMS],
 }
 FULL = [
     *(Case(dim, "band") for dim in DIMS),
@@ -51,7 +48,7 @@ FULL = [
     *(
         Case(dim, options, work="backward")
         for dim in DIMS
-        for options in ("causal ragged", "band deterministic", *GRADIENTS)
+        for options in ("causal ragged", *GRADIENTS)
         if dim <= 128 or options != "softcap"
     ),
 ]
@@ -80,7 +77,7 @@ STACK = {
     ("backward", 64, "causal alibi sink kv_lengths gqa"): 24,
     ("backward", 128, "causal alibi sink kv_lengths gqa"): 24,
     ("backward", 256, ""): 48,
-    ("backward", 256, "causal long"): 24,
+    ("backward", 256, "causal"): 24,
     ("backward", 256, "causal ragged"): 32,
     ("backward", 256, "causal ragged deterministic"): 40,
     ("backward", 256, "band"): 152,

@@ -118,33 +118,3 @@ def test_heads_that_share_tiles_count_together() -> None:
     q, k = q[0].swapaxes(0, 1), k[0].swapaxes(0, 1)
     packed = describe(q, k, k, cu_q=np.array([0, 8]), cu_k=np.array([0, 4096]))
     assert tuning.forward_of(packed, 1) == tuning.forward(64, "float16")
-
-
-def test_in_order_by_itself_where_tasks_need_not_wait() -> None:
-    """Below a diagonal, for few keys, of heads that share none: there the first stores, and nobody clears dQ."""
-    few, many = tuning.FEW_KEYS, 2 * tuning.FEW_KEYS
-    for dim in (64, 128):
-        for p in (
-            problem(few, few, dim, causal=True),
-            problem(many, many, dim, window=(100, 0)),
-            problem(few, few // 2, dim, causal=True),
-        ):
-            assert tuning.in_order(p) and tuning.first_stores(p)
-        for p in (
-            problem(few, few, dim),
-            problem(many, many, dim, causal=True),
-            problem(few // 2, few, dim, causal=True),
-            problem(few, few, dim, window=(100, 100)),
-        ):
-            assert not tuning.in_order(p) and not tuning.first_stores(p)
-
-
-def test_in_order_where_it_is_asked_for() -> None:
-    for dim, causal in ((64, True), (64, False), (128, False)):
-        p = problem(100, 8192, dim, causal=causal, deterministic=True)
-        assert tuning.in_order(p) and tuning.first_stores(p)
-    q, k = np.zeros((1, 4, 100, 64), np.float16), np.zeros((1, 2, 100, 64), np.float16)
-    for p in (problem(100, 100, 256, causal=True), describe(q, k, k, causal=True)):
-        assert not tuning.in_order(p)
-    for p in (problem(100, 100, 256, deterministic=True), describe(q, k, k, deterministic=True)):
-        assert tuning.in_order(p) and not tuning.first_stores(p)

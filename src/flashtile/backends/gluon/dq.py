@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from flashtile.backends.gluon.assembly import added, arrive
 from flashtile.backends.gluon.columns import CUT, DQ_AT, GO, HEAD, SEQUENCE, TURN, board_of, get, order_of, told
 from flashtile.backends.gluon.loading import EVERYONE, KV_FREE
-from flashtile.backends.gluon.words import add_tile, reinterpreted, send_tile, thread_barrier
+from flashtile.backends.gluon.words import add_tile, reinterpreted, thread_barrier
 from flashtile.backends.triton.chain import await_count
 
 # A 64 x 64 tile of dQ or P lies as 128 threads hold it, so that it is stored without conflicts, and dQ leaves in one
@@ -87,7 +87,6 @@ def write_tiles(t, shared, board, dq, turns, complete, kv_heads, ME: gl.constexp
     for _ in range(tiles):
         # Its orders are there: the warpgroup had its queries before it sent the last of the tile before.
         at = get(shared.orders, order_of(t) + DQ_AT) + ME * C.PARTS * 16
-        turn = None
         if turns is not None:  # most often its turn comes while the warpgroup is still at work on it
             turn = get(shared.orders, order_of(t) + TURN)
             await_count(turns + at // 16, gl.maximum(turn, 0), 0)
@@ -95,46 +94,20 @@ def write_tiles(t, shared, board, dq, turns, complete, kv_heads, ME: gl.constexp
             n = t * C.PARTS + part
             buffer = buffer_of(n, ME, C)
             mbarrier.wait(shared.dq_full.index(buffer), n // C.DQ_BUFFERS & 1)
-            leave(shared.dq.index(buffer), dq, [at + part * 16, 0], turn, C)
+            add_tile(dq, [at + part * 16, 0], shared.dq.index(buffer))
             tma.store_wait(0)
             mbarrier.arrive(shared.dq_free.index(buffer), count=1)
         if turns is not None:
             added()
             thread_barrier()
-            pass_turn(turns + at // 16, turn, C)
+            # No fence: sums are made in the L2, one after the other, and nobody reads them here.
+            gl.atomic_add(turns + at // 16, (turn >= 0).to(gl.int32), sem="relaxed")
         t += 1
     if complete is not None:
         added()
         thread_barrier()
         gl.atomic_add(complete + column, 1, sem="release")
     return t
-
-
-@gluon.jit
-def leave(tile, dq, place, turn, C: gl.constexpr):
-    """Have a tile added to dQ; or stored, if nothing has been there to add to."""
-    if C.FIRST_STORES:
-        if turn == 0:
-            send_tile(dq, place, tile)
-        else:
-            add_tile(dq, place, tile)
-    else:
-        add_tile(dq, place, tile)
-
-
-@gluon.jit
-def pass_turn(counter, turn, C: gl.constexpr):
-    """Count this turn. No fence after a sum: sums are made in the L2, one after the other, and nobody reads them here.
-    But what is stored may still be on its way there.
-    """
-    here = (turn >= 0).to(gl.int32)
-    if C.FIRST_STORES:
-        if turn == 0:
-            gl.atomic_add(counter, here, sem="release")
-        else:
-            gl.atomic_add(counter, here, sem="relaxed")
-    else:
-        gl.atomic_add(counter, here, sem="relaxed")
 
 
 @gluon.jit

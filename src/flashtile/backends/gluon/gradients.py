@@ -44,7 +44,6 @@ class Constants(NamedTuple):
     PARTS: Any  # tiles of 64 x 64 that a warpgroup makes of dQ, of a tile of queries
     DQ_BUFFERS: Any  # of a warpgroup
     SCORES_FIRST: Any  # see tuning.Steps
-    FIRST_STORES: Any  # the first whose turn it is at a tile of dQ stores, and nobody clears it before
     PACKED: Any
     ENDS: Any  # of a tile of keys some may not be in use, though they are in memory
     ALWAYS_CUT: Any  # the first so many tiles of queries are cut, in every column of keys
@@ -97,7 +96,7 @@ class Backward:
         )
         where = (Q, K, V, DOUT, space.rows, space.total, DK, DV, DK, DV, space.marks, TICKETS)
         # The order of sums goes by sections: then they are the same on every GPU.
-        section = tuning.section(tiles, columns, tuning.MOST_PROCESSORS if tuning.in_order(p) else processors)
+        section = tuning.section(tiles, columns, tuning.MOST_PROCESSORS if p.deterministic else processors)
         counts = (tiles, p.kv_heads, section, space.padded, marks, tasks)
         return start, (*where, space.turns, space.complete, RULE, LENGTHS, *counts)
 
@@ -132,7 +131,7 @@ class _Workspace:
         self.total = scratch.part((self.size,), torch.float32)
         self.delta = scratch.part(delta.shape, torch.float32)
         self.marks = scratch.part((marks,), torch.int32)
-        self.turns = scratch.part((self.size // 4096,), torch.int32) if tuning.in_order(p) else None
+        self.turns = scratch.part((self.size // 4096,), torch.int32) if p.deterministic else None
         by_head = chained and not p.packed  # heads of packed sequences have no number of tasks of their own
         self.complete = scratch.part((p.kv_heads * p.q.shape[0],), torch.int32) if by_head else None
         # No one has a use for the memory of dQ before the kernel is done, nor for these statistics after it.
@@ -149,7 +148,7 @@ def _as_rows(dq: Any) -> Any:
 
 
 def _begin(p: Problem, space: _Workspace, given: dict[int, Strides], chained: bool) -> Step:
-    """Statistics of rows, and counters and dQ of 0. given: strides of what it reads and of delta."""
+    """Statistics of rows, and a dQ of 0. given: strides of what it reads and of delta."""
     start = Start(
         begin_kernel,
         space.pads * space.columns,
@@ -160,7 +159,6 @@ def _begin(p: Problem, space: _Workspace, given: dict[int, Strides], chained: bo
         BLOCK_DV=block(p.dim_v),
         BLOCK_D=space.width,
         PAD=space.config.keys,
-        FIRST_STORES=tuning.first_stores(p),
         CHAINED=chained,
     )
     where = (DOUT, OUT, LSE, DLSE, space.rows, space.delta, space.total, space.turns, space.complete, LENGTHS)
@@ -178,12 +176,10 @@ def _finish(p: Problem, space: _Workspace, dq: Result, marks: At, chained: bool)
         GROUP=p.group,
         DIM=p.dim,
         BLOCK_D=space.width,
-        PARTS=_parts(space.config, space.width),
         PAD=space.config.keys,
         CHAINED=chained,
     )
-    turns = space.turns if tuning.first_stores(p) else None
-    where = (space.total, DQ, marks, turns, space.complete, bits(p.scale), LENGTHS)
+    where = (space.total, DQ, marks, space.complete, bits(p.scale), LENGTHS)
     adders = 2 * space.k_tiles  # two warps of each task
     return start, (*where, tiles, p.heads, space.padded, space.columns, space.at_once, adders)
 
@@ -212,11 +208,6 @@ def _persistent(config: tuning.Steps) -> bool:
     return config.keys > ROWS
 
 
-def _parts(config: tuning.Steps, width: int) -> int:
-    """Tiles of 64 x 64 that a warpgroup makes of dQ, of a tile of queries."""
-    return config.block_q * width // (2 * 64 * 64)
-
-
 def constants(p: Problem, config: tuning.Steps, width: int, alike: bool) -> Constants:
     """alike: packed queries and keys begin at the same places."""
     always_cut = tuning.always_cut(p, alike)
@@ -224,6 +215,6 @@ def constants(p: Problem, config: tuning.Steps, width: int, alike: bool) -> Cons
     sizes = (p.group, p.dim, p.dim_v, width, config.block_q, config.keys, config.dout_stages)
     ends = p.packed or p.kv_lengths is not None
     cut = (always_cut, a_rule.right is not None and not always_cut, a_rule.left is not None)
-    dq = (_parts(config, width), config.dq_buffers, config.scores_first, tuning.first_stores(p))
+    dq = (config.block_q * width // (2 * 64 * 64), config.dq_buffers, config.scores_first)
     out_tiles = 2 * config.dq_buffers * 64 * 64 * 4 // (ROWS * width * 2)
     return Constants(*map(gl.constexpr, (*sizes, *dq, p.packed, ends, *cut, _persistent(config), out_tiles)))

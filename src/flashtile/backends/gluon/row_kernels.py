@@ -14,7 +14,7 @@ from flashtile.backends.triton.blocks import extent, head_of, locate, number, st
 from flashtile.backends.triton.chain import await_count, follow, lead
 from flashtile.backends.triton.steady import plain
 
-SQUARE = tl.constexpr(4096)  # a 64 x 64 tile of dQ
+ZEROS = tl.constexpr(4096)  # a 64 x 64 tile of dQ
 
 
 @triton.jit
@@ -49,11 +49,9 @@ def begin_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PAD: tl.constexpr,
-    FIRST_STORES: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Of PAD rows a program: lse in base 2 and delta, +inf and 0 beyond the last row; counters cleared, and dQ, unless
-    the first to come to a tile of it stores.
+    """Of PAD rows a program: lse in base 2 and delta, +inf and 0 beyond the last row; dQ and counters cleared.
 
     The grid counts tiles, then heads, then sequences. columns: heads of all sequences. delta goes row by row once more,
     for those who come after the pass.
@@ -74,12 +72,11 @@ def begin_kernel(
         tl.store(rows + at + o_r, tl.where(first + o_r < length, L, float("inf")))
         tl.store(rows + wide(columns) * padded + at + o_r, D)
         store_column(head_of(delta, sequence, head, start, length), first, D)
-        squares: tl.constexpr = PAD * BLOCK_D // SQUARE
+        squares: tl.constexpr = PAD * BLOCK_D // ZEROS
+        for n in tl.static_range(squares):
+            tl.store(total + at * BLOCK_D + n * ZEROS + tl.arange(0, ZEROS), tl.zeros([ZEROS], tl.float32))
         if turns is not None:
-            tl.store(turns + at * BLOCK_D // SQUARE + tl.arange(0, squares), tl.zeros([squares], tl.int32))
-        if not FIRST_STORES:
-            for n in tl.static_range(squares):
-                tl.store(total + at * BLOCK_D + n * SQUARE + tl.arange(0, SQUARE), tl.zeros([SQUARE], tl.float32))
+            tl.store(turns + at * BLOCK_D // ZEROS + tl.arange(0, squares), tl.zeros([squares], tl.int32))
         if complete is not None:
             tl.store(complete + column // GROUP, 0)
 
@@ -89,7 +86,6 @@ def finish_kernel(
     total,
     dq,
     marks,
-    turns,
     complete,
     scale,
     lengths,
@@ -102,7 +98,6 @@ def finish_kernel(
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    PARTS: tl.constexpr,
     PAD: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -110,8 +105,7 @@ def finish_kernel(
 
     The grid counts tiles, then heads, then sequences, and so do marks. complete: how many of `count` have added all of
     theirs to the queries of a key head. The kernel before takes the last head first, and so does this one, in its tail.
-    The first heads, `at_once`, wait for all of it: in the memory of their results may lie what it reads. turns: where
-    the first stores, how many have been at PARTS tiles of dQ, side by side; where none has, there is nothing to read.
+    The first heads, `at_once`, wait for all of it: in the memory of their results may lie what it reads.
     """
     lead(CHAINED)
     program = tl.program_id(0)
@@ -134,11 +128,8 @@ def finish_kernel(
     flaw = tl.zeros([64], tl.float32)
     for part in tl.static_range(BLOCK_D // 64):
         # bits of a place: column 0, row 3, columns 1 and 2, rows 0 to 2, rows 4 and 5, columns 3 to 5
-        square = (wide(column) * padded + row) * BLOCK_D // SQUARE + part
-        made = tile * 64 < length
-        if turns is not None:
-            made = made & (tl.load(turns + square - part % PARTS, mask=made, other=0) > 0)
-        x = tl.load(total + square * SQUARE + tl.arange(0, SQUARE), mask=made, other=0.0) * number(scale, tl.float32)
+        p = total + (wide(column) * padded + row) * BLOCK_D + part * 4096
+        x = tl.load(p + tl.arange(0, 4096), mask=tile * 64 < length, other=0.0) * number(scale, tl.float32)
         x = tl.reshape(tl.permute(tl.reshape(x, [8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5]), [64, 64])
         o_d = part * 64 + tl.arange(0, 64)
         kept = there[:, None] & (o_d < DIM)[None, :]

@@ -59,34 +59,12 @@ WIDEST_BACKWARD = max(BACKWARD)
 L2_SECTION = 16 << 20  # bytes of keys and values that programs work on at a time; each half of the L2 has its own copy
 WAVES = 2  # tasks of the backward pass a processor, whose heads are worked on side by side
 MOST_PROCESSORS = 132  # that a Hopper GPU has
-FEW_KEYS = 4096  # that a query sees, up to which turns below a diagonal cost less than clearing dQ
 MOST_PACKED = 16  # query heads that share the rows of a tile
 
 
 def section(tiles: int, columns: int, processors: int) -> int:
     """How many heads of a backward pass have WAVES tasks a processor; see columns.find_column()."""
     return max(1, min(columns, -(-WAVES * processors // max(1, tiles))))
-
-
-def in_order(problem: Problem) -> bool:
-    """Whether tiles of dQ are added up in turns: asked for, or because then nobody has to clear it before.
-
-    Below a diagonal each task begins with a tile where it is the first. Elsewhere tasks that begin together wait for
-    each other.
-    """
-    p = problem
-    few = min(p.n_k, p.band.left + p.band.right + 1) <= FEW_KEYS
-    return p.deterministic or (_may_store(p) and few and _diagonal(p) <= 0 and not p.packed)
-
-
-def first_stores(problem: Problem) -> bool:
-    """Whether the first whose turn it is at a tile of dQ stores it, instead of adding to zeros."""
-    return in_order(problem) and _may_store(problem)
-
-
-def _may_store(p: Problem) -> bool:
-    """As measured: elsewhere the others wait too long for that store, which takes a fence."""
-    return p.group == 1 and backward(max(p.dim, p.dim_v)).keys > ROWS
 
 
 def packed_heads(problem: Problem) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -87,9 +88,15 @@ def check_always_cut(p: Problem) -> None:
 
 @pytest.mark.parametrize(("tiles", "columns"), [(1, 1), (8, 256), (32, 64), (128, 16), (64, 3), (0, 4), (500, 2)])
 def test_the_last_heads_have_tasks_for_all_processors(tiles: int, columns: int) -> None:
-    heads = tuning.section(tiles, columns, 132)
-    assert 1 <= heads <= columns
-    assert heads == columns or tiles * heads >= tuning.WAVES * 132 > tiles * (heads - 1)
+    x = np.zeros((100, 2, 64), np.float16)
+    packed = describe(x, x, x, cu_q=np.array([0, 40, 100]), cu_k=np.array([0, 40, 100]))
+    for p, waves in ((problem(64, 64), tuning.WAVES), (packed, tuning.PACKED_WAVES)):
+        heads = tuning.section(p, tiles, columns, 100)
+        assert 1 <= heads <= columns
+        assert heads == columns or tiles * heads >= waves * 100 > tiles * (heads - 1)
+        p = replace(p, deterministic=True)
+        orders = {tuning.section(p, tiles, columns, processors) for processors in (1, 78, 114, 132)}
+        assert orders == {tuning.section(problem(64, 64), tiles, columns, 132)}
 
 
 @pytest.mark.parametrize(

@@ -108,14 +108,14 @@ def find_column(number, turns, work, C: gl.constexpr):
     have ended. With turns it is so for all heads: tasks of one head wait for each other, and begin one after the other.
     There the last keys come first, but not in the last section. Nobody waits for a task that has not begun. Before the
     last section half as many heads do, one task a processor: the cache has to hold dQ and queries of all of them. With
-    a window there is no such last section: tasks are even, and with first keys first each would wait for its
-    neighbour, and that for the next.
+    a window, or packed sequences, there is no such last section: tasks are short, and with first keys first each would
+    wait for its neighbour, and that for the next.
     """
     columns = work.tasks // work.tiles
     column = number // work.tiles
     tile = number % work.tiles
     last = columns - work.section
-    if turns is not None and work.rule.left is not None:
+    if turns is not None and (work.rule.left is not None or work.lengths.cu_k is not None):
         last = columns
     first_keys_first = column >= last
     first = last  # head of a section

@@ -95,8 +95,7 @@ class Backward:
             C=constants(p, config, space.width, alike),
         )
         where = (Q, K, V, DOUT, space.rows, space.total, DK, DV, DK, DV, space.marks, TICKETS)
-        # The order of sums goes by sections: then they are the same on every GPU.
-        section = tuning.section(tiles, columns, tuning.MOST_PROCESSORS if p.deterministic else processors)
+        section = tuning.section(p, tiles, columns, processors)
         counts = (tiles, p.kv_heads, section, space.padded, marks, tasks)
         return start, (*where, space.turns, space.complete, RULE, LENGTHS, *counts)
 

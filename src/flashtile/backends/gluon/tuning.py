@@ -58,13 +58,19 @@ BACKWARD = {
 WIDEST_BACKWARD = max(BACKWARD)
 L2_SECTION = 16 << 20  # bytes of keys and values that programs work on at a time; each half of the L2 has its own copy
 WAVES = 2  # tasks of the backward pass a processor, whose heads are worked on side by side
+PACKED_WAVES = 4  # of packed sequences: the longest of a head may come last
 MOST_PROCESSORS = 132  # that a Hopper GPU has
 MOST_PACKED = 16  # query heads that share the rows of a tile
 
 
-def section(tiles: int, columns: int, processors: int) -> int:
-    """How many heads of a backward pass have WAVES tasks a processor; see columns.find_column()."""
-    return max(1, min(columns, -(-WAVES * processors // max(1, tiles))))
+def section(problem: Problem, tiles: int, columns: int, processors: int) -> int:
+    """How many heads of a backward pass have so many tasks a processor; see columns.find_column().
+
+    The order of sums goes by sections: where it is asked for, it is that of the largest Hopper GPU on all of them.
+    """
+    p = problem
+    waves, of = (WAVES, MOST_PROCESSORS) if p.deterministic else (PACKED_WAVES if p.packed else WAVES, processors)
+    return max(1, min(columns, -(-waves * of // max(1, tiles))))
 
 
 def packed_heads(problem: Problem) -> int:

@@ -290,6 +290,7 @@ REPEATED = {
     "few queries": Case(Size(4, 32, 4, 5, 1025, 128, 128), "bfloat16", ("kv_lengths",)),
     "packed": Case(Size.packed(8, 8, 64, 64, *((n, n) for n in RAGGED)), "bfloat16", ("causal",)),
     "float16": Case(Size(2, 8, 8, 577, 577, 128, 128), "float16", ("causal",)),
+    "ragged": Case(Size(3, 8, 8, 1000, 1000, 128, 128), "bfloat16"),
 }
 
 
@@ -308,6 +309,13 @@ def test_two_hundred_runs(name: str) -> None:
 def test_two_hundred_gradients_in_order(name: str) -> None:
     """Programs add to dQ in turns, and none before its own."""
     in_order(build(REPEATED[name]), turns=40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REPEATED)
+def test_four_thousand_gradients_in_order(name: str) -> None:
+    """What goes wrong once in a thousand runs is seen too."""
+    in_order(build(REPEATED[name]), turns=800)
 
 
 @pytest.mark.parametrize("programs", [3, 10])

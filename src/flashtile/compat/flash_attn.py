@@ -1,0 +1,251 @@
+"""The functions of flash_attn 2, by flashtile, on a CPU too.
+
+Tensors are (batch, rows, heads, dim), or (rows of all sequences, heads, dim) with the starts of sequences. Windows and
+causal are aligned at the end. Asked for probabilities, they give (output, lse, None): weights are never stored. The lse
+of a row that sees no key is +inf here.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.api import attention, attention_packed
+from flashtile.compat.dropping import dropped
+from flashtile.compat.kv_cache import check_angles, check_table, find, hidden, paged, rotated
+from flashtile.errors import ShapeError, UnsupportedError
+from flashtile.problem import describe
+
+Window = tuple[int, int]
+EVERYTHING: Window = (-1, -1)
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = EVERYTHING,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    options = _options(q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return _dense(q, k, v, return_attn_probs, options, None)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = EVERYTHING,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """qkv is (batch, rows, 3, heads, dim)."""
+    q, k, v = _parts("qkv", qkv, 3, 5)
+    tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(q, k, v, *tail)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = EVERYTHING,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """kv is (batch, rows, 2, heads, dim)."""
+    k, v = _parts("kv", kv, 2, 5)
+    tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(q, k, v, *tail)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = EVERYTHING,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Any:
+    """With a block_table k and v are pages, (pages, rows of a page, heads, dim), copied into one piece here."""
+    options = _options(q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    if block_table is not None:
+        check_table(block_table, len(cu_seqlens_k) - 1)
+        options["kv_lengths"] = cu_seqlens_k.diff()
+        k, v = paged(k, block_table), paged(v, block_table)
+        cu_seqlens_k = torch.arange(len(k) + 1, dtype=cu_seqlens_k.dtype, device=k.device) * k.shape[1]
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+    return _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, return_attn_probs, options)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = EVERYTHING,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """qkv is (rows, 3, heads, dim)."""
+    q, k, v = _parts("qkv", qkv, 3, 4)
+    tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *tail)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = EVERYTHING,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """kv is (rows, 2, heads, dim)."""
+    k, v = _parts("kv", kv, 2, 4)
+    tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *tail)
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = EVERYTHING,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """New keys and values go into the cache, in place, behind the cache_seqlens that are there; q then sees all of it.
+
+    The cache is (batch, rows, heads, dim), of which cache_batch_idx may choose sequences; or pages, by a block_table.
+    """
+    options = _options(q, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
+    _check_four(q=q, k_cache=k_cache, v_cache=v_cache)
+    for name, x, other, y in (("v", v, "k", k), ("rotary_sin", rotary_sin, "rotary_cos", rotary_cos)):
+        if (x is None) != (y is None):
+            raise ShapeError(f"{name}, {other}: expected both or none, got one of them")
+    new = None if k is None or v is None else (k, v)
+    cache = find(len(q), k_cache, v_cache, new, cache_seqlens, cache_batch_idx, block_table)
+    if cache_leftpad is not None:
+        options["mask"] = hidden(cache_leftpad, len(q), cache.room)
+    if rotary_cos is not None and rotary_sin is not None:
+        if cache_leftpad is not None:
+            raise UnsupportedError("cache_leftpad: expected None, because queries and keys are rotated, got a tensor")
+        moving = causal or tuple(window_size) != EVERYTHING
+        rows = max(q.shape[1] if moving else 1, 0 if new is None else new[0].shape[1])
+        check_angles(rotary_cos, rotary_sin, q.shape[3], rows, cache.lengths)
+        turn = partial(rotated, cos=rotary_cos, sin=rotary_sin, lengths=cache.lengths, interleaved=rotary_interleaved)
+        q, new = turn(q, moving=moving), None if new is None else (turn(new[0], moving=True), new[1])
+    if new is not None:
+        like = (
+            torch.empty((len(q), cache.room, *x.shape[2:]), dtype=x.dtype, device="meta") for x in (k_cache, v_cache)
+        )
+        describe(*(x.transpose(1, 2) for x in (q, *like)), **options)  # before anything is written
+        cache = cache.append(*new)
+    return _dense(q, *cache.whole(), return_softmax_lse, {**options, "kv_lengths": cache.lengths})
+
+
+def _options(
+    q: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Window,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+) -> dict[str, Any]:
+    """Those of attention()."""
+    if len(window_size) != 2:
+        raise ShapeError(f"window_size: expected two numbers, (left, right), got {window_size!r}")
+    left, right = (None if n < 0 else n for n in window_size)
+    options: dict[str, Any] = {"causal": causal, "scale": softmax_scale, "softcap": softcap, **dropped(dropout_p)}
+    if left is not None or right is not None:
+        options["window"] = (left, right)
+    if alibi_slopes is not None and q.dtype == torch.float64:
+        alibi_slopes = alibi_slopes.double()  # theirs are always of float32
+    return {**options, "alibi": alibi_slopes, "deterministic": deterministic}
+
+
+def _parts(name: str, x: Tensor, count: int, axes: int) -> tuple[Tensor, ...]:
+    if x.ndim != axes or x.shape[-3] != count:
+        raise ShapeError(f"{name}: expected {axes} axes, the last but two of {count}, got shape {tuple(x.shape)}")
+    return x.unbind(-3)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, with_lse: bool, options: dict[str, Any], *after: None) -> Any:
+    """The output, or that, the lse, and what comes after it."""
+    _check_four(q=q, k=k, v=v)
+    found = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), return_lse=with_lse, **options)
+    if not with_lse:
+        return found.transpose(1, 2).contiguous()
+    out, lse = found
+    return out.transpose(1, 2).contiguous(), _as_theirs(lse), *after
+
+
+def _check_four(**given: Tensor) -> None:
+    for name, x in given.items():
+        if x.ndim != 4:
+            raise ShapeError(f"{name}: expected 4 axes, (batch, rows, heads, dim), got shape {tuple(x.shape)}")
+
+
+def _packed(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, with_lse: bool, options: dict[str, Any]
+) -> Any:
+    found = attention_packed(q, k, v, cu_q, cu_k, return_lse=with_lse, **options)
+    return (found[0], _as_theirs(found[1].T), None) if with_lse else found
+
+
+def _as_theirs(lse: Tensor) -> Tensor:
+    return lse.masked_fill(lse == -torch.inf, torch.inf).float().contiguous()

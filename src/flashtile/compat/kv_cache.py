@@ -1,0 +1,135 @@
+"""A cache of keys and values that grows in place, in one piece or in pages; and rotations by position."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.errors import DTypeError, ShapeError, UnsupportedError
+
+
+class Cache(NamedTuple):
+    """What some sequences have of it.
+
+    keys, values: (sequences, rows, heads, dim), of which `rows` chooses some; or pages of rows, and `table` says which
+    ones each sequence has. lengths: how many rows each has in use.
+    """
+
+    keys: Tensor
+    values: Tensor
+    lengths: Tensor
+    rows: Tensor | None
+    table: Tensor | None
+
+    @property
+    def room(self) -> int:
+        """Rows that a sequence can have."""
+        return self.keys.shape[1] * (1 if self.table is None else self.table.shape[1])
+
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, (batch, room, heads, dim): a copy if they are pages or chosen."""
+        if self.table is not None:
+            return paged(self.keys, self.table), paged(self.values, self.table)
+        rows = slice(len(self.lengths)) if self.rows is None else self.rows.long()
+        return self.keys[rows], self.values[rows]
+
+    def append(self, k: Tensor, v: Tensor) -> Cache:
+        """The cache after new rows were written behind those in use."""
+        places = self.lengths.long()[:, None] + torch.arange(k.shape[1], device=k.device)
+        if self.table is not None:
+            page = self.keys.shape[1]
+            at = (self.table.long().gather(1, places // page), places % page)
+        else:
+            rows = torch.arange(len(k), device=k.device) if self.rows is None else self.rows.long()
+            at = (rows[:, None], places)
+        self.keys[at], self.values[at] = k, v
+        return self._replace(lengths=self.lengths + k.shape[1])
+
+
+def find(
+    batch: int,
+    keys: Tensor,
+    values: Tensor,
+    new: tuple[Tensor, Tensor] | None,
+    lengths: int | Tensor | None,
+    rows: Tensor | None,
+    table: Tensor | None,
+) -> Cache:
+    """That of a call, which is to take these new rows. Numbers are looked at only where they are on the host."""
+    if table is not None:
+        check_table(table, batch)
+    if rows is not None:
+        if table is not None:
+            raise UnsupportedError("cache_batch_idx: expected None, because block_table says where rows are, got both")
+        _check_shape("cache_batch_idx", rows, (batch,))
+        _check_range("cache_batch_idx", rows, len(keys) - 1)
+    elif table is None and len(keys) < batch:
+        raise ShapeError(f"k_cache: expected {batch} sequences or more, like q, got {len(keys)}")
+    cache = Cache(keys, values, torch.empty(0), rows, table)
+    more = 0
+    if new is not None:
+        more = new[0].shape[1] if new[0].ndim > 1 else 0
+        for name, x, like in (("k", new[0], keys), ("v", new[1], values)):
+            _check_shape(name, x, (batch, more, *like.shape[2:]))
+            if x.dtype != like.dtype:
+                raise DTypeError(f"{name}: expected {like.dtype} like the cache, got {x.dtype}")
+        if lengths is None:
+            raise ShapeError("cache_seqlens: expected how many rows each sequence has, because k is given, got None")
+    if lengths is None or isinstance(lengths, int):
+        number = cache.room if lengths is None else lengths
+        if not 0 <= number <= cache.room - more:
+            raise ShapeError(f"cache_seqlens: expected from 0 to {cache.room - more}, got {number}")
+        lengths = torch.full((batch,), number, dtype=torch.int32, device=keys.device)
+    else:
+        _check_shape("cache_seqlens", lengths, (batch,))
+        _check_range("cache_seqlens", lengths, cache.room - more)
+    return cache._replace(lengths=lengths)
+
+
+def hidden(padding: Tensor, batch: int, room: int) -> Tensor:
+    """The mask that hides the first keys of each sequence."""
+    _check_shape("cache_leftpad", padding, (batch,))
+    return (torch.arange(room, device=padding.device) >= padding[:, None])[:, None, None]
+
+
+def paged(pages: Tensor, table: Tensor) -> Tensor:
+    """The pages of each sequence one after the other: (batch, rows, heads, dim), a copy."""
+    return pages[table.long()].flatten(1, 2)
+
+
+def check_table(table: Tensor, batch: int) -> None:
+    if table.ndim != 2 or len(table) != batch:
+        raise ShapeError(f"block_table: expected shape ({batch}, pages of a sequence), got {tuple(table.shape)}")
+
+
+def check_angles(cos: Tensor, sin: Tensor, dim: int, rows: int, lengths: Tensor) -> None:
+    """Of so many rows from `lengths` on."""
+    if cos.ndim != 2 or 2 * cos.shape[1] > dim:
+        raise ShapeError(f"rotary_cos: expected shape (positions, {dim // 2} or fewer), got {tuple(cos.shape)}")
+    _check_shape("rotary_sin", sin, tuple(cos.shape))
+    if lengths.is_cpu and lengths.numel() and int(lengths.max()) + rows > len(cos):
+        raise ShapeError(f"rotary_cos: expected {int(lengths.max()) + rows} positions or more, got {len(cos)}")
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, lengths: Tensor, interleaved: bool, moving: bool) -> Tensor:
+    """The first columns of x, turned in pairs by the angles of position lengths + row; of lengths, if not moving."""
+    places = lengths.long()[:, None] + torch.arange(x.shape[1], device=x.device) * int(moving)
+    c, s = (angles[places][:, :, None].to(x.dtype) for angles in (cos, sin))
+    width = 2 * cos.shape[1]
+    turned, rest = x[..., :width], x[..., width:]
+    a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
+    a, b = a * c - b * s, a * s + b * c
+    turned = torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1)
+    return torch.cat((turned, rest), -1)
+
+
+def _check_shape(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(x.shape) != shape:
+        raise ShapeError(f"{name}: expected shape {shape}, got {tuple(x.shape)}")
+
+
+def _check_range(name: str, x: Tensor, most: int) -> None:
+    if x.is_cpu and x.numel() and not 0 <= int(x.min()) <= int(x.max()) <= most:
+        raise ShapeError(f"{name}: expected numbers from 0 to {most}, got {x.tolist()}")

@@ -1,0 +1,51 @@
+"""torch's scaled_dot_product_attention, by flashtile: the same call, the same answer, no NaN from what is masked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.api import attention
+from flashtile.band import Band
+from flashtile.compat.dropping import dropped
+from flashtile.errors import DTypeError, ShapeError
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """is_causal lets the first query see the first key alone, as torch has it; attention() aligns the last ones."""
+    if attn_mask is not None and is_causal:
+        raise ShapeError("is_causal: expected False, because attn_mask is given, got True")
+    if not enable_gqa and query.ndim > 2 and query.ndim == key.ndim and query.shape[-3] != key.shape[-3]:
+        heads = f"{query.shape[-3]} and {key.shape[-3]} heads"
+        raise ShapeError(f"enable_gqa: expected True, because query and key have {heads}, got False")
+    options: dict[str, Any] = {"scale": scale, **dropped(dropout_p)}
+    if is_causal:
+        options["band"] = Band(right=0)
+    lead = query.shape[:-3]
+    if attn_mask is not None:
+        if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+            raise DTypeError(f"attn_mask: expected booleans, or numbers to be added to scores, got {attn_mask.dtype}")
+        mask = attn_mask if len(lead) < 2 else _flat(attn_mask, lead)
+        options["mask" if mask.dtype == torch.bool else "bias"] = mask
+    if len(lead) > 1:
+        query, key, value = (x.flatten(0, -4) if x.ndim > 4 else x for x in (query, key, value))
+    out: Tensor = attention(query, key, value, **options)
+    return out if len(lead) < 2 else out.reshape(*lead, *out.shape[1:])
+
+
+def _flat(mask: Tensor, lead: torch.Size) -> Tensor:
+    """A mask for leading axes that become one; of four axes at most."""
+    if mask.ndim < 4:
+        return mask
+    return mask.expand(*lead, *mask.shape[-3:]).flatten(0, len(lead) - 1)

@@ -162,6 +162,7 @@ def test_there_is_a_backend_to_test() -> None:
     assert "tiles" in BACKENDS
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch's own, on the first such call
 def test_forward_mode_is_refused_where_it_is_compiled() -> None:
     """There, too, tangents would be lost without a word."""
     x = torch.randn(2, 5, 8)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from flashtile.api import attention, attention_packed
-from flashtile.compat.dropping import dropped
-from flashtile.compat.kv_cache import check_angles, check_table, find, hidden, paged, rotated
+from flashtile.compat.kv_cache import check_table, find, hidden, paged
+from flashtile.compat.options import dropped
+from flashtile.compat.rotary import rotated
 from flashtile.errors import ShapeError, UnsupportedError
 from flashtile.problem import describe
 
@@ -37,6 +38,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
 ) -> Any:
     options = _options(q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    _check_four(q=q, k=k, v=v)
     return _dense(q, k, v, return_attn_probs, options, None)
 
 
@@ -183,8 +185,6 @@ def flash_attn_with_kvcache(
         if cache_leftpad is not None:
             raise UnsupportedError("cache_leftpad: expected None, because queries and keys are rotated, got a tensor")
         moving = causal or tuple(window_size) != EVERYTHING
-        rows = max(q.shape[1] if moving else 1, 0 if new is None else new[0].shape[1])
-        check_angles(rotary_cos, rotary_sin, q.shape[3], rows, cache.lengths)
         turn = partial(rotated, cos=rotary_cos, sin=rotary_sin, lengths=cache.lengths, interleaved=rotary_interleaved)
         q, new = turn(q, moving=moving), None if new is None else (turn(new[0], moving=True), new[1])
     if new is not None:
@@ -226,7 +226,6 @@ def _parts(name: str, x: Tensor, count: int, axes: int) -> tuple[Tensor, ...]:
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, with_lse: bool, options: dict[str, Any], *after: None) -> Any:
     """The output, or that, the lse, and what comes after it."""
-    _check_four(q=q, k=k, v=v)
     found = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), return_lse=with_lse, **options)
     if not with_lse:
         return found.transpose(1, 2).contiguous()

@@ -1,4 +1,4 @@
-"""A cache of keys and values that grows in place, in one piece or in pages; and rotations by position."""
+"""A cache of keys and values that grows in place, in one piece or in pages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Cache(NamedTuple):
     @property
     def room(self) -> int:
         """Rows that a sequence can have."""
-        return self.keys.shape[1] * (1 if self.table is None else self.table.shape[1])
+        return _room(self.keys, self.table)
 
     def whole(self) -> tuple[Tensor, Tensor]:
         """Keys and values, (batch, room, heads, dim): a copy if they are pages or chosen."""
@@ -67,8 +67,7 @@ def find(
         _check_range("cache_batch_idx", rows, len(keys) - 1)
     elif table is None and len(keys) < batch:
         raise ShapeError(f"k_cache: expected {batch} sequences or more, like q, got {len(keys)}")
-    cache = Cache(keys, values, torch.empty(0), rows, table)
-    more = 0
+    room, more = _room(keys, table), 0
     if new is not None:
         more = new[0].shape[1] if new[0].ndim > 1 else 0
         for name, x, like in (("k", new[0], keys), ("v", new[1], values)):
@@ -78,14 +77,14 @@ def find(
         if lengths is None:
             raise ShapeError("cache_seqlens: expected how many rows each sequence has, because k is given, got None")
     if lengths is None or isinstance(lengths, int):
-        number = cache.room if lengths is None else lengths
-        if not 0 <= number <= cache.room - more:
-            raise ShapeError(f"cache_seqlens: expected from 0 to {cache.room - more}, got {number}")
+        number = room if lengths is None else lengths
+        if not 0 <= number <= room - more:
+            raise ShapeError(f"cache_seqlens: expected from 0 to {room - more}, got {number}")
         lengths = torch.full((batch,), number, dtype=torch.int32, device=keys.device)
     else:
         _check_shape("cache_seqlens", lengths, (batch,))
-        _check_range("cache_seqlens", lengths, cache.room - more)
-    return cache._replace(lengths=lengths)
+        _check_range("cache_seqlens", lengths, room - more)
+    return Cache(keys, values, lengths, rows, table)
 
 
 def hidden(padding: Tensor, batch: int, room: int) -> Tensor:
@@ -104,25 +103,8 @@ def check_table(table: Tensor, batch: int) -> None:
         raise ShapeError(f"block_table: expected shape ({batch}, pages of a sequence), got {tuple(table.shape)}")
 
 
-def check_angles(cos: Tensor, sin: Tensor, dim: int, rows: int, lengths: Tensor) -> None:
-    """Of so many rows from `lengths` on."""
-    if cos.ndim != 2 or 2 * cos.shape[1] > dim:
-        raise ShapeError(f"rotary_cos: expected shape (positions, {dim // 2} or fewer), got {tuple(cos.shape)}")
-    _check_shape("rotary_sin", sin, tuple(cos.shape))
-    if lengths.is_cpu and lengths.numel() and int(lengths.max()) + rows > len(cos):
-        raise ShapeError(f"rotary_cos: expected {int(lengths.max()) + rows} positions or more, got {len(cos)}")
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor, lengths: Tensor, interleaved: bool, moving: bool) -> Tensor:
-    """The first columns of x, turned in pairs by the angles of position lengths + row; of lengths, if not moving."""
-    places = lengths.long()[:, None] + torch.arange(x.shape[1], device=x.device) * int(moving)
-    c, s = (angles[places][:, :, None].to(x.dtype) for angles in (cos, sin))
-    width = 2 * cos.shape[1]
-    turned, rest = x[..., :width], x[..., width:]
-    a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
-    a, b = a * c - b * s, a * s + b * c
-    turned = torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1)
-    return torch.cat((turned, rest), -1)
+def _room(keys: Tensor, table: Tensor | None) -> int:
+    return keys.shape[1] * (1 if table is None else table.shape[1])
 
 
 def _check_shape(name: str, x: Tensor, shape: tuple[int, ...]) -> None:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from flashtile.api import attention
 from flashtile.band import Band
-from flashtile.compat.dropping import dropped
-from flashtile.errors import DTypeError, ShapeError
+from flashtile.compat.options import dropped, masked
+from flashtile.errors import ShapeError
 
 
 def scaled_dot_product_attention(
@@ -34,10 +34,7 @@ def scaled_dot_product_attention(
         options["band"] = Band(right=0)
     lead = query.shape[:-3]
     if attn_mask is not None:
-        if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
-            raise DTypeError(f"attn_mask: expected booleans, or numbers to be added to scores, got {attn_mask.dtype}")
-        mask = attn_mask if len(lead) < 2 else _flat(attn_mask, lead)
-        options["mask" if mask.dtype == torch.bool else "bias"] = mask
+        options |= masked("attn_mask", attn_mask if len(lead) < 2 else _flat(attn_mask, lead))
     if len(lead) > 1:
         query, key, value = (x.flatten(0, -4) if x.ndim > 4 else x for x in (query, key, value))
     out: Tensor = attention(query, key, value, **options)

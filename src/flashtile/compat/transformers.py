@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashtile.api import attention
-from flashtile.compat.dropping import dropped
+from flashtile.compat.options import dropped, masked
 
 NAME = "tiled"
 
@@ -42,8 +42,7 @@ def forward(
     """What transformers calls for a layer: (batch, heads, rows, dim) in, (batch, rows, heads, dim) out; no weights."""
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0, "sink": s_aux, **dropped(dropout)}
     if attention_mask is not None:  # all that a row may see, causal and window included
-        mask = attention_mask[..., : key.shape[2]]
-        options["mask" if mask.dtype == torch.bool else "bias"] = mask
+        options |= masked("attention_mask", attention_mask[..., : key.shape[2]])
     else:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         options["causal"] = bool(causal) and query.shape[2] > 1

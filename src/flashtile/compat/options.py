@@ -1,0 +1,26 @@
+"""Options of attention() from arguments that several libraries have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.errors import DTypeError
+
+
+def dropped(probability: Any) -> dict[str, Any]:
+    """Of a call that drops weights, as torch's generator decides; none, and no number drawn, if it drops nothing."""
+    if probability == 0:
+        return {}
+    return {"dropout": probability, "seed": int(torch.randint(2**63 - 1, ()))}
+
+
+def masked(name: str, mask: Tensor) -> dict[str, Any]:
+    """True where a query may attend; or numbers that are added to scores."""
+    if mask.dtype == torch.bool:
+        return {"mask": mask}
+    if not mask.is_floating_point():
+        raise DTypeError(f"{name}: expected booleans, or numbers to be added to scores, got {mask.dtype}")
+    return {"bias": mask}

@@ -1,0 +1,27 @@
+"""Rotations by position, of queries and of keys that go into a cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.errors import ShapeError
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, lengths: Tensor, interleaved: bool, moving: bool) -> Tensor:
+    """The first columns of x, turned in pairs by the angles of position lengths + row; of lengths, if not moving."""
+    rows, dim = x.shape[1], x.shape[3]
+    if cos.ndim != 2 or 2 * cos.shape[1] > dim:
+        raise ShapeError(f"rotary_cos: expected shape (positions, {dim // 2} or fewer), got {tuple(cos.shape)}")
+    if sin.shape != cos.shape:
+        raise ShapeError(f"rotary_sin: expected shape {tuple(cos.shape)} like rotary_cos, got {tuple(sin.shape)}")
+    places = lengths.long()[:, None] + torch.arange(rows, device=x.device) * int(moving)
+    if places.is_cpu and places.numel() and int(places.max()) >= len(cos):
+        raise ShapeError(f"rotary_cos: expected {int(places.max()) + 1} positions or more, got {len(cos)}")
+    c, s = (angles[places][:, :, None].to(x.dtype) for angles in (cos, sin))
+    width = 2 * cos.shape[1]
+    turned, rest = x[..., :width], x[..., width:]
+    a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
+    a, b = a * c - b * s, a * s + b * c
+    turned = torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1)
+    return torch.cat((turned, rest), -1)

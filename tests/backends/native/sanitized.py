@@ -35,8 +35,8 @@ def main(threads: int) -> None:
         agree(case, runner)
     for shape, dtype in itertools.product(alignment.SIZES, DTYPES):
         alignment.same_numbers(shape, dtype, threads)
-    for size, hider in itertools.product(nonfinite.SIZES, nonfinite.HIDERS):
-        call, _ = nonfinite.case(size, hider, "float32")
+    for size, hider, dtype in itertools.product(nonfinite.SIZES, nonfinite.HIDERS, ("float32", "bfloat16")):
+        call, _ = nonfinite.case(size, hider, dtype)
         for name in ("k", "v", "q", "dout"):
             nonfinite.everything(runner, nonfinite.changed(call, name, np.s_[:, :, ::2, 1], np.nan))
     print(len(cases()), "cases")

@@ -39,7 +39,8 @@ def build() -> Path:
     for isa in ISAS:
         target = folder / isa / f"libflashtile-{isa}.so"
         target.parent.mkdir()
-        flags = [*FLAGS.split(), *([f"-march={isa}"] if isa.startswith("x86") else []), f'-DFT_ISA="{isa}"']
+        march = f"-march={isa}".replace("-bf16", " -mavx512bf16").split() if isa.startswith("x86") else []
+        flags = [*FLAGS.split(), *march, f'-DFT_ISA="{isa}"']
         command = [compiler, *flags, *sources, "-o", str(target), "-lpthread", "-ldl"]
         compilers.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
     errors = [run.communicate()[1] for run in compilers]

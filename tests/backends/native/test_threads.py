@@ -264,5 +264,5 @@ assert (flashtile.attention(x, x, x, backend="native", threads=4000) == expected
 def test_isa_is_one_of_those_built() -> None:
     from flashtile.backends.native import library
 
-    assert library.isa() in ("x86-64-v4", "x86-64-v3", "aarch64", "generic")
+    assert library.isa() in ("x86-64-v4-bf16", "x86-64-v4", "x86-64-v3", "aarch64", "generic")
     assert ft.attention(*(np.ones((2, 3), np.float32),) * 3, backend="native").shape == (2, 3)

@@ -25,6 +25,7 @@ class Lanes(NamedTuple):
 
 
 LANES = {
+    "x86-64-v4-bf16": Lanes(64, 3, 32),
     "x86-64-v4": Lanes(64, 3, 32),
     "x86-64-v3": Lanes(32, 3, 16),
     "aarch64": Lanes(16, 4, 32),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 # Best first, each with the CPU flags (as Linux names them) that it needs; abm is LZCNT, on Intel's too.
 _X86 = {
+    "x86-64-v4-bf16": {"avx512_bf16"},
     "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
     "x86-64-v3": {"abm", "avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"},
 }
@@ -29,7 +30,7 @@ def candidates() -> list[str]:
         return ["generic"]
     flags = _cpu_flags()
     levels = list(_X86)
-    # v4 includes v3
+    # each includes those after it
     usable = [level for i, level in enumerate(levels) if all(_X86[needed] <= flags for needed in levels[i:])]
     return [*usable, "generic"]
 

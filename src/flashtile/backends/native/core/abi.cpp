@@ -2,21 +2,25 @@
 #pragma GCC visibility push(default)
 #include "flashtile.h"
 #pragma GCC visibility pop
+#include "factors.h"
 #include "kernels.h"
-#include "scores.h"
 #include "threads.h"
 
 namespace {
 
-// Few query rows to a key head leave most lanes of a vector empty: then vectors run along the head dim instead.
-template <class R> int choose_forward(const ft_problem& p) {
-  return decode_fits<R>(p) ? decode<R>(p) : forward<R>(p);
+// f(R, T): the type of sums, and what is multiplied.
+template <class F> int with_types(const ft_problem& p, F&& f) {
+#if FT_PAIRS
+  // A decode is bound by memory, and the backward pass of few queries makes its scores as that does.
+  if (p.dtype == FT_BF16 && !decode_fits<float>(p)) return f(float{}, Pair{});
+#endif
+  return p.dtype == FT_F64 ? f(double{}, double{}) : f(float{}, float{});
 }
 // No exception leaves the library. All that throws here is a request for memory, or for more than a vector holds.
 template <class F> int run(const ft_problem* p, F&& f) {
   if (p->size != sizeof(ft_problem)) return FT_BAD_ABI;
   try {
-    return p->dtype == FT_F64 ? f(double()) : f(float());
+    return with_types(*p, f);
   } catch (...) {
     return FT_NO_MEMORY;
   }
@@ -25,11 +29,15 @@ template <class F> int run(const ft_problem* p, F&& f) {
 }  // namespace
 
 int ft_forward(const ft_problem* p) {
-  return run(p, [=](auto real) { return choose_forward<decltype(real)>(*p); });
+  return run(p, [=](auto real, auto factor) {
+    using R = decltype(real);
+    // Few query rows to a key head leave most lanes of a vector empty: then vectors run along the head dim instead.
+    return decode_fits<R>(*p) ? decode<R>(*p) : forward<R, decltype(factor)>(*p);
+  });
 }
 
 int ft_backward(const ft_problem* p) {
-  return run(p, [=](auto real) { return backward<decltype(real)>(*p); });
+  return run(p, [=](auto real, auto factor) { return backward<decltype(real), decltype(factor)>(*p); });
 }
 
 void ft_cuts(int64_t left, int64_t right, int64_t offset, int64_t first, int64_t last, int64_t n_cols, int64_t block,

@@ -7,9 +7,9 @@
 #include <thread>
 #include <vector>
 
+#include "factors.h"
 #include "kernels.h"
 #include "row_vectors.h"
-#include "scores.h"
 #include "threads.h"
 
 namespace {
@@ -20,14 +20,15 @@ template <class R> constexpr int QUERIES = GROUPS * LANES<R>;  // queries a bloc
 
 // ---- The products. L = N * W lanes; P and dS are [key][L], q and dout [column][L].
 
-// P = exp(S - lse) of S = K q, or S alone. The difference first: its rounding is that of S, not of something larger.
-template <class R, int N, bool EXP>
-NOINLINE void scores(Rows<R> K, int n, const R* q, int dim, const R* lse, R* P) {
+// P = exp(S - lse) of S = by K q, or S alone. The difference first: its rounding is that of S, not of something larger.
+template <class R, class T, int N, bool EXP>
+NOINLINE void scores(Rows<T> K, int n, const T* q, int length, R by, const R* lse, R* P) {
   constexpr int L = N * W<R>;
   in_tiles<rows_for(N)>(0, n, [=](auto m, int k) __attribute__((always_inline)) {
     constexpr int M = m;
     Vec<R> acc[M][N];
-    dot_tile<R>(acc, K.data + k * K.row, K.row, q, L, dim);
+    dot_tile<R>(acc, K.data + k * K.row, K.row, q, L, length);
+    if constexpr (PER<T> > 1) scale_tile<R>(acc, by);
     if constexpr (EXP) UNROLL for (int i = 0; i < M; i++) {
       UNROLL for (int j = 0; j < N; j++) acc[i][j] -= load(lse + j * W<R>);
       exp_each<R>(acc[i]);
@@ -45,13 +46,13 @@ template <class R, int N> NOINLINE void probabilities(int n, const R* lse, R* P)
   }
 }
 // P <- dS = P * (Z * (V dout) - delta); Z, what dropout multiplies by, may be null
-template <class R, int N, bool DROPS>
-NOINLINE void score_gradients(Rows<R> V, int n, const R* dout, int dim, const R* delta, const R* Z, R* P) {
+template <class R, class T, int N, bool DROPS>
+NOINLINE void score_gradients(Rows<T> V, int n, const T* dout, int length, const R* delta, const R* Z, R* P) {
   constexpr int L = N * W<R>;
   in_tiles<rows_for(N)>(0, n, [=](auto m, int k) __attribute__((always_inline)) {
     constexpr int M = m;
     Vec<R> acc[M][N];
-    dot_tile<R>(acc, V.data + k * V.row, V.row, dout, L, dim);
+    dot_tile<R>(acc, V.data + k * V.row, V.row, dout, L, length);
     UNROLL for (int i = 0; i < M; i++) UNROLL for (int j = 0; j < N; j++) {
       const int at = (k + i) * L + j * W<R>;
       if constexpr (DROPS) acc[i][j] *= load(Z + at);
@@ -60,60 +61,62 @@ NOINLINE void score_gradients(Rows<R> V, int n, const R* dout, int dim, const R*
   });
 }
 // dq[column][lane] += K^T dS
-template <class R, int N> NOINLINE void add_to_queries(Rows<R> K, int n, const R* dS, R* dq, int dim) {
+template <class R, class T, int N> NOINLINE void add_to_queries(Rows<T> K, int length, const T* dS, R* dq, int dim) {
   constexpr int L = N * W<R>;
   in_tiles<rows_for(N)>(0, dim, [=](auto m, int d) __attribute__((always_inline)) {
     constexpr int M = m;
     Vec<R> acc[M][N];
     zero_tile<R>(acc);
-    tile<R>(acc, K.data + d, 1, K.row, dS, L, n);
+    tile<R>(acc, K.data + d, 1, K.row, dS, L, length);
     add_tile<R>(acc, dq + d * L, L);
   });
 }
 // The same, sum for sum, where K holds values that are not finite and dS is marked: hidden pairs are left out.
-template <class R> NOINLINE void add_to_queries_but_hidden(Rows<R> K, int n, const R* dS, R* dq, int dim, int L) {
+template <class R, class T>
+NOINLINE void add_to_queries_but_hidden(Rows<T> K, int length, const T* dS, R* dq, int dim, int L) {
   for (int d = 0; d < dim; d++)
     for (int l = 0; l < L; l += W<R>) {
       Vec<R> acc = {};
-      for (int k = 0; k < n; k++) {
-        const Vec<R> w = load(dS + k * L + l);
-        acc += w * unless_hidden<R>(w, all(K.data[k * K.row + d]));
+      for (int k = 0; k < length; k++) {
+        const Vec<T> w = load(dS + k * L + l);
+        acc = add_product(acc, w, factor_unless_hidden<T>(w, all(K.data[k * K.row + d])));
       }
       store(dq + d * L + l, load(dq + d * L + l) + acc);
     }
 }
 
-// One group's part in a sum over queries: weights [key][L], and the rows they weigh, whole vectors each.
-template <class R> struct Part {
-  const R* weights;
+// One group's part in a sum over queries: weights [key][L], and the rows they weigh, whole vectors each; all factors.
+template <class T> struct Part {
+  const T* weights;
   int L, rows;
-  Rows<R> x;
+  Rows<T> x;
 };
 // C[key][column] += sum over the parts of weights * x
-template <class R, int N>
-NOINLINE void add_to_columns(const Part<R>* parts, int count, int n, int column, R* C, int64_t row) {
+template <class R, class T, int N>
+NOINLINE void add_to_columns(const Part<T>* parts, int count, int n, int column, R* C, int64_t row) {
   in_tiles<rows_for(N)>(0, n, [=](auto m, int k) __attribute__((always_inline)) {
     constexpr int M = m;
     Vec<R> acc[M][N];
     zero_tile<R>(acc);
-    for (const Part<R>* a = parts; a < parts + count; a++)
+    for (const Part<T>* a = parts; a < parts + count; a++)
       tile<R>(acc, a->weights + k * a->L, a->L, 1, a->x.data + column, a->x.row, a->rows);
     add_tile<R>(acc, C + k * row, row);
   });
 }
-template <class R> void add_to_keys(const Part<R>* parts, int count, int n, R* C, int64_t row) {
+template <class R, class T> void add_to_keys(const Part<T>* parts, int count, int n, R* C, int64_t row) {
   int d = 0;
-  for (; d + 2 * W<R> <= row; d += 2 * W<R>) add_to_columns<R, 2>(parts, count, n, d, C + d, row);
-  if (d < row) add_to_columns<R, 1>(parts, count, n, d, C + d, row);
+  for (; d + 2 * W<R> <= row; d += 2 * W<R>) add_to_columns<R, T, 2>(parts, count, n, d, C + d, row);
+  if (d < row) add_to_columns<R, T, 1>(parts, count, n, d, C + d, row);
 }
-template <class R> NOINLINE void add_to_keys_but_hidden(const Part<R>* parts, int count, int n, R* C, int64_t row) {
+template <class R, class T>
+NOINLINE void add_to_keys_but_hidden(const Part<T>* parts, int count, int n, R* C, int64_t row) {
   for (int k = 0; k < n; k++)
     for (int64_t d = 0; d < row; d += W<R>) {
       Vec<R> acc = {};
-      for (const Part<R>* a = parts; a < parts + count; a++)
+      for (const Part<T>* a = parts; a < parts + count; a++)
         for (int l = 0; l < a->rows; l++) {
-          const Vec<R> w = all(a->weights[k * a->L + l]);
-          acc += w * unless_hidden<R>(w, load(a->x.data + l * a->x.row + d));
+          const Vec<T> w = all(a->weights[k * a->L + l]);
+          acc = add_product(acc, w, factor_unless_hidden<T>(w, load(a->x.data + l * a->x.row + d)));
         }
       store(C + k * row + d, load(C + k * row + d) + acc);
     }
@@ -121,25 +124,6 @@ template <class R> NOINLINE void add_to_keys_but_hidden(const Part<R>* parts, in
 
 // ---- Rows and lanes
 
-template <class R> Rows<R> rows_from(Rows<R> x, int i) { return {x.data + i * x.row, x.row}; }
-// Rows that can be read by whole vectors: where they lie if they are real and as wide as some, else copied.
-template <class R> Rows<R> whole_vectors(const void* x, int64_t dtype, int64_t row, int n, int d, R* room) {
-  return with_type<R>(dtype, [=](auto t) -> Rows<R> {
-    using T = decltype(t);
-    if (std::is_same_v<T, R> && d % W<R> == 0) return {(const R*)x, row};
-    const int64_t wide = round_up(d, W<R>);
-    for (int i = 0; i < n; i++) {
-      const T* from = (const T*)x + i * row;
-      R* to = room + i * wide;
-      int c = 0;
-      for (; c + W<R> <= d; c += W<R>) store(to + c, load_as<R>(from + c));
-      if (c == d) continue;
-      store(to + c, Vec<R>{});
-      for (; c < d; c++) to[c] = as<R>(from[c]);
-    }
-    return {room, wide};
-  });
-}
 // x[lane][c] = base[lane][c] + by * from[c][lane] for the first n lanes; base may be null, or x itself
 template <class R, class T>
 NOINLINE void give_rows(const R* from, int lanes, int n, int d, R by, const R* base, int64_t base_row, T* x,
@@ -163,9 +147,11 @@ NOINLINE void give_rows(const R* from, int lanes, int n, int d, R by, const R* b
 }
 
 // A group of queries in the lanes, with its places in the scratch, and the keys of a tile that it sees.
-template <class R> struct Group {
+template <class R, class T> struct Group {
   Lanes<R> lanes;
-  R *q, *dout, *dq, *P, *slope, *Z, *dropped, *lse, *delta;
+  T *q, *dout, *rounded;
+  R *dq, *P, *slope, *Z, *dropped, *lse, *delta;
+  const T* weights;  // of the sum over queries that comes next
   int from, to;  // keys of the tile it sees any of, counted from the block's first
   bool hidden;   // not all of them, in every lane
 };
@@ -221,15 +207,15 @@ template <class R> NOINLINE void drop(const Block<R>& b, const R* P, R* Z, R* dr
     store(dropped + at, load(P + at) * z);
   });
 }
-// x + 0: no place is -0 then
-template <class R> NOINLINE void clear_signs(const Block<R>& b, R* x) {
-  for (int at = 0; at < b.n * b.lanes.padded; at += W<R>) store(x + at, load(x + at) + Vec<R>{});
+// No place looks hidden then.
+template <class R, class T> NOINLINE void clear_signs(const Block<R>& b, R* x) {
+  for (int at = 0; at < b.n * b.lanes.padded; at += W<R>) store(x + at, unmarked<R, T>(load(x + at)));
 }
 // x * slope; hidden places stay so, and no others become so
-template <class R> NOINLINE void multiply(const Block<R>& b, R* x, const R* slope) {
+template <class R, class T> NOINLINE void multiply(const Block<R>& b, R* x, const R* slope) {
   for (int at = 0; at < b.n * b.lanes.padded; at += W<R>) {
     const Vec<R> v = load(x + at);
-    store(x + at, is_hidden<R>(v) ? v : v * load(slope + at) + Vec<R>{});
+    store(x + at, is_hidden<R>(v) ? v : unmarked<R, T>(v * load(slope + at)));
   }
 }
 
@@ -240,7 +226,7 @@ struct Share {
   int64_t s0, s1, h0, h1, b0, b1;
 };
 
-template <class R> class Backward {
+template <class R, class T> class Backward {
  public:
   explicit Backward(const ft_problem& p)
       : p(p), item(item_size(p.dtype)), out_item(item_size(p.out_dtype)), group(p.q_heads / p.kv_heads),
@@ -268,12 +254,12 @@ template <class R> class Backward {
 
   // Places in a thread's scratch
   struct Layout {
-    size_t q, dout, dq, P, dk, dv, lse, delta, q_rows, dout_rows, K, V, slope, Z, dropped, end;
+    size_t q, dout, dq, P, rounded, dk, dv, lse, delta, q_rows, dout_rows, K, pairs, V, slope, Z, dropped, end;
   } at;
   struct KeyBlock;
   struct QueryBlock;
 
-  Block<R> block(const KeyBlock& kb, const Group<R>& y) const;
+  Block<R> block(const KeyBlock& kb, const Group<R, T>& y) const;
   int64_t room(int64_t s) const { return p.cu_k ? p.cu_k[s + 1] - p.cu_k[s] : p.kv_len; }
   int64_t first_row(const Sequence& s) const { return p.cu_q ? s.q_row : s.index * p.q_len; }
   // Query blocks of all sequences side by side; a sequence may leave one unused.
@@ -292,13 +278,13 @@ template <class R> class Backward {
   void set_up(KeyBlock& kb, QueryBlock& qb, R* scratch);
   void make_weights(const KeyBlock& kb, QueryBlock& qb, int k0, int k1);
   void make_gradients(const KeyBlock& kb, QueryBlock& qb);
-  void sum_over_queries(QueryBlock& qb, R* Group<R>::*weights, Rows<R> x, bool finite, R* C, int64_t row);
+  void sum_over_queries(QueryBlock& qb, Rows<T> x, bool finite, R* C, int64_t row);
   void give_queries(const KeyBlock& kb, QueryBlock& qb);
 };
 
 // Key blocks: dK, dV, K and V of one stay in L2; as many as keep some 32 threads busy. They depend on the shape only.
 // Where several heads, sequences or key blocks add to the same place of dbias, one share holds them all.
-template <class R> void Backward<R>::share_out() {
+template <class R, class T> void Backward<R, T>::share_out() {
   const ft_tensor& bias = p.dbias;
   const bool all_s = bias.data && bias.sequence == 0, all_h = bias.data && bias.head == 0;
   const bool all_b = bias.data && bias.column == 0;
@@ -333,7 +319,7 @@ template <class R> void Backward<R>::share_out() {
   flush();
 }
 
-template <class R> void Backward<R>::layout() {
+template <class R, class T> void Backward<R, T>::layout() {
   size_t end = 0;
   const auto take = [&](bool wanted, int64_t n) {
     const size_t place = end;
@@ -341,18 +327,21 @@ template <class R> void Backward<R>::layout() {
     return place;
   };
   constexpr int64_t Q = QUERIES<R>, block = KEYS<R> * Q;
-  at.q = take(true, few ? W<R> * wide : Q * dim);
-  at.dout = take(true, Q * v_dim);
+  constexpr bool PAIRS = PER<T> > 1;
+  at.q = take(true, few ? W<R> * wide : Q * factors<T>(dim));
+  at.dout = take(true, Q * factors<T>(v_dim));
   at.dq = take(true, Q * dim);
   at.P = take(true, block);
+  at.rounded = take(PAIRS, factors<T>(block));
   at.dk = take(true, keys_each * wide);
   at.dv = take(true, keys_each * v_wide);
   at.lse = take(true, Q);
   at.delta = take(true, Q);
-  at.q_rows = take(narrow_type || wide != dim, Q * wide);
-  at.dout_rows = take(out_item < (int64_t)sizeof(R) || v_wide != v_dim, Q * v_wide);
-  at.K = take(narrow_type, keys_each * dim);
-  at.V = take(narrow_type, keys_each * v_dim);
+  at.q_rows = take(narrow_type || wide != dim, factors<T>(Q) * wide);
+  at.dout_rows = take(PAIRS || out_item < (int64_t)sizeof(R) || v_wide != v_dim, factors<T>(Q) * v_wide);
+  at.K = take(narrow_type, keys_each * factors<T>(dim));
+  at.pairs = take(PAIRS, factors<T>(keys_each) * dim);
+  at.V = take(narrow_type, keys_each * factors<T>(v_dim));
   at.slope = take(p.softcap > 0, block);
   at.Z = take(p.dropout > 0, block);
   at.dropped = take(p.dropout > 0, block);
@@ -360,17 +349,17 @@ template <class R> void Backward<R>::layout() {
 }
 
 // What is needed of queries [from, to) before anything else: delta, and 0 for dq where no key is seen.
-template <class R> void Backward<R>::prepare(int64_t index, int64_t head, int64_t from, int64_t to) {
+template <class R, class T> void Backward<R, T>::prepare(int64_t index, int64_t head, int64_t from, int64_t to) {
   const Sequence s(p, index);
   to = std::min(to, s.q_len);
   R* d = delta.get() + head * rows + first_row(s);
   const R* lse = (const R*)query_row(p.lse, sizeof(R), s, head, 0);
   const R* dlse = p.dlse.data ? (const R*)query_row(p.dlse, sizeof(R), s, head, 0) : nullptr;
   with_type<R>(p.out_dtype, [&](auto t) {
-    using T = decltype(t);
+    using E = decltype(t);
     for (int64_t i = from; i < to; i++) {
-      const T* out = (const T*)query_row(p.out, sizeof(T), s, head, i);
-      const T* dout = (const T*)query_row(p.dout, sizeof(T), s, head, i);
+      const E* out = (const E*)query_row(p.out, sizeof(E), s, head, i);
+      const E* dout = (const E*)query_row(p.dout, sizeof(E), s, head, i);
       Vec<R> sum = {};
       R rest = 0;
       int c = 0;
@@ -389,7 +378,7 @@ template <class R> void Backward<R>::prepare(int64_t index, int64_t head, int64_
 }
 
 // dsink = sum over the rows of its weight times -delta, its value being 0
-template <class R> void Backward<R>::sum_sink(int64_t head) {
+template <class R, class T> void Backward<R, T>::sum_sink(int64_t head) {
   const R sink = ((const R*)p.sink)[head];
   double sum = 0;
   for (int64_t index = 0; index < p.sequences; index++) {
@@ -403,26 +392,30 @@ template <class R> void Backward<R>::sum_sink(int64_t head) {
   ((R*)p.dsink)[head] = (R)sum;
 }
 
-template <class R> struct Backward<R>::KeyBlock {
+template <class R, class T> struct Backward<R, T>::KeyBlock {
   const Sequence s;
   const int64_t index, first;  // which block, its first key
   const int n;                 // keys in use
-  Rows<R> K, V;
+  Rows<T> K, V;
+  Rows<T> over;       // K for sums over keys
   int k_finite = -1;  // not known yet
 };
 
-template <class R> Block<R> Backward<R>::block(const KeyBlock& kb, const Group<R>& y) const {
+template <class R, class T> Block<R> Backward<R, T>::block(const KeyBlock& kb, const Group<R, T>& y) const {
   return {p, y.lanes, kb.first + y.from, y.to - y.from};
 }
 
-template <class R> void Backward<R>::key_block(int64_t index, int64_t kv_head, int64_t block, R* scratch) {
+template <class R, class T> void Backward<R, T>::key_block(int64_t index, int64_t kv_head, int64_t block, R* scratch) {
   const Sequence s(p, index);
   const int64_t first = block * keys_each, last = std::min(first + keys_each, room(index));
   if (first >= last) return;
   const int n = (int)clip(s.kv_len - first, 0, last - first);
   const char *k = key_row(p.k, item, s, kv_head, first), *v = key_row(p.v, item, s, kv_head, first);
-  KeyBlock kb{s, block, first, n, widen<R>(k, p.dtype, p.k.row, n, dim, scratch + at.K),
-              widen<R>(v, p.dtype, p.v.row, n, v_dim, scratch + at.V)};
+  const Rows<T> K = along_rows<R, T>(k, p.dtype, p.k.row, n, dim, (T*)(scratch + at.K));
+  const Rows<T> V = along_rows<R, T>(v, p.dtype, p.v.row, n, v_dim, (T*)(scratch + at.V));
+  Rows<T> over = K;
+  if constexpr (PER<T> > 1) over = over_rows<R, T>(k, p.dtype, p.k.row, n, dim, dim, (T*)(scratch + at.pairs));
+  KeyBlock kb{s, block, first, n, K, V, over};
   R *dk = scratch + at.dk, *dv = scratch + at.dv;
   memset(dk, 0, sizeof(R) * n * wide);
   memset(dv, 0, sizeof(R) * n * v_wide);
@@ -442,36 +435,37 @@ template <class R> void Backward<R>::key_block(int64_t index, int64_t kv_head, i
 }
 
 // n queries of a head, from `first` on.
-template <class R> struct Backward<R>::QueryBlock {
+template <class R, class T> struct Backward<R, T>::QueryBlock {
   const int64_t head, first;
   const int n, groups;
-  Group<R> group[GROUPS];
-  Rows<R> Q, dO;
+  Group<R, T> group[GROUPS];
+  Rows<T> Q, dO;
   // Only where pairs are hidden can a value that is not finite reach a sum it has no part in: elsewhere nobody looks.
   bool q_finite = true, dout_finite = true;
 
   QueryBlock(int64_t head, int64_t first, int n)
       : head(head), first(first), n(n), groups((n + LANES<R> - 1) / LANES<R>) {}
-  Group<R>* begin() { return group; }
-  Group<R>* end() { return group + groups; }
+  Group<R, T>* begin() { return group; }
+  Group<R, T>* end() { return group + groups; }
 };
 
-template <class R> void Backward<R>::query_block(KeyBlock& kb, int64_t head, int64_t first, int n, R* scratch) {
+template <class R, class T> void Backward<R, T>::query_block(KeyBlock& kb, int64_t head, int64_t first, int n, R* scratch) {
   QueryBlock qb(head, first, n);
   set_up(kb, qb, scratch);
   const Cuts seen = cuts(kb.s.band, first, first + n, kb.s.kv_len, 1);
   const int begin = (int)clip(seen.begin - kb.first, 0, kb.n), end = (int)clip(seen.end - kb.first, begin, kb.n);
-  for (int k = begin; k < end; k += KEYS<R>) {
-    make_weights(kb, qb, k, std::min(k + KEYS<R>, end));
-    sum_over_queries(qb, &Group<R>::dropped, qb.dO, qb.dout_finite, scratch + at.dv, v_wide);
+  const Pieces whole = whole_factors<T>(begin, end, kb.n);
+  for (int k = whole.from; k < whole.to; k += KEYS<R>) {
+    make_weights(kb, qb, k, std::min(k + KEYS<R>, whole.to));
+    sum_over_queries(qb, qb.dO, qb.dout_finite, scratch + at.dv, v_wide);
     make_gradients(kb, qb);
-    sum_over_queries(qb, &Group<R>::P, qb.Q, qb.q_finite, scratch + at.dk, wide);
+    sum_over_queries(qb, qb.Q, qb.q_finite, scratch + at.dk, wide);
   }
   give_queries(kb, qb);
 }
 
 // n rows of q for scores_of_few; those past them are 0.
-template <class R> void Backward<R>::lay_out_queries(const char* q, int n, R* to) const {
+template <class R, class T> void Backward<R, T>::lay_out_queries(const char* q, int n, R* to) const {
   std::fill_n(to, W<R> * wide, R(0));
   with_type<R>(p.dtype, [&](auto t) {
     for (int i = 0; i < n; i++) lay_out_row((const decltype(t)*)q + i * p.q.row, dim, score_scale<R>(p), to + i * wide);
@@ -479,7 +473,7 @@ template <class R> void Backward<R>::lay_out_queries(const char* q, int n, R* to
 }
 
 // The groups with their queries in the lanes, the rows as they lie, and whether these are finite.
-template <class R> void Backward<R>::set_up(KeyBlock& kb, QueryBlock& qb, R* scratch) {
+template <class R, class T> void Backward<R, T>::set_up(KeyBlock& kb, QueryBlock& qb, R* scratch) {
   const Sequence& s = kb.s;
   const R* lse = (const R*)query_row(p.lse, sizeof(R), s, qb.head, qb.first);
   const R* from = delta.get() + qb.head * rows + first_row(s) + qb.first;
@@ -488,11 +482,13 @@ template <class R> void Backward<R>::set_up(KeyBlock& kb, QueryBlock& qb, R* scr
   bool hidden = false;
   for (int x = 0; x < qb.groups; x++) {
     const int l0 = x * LANES<R>, real = std::min(qb.n - l0, LANES<R>);
-    Group<R>& y = qb.group[x];
+    Group<R, T>& y = qb.group[x];
     y.lanes = Lanes<R>(p, s, qb.head, qb.first + l0, real);
     const int L = y.lanes.padded;
-    y.q = scratch + at.q + l0 * dim;
-    y.dout = scratch + at.dout + l0 * v_dim;
+    y.q = (T*)(scratch + at.q) + l0 * factors<T>(dim);
+    y.dout = (T*)(scratch + at.dout) + l0 * factors<T>(v_dim);
+    y.rounded = (T*)(scratch + at.rounded) + factors<T>(KEYS<R> * l0);
+    y.weights = y.rounded;
     y.dq = scratch + at.dq + l0 * dim;
     y.P = scratch + at.P + KEYS<R> * l0;
     y.slope = p.softcap > 0 ? scratch + at.slope + KEYS<R> * l0 : nullptr;
@@ -506,78 +502,91 @@ template <class R> void Backward<R>::set_up(KeyBlock& kb, QueryBlock& qb, R* scr
       y.lse[l] = l >= real || value == -(R)INFINITY ? (R)INFINITY : value;  // no weight in a lane without a query
       y.delta[l] = from[i];
     }
-    if (few) lay_out_queries(q, real, y.q);
-    else pack_lanes<R>(q + item * l0 * p.q.row, p.dtype, p.q.row, real, L, dim, score_scale<R>(p), y.q);
-    pack_lanes<R>(dout + out_item * l0 * p.dout.row, p.out_dtype, p.dout.row, real, L, v_dim, R(1), y.dout);
+    if (few) lay_out_queries(q, real, (R*)y.q);
+    else in_lanes<R, T>(q + item * l0 * p.q.row, p.dtype, p.q.row, real, L, dim, score_scale<R>(p), y.q);
+    in_lanes<R, T>(dout + out_item * l0 * p.dout.row, p.out_dtype, p.dout.row, real, L, v_dim, R(1), y.dout);
     memset(y.dq, 0, sizeof(R) * L * dim);
     hidden |= Block<R>{p, y.lanes, kb.first, kb.n}.partial();
   }
-  qb.Q = whole_vectors<R>(q, p.dtype, p.q.row, qb.n, dim, scratch + at.q_rows);
-  qb.dO = whole_vectors<R>(dout, p.out_dtype, p.dout.row, qb.n, v_dim, scratch + at.dout_rows);
+  qb.Q = over_rows<R, T>(q, p.dtype, p.q.row, qb.n, dim, wide, (T*)(scratch + at.q_rows));
+  qb.dO = over_rows<R, T>(dout, p.out_dtype, p.dout.row, qb.n, v_dim, v_wide, (T*)(scratch + at.dout_rows));
   if (!hidden) return;
-  if (kb.k_finite < 0) kb.k_finite = all_finite(kb.K, kb.n, dim);
-  qb.q_finite = all_finite(qb.Q, qb.n, dim);
-  qb.dout_finite = all_finite(qb.dO, qb.n, v_dim);
+  const int length = (int)factors<T>(qb.n);
+  if (kb.k_finite < 0) kb.k_finite = all_finite(kb.K, kb.n, (int)factors<T>(dim));
+  qb.q_finite = all_finite(qb.Q, length, dim);
+  qb.dout_finite = all_finite(qb.dO, length, v_dim);
 }
 
 // P, and what dropout leaves of it, for the keys k0 .. k1-1 of the block.
-template <class R> void Backward<R>::make_weights(const KeyBlock& kb, QueryBlock& qb, int k0, int k1) {
+template <class R, class T> void Backward<R, T>::make_weights(const KeyBlock& kb, QueryBlock& qb, int k0, int k1) {
   const bool plain = !few && !(p.softcap > 0) && !p.bias.data && !p.alibi.data;
-  for (Group<R>& y : qb) {
+  for (Group<R, T>& y : qb) {
     y.from = (int)clip(y.lanes.seen.begin - kb.first, k0, k1);
     y.to = (int)clip(y.lanes.seen.end - kb.first, y.from, k1);
+    if (y.from < y.to) {
+      const Pieces whole = whole_factors<T>(y.from, y.to, kb.n);
+      y.from = whole.from, y.to = whole.to;
+    }
     const Block<R> b = block(kb, y);
     y.hidden = b.partial();
     if (b.n == 0) continue;
-    const Rows<R> K = rows_from(kb.K, y.from);
+    const Rows<T> K = rows_from(kb.K, y.from);
+    const int length = (int)factors<T>(dim);
+    const R by = score_factor<R, T>(p);
     with_vectors(y.lanes.padded / W<R>, [&](auto N) {
-      if (plain) return scores<R, N, true>(K, b.n, y.q, dim, y.lse, y.P);
-      if (few) with_rows<R>(qb.n, [&](auto n) { scores_of_few<R, R, n>(K.data, K.row, b.n, y.q, dim, y.P); });
-      else scores<R, N, false>(K, b.n, y.q, dim, y.lse, y.P);
+      if (plain) return scores<R, T, N, true>(K, b.n, y.q, length, by, y.lse, y.P);
+      if (!few) scores<R, T, N, false>(K, b.n, y.q, length, by, y.lse, y.P);
+      else if constexpr (PER<T> == 1)
+        with_rows<R>(qb.n, [&](auto n) { scores_of_few<R, R, n>(K.data, K.row, b.n, y.q, dim, y.P); });
       adjust(b, y.P, y.slope);
       probabilities<R, N>(b.n, y.lse, y.P);
     });
     if (y.hidden) hide(b, y.P, HIDDEN<R>);
     if (p.dropout > 0) drop(b, y.P, y.Z, y.dropped);
+    y.weights = over_lanes<R, T>(y.dropped, b.n, y.lanes.padded, y.lanes.real, y.rounded);
   }
 }
 
 // dS, in the place of P; its sums over keys into dbias and dq.
-template <class R> void Backward<R>::make_gradients(const KeyBlock& kb, QueryBlock& qb) {
-  for (Group<R>& y : qb) {
+template <class R, class T> void Backward<R, T>::make_gradients(const KeyBlock& kb, QueryBlock& qb) {
+  for (Group<R, T>& y : qb) {
     const Block<R> b = block(kb, y);
     if (b.n == 0) continue;
-    const Rows<R> K = rows_from(kb.K, y.from), V = rows_from(kb.V, y.from);
-    with_vectors(y.lanes.padded / W<R>, [&](auto N) {
-      if (p.dropout > 0) score_gradients<R, N, true>(V, b.n, y.dout, v_dim, y.delta, y.Z, y.P);
-      else score_gradients<R, N, false>(V, b.n, y.dout, v_dim, y.delta, nullptr, y.P);
+    const Rows<T> K = rows_from(kb.over, y.from / PER<T>), V = rows_from(kb.V, y.from);
+    const int length = (int)factors<T>(v_dim), L = y.lanes.padded;
+    with_vectors(L / W<R>, [&](auto N) {
+      if (p.dropout > 0) score_gradients<R, T, N, true>(V, b.n, y.dout, length, y.delta, y.Z, y.P);
+      else score_gradients<R, T, N, false>(V, b.n, y.dout, length, y.delta, nullptr, y.P);
     });
     const bool k_spoils = y.hidden && !kb.k_finite;
-    if (k_spoils || !qb.q_finite) clear_signs(b, y.P);
+    if (k_spoils || !qb.q_finite) clear_signs<R, T>(b, y.P);
     if (y.hidden) hide(b, y.P, HIDDEN<R>);
     if (p.dbias.data) {
       const ft_tensor& t = p.dbias;
       R* to = (R*)t.data + kb.s.index * t.sequence + qb.head * t.head + y.lanes.first * t.row + b.j * t.column;
       add_to_bias(b, t, to, y.P);
     }
-    if (y.slope) multiply(b, y.P, y.slope);
-    with_vectors(y.lanes.padded / W<R>, [&](auto N) {
-      if (k_spoils) add_to_queries_but_hidden(K, b.n, y.P, y.dq, dim, y.lanes.padded);
-      else add_to_queries<R, N>(K, b.n, y.P, y.dq, dim);
+    if (y.slope) multiply<R, T>(b, y.P, y.slope);
+    y.weights = over_lanes<R, T>(y.P, b.n, L, y.lanes.real, y.rounded);
+    const T* dS = over_keys<R, T>(y.P, b.n, L);
+    const int keys = (int)factors<T>(b.n);
+    with_vectors(L / W<R>, [&](auto N) {
+      if (k_spoils) add_to_queries_but_hidden(K, keys, dS, y.dq, dim, L);
+      else add_to_queries<R, T, N>(K, keys, dS, y.dq, dim);
     });
   }
 }
 
 // C[key][column] += weights * x over the groups; where x is not finite, hidden pairs are left out one by one.
-template <class R>
-void Backward<R>::sum_over_queries(QueryBlock& qb, R* Group<R>::*weights, Rows<R> x, bool finite, R* C,
-                                   int64_t row) {
-  const Group<R>* g = qb.group;
-  const auto add = finite ? add_to_keys<R> : add_to_keys_but_hidden<R>;
-  Part<R> parts[GROUPS];
+template <class R, class T>
+void Backward<R, T>::sum_over_queries(QueryBlock& qb, Rows<T> x, bool finite, R* C, int64_t row) {
+  const Group<R, T>* g = qb.group;
+  const auto add = finite ? add_to_keys<R, T> : add_to_keys_but_hidden<R, T>;
+  Part<T> parts[GROUPS];
   bool together = true;  // the groups see the same keys
   for (int i = 0; i < qb.groups; i++) {
-    parts[i] = {g[i].*weights, g[i].lanes.padded, g[i].lanes.real, rows_from(x, i * LANES<R>)};
+    parts[i] = {g[i].weights, g[i].lanes.padded / PER<T>, (int)factors<T>(g[i].lanes.real),
+                rows_from(x, i * LANES<R> / PER<T>)};
     together &= g[i].from == g->from && g[i].to == g->to;
   }
   if (together) return add(parts, qb.groups, g->to - g->from, C + g->from * row, row);
@@ -585,7 +594,7 @@ void Backward<R>::sum_over_queries(QueryBlock& qb, R* Group<R>::*weights, Rows<R
 }
 
 // Adds a key block's share of dq to what the key blocks before it have given.
-template <class R> void Backward<R>::give_queries(const KeyBlock& kb, QueryBlock& qb) {
+template <class R, class T> void Backward<R, T>::give_queries(const KeyBlock& kb, QueryBlock& qb) {
   const Sequence& s = kb.s;
   const int64_t head = qb.head, first = qb.first;
   const Cuts blocks = cuts(s.band, first, first + qb.n, s.kv_len, keys_each);  // that have a share in these queries
@@ -597,17 +606,17 @@ template <class R> void Backward<R>::give_queries(const KeyBlock& kb, QueryBlock
     else std::this_thread::yield();
   }
   with_type<R>(p.dtype, [&](auto t) {
-    using T = decltype(t);
-    for (const Group<R>& y : qb) {
+    using E = decltype(t);
+    for (const Group<R, T>& y : qb) {
       const int L = y.lanes.padded, n = y.lanes.real;
       const int64_t i = y.lanes.first;
-      T* to = (T*)query_row(p.dq, sizeof(T), s, head, i);
-      if constexpr (std::is_same_v<T, R>) {
+      E* to = (E*)query_row(p.dq, sizeof(E), s, head, i);
+      if constexpr (std::is_same_v<E, R>) {
         give_rows<R, R>(y.dq, L, n, dim, (R)p.scale, is_first ? nullptr : to, p.dq.row, to, p.dq.row);
       } else {
         R* sum = sums.get() + (head * rows + first_row(s) + i) * dim;
         const R* base = is_first ? nullptr : sum;
-        if (is_last) give_rows<R, T>(y.dq, L, n, dim, (R)p.scale, base, dim, to, p.dq.row);
+        if (is_last) give_rows<R, E>(y.dq, L, n, dim, (R)p.scale, base, dim, to, p.dq.row);
         else give_rows<R, R>(y.dq, L, n, dim, (R)p.scale, base, dim, sum, dim);
       }
     }
@@ -615,7 +624,7 @@ template <class R> void Backward<R>::give_queries(const KeyBlock& kb, QueryBlock
   turn.store(mine + 1, std::memory_order_release);
 }
 
-template <class R> int Backward<R>::run() {
+template <class R, class T> int Backward<R, T>::run() {
   delta.reset(new R[p.q_heads * rows]);
   turns.reset(new std::atomic<int32_t>[p.q_heads * blocks_in_head()]());
   if (narrow_type) sums.reset(new R[p.q_heads * rows * dim]);
@@ -639,7 +648,10 @@ template <class R> int Backward<R>::run() {
 
 }  // namespace
 
-template <class R> int backward(const ft_problem& p) { return Backward<R>(p).run(); }
+template <class R, class T> int backward(const ft_problem& p) { return Backward<R, T>(p).run(); }
 
-template int backward<float>(const ft_problem&);
-template int backward<double>(const ft_problem&);
+template int backward<float, float>(const ft_problem&);
+template int backward<double, double>(const ft_problem&);
+#if FT_PAIRS
+template int backward<float, Pair>(const ft_problem&);
+#endif

@@ -86,6 +86,7 @@ template <class R> struct Rows {
   const R* data;
   int64_t row;
 };
+template <class R> Rows<R> rows_from(Rows<R> x, int64_t i) { return {x.data + i * x.row, x.row}; }
 // Rows of any element type as real: where they lie if they are, else in `room`, which holds n x d.
 template <class R> Rows<R> widen(const void* x, int64_t dtype, int64_t row, int n, int d, R* room) {
   return with_type<R>(dtype, [=](auto t) -> Rows<R> {

@@ -55,7 +55,7 @@ void ft_cuts(int64_t left, int64_t right, int64_t offset, int64_t first, int64_t
 void ft_keep(uint64_t seed, int64_t head, int64_t i, int64_t j, int64_t n, double dropout,
              uint8_t* keep);  // of keys j .. j+n-1
 void ft_after_fork(void);  // for a process that was forked before the library was loaded, which later ones need not say
-const char* ft_isa(void);  // "x86-64-v4", "x86-64-v3", "aarch64", "generic"
+const char* ft_isa(void);  // "x86-64-v4-bf16", "x86-64-v4", "x86-64-v3", "aarch64", "generic"
 #ifdef __cplusplus
 }
 #endif

@@ -2,7 +2,7 @@
 // small block of queries. S, P and O are kept transposed: S[key][lane], O[column][lane].
 #include "kernels.h"
 
-#include "scores.h"
+#include "factors.h"
 #include "threads.h"
 
 namespace {
@@ -25,12 +25,13 @@ template <class R> struct State {
   }
 };
 
-// S = K q
-template <class R, int N> NOINLINE void scores(Rows<R> K, int n, const R* q, int dim, R* S) {
+// S = by K q, a sum of `length` factors
+template <class R, class T, int N> NOINLINE void scores(Rows<T> K, int n, const T* q, int length, R by, R* S) {
   constexpr int L = N * W<R>;
   in_tiles<rows_for(N)>(0, n, [=](auto rows, int k) __attribute__((always_inline)) {
     Vec<R> acc[rows][N];
-    dot_tile<R>(acc, K.data + k * K.row, K.row, q, L, dim);
+    dot_tile<R>(acc, K.data + k * K.row, K.row, q, L, length);
+    if constexpr (PER<T> > 1) scale_tile<R>(acc, by);
     store_tile<R>(acc, S + k * L, L);
   });
 }
@@ -66,23 +67,25 @@ template <class R, int N> NOINLINE bool softmax(R* S, int n, R* m, R* l, R* alph
   return any<R>(moved);
 }
 // O = alpha O + V^T P; alpha null: 1. A block is summed by itself first: it keeps the error of long sums small.
-template <class R, int N> NOINLINE void output(Rows<R> V, const R* P, int n, R* o, int v_dim, const R* alpha) {
+template <class R, class T, int N>
+NOINLINE void output(Rows<T> V, const T* P, int length, R* o, int v_dim, const R* alpha) {
   constexpr int L = N * W<R>;
   in_tiles<rows_for(N)>(0, v_dim, [=](auto rows, int d) __attribute__((always_inline)) {
     Vec<R> acc[rows][N];
     zero_tile<R>(acc);
-    tile<R>(acc, V.data + d, 1, V.row, P, L, n);
+    tile<R>(acc, V.data + d, 1, V.row, P, L, length);
     add_tile<R>(acc, o + d * L, L, alpha);
   });
 }
 // The same, to the bit, where V holds values that are not finite: P is marked, and hidden pairs are left out.
-template <class R> NOINLINE void output_guarded(Rows<R> V, const R* P, int n, R* o, int v_dim, int L, const R* alpha) {
+template <class R, class T>
+NOINLINE void output_guarded(Rows<T> V, const T* P, int length, R* o, int v_dim, int L, const R* alpha) {
   for (int l = 0; l < L; l += W<R>)
     for (int d = 0; d < v_dim; d++) {
       Vec<R> acc[1][1] = {};
-      for (int k = 0; k < n; k++) {
-        const Vec<R> weight = load(P + k * L + l);
-        acc[0][0] += weight * unless_hidden<R>(weight, all(V.data[k * V.row + d]));
+      for (int k = 0; k < length; k++) {
+        const Vec<T> weight = load(P + k * L + l), value = all(V.data[k * V.row + d]);
+        acc[0][0] = add_product(acc[0][0], weight, factor_unless_hidden<T>(weight, value));
       }
       add_tile<R>(acc, o + d * L + l, L, alpha ? alpha + l : nullptr);
     }
@@ -92,29 +95,31 @@ template <class R> NOINLINE void drop(const Block<R>& b, R* P) {
 }
 
 // One block of keys and values for all the groups of a task; whether V is finite is asked once, and only if it matters.
-template <class R> struct KeyBlock {
-  Rows<R> K, V;
+template <class T> struct KeyBlock {
+  Rows<T> K, V;  // those of V are factors of sums over keys
   int64_t j;
   int n, v_dim, finite = -1;
-  bool values_finite() { return finite < 0 ? finite = all_finite(V, n, v_dim) : finite; }
+  bool values_finite() { return finite < 0 ? finite = all_finite(V, (int)factors<T>(n), v_dim) : finite; }
 };
 // One group of queries q[dim][lanes] against one block of keys. Every option is a pass of its own over S.
-template <class R> void step(const Block<R>& b, KeyBlock<R>& keys, const R* q, State<R> x, R* S) {
-  const int dim = (int)b.p.dim, v_dim = (int)b.p.v_dim, L = b.lanes.padded;
+template <class R, class T> void step(const Block<R>& b, KeyBlock<T>& keys, const T* q, State<R> x, R* S) {
+  const int dim = (int)b.p.dim, v_dim = (int)b.p.v_dim, L = b.lanes.padded, length = (int)factors<T>(b.n);
   const int64_t skip = b.j - keys.j;
-  const Rows<R> K = {keys.K.data + skip * keys.K.row, keys.K.row}, V = {keys.V.data + skip * keys.V.row, keys.V.row};
+  const Rows<T> K = rows_from(keys.K, skip), V = rows_from(keys.V, skip / PER<T>);
   const bool partial = b.partial();
   with_vectors(L / W<R>, [&](auto vectors) {
     constexpr int N = vectors;
     R alpha[N * W<R>];
-    scores<R, N>(K, b.n, q, dim, S);
+    scores<R, T, N>(K, b.n, q, (int)factors<T>(dim), score_factor<R, T>(b.p), S);
     adjust(b, S);
     if (partial) hide(b, S, R(-INFINITY));
     const R* scale = softmax<R, N>(S, b.n, x.m, x.l, alpha) ? alpha : nullptr;
     if (b.p.dropout > 0) drop(b, S);
-    if (!partial || keys.values_finite()) return output<R, N>(V, S, b.n, x.o, v_dim, scale);
-    hide(b, S, HIDDEN<R>);
-    output_guarded<R>(V, S, b.n, x.o, v_dim, L, scale);
+    const bool guarded = partial && !keys.values_finite();
+    if (guarded) hide(b, S, HIDDEN<R>);
+    const T* P = over_keys<R, T>(S, b.n, L);
+    if (guarded) output_guarded(V, P, length, x.o, v_dim, L, scale);
+    else output<R, T, N>(V, P, length, x.o, v_dim, scale);
   });
 }
 // x <- x and y together
@@ -160,7 +165,7 @@ template <class R> struct Plan {
   }
 };
 
-template <class R> class Forward {
+template <class R, class T> class Forward {
  public:
   explicit Forward(const ft_problem& p)
       : p(p), plan(p), dim((int)p.dim), v_dim((int)p.v_dim), item(item_size(p.dtype)),
@@ -192,8 +197,9 @@ template <class R> class Forward {
     const Task t(p, plan, number);
     if (t.first >= t.last) return;
     R *states = plan.splits > 1 ? shares.piece<R>(number) : scratch.piece<R>(thread) + room_size();
-    R *S = scratch.piece<R>(thread), *wide_k = S + BC * LANES<R>, *wide_v = wide_k + BC * dim;
-    R* q = scratch.piece<R>(thread) + room_size() + plan.together * state_size();
+    R* S = scratch.piece<R>(thread);
+    T *k_room = (T*)(S + BC * LANES<R>), *v_room = k_room + BC * factors<T>(dim);
+    T* q = (T*)(S + room_size() + plan.together * state_size());
     const auto state = [=](int g) { return State<R>(states + g * state_size(), v_dim); };
 
     Lanes<R> lanes[MAX_GROUPS];
@@ -202,8 +208,8 @@ template <class R> class Forward {
     for (int g = 0; g < groups; g++) {
       const int64_t from = t.first + g * LANES<R>;
       lanes[g] = Lanes<R>(p, t.s, t.head, from, (int)std::min<int64_t>(t.last - from, LANES<R>));
-      pack_lanes<R>(query_row(p.q, item, t.s, t.head, from), p.dtype, p.q.row, lanes[g].real, lanes[g].padded, dim,
-                    score_scale<R>(p), q + g * q_size());
+      in_lanes<R, T>(query_row(p.q, item, t.s, t.head, from), p.dtype, p.q.row, lanes[g].real, lanes[g].padded, dim,
+                     score_scale<R>(p), q + g * q_size());
       state(g).clear(v_dim, lanes[g].padded, sink);
     }
 
@@ -213,11 +219,14 @@ template <class R> class Forward {
     const int64_t end = std::min(seen.end, (t.split + 1) * plan.split);
     for (int64_t j = begin; j < end; j = (j / BC + 1) * BC) {
       const int n = (int)(std::min(end, (j / BC + 1) * BC) - j);
-      KeyBlock<R> keys{widen<R>(key_row(p.k, item, t.s, kv_head, j), p.dtype, p.k.row, n, dim, wide_k),
-                       widen<R>(key_row(p.v, item, t.s, kv_head, j), p.dtype, p.v.row, n, v_dim, wide_v), j, n, v_dim};
+      const char *k = key_row(p.k, item, t.s, kv_head, j), *v = key_row(p.v, item, t.s, kv_head, j);
+      KeyBlock<T> keys{along_rows<R, T>(k, p.dtype, p.k.row, n, dim, k_room),
+                       over_rows<R, T>(v, p.dtype, p.v.row, n, v_dim, v_dim, v_room), j, n, v_dim};
       for (int g = 0; g < groups; g++) {
         const int64_t from = std::max(j, lanes[g].seen.begin), to = std::min(j + n, lanes[g].seen.end);
-        if (from < to) step(Block<R>{p, lanes[g], from, (int)(to - from)}, keys, q + g * q_size(), state(g), S);
+        if (from >= to) continue;
+        const Pieces whole = whole_factors<T>((int)(from - j), (int)(to - j), n);
+        step<R, T>(Block<R>{p, lanes[g], j + whole.from, whole.to - whole.from}, keys, q + g * q_size(), state(g), S);
       }
     }
     if (plan.splits == 1)
@@ -235,12 +244,12 @@ template <class R> class Forward {
     finish(p, t.s, t.head, t.first, n, share(0), L);
   }
 
-  // In numbers: the state and the queries of a group; S, and a block of keys and values where they must be widened.
+  // In numbers: the state and the queries of a group; S, and a block of keys and values where they must be copied.
   size_t state_size() const { return State<R>::size(v_dim); }
-  size_t q_size() const { return (size_t)dim * LANES<R>; }
+  size_t q_size() const { return (size_t)factors<T>(dim) * LANES<R>; }
   size_t room_size() const {
-    const bool widened = p.dtype == FT_BF16 || p.dtype == FT_F16;
-    return (size_t)BC * (LANES<R> + (widened ? dim + v_dim : 0));
+    const bool copied = p.dtype == FT_BF16 || p.dtype == FT_F16;
+    return (size_t)BC * LANES<R> + (copied ? BC * factors<T>(dim) + factors<T>(BC) * v_dim : 0);
   }
 
   const ft_problem& p;
@@ -252,7 +261,10 @@ template <class R> class Forward {
 
 }  // namespace
 
-template <class R> int forward(const ft_problem& p) { return Forward<R>(p).run(); }
+template <class R, class T> int forward(const ft_problem& p) { return Forward<R, T>(p).run(); }
 
-template int forward<float>(const ft_problem&);
-template int forward<double>(const ft_problem&);
+template int forward<float, float>(const ft_problem&);
+template int forward<double, double>(const ft_problem&);
+#if FT_PAIRS
+template int forward<float, Pair>(const ft_problem&);
+#endif

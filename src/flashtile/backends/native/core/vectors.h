@@ -37,19 +37,30 @@ template <> struct VectorOf<float> {
   typedef float type __attribute__((vector_size(VECTOR_BYTES)));
   typedef float loose __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
   typedef int32_t mask __attribute__((vector_size(VECTOR_BYTES)));
+  typedef uint32_t bits __attribute__((vector_size(VECTOR_BYTES)));
 };
 template <> struct VectorOf<double> {
   typedef double type __attribute__((vector_size(VECTOR_BYTES)));
   typedef double loose __attribute__((vector_size(VECTOR_BYTES), aligned(8), may_alias));
   typedef int64_t mask __attribute__((vector_size(VECTOR_BYTES)));
+  typedef uint64_t bits __attribute__((vector_size(VECTOR_BYTES)));
+};
+enum __attribute__((may_alias)) Pair : uint32_t {};  // two bfloat16 numbers: see factors.h
+template <class T> constexpr int PER = 1;            // numbers of a sum that a factor holds
+template <> constexpr int PER<Pair> = 2;
+template <> struct VectorOf<Pair> {
+  typedef uint32_t type __attribute__((vector_size(VECTOR_BYTES)));
+  typedef uint32_t loose __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
 };
 template <class R> using Vec = typename VectorOf<R>::type;
 template <class R> using Mask = typename VectorOf<R>::mask;  // what comparing two Vec<R> gives: -1 where true
+template <class R> using Bits = typename VectorOf<R>::bits;
 template <class R> using MaskInt = std::conditional_t<sizeof(R) == 4, int32_t, int64_t>;
 
 template <class R> INLINE Vec<R> load(const R* p) { return *(const typename VectorOf<R>::loose*)p; }
 template <class R> INLINE void store(R* p, Vec<R> v) { *(typename VectorOf<R>::loose*)p = v; }
 template <class R> INLINE Vec<R> all(R x) { return x - Vec<R>{}; }
+template <> INLINE Vec<Pair> all(Pair x) { return (uint32_t)x - Vec<Pair>{}; }
 template <class R> INLINE Mask<R> all_int(MaskInt<R> x) { return x - Mask<R>{}; }
 template <class R> INLINE Mask<R> lane_index() {
   Mask<R> v = {};
@@ -118,9 +129,9 @@ INLINE void split_power(Vec<R> (&x)[N], Vec<R> (&z)[N], Vec<R> (&q)[N], const R 
   UNROLL for (int c = 1; c < C; c++)
     UNROLL for (int j = 0; j < N; j++) q[j] = q[j] * x[j] + all(coefficients[c]);
 }
-// y * 2^n, by adding to its exponent
+// y * 2^n, by adding to its exponent; of a NaN anything, and it may wrap around
 template <class R> INLINE Vec<R> times_power(Vec<R> y, Vec<R> z) {
-  return (Vec<R>)((Mask<R>)y + ((Mask<R>)z << Power<R>::SHIFT));
+  return (Vec<R>)((Bits<R>)y + ((Bits<R>)z << Power<R>::SHIFT));
 }
 // x <- 2^x for x <= 127. Exactly 0 at or below LOWEST (so -inf gives 0) and 1 at 0; NaN stays NaN.
 template <class R, int N> INLINE void exp2_each(Vec<R> (&x)[N]) {
@@ -163,15 +174,37 @@ template <class R> INLINE void transpose(Vec<R>* a) {
   if constexpr (W<R> > 8) transpose_stage<8>(a, lanes);
 }
 
+template <class V> INLINE V add_product(V sum, V a, V b) { return sum + a * b; }
+typedef uint16_t halves __attribute__((vector_size(VECTOR_BYTES)));
+#if defined(__AVX512BF16__)
+#define FT_PAIRS 1
+INLINE Vec<float> add_product(Vec<float> sum, Vec<Pair> a, Vec<Pair> b) {
+  return (Vec<float>)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+template <int... I> INLINE halves interleave(halves x, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(x, x, (I / 2 + (I & 1) * W<float>)...);
+}
+// Lane by lane the pair of two numbers, rounded. Here and in sums a number below 2^-126 is 0.
+INLINE Vec<Pair> paired(Vec<float> first, Vec<float> second) {
+  const halves rounded = (halves)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+  return (Vec<Pair>)interleave(rounded, std::make_integer_sequence<int, 2 * W<float>>{});
+}
+// W numbers rounded, side by side.
+INLINE void put_rounded(void* to, Vec<float> x) {
+  const auto rounded = _mm512_cvtneps_pbh((__m512)x);
+  memcpy(to, &rounded, sizeof rounded);
+}
+#endif
 // acc[i][j] += sum over k of A[i*ai + k*ak] * B[k*bk + j*W ...]: scalars of A, read as it lies, against vectors of B.
-template <class R, int M, int N>
-INLINE void tile(Vec<R> (&acc)[M][N], const R* A, ptrdiff_t ai, ptrdiff_t ak, const R* B, ptrdiff_t bk, int K) {
+// T: R, or Pairs.
+template <class R, class T, int M, int N>
+INLINE void tile(Vec<R> (&acc)[M][N], const T* A, ptrdiff_t ai, ptrdiff_t ak, const T* B, ptrdiff_t bk, int K) {
   for (int k = 0; k < K; k++, A += ak, B += bk) {
-    Vec<R> b[N];
+    Vec<T> b[N];
     UNROLL for (int j = 0; j < N; j++) b[j] = load(B + j * W<R>);
     UNROLL for (int i = 0; i < M; i++) {
-      const Vec<R> a = all(A[i * ai]);
-      UNROLL for (int j = 0; j < N; j++) acc[i][j] += a * b[j];
+      const Vec<T> a = all(A[i * ai]);
+      UNROLL for (int j = 0; j < N; j++) acc[i][j] = add_product(acc[i][j], a, b[j]);
     }
   }
 }
@@ -181,18 +214,23 @@ template <class R, int M, int N> INLINE void zero_tile(Vec<R> (&acc)[M][N]) {
 }
 // The same from zero, for a sum over a head dim, along which A is contiguous. One longer than PART is made of parts, each
 // summed by itself: one long chain of additions would lose twice the digits.
-constexpr int PART = 128;
-template <class R, int M, int N>
-INLINE void dot_tile(Vec<R> (&acc)[M][N], const R* A, ptrdiff_t ai, const R* B, ptrdiff_t bk, int K) {
+constexpr int PART = 128;  // numbers
+template <class R, class T, int M, int N>
+INLINE void dot_tile(Vec<R> (&acc)[M][N], const T* A, ptrdiff_t ai, const T* B, ptrdiff_t bk, int K) {
+  constexpr int MOST = PART / PER<T>;
   zero_tile<R>(acc);
-  tile<R>(acc, A, ai, 1, B, bk, K < PART ? K : PART);
-  for (int k = PART; k < K; k += PART) {
+  tile<R>(acc, A, ai, 1, B, bk, K < MOST ? K : MOST);
+  for (int k = MOST; k < K; k += MOST) {
     Vec<R> part[M][N];
     zero_tile<R>(part);
-    tile<R>(part, A + k, ai, 1, B + k * bk, bk, K - k < PART ? K - k : PART);
+    tile<R>(part, A + k, ai, 1, B + k * bk, bk, K - k < MOST ? K - k : MOST);
     UNROLL for (int i = 0; i < M; i++)
       UNROLL for (int j = 0; j < N; j++) acc[i][j] += part[i][j];
   }
+}
+template <class R, int M, int N> INLINE void scale_tile(Vec<R> (&acc)[M][N], R by) {
+  UNROLL for (int i = 0; i < M; i++)
+    UNROLL for (int j = 0; j < N; j++) acc[i][j] *= all(by);
 }
 template <class R, int M, int N> INLINE void store_tile(const Vec<R> (&acc)[M][N], R* C, ptrdiff_t row) {
   UNROLL for (int i = 0; i < M; i++)

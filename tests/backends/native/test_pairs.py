@@ -1,0 +1,83 @@
+"""bfloat16 on a CPU: keys that share a factor, the same scores both ways, sums that are exact."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+import flashtile as ft
+from flashtile.dtypes import narrow, widen
+from tests.backends.native.core import needs_native
+from tests.grid import Call, check_backward, check_forward, same_dtype_error
+from tests.runners import public
+
+pytestmark = needs_native
+N_Q, N_K = 23, 27  # more than a decode takes
+
+
+def numbers(rng, *shape):
+    return narrow(rng.standard_normal(shape).astype(np.float32), "bfloat16")
+
+
+def results(q, k, v, dout, **options):
+    out, lse = ft.attention(q, k, v, return_lse=True, backend="native", **options)
+    grads = ft.attention_backward(dout, q, k, v, out, lse, backend="native", **options)
+    return [widen(x, np.float32) for x in (out, lse, *grads[:3])]
+
+
+@pytest.mark.parametrize("dim", [7, 16])
+def test_the_partner_of_a_key_has_no_effect(dim):
+    """Wherever a band begins and ends, and whatever is beside it: the same bits as with zeros there."""
+    rng = np.random.default_rng(dim)
+    q, dout = numbers(rng, 1, 1, N_Q, dim), numbers(rng, 1, 1, N_Q, dim)
+    k, v = numbers(rng, 1, 1, N_K, dim), numbers(rng, 1, 1, N_K, dim)
+    for left, right, offset in itertools.product((-3, 0, 1, 2), (3, 4), range(-4, 4)):
+        band = ft.Band(left, right, offset)
+        i, j = np.arange(N_Q)[:, None], np.arange(N_K)
+        seen = ((j - i - offset >= -left) & (j - i - offset <= right)).any(0)
+        found = []
+        for x in (0.0, np.nan, np.inf):
+            beside_k, beside_v = k.copy(), v.copy()
+            fill = narrow(np.float32([x]), "bfloat16")
+            beside_k[:, :, ~seen], beside_v[:, :, ~seen] = fill, fill
+            found.append(results(q, beside_k, beside_v, dout, band=band))
+        for clean, *others in zip(*found, strict=True):
+            for other in others:
+                np.testing.assert_array_equal(other, clean)
+
+
+def test_weights_of_large_scores_are_found_again():
+    """The last bits of a score of 3e4 are worth a few thousandths of its weight: both passes have to make the same."""
+    rng = np.random.default_rng(0)
+    q, k, v = (numbers(rng, 2, 2, 60, 64) for _ in range(3))
+    ones = narrow(np.ones(v.shape, np.float32), "bfloat16")
+    _, lse, _, _, dv = results(q, k, v, ones, scale=2000.0)
+    assert lse.min() > 1e4
+    np.testing.assert_allclose(dv.sum(2), 60, rtol=4e-3)  # weights of 60 rows that each add up to 1
+
+
+def test_gradients_from_a_wider_output():
+    """dout is float32 then, and rounded as dS is."""
+    rng = np.random.default_rng(1)
+    q, k, v = (numbers(rng, 1, 4, 50, 33) for _ in range(3))
+    dout = rng.standard_normal((1, 4, 50, 33)).astype(np.float32)
+    agree(Call(q, k, v, {"out_dtype": "float32", "causal": True}, dout, None))
+
+
+def agree(call):
+    runner, against = public("native"), same_dtype_error(call)
+    out, lse = runner.forward(call)
+    check_forward(call, against, out, lse)
+    check_backward(call, against, runner.backward(call, out, lse))
+
+
+@pytest.mark.parametrize("n_k", [32, 64, 256])
+def test_sums_of_small_integers_are_exact(n_k):
+    rng = np.random.default_rng(n_k)
+    v = rng.integers(-8, 9, (1, 2, n_k, 24)).astype(np.float32)
+    zeros = narrow(np.zeros((1, 2, 40, 24), np.float32), "bfloat16")
+    keys = narrow(rng.integers(-8, 9, v.shape).astype(np.float32), "bfloat16")
+    out = ft.attention(zeros, keys, narrow(v, "bfloat16"), out_dtype="float32", backend="native")
+    np.testing.assert_array_equal(out, np.broadcast_to(v.mean(2, keepdims=True), out.shape))

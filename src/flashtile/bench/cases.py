@@ -58,7 +58,6 @@ def square(n: int, dim: int, **more: Any) -> Case:
 
 
 LENGTHS, DIMS = (512, 1024, 2048, 4096, 8192), (64, 128)
-HALVES = ("bfloat16", "float16")
 SMALL = square(128, 64)
 
 
@@ -67,9 +66,13 @@ def _grid(lengths: Iterable[int] = LENGTHS, dims: Iterable[int] = DIMS, **more: 
     return tuple(square(n, dim, **more) for dim in dims for n in lengths)
 
 
-def _halves(direction: str) -> tuple[Case, ...]:
-    lengths = (512, 2048, 4096) if direction == FORWARD else (512, 2048)
-    return tuple(case for dtype in HALVES for case in _grid(lengths, dtype=dtype, direction=direction))
+def _of_16_bits(dtype: str) -> tuple[Group, Group]:
+    forward = _grid((512, 2048, 4096), dtype=dtype)
+    training = _grid((512, 2048), dtype=dtype, direction=TRAINING)
+    return (
+        Group(dtype, f"forward, {dtype}", forward, bar=0.85, reach=0.75, worst_bar=1.0),
+        Group(f"{dtype}-training", f"forward + backward, {dtype}", training, bar=0.95, reach=0.85, worst_bar=1.0),
+    )
 
 
 CAUSAL = {"causal": True}
@@ -93,8 +96,8 @@ CPU = (
     ),
     Group("decode", "decode, 32 heads x 8192 keys", (Case(1, 8192, 128, 32, 32),), bar=0.75, reach=0.65),
     Group("decode-gqa", "decode, 32 heads on 8 key heads", (Case(1, 8192, 128, 32, 8),), bar=0.30, reach=0.20),
-    Group("half", "forward, bfloat16 and float16", _halves(FORWARD), bar=0.85, reach=0.75),
-    Group("half-training", "forward + backward, bfloat16 and float16", _halves(TRAINING), bar=0.95, reach=0.85),
+    *_of_16_bits("bfloat16"),
+    *_of_16_bits("float16"),
     Group("bias", "with a bias", _grid((1024, 2048), options={"bias": True}), bar=0.95),
     Group(
         "window",

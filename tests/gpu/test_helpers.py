@@ -14,9 +14,11 @@ pytest.importorskip("torch")
 import torch
 
 import flashtile as ft
+from flashtile.dtypes import narrow, widen
 from tests.gpu.oracle import sampled_keys, sampled_rows, standard
 from tests.gpu.placing import FENCE, NO_FENCE, UNALIGNED, Fence, canaries, place, same_bits
 from tests.gpu.runner import Given, Route, agree, by, on
+from tests.gpu.telling import telling
 from tests.gpu.test_random import KINDS, problem
 from tests.grid import LAYOUTS, Case, Size, build, laid_out
 from tests.runners import Runner
@@ -174,3 +176,31 @@ def test_the_oracles_of_torch_are_right() -> None:
     with torch.no_grad():
         torch.testing.assert_close(sampled_rows(q, k, v, dout, at), (out[at], lse[at], dq[at]))
         torch.testing.assert_close(sampled_keys(q, k, v, dout, out, lse, at), (dk[at], dv[at]))
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize(("n", "tile"), [(1000, 128), (1024, 128), (1000, 64)])
+def test_numbers_that_tell_an_order(n: int, tile: int, backwards: bool) -> None:
+    """Of two neighbours that change places most are seen in 16 bits, wherever they come."""
+    call = telling(1, 1, n, 64, tile)
+    keys, values = (widen(x, np.float32)[0, 0] for x in (call.k, call.v))
+    out = ft.attention(call.q, call.k, call.v)
+    assert not widen(out, np.float32).any(), "so that delta is 0"
+    weight = widen(narrow(np.float32([1 / n]), "bfloat16"), np.float32)
+    parts = [
+        (weight * values[j : j + tile] * keys[j : j + tile]).sum(0, dtype=np.float64).astype(np.float32)
+        for j in range(0, n, tile)
+    ]
+    parts = parts[::-1] if backwards else parts
+
+    def added(order: list[int]) -> Any:
+        total = np.zeros_like(parts[0])
+        for part in order:
+            total = total + parts[part]
+        return narrow(total, "bfloat16")
+
+    count, seen = len(parts), 0
+    for first in range(count - 1):
+        order = [*range(first), first + 1, first, *range(first + 2, count)]
+        seen += int((added(order) != added([*range(count)])).mean() > 0.1)
+    assert seen >= count // 2

@@ -32,6 +32,7 @@ from flashtile.problem import describe
 from tests.gpu.child import python
 from tests.gpu.placing import same_bits, unprepared
 from tests.gpu.runner import CUDA, Given, agree, by_each, check, refusal
+from tests.gpu.telling import telling
 from tests.gpu.test_determinism import other_work
 from tests.gpu.test_graphs import replay_beside
 from tests.gpu.test_random import Kind, try_some
@@ -336,6 +337,13 @@ def test_gradients_in_order_where_rows_end_before_the_band() -> None:
     in_order(replace(call, options=call.options | {"band": ft.Band(FAR, 0, -10)}), turns=10)
 
 
+@pytest.mark.parametrize("turns", [40, pytest.param(800, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("dim", "tile"), [(64, 128), (128, 128), (256, 64)])
+def test_sums_that_tell_their_order(dim: int, tile: int, turns: int) -> None:
+    """Two tasks that change places are seen; with ordinary numbers they would hardly be, in 16 bits."""
+    in_order(telling(3, 8, 1000, dim, tile), turns)
+
+
 def in_order(call: Call, turns: int) -> None:
     """Gradients of five runs a turn have the same bits."""
     given = Given(replace(call, options=call.options | {"deterministic": True}), "cuda")
@@ -343,7 +351,20 @@ def in_order(call: Call, turns: int) -> None:
     with other_work():
         for turn in range(turns):
             for found in [given.step() for _ in range(5)]:
-                assert all(same_bits(x, y) for x, y in zip(found, first, strict=True)), f"of runs {5 * turn} and on"
+                if not all(same_bits(x, y) for x, y in zip(found, first, strict=True)):
+                    pytest.fail(f"of runs {5 * turn} and on: {[*map(difference, found, first)]}")
+
+
+def difference(x: Tensor, y: Tensor) -> str:
+    """What tells one cause from another: how many elements, of which heads and rows, and by how much."""
+    apart = (x != y).nonzero()
+    if not len(apart):
+        return "same"
+    ends = ", ".join(
+        f"{low} to {high}" for low, high in zip(apart.amin(0).tolist(), apart.amax(0).tolist(), strict=True)
+    )
+    most = float((x.double() - y.double()).abs().max())
+    return f"{len(apart)} elements at {ends}, {most:.3g} of {float(y.abs().max()):.3g}"
 
 
 LARGE = """

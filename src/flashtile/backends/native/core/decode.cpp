@@ -14,6 +14,7 @@
 namespace {
 
 constexpr int KEYS = 64;         // keys a block
+constexpr int LINE = 64;         // bytes of the cache at a time
 constexpr int MIN_SPLIT = 512;   // keys a share at least
 constexpr int ENOUGH = 32;       // shares
 
@@ -33,6 +34,8 @@ NOINLINE void output_columns(const T* V, int64_t stride, int n, const R* P, int 
       if constexpr (TAIL) x[j] = load_tail<R>(V, v_dim);
       else x[j] = load_as<R>(V + (first + j) * W<R>);
     }
+    if (first == 0)  // the rest of the row, which comes next
+      for (int c = N * W<R>; c < v_dim; c += LINE / (int)sizeof(T)) __builtin_prefetch(V + c);
     UNROLL for (int r = 0; r < ROWS; r++) {
       const Vec<R> weight = all(P[r]);
       UNROLL for (int j = 0; j < N; j++) acc[r][j] += weight * x[j];

@@ -44,25 +44,29 @@ template <int H, int N, class V, int... I> INLINE V fold(V* a, std::integer_sequ
 }
 
 // S[key][row] = K q^T for ROWS rows of q, a power of two up to W; lanes past them stay as they are. As many keys as fill
-// a vector of results, one after the other.
+// a vector of results: one after the other, as they lie, or for several rows four side by side, which share what is read
+// of q.
 template <class R, class T, int ROWS>
 NOINLINE void scores_of_few(const T* K, int64_t stride, int n, const R* q, int dim, R* S) {
-  constexpr int AT_ONCE = W<R> / ROWS;
+  constexpr int AT_ONCE = W<R> / ROWS, TOGETHER = ROWS == 1 ? 1 : AT_ONCE < 4 ? AT_ONCE : 4;
   const int whole = dim / W<R>, q_row = (int)vectors_of<R>(dim) * W<R>;
   for (int k0 = 0; k0 < n; k0 += AT_ONCE) {
     Vec<R> acc[W<R>];
-    UNROLL for (int k = 0; k < AT_ONCE; k++) {
-      const T* row = K + std::min(k0 + k, n - 1) * stride;
+    UNROLL for (int k = 0; k < AT_ONCE; k += TOGETHER) {
       Vec<R>* a = acc + k * ROWS;
-      UNROLL for (int r = 0; r < ROWS; r++) a[r] = Vec<R>{};
-      for (int d = 0; d < whole; d++) {
-        const Vec<R> x = load_as<R>(row + d * W<R>);
-        UNROLL for (int r = 0; r < ROWS; r++) a[r] += x * load(q + r * q_row + d * W<R>);
-      }
-      if (dim % W<R>) {
-        const Vec<R> x = load_tail<R>(row, dim);
-        UNROLL for (int r = 0; r < ROWS; r++) a[r] += x * load(q + r * q_row + whole * W<R>);
-      }
+      const T* rows[TOGETHER];
+      UNROLL for (int i = 0; i < TOGETHER; i++) rows[i] = K + std::min(k0 + k + i, n - 1) * stride;
+      UNROLL for (int i = 0; i < TOGETHER * ROWS; i++) a[i] = Vec<R>{};
+      const auto add = [&](int d, auto get) __attribute__((always_inline)) {
+        Vec<R> y[ROWS];
+        UNROLL for (int r = 0; r < ROWS; r++) y[r] = load(q + r * q_row + d * W<R>);
+        UNROLL for (int i = 0; i < TOGETHER; i++) {
+          const Vec<R> x = get(rows[i]);
+          UNROLL for (int r = 0; r < ROWS; r++) a[i * ROWS + r] += x * y[r];
+        }
+      };
+      for (int d = 0; d < whole; d++) add(d, [=](const T* row) { return load_as<R>(row + d * W<R>); });
+      if (dim % W<R>) add(whole, [=](const T* row) { return load_tail<R>(row, dim); });
     }
     const Vec<R> sums = fold<1, W<R>>(acc, std::make_integer_sequence<int, W<R>>{});
     if constexpr (AT_ONCE == 1) {
@@ -71,7 +75,7 @@ NOINLINE void scores_of_few(const T* K, int64_t stride, int n, const R* q, int d
       R spread[W<R>];
       store(spread, sums);
       UNROLL for (int k = 0; k < AT_ONCE; k++)
-        if (k0 + k < n) UNROLL for (int r = 0; r < ROWS; r++) S[(k0 + k) * W<R> + r] = spread[k * ROWS + r];
+        if (k0 + k < n) memcpy(S + (k0 + k) * W<R>, spread + k * ROWS, sizeof(R) * ROWS);
     }
   }
 }

@@ -62,7 +62,7 @@ NOINLINE void scores_of_few(const T* K, int64_t stride, int n, const R* q, int d
         UNROLL for (int r = 0; r < ROWS; r++) y[r] = load(q + r * q_row + d * W<R>);
         UNROLL for (int i = 0; i < TOGETHER; i++) {
           const Vec<R> x = get(rows[i]);
-          UNROLL for (int r = 0; r < ROWS; r++) a[i * ROWS + r] += x * y[r];
+          UNROLL for (int r = 0; r < ROWS; r++) a[i * ROWS + r] = add_product(a[i * ROWS + r], x, y[r]);
         }
       };
       for (int d = 0; d < whole; d++) add(d, [=](const T* row) { return load_as<R>(row + d * W<R>); });

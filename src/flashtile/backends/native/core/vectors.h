@@ -1,14 +1,17 @@
 // Vectors of float or double, exp2 and tanh on them, and the one register tile every product here is made of.
-// Only the vector extensions of GCC and Clang: the same source compiles for every instruction set.
+// The vector extensions of GCC and Clang, and a few instructions by name: the same source compiles for every processor.
 #pragma once
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
+#include <type_traits>
 #include <utility>
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define INLINE inline __attribute__((always_inline))
@@ -46,8 +49,7 @@ template <> struct VectorOf<double> {
   typedef uint64_t bits __attribute__((vector_size(VECTOR_BYTES)));
 };
 enum __attribute__((may_alias)) Pair : uint32_t {};  // two bfloat16 numbers: see factors.h
-template <class T> constexpr int PER = 1;            // numbers of a sum that a factor holds
-template <> constexpr int PER<Pair> = 2;
+template <class T> constexpr int PER = std::is_same_v<T, Pair> ? 2 : 1;  // numbers of a sum that a factor holds
 template <> struct VectorOf<Pair> {
   typedef uint32_t type __attribute__((vector_size(VECTOR_BYTES)));
   typedef uint32_t loose __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
@@ -174,7 +176,32 @@ template <class R> INLINE void transpose(Vec<R>* a) {
   if constexpr (W<R> > 8) transpose_stage<8>(a, lanes);
 }
 
+// sum + a * b, rounded once where there is an instruction for it. By name: a compiler that may fuse does not always, and
+// scores have to be the same to the bit wherever they are made.
+#if defined(__AVX512F__)
+INLINE Vec<float> add_product(Vec<float> sum, Vec<float> a, Vec<float> b) {
+  return (Vec<float>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+}
+INLINE Vec<double> add_product(Vec<double> sum, Vec<double> a, Vec<double> b) {
+  return (Vec<double>)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)sum);
+}
+#elif defined(__FMA__)
+INLINE Vec<float> add_product(Vec<float> sum, Vec<float> a, Vec<float> b) {
+  return (Vec<float>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+}
+INLINE Vec<double> add_product(Vec<double> sum, Vec<double> a, Vec<double> b) {
+  return (Vec<double>)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)sum);
+}
+#elif defined(__aarch64__)
+INLINE Vec<float> add_product(Vec<float> sum, Vec<float> a, Vec<float> b) {
+  return (Vec<float>)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b);
+}
+INLINE Vec<double> add_product(Vec<double> sum, Vec<double> a, Vec<double> b) {
+  return (Vec<double>)vfmaq_f64((float64x2_t)sum, (float64x2_t)a, (float64x2_t)b);
+}
+#else
 template <class V> INLINE V add_product(V sum, V a, V b) { return sum + a * b; }
+#endif
 typedef uint16_t halves __attribute__((vector_size(VECTOR_BYTES)));
 #if defined(__AVX512BF16__)
 #define FT_PAIRS 1

@@ -1,4 +1,4 @@
-"""The C++ core for another processor, run by an emulator: the same calls, their memory sent there and back."""
+"""The C++ core as a program, of another compiler or under an emulator: the same calls, memory sent there and back."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SERVER = Path(__file__).with_name("serve.cpp")
 FIELDS = (160, 168, 176, *range(184, 504, 40), 504, *range(512, 752, 40), 752)
 
 
-def build(compiler: str, folder: Path, core: Path = CORE) -> Path:
-    """The core of these sources and its server, as a program."""
+def build(compiler: str, folder: Path, isa: str, more: list[str]) -> Path:
+    """The core for a processor, and its server, as a program."""
     program = folder / "serve"
-    flags = ["-std=c++17", "-O2", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-static"]
-    sources = [*map(str, sorted(core.glob("*.cpp"))), str(SERVER)]
-    command = [compiler, *flags, '-DFT_ISA="aarch64"', f"-I{core}", *sources, "-o", str(program), "-lpthread"]
+    flags = ["-std=c++17", "-O2", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-static", *more]
+    sources = [*map(str, sorted(CORE.glob("*.cpp"))), str(SERVER)]
+    command = [compiler, *flags, f'-DFT_ISA="{isa}"', f"-I{CORE}", *sources, "-o", str(program), "-lpthread"]
     subprocess.run(command, check=True, capture_output=True, text=True)
     return program
 

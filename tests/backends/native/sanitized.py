@@ -19,6 +19,11 @@ from tests.test_agreement import DECODE, DTYPES, PACKED, SIZES, agree
 RAGGED = Size(2, 4, 2, 37, 70, 33, 17)
 
 
+def flags(isa: str) -> list[str]:
+    """What CMakeLists.txt tells a compiler of this instruction set."""
+    return f"-march={isa}".replace("-bf16", " -mavx512bf16").split() if isa.startswith("x86") else []
+
+
 def cases() -> list[Case]:
     found = [Case(RAGGED, dtype, (option,)) for option in OPTIONS for dtype in DTYPES]
     found += [Case(RAGGED, dtype, ("causal",), layout) for layout in LAYOUTS for dtype in DTYPES]

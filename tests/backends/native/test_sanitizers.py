@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from flashtile.backends.native import library
+from tests.backends.native import sanitized
 
 ROOT = Path(__file__).parents[3]
 CORE = ROOT / "src/flashtile/backends/native/core"
@@ -39,8 +40,7 @@ def build() -> Path:
     for isa in ISAS:
         target = folder / isa / f"libflashtile-{isa}.so"
         target.parent.mkdir()
-        march = f"-march={isa}".replace("-bf16", " -mavx512bf16").split() if isa.startswith("x86") else []
-        flags = [*FLAGS.split(), *march, f'-DFT_ISA="{isa}"']
+        flags = [*FLAGS.split(), *sanitized.flags(isa), f'-DFT_ISA="{isa}"']
         command = [compiler, *flags, *sources, "-o", str(target), "-lpthread", "-ldl"]
         compilers.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
     errors = [run.communicate()[1] for run in compilers]

@@ -1,0 +1,50 @@
+"""The C++ core by another compiler, and for ARM, run by an emulator: a compact grid against the oracle."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+from flashtile.backends.native import library
+from flashtile.dtypes import FLOATS
+from tests.backends.native import test_few_queries as few
+from tests.backends.native.emulated import build, emulated
+from tests.backends.native.sanitized import cases, flags
+from tests.runners import public
+from tests.test_agreement import agree
+
+HERE = library.candidates()[0]
+# The compiler, for which processor, and what runs it there; Debian has them as clang, g++-aarch64-linux-gnu, qemu-user.
+BUILDS = {
+    "clang": ("clang++", HERE, []),
+    "clang generic": ("clang++", "generic", []),
+    "arm": ("aarch64-linux-gnu-g++", "aarch64", ["qemu-aarch64"]),
+}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=BUILDS)
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Within it, backend="native" is another build."""
+    compiler, isa, emulator = BUILDS[request.param]
+    for needed in (compiler, *emulator):
+        if shutil.which(needed) is None:
+            pytest.skip(f"{needed} is not here")
+    program = build(compiler, tmp_path_factory.mktemp("other"), isa, flags(isa))
+    with emulated([*emulator, str(program)], isa):
+        yield
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_grid(built: None, threads: int) -> None:
+    for case in cases():
+        agree(case, public("native", threads=threads))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_both_passes_make_the_same_scores(built: None, dtype: str) -> None:
+    for size in few.SIZES:
+        few.test_a_key_that_takes_it_all_has_weight_one(size, dtype, {})

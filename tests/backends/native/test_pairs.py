@@ -48,22 +48,67 @@ def test_the_partner_of_a_key_has_no_effect(dim):
                 np.testing.assert_array_equal(other, clean)
 
 
-def test_weights_of_large_scores_are_found_again():
-    """The last bits of a score of 3e4 are worth a few thousandths of its weight: both passes have to make the same."""
+@pytest.mark.parametrize("scale", [2000.0, 77.7e3])
+def test_weights_of_large_scores_are_found_again(scale):
+    """The last bits of a score of 1e5 are worth hundredths of its weight: both passes have to make the same."""
     rng = np.random.default_rng(0)
     q, k, v = (numbers(rng, 2, 2, 60, 64) for _ in range(3))
     ones = narrow(np.ones(v.shape, np.float32), "bfloat16")
-    _, lse, _, _, dv = results(q, k, v, ones, scale=2000.0)
+    _, lse, _, _, dv = results(q, k, v, ones, scale=scale)
     assert lse.min() > 1e4
-    np.testing.assert_allclose(dv.sum(2), 60, rtol=4e-3)  # weights of 60 rows that each add up to 1
+    np.testing.assert_array_equal(dv.sum(2), 60)  # weights of 60 rows, each 0 or 1
+
+
+def test_threads_do_not_change_which_keys_are_a_pair():
+    rng = np.random.default_rng(0)
+    q, k, v = (numbers(rng, 1, 4, 96, 64) for _ in range(3))
+    dout = rng.standard_normal(v.shape).astype(np.float32)
+    for window in itertools.product((30, 31), (0, 1)):
+        options = {"window": window, "out_dtype": "float32"}
+        first, *others = (results(q, k, v, dout, threads=n, **options) for n in (1, 2, 3))
+        for found in others:
+            for x, y in zip(found, first, strict=True):
+                np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("scale", [1e-38, 1e-41, 0.0])
+def test_products_that_would_overflow_before_they_are_scaled(scale):
+    rng = np.random.default_rng(0)
+    large, v = narrow(np.full((1, 1, 20, 4), 1e20, np.float32), "bfloat16"), numbers(rng, 1, 1, 20, 4)
+    out = ft.attention(large, large, v, scale=scale, out_dtype="float32", backend="native")
+    np.testing.assert_allclose(out, np.broadcast_to(widen(v, np.float32).mean(2, keepdims=True), out.shape), atol=2e-3)
+
+
+def test_a_hidden_key_does_not_change_the_smallest_gradients():
+    """That of a bias is not rounded: a number too small for a product is still one."""
+    rng = np.random.default_rng(3)
+    q, k, v, dout = (numbers(rng, 1, 1, 20, 16) for _ in range(4))
+    bias = np.zeros((1, 1, 20, 20), np.float32)
+    bias[..., 3] = -84.5
+    seen = np.ones((1, 1, 1, 20), bool)
+    seen[..., 7] = False
+    found = []
+    for hidden in (0.0, np.nan):
+        k[:, :, 7] = narrow(np.float32([hidden]), "bfloat16")
+        out, lse = ft.attention(q, k, v, bias=bias, mask=seen, return_lse=True, backend="native")
+        found.append(ft.attention_backward(dout, q, k, v, out, lse, bias=bias, mask=seen, backend="native"))
+    clean, poisoned = found
+    smallest = np.abs(clean.dbias[..., 3])
+    assert ((smallest > 0) & (smallest < 2.0**-126)).any()
+    for x, y in zip(clean[:4], poisoned[:4], strict=True):
+        np.testing.assert_array_equal(widen(x, np.float32), widen(y, np.float32))
 
 
 def test_gradients_from_a_wider_output():
-    """dout is float32 then, and rounded as dS is."""
+    """dout is float32 then, and rounded for the products: so it has to be wherever it counts."""
     rng = np.random.default_rng(1)
     q, k, v = (numbers(rng, 1, 4, 50, 33) for _ in range(3))
     dout = rng.standard_normal((1, 4, 50, 33)).astype(np.float32)
-    agree(Call(q, k, v, {"out_dtype": "float32", "causal": True}, dout, None))
+    options = {"out_dtype": "float32", "causal": True}
+    agree(Call(q, k, v, options, dout, None))
+    rounded = widen(narrow(dout, "bfloat16"), np.float32)
+    for x, y in zip(results(q, k, v, dout, **options), results(q, k, v, rounded, **options), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def agree(call):

@@ -27,8 +27,7 @@ NOINLINE void scores(Rows<T> K, int n, const T* q, int length, R by, const R* ls
   in_tiles<rows_for(N)>(0, n, [=](auto m, int k) __attribute__((always_inline)) {
     constexpr int M = m;
     Vec<R> acc[M][N];
-    dot_tile<R>(acc, K.data + k * K.row, K.row, q, L, length);
-    if constexpr (PER<T> > 1) scale_tile<R>(acc, by);
+    score_tile<R>(acc, K, k, q, length, by);
     if constexpr (EXP) UNROLL for (int i = 0; i < M; i++) {
       UNROLL for (int j = 0; j < N; j++) acc[i][j] -= load(lse + j * W<R>);
       exp_each<R>(acc[i]);
@@ -207,15 +206,15 @@ template <class R> NOINLINE void drop(const Block<R>& b, const R* P, R* Z, R* dr
     store(dropped + at, load(P + at) * z);
   });
 }
-// No place looks hidden then.
-template <class R, class T> NOINLINE void clear_signs(const Block<R>& b, R* x) {
-  for (int at = 0; at < b.n * b.lanes.padded; at += W<R>) store(x + at, unmarked<R, T>(load(x + at)));
+// x + 0: no place is -0 then
+template <class R> NOINLINE void clear_signs(const Block<R>& b, R* x) {
+  for (int at = 0; at < b.n * b.lanes.padded; at += W<R>) store(x + at, load(x + at) + Vec<R>{});
 }
 // x * slope; hidden places stay so, and no others become so
-template <class R, class T> NOINLINE void multiply(const Block<R>& b, R* x, const R* slope) {
+template <class R> NOINLINE void multiply(const Block<R>& b, R* x, const R* slope) {
   for (int at = 0; at < b.n * b.lanes.padded; at += W<R>) {
     const Vec<R> v = load(x + at);
-    store(x + at, is_hidden<R>(v) ? v : unmarked<R, T>(v * load(slope + at)));
+    store(x + at, is_hidden<R>(v) ? v : v * load(slope + at) + Vec<R>{});
   }
 }
 
@@ -254,7 +253,7 @@ template <class R, class T> class Backward {
 
   // Places in a thread's scratch
   struct Layout {
-    size_t q, dout, dq, P, rounded, dk, dv, lse, delta, q_rows, dout_rows, K, pairs, V, slope, Z, dropped, end;
+    size_t q, dout, dq, P, rounded, dk, dv, lse, delta, q_rows, dout_rows, K, K_over, V, slope, Z, dropped, end;
   } at;
   struct KeyBlock;
   struct QueryBlock;
@@ -340,7 +339,7 @@ template <class R, class T> void Backward<R, T>::layout() {
   at.q_rows = take(narrow_type || wide != dim, factors<T>(Q) * wide);
   at.dout_rows = take(PAIRS || out_item < (int64_t)sizeof(R) || v_wide != v_dim, factors<T>(Q) * v_wide);
   at.K = take(narrow_type, keys_each * factors<T>(dim));
-  at.pairs = take(PAIRS, factors<T>(keys_each) * dim);
+  at.K_over = take(PAIRS, factors<T>(keys_each) * dim);
   at.V = take(narrow_type, keys_each * factors<T>(v_dim));
   at.slope = take(p.softcap > 0, block);
   at.Z = take(p.dropout > 0, block);
@@ -363,8 +362,9 @@ template <class R, class T> void Backward<R, T>::prepare(int64_t index, int64_t 
       Vec<R> sum = {};
       R rest = 0;
       int c = 0;
-      for (; c + W<R> <= v_dim; c += W<R>) sum += load_as<R>(out + c) * load_as<R>(dout + c);
-      for (; c < v_dim; c++) rest += as<R>(out[c]) * as<R>(dout[c]);
+      const auto given = [](Vec<R> x) { return as_factor<R, T>(x); };  // of dO what the products take
+      for (; c + W<R> <= v_dim; c += W<R>) sum += load_as<R>(out + c) * given(load_as<R>(dout + c));
+      for (; c < v_dim; c++) rest += as<R>(out[c]) * given(all(as<R>(dout[c])))[0];
       rest += sum_lanes<R>(sum) - (dlse ? dlse[i * p.dlse.row] : R(0));
       d[i] = lse[i * p.lse.row] == -(R)INFINITY ? R(0) : rest;
     }
@@ -396,8 +396,8 @@ template <class R, class T> struct Backward<R, T>::KeyBlock {
   const Sequence s;
   const int64_t index, first;  // which block, its first key
   const int n;                 // keys in use
-  Rows<T> K, V;
-  Rows<T> over;       // K for sums over keys
+  Rows<T> K, V;       // for sums along the rows
+  Rows<T> K_over;     // and over them
   int k_finite = -1;  // not known yet
 };
 
@@ -413,9 +413,9 @@ template <class R, class T> void Backward<R, T>::key_block(int64_t index, int64_
   const char *k = key_row(p.k, item, s, kv_head, first), *v = key_row(p.v, item, s, kv_head, first);
   const Rows<T> K = along_rows<R, T>(k, p.dtype, p.k.row, n, dim, (T*)(scratch + at.K));
   const Rows<T> V = along_rows<R, T>(v, p.dtype, p.v.row, n, v_dim, (T*)(scratch + at.V));
-  Rows<T> over = K;
-  if constexpr (PER<T> > 1) over = over_rows<R, T>(k, p.dtype, p.k.row, n, dim, dim, (T*)(scratch + at.pairs));
-  KeyBlock kb{s, block, first, n, K, V, over};
+  Rows<T> K_over = K;
+  if constexpr (PER<T> > 1) K_over = over_rows<R, T>(k, p.dtype, p.k.row, n, dim, dim, (T*)(scratch + at.K_over));
+  KeyBlock kb{s, block, first, n, K, V, K_over};
   R *dk = scratch + at.dk, *dv = scratch + at.dv;
   memset(dk, 0, sizeof(R) * n * wide);
   memset(dv, 0, sizeof(R) * n * v_wide);
@@ -454,7 +454,7 @@ template <class R, class T> void Backward<R, T>::query_block(KeyBlock& kb, int64
   set_up(kb, qb, scratch);
   const Cuts seen = cuts(kb.s.band, first, first + n, kb.s.kv_len, 1);
   const int begin = (int)clip(seen.begin - kb.first, 0, kb.n), end = (int)clip(seen.end - kb.first, begin, kb.n);
-  const Pieces whole = whole_factors<T>(begin, end, kb.n);
+  const Range whole = whole_factors<T>(begin, end, kb.n);
   for (int k = whole.from; k < whole.to; k += KEYS<R>) {
     make_weights(kb, qb, k, std::min(k + KEYS<R>, whole.to));
     sum_over_queries(qb, qb.dO, qb.dout_finite, scratch + at.dv, v_wide);
@@ -503,7 +503,7 @@ template <class R, class T> void Backward<R, T>::set_up(KeyBlock& kb, QueryBlock
       y.delta[l] = from[i];
     }
     if (few) lay_out_queries(q, real, (R*)y.q);
-    else in_lanes<R, T>(q + item * l0 * p.q.row, p.dtype, p.q.row, real, L, dim, score_scale<R>(p), y.q);
+    else in_lanes<R, T>(q + item * l0 * p.q.row, p.dtype, p.q.row, real, L, dim, scale_of<R, T>(p).before, y.q);
     in_lanes<R, T>(dout + out_item * l0 * p.dout.row, p.out_dtype, p.dout.row, real, L, v_dim, R(1), y.dout);
     memset(y.dq, 0, sizeof(R) * L * dim);
     hidden |= Block<R>{p, y.lanes, kb.first, kb.n}.partial();
@@ -524,7 +524,7 @@ template <class R, class T> void Backward<R, T>::make_weights(const KeyBlock& kb
     y.from = (int)clip(y.lanes.seen.begin - kb.first, k0, k1);
     y.to = (int)clip(y.lanes.seen.end - kb.first, y.from, k1);
     if (y.from < y.to) {
-      const Pieces whole = whole_factors<T>(y.from, y.to, kb.n);
+      const Range whole = whole_factors<T>(y.from, y.to, kb.n);
       y.from = whole.from, y.to = whole.to;
     }
     const Block<R> b = block(kb, y);
@@ -532,7 +532,7 @@ template <class R, class T> void Backward<R, T>::make_weights(const KeyBlock& kb
     if (b.n == 0) continue;
     const Rows<T> K = rows_from(kb.K, y.from);
     const int length = (int)factors<T>(dim);
-    const R by = score_factor<R, T>(p);
+    const R by = scale_of<R, T>(p).after;
     with_vectors(y.lanes.padded / W<R>, [&](auto N) {
       if (plain) return scores<R, T, N, true>(K, b.n, y.q, length, by, y.lse, y.P);
       if (!few) scores<R, T, N, false>(K, b.n, y.q, length, by, y.lse, y.P);
@@ -552,21 +552,23 @@ template <class R, class T> void Backward<R, T>::make_gradients(const KeyBlock& 
   for (Group<R, T>& y : qb) {
     const Block<R> b = block(kb, y);
     if (b.n == 0) continue;
-    const Rows<T> K = rows_from(kb.over, y.from / PER<T>), V = rows_from(kb.V, y.from);
+    const Rows<T> K = rows_from(kb.K_over, y.from / PER<T>), V = rows_from(kb.V, y.from);
     const int length = (int)factors<T>(v_dim), L = y.lanes.padded;
     with_vectors(L / W<R>, [&](auto N) {
       if (p.dropout > 0) score_gradients<R, T, N, true>(V, b.n, y.dout, length, y.delta, y.Z, y.P);
       else score_gradients<R, T, N, false>(V, b.n, y.dout, length, y.delta, nullptr, y.P);
     });
     const bool k_spoils = y.hidden && !kb.k_finite;
-    if (k_spoils || !qb.q_finite) clear_signs<R, T>(b, y.P);
+    const bool guarded = k_spoils || !qb.q_finite;
+    if (guarded) clear_signs(b, y.P);
     if (y.hidden) hide(b, y.P, HIDDEN<R>);
     if (p.dbias.data) {
       const ft_tensor& t = p.dbias;
       R* to = (R*)t.data + kb.s.index * t.sequence + qb.head * t.head + y.lanes.first * t.row + b.j * t.column;
       add_to_bias(b, t, to, y.P);
     }
-    if (y.slope) multiply<R, T>(b, y.P, y.slope);
+    if (y.slope) multiply(b, y.P, y.slope);
+    if (guarded) clear_small<R, T>(y.P, b.n, L);
     y.weights = over_lanes<R, T>(y.P, b.n, L, y.lanes.real, y.rounded);
     const T* dS = over_keys<R, T>(y.P, b.n, L);
     const int keys = (int)factors<T>(b.n);

@@ -38,12 +38,12 @@ NOINLINE void output_columns(const T* V, int64_t stride, int n, const R* P, int 
       for (int c = N * W<R>; c < v_dim; c += LINE / (int)sizeof(T)) __builtin_prefetch(V + c);
     UNROLL for (int r = 0; r < ROWS; r++) {
       const Vec<R> weight = all(P[r]);
-      UNROLL for (int j = 0; j < N; j++) acc[r][j] += weight * x[j];
+      UNROLL for (int j = 0; j < N; j++) acc[r][j] = add_product(acc[r][j], weight, x[j]);
     }
   }
   UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int j = 0; j < N; j++) {
     R* to = o + r * o_row + j * W<R>;
-    store(to, alpha ? load(to) * all(alpha[r]) + acc[r][j] : load(to) + acc[r][j]);
+    store(to, alpha ? add_product(acc[r][j], load(to), all(alpha[r])) : load(to) + acc[r][j]);
   }
 }
 template <class R, class T, int ROWS>
@@ -59,12 +59,13 @@ template <class R, class T>
 void output_but_hidden(const T* V, int64_t stride, int n, const R* P, int rows, int v_dim, R* o, const R* alpha) {
   for (int r = 0; r < rows; r++, o += vectors_of<R>(v_dim) * W<R>)
     for (int c = 0; c < v_dim; c++) {
-      R sum = 0, *to = o + place<R>(c, v_dim);
+      Vec<R> sum = {};
+      R* to = o + place<R>(c, v_dim);
       for (int k = 0; k < n; k++) {
-        const R weight = P[k * W<R> + r];
-        sum += weight * unless_hidden<R>(all(weight), all(as<R>(V[k * stride + c])))[0];
+        const Vec<R> weight = all(P[k * W<R> + r]);
+        sum = add_product(sum, weight, unless_hidden<R>(weight, all(as<R>(V[k * stride + c]))));
       }
-      *to = alpha ? *to * alpha[r] + sum : *to + sum;
+      *to = alpha ? add_product(sum, all(*to), all(alpha[r]))[0] : *to + sum[0];
     }
 }
 template <class R, class T> NOINLINE bool rows_finite(const T* x, int64_t stride, int n, int d) {

@@ -5,12 +5,12 @@
 
 template <class T> constexpr int64_t factors(int64_t n) { return (n + PER<T> - 1) / PER<T>; }
 
-// Of n keys those from `from` to `to`, and with each its partner: one that is in no sum has to be hidden by a mask, which
-// its number may need, or to be past the last, where there is 0.
-struct Pieces {
+// Keys from `from` to `to` of n, and those that share a factor with them. No one sees the latter: as the band hides them from
+// every lane, their weights are 0, and where there are none, past the last, the factor has a 0 too.
+struct Range {
   int from, to;
 };
-template <class T> Pieces whole_factors(int from, int to, int n) {
+template <class T> Range whole_factors(int from, int to, int n) {
   return {from - from % PER<T>, std::min(to + to % PER<T>, n)};
 }
 
@@ -58,7 +58,8 @@ Rows<T> over_rows(const void* x, int64_t dtype, int64_t row, int n, int d, int64
     return {room, wide};
   });
 }
-// Rows turned into lanes, to[factors(d)][lane]; numbers are multiplied by `by`, pairs cannot be without being rounded.
+// Rows turned into lanes, to[factors(d)][lane], and multiplied by `by`; that of pairs has to be a power of two, or they would
+// be rounded.
 template <class R, class T>
 void in_lanes(const void* x, int64_t dtype, int64_t row, int n, int lanes, int d, R by, T* to) {
   if constexpr (PER<T> == 1) {
@@ -71,6 +72,7 @@ void in_lanes(const void* x, int64_t dtype, int64_t row, int n, int lanes, int d
         for (int l = 0; l < W<R>; l++) rows[l] = (const E*)x + (l0 + l < n ? l0 + l : n - 1) * row;
         Vec<R> first = {};
         each_column<R>(rows, 1, d, [&](int c, Vec<R> a) {
+          a *= all(by);
           if (c % 2 == 0 && c + 1 < d) first = a;
           else store(to + (int64_t)(c / 2) * lanes + l0, c % 2 ? paired(first, a) : paired(a, Vec<R>{}));
         });
@@ -78,8 +80,30 @@ void in_lanes(const void* x, int64_t dtype, int64_t row, int n, int lanes, int d
     });
   }
 }
-// What is left to multiply a score by, where in_lanes() was told score_scale().
-template <class R, class T> R score_factor(const ft_problem& p) { return PER<T> == 1 ? R(1) : score_scale<R>(p); }
+// score_scale(), in two: what q is multiplied by in the lanes, and the score afterwards. For pairs a power of two comes
+// first: that rounds nothing, and what would overflow without it does not.
+template <class R> struct Scale {
+  R before, after;
+};
+template <class R, class T> Scale<R> scale_of(const ft_problem& p) {
+  const R scale = score_scale<R>(p);
+  if (PER<T> == 1 || scale == 0 || !std::isfinite(scale)) return {scale, R(1)};
+  const R power = std::ldexp(R(1), std::ilogb(scale));
+  return {power, scale / power};
+}
+// acc = by K q, of rows k .. k+M-1 and a sum of `length` factors. Both passes have their scores from here.
+template <class R, class T, int M, int N>
+INLINE void score_tile(Vec<R> (&acc)[M][N], Rows<T> K, int k, const T* q, int length, R by) {
+  dot_tile<R>(acc, K.data + k * K.row, K.row, q, N * W<R>, length);
+  if constexpr (PER<T> > 1)
+    UNROLL for (int i = 0; i < M; i++)
+      UNROLL for (int j = 0; j < N; j++) acc[i][j] = opaque(acc[i][j] * all(by));
+}
+// A number as a factor has it.
+template <class R, class T> INLINE Vec<R> as_factor(Vec<R> x) {
+  if constexpr (PER<T> == 1) return x;
+  else return wide_bits<Vec<R>>(narrow_bits<bits32>(x, bf16{}), bf16{});
+}
 
 inline bool all_finite(Rows<Pair> x, int n, int d) {
   uint32_t found = 0;
@@ -127,8 +151,11 @@ template <class T> INLINE Vec<T> factor_unless_hidden(Vec<T> weight, Vec<T> x) {
     return (Vec<T>)((halves)weight == halves{} + (uint16_t)0x8000 ? halves{} : (halves)x);
   }
 }
-// x where a visible weight may be -0, or would be once rounded: no longer. Such a number is one nobody would miss.
-template <class R, class T> INLINE Vec<R> unmarked(Vec<R> x) {
-  if constexpr (PER<T> == 1) return x + Vec<R>{};
-  else return max(x, -x) < all(R(0x1p-126)) ? Vec<R>{} : x;
+// Marked weights, of which those that are visible but round to 0 become it: a -0 would look hidden.
+template <class R, class T> void clear_small(R* x, int n, int L) {
+  if constexpr (PER<T> > 1)
+    for (int at = 0; at < n * L; at += W<R>) {
+      const Vec<R> v = load(x + at), small = is_hidden<R>(v) ? v : Vec<R>{};
+      store(x + at, max(v, -v) < all(R(0x1p-126)) ? small : v);
+    }
 }

@@ -30,8 +30,7 @@ template <class R, class T, int N> NOINLINE void scores(Rows<T> K, int n, const 
   constexpr int L = N * W<R>;
   in_tiles<rows_for(N)>(0, n, [=](auto rows, int k) __attribute__((always_inline)) {
     Vec<R> acc[rows][N];
-    dot_tile<R>(acc, K.data + k * K.row, K.row, q, L, length);
-    if constexpr (PER<T> > 1) scale_tile<R>(acc, by);
+    score_tile<R>(acc, K, k, q, length, by);
     store_tile<R>(acc, S + k * L, L);
   });
 }
@@ -101,7 +100,7 @@ template <class T> struct KeyBlock {
   int n, v_dim, finite = -1;
   bool values_finite() { return finite < 0 ? finite = all_finite(V, (int)factors<T>(n), v_dim) : finite; }
 };
-// One group of queries q[dim][lanes] against one block of keys. Every option is a pass of its own over S.
+// One group of queries, q[factors(dim)][lanes], against one block of keys. Every option is a pass of its own over S.
 template <class R, class T> void step(const Block<R>& b, KeyBlock<T>& keys, const T* q, State<R> x, R* S) {
   const int dim = (int)b.p.dim, v_dim = (int)b.p.v_dim, L = b.lanes.padded, length = (int)factors<T>(b.n);
   const int64_t skip = b.j - keys.j;
@@ -110,7 +109,7 @@ template <class R, class T> void step(const Block<R>& b, KeyBlock<T>& keys, cons
   with_vectors(L / W<R>, [&](auto vectors) {
     constexpr int N = vectors;
     R alpha[N * W<R>];
-    scores<R, T, N>(K, b.n, q, (int)factors<T>(dim), score_factor<R, T>(b.p), S);
+    scores<R, T, N>(K, b.n, q, (int)factors<T>(dim), scale_of<R, T>(b.p).after, S);
     adjust(b, S);
     if (partial) hide(b, S, R(-INFINITY));
     const R* scale = softmax<R, N>(S, b.n, x.m, x.l, alpha) ? alpha : nullptr;
@@ -209,13 +208,14 @@ template <class R, class T> class Forward {
       const int64_t from = t.first + g * LANES<R>;
       lanes[g] = Lanes<R>(p, t.s, t.head, from, (int)std::min<int64_t>(t.last - from, LANES<R>));
       in_lanes<R, T>(query_row(p.q, item, t.s, t.head, from), p.dtype, p.q.row, lanes[g].real, lanes[g].padded, dim,
-                     score_scale<R>(p), q + g * q_size());
+                     scale_of<R, T>(p).before, q + g * q_size());
       state(g).clear(v_dim, lanes[g].padded, sink);
     }
 
     const int64_t kv_head = t.head / (p.q_heads / p.kv_heads);
     const Cuts seen = cuts(t.s.band, t.first, t.last, t.s.kv_len, 1);
-    const int64_t begin = std::max(seen.begin, t.split * plan.split);
+    const int64_t first = std::max(seen.begin, t.split * plan.split);
+    const int64_t begin = first - first % PER<T>;  // which keys share a factor does not depend on the task
     const int64_t end = std::min(seen.end, (t.split + 1) * plan.split);
     for (int64_t j = begin; j < end; j = (j / BC + 1) * BC) {
       const int n = (int)(std::min(end, (j / BC + 1) * BC) - j);
@@ -225,7 +225,7 @@ template <class R, class T> class Forward {
       for (int g = 0; g < groups; g++) {
         const int64_t from = std::max(j, lanes[g].seen.begin), to = std::min(j + n, lanes[g].seen.end);
         if (from >= to) continue;
-        const Pieces whole = whole_factors<T>((int)(from - j), (int)(to - j), n);
+        const Range whole = whole_factors<T>((int)(from - j), (int)(to - j), n);
         step<R, T>(Block<R>{p, lanes[g], j + whole.from, whole.to - whole.from}, keys, q + g * q_size(), state(g), S);
       }
     }

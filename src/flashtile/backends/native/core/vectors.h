@@ -216,6 +216,11 @@ INLINE Vec<Pair> paired(Vec<float> first, Vec<float> second) {
   const halves rounded = (halves)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
   return (Vec<Pair>)interleave(rounded, std::make_integer_sequence<int, 2 * W<float>>{});
 }
+// x, but the compiler does not know of what: a product is then rounded before it is taken off something.
+INLINE Vec<float> opaque(Vec<float> x) {
+  asm("" : "+v"(x));
+  return x;
+}
 // W numbers rounded, side by side.
 INLINE void put_rounded(void* to, Vec<float> x) {
   const auto rounded = _mm512_cvtneps_pbh((__m512)x);
@@ -255,10 +260,6 @@ INLINE void dot_tile(Vec<R> (&acc)[M][N], const T* A, ptrdiff_t ai, const T* B, 
       UNROLL for (int j = 0; j < N; j++) acc[i][j] += part[i][j];
   }
 }
-template <class R, int M, int N> INLINE void scale_tile(Vec<R> (&acc)[M][N], R by) {
-  UNROLL for (int i = 0; i < M; i++)
-    UNROLL for (int j = 0; j < N; j++) acc[i][j] *= all(by);
-}
 template <class R, int M, int N> INLINE void store_tile(const Vec<R> (&acc)[M][N], R* C, ptrdiff_t row) {
   UNROLL for (int i = 0; i < M; i++)
     UNROLL for (int j = 0; j < N; j++) store(C + i * row + j * W<R>, acc[i][j]);
@@ -270,7 +271,7 @@ INLINE void add_tile(const Vec<R> (&acc)[M][N], R* C, ptrdiff_t row, const R* al
     const Vec<R> a = alpha ? load(alpha + j * W<R>) : all(R(1));
     UNROLL for (int i = 0; i < M; i++) {
       R* c = C + i * row + j * W<R>;
-      store(c, load(c) * a + acc[i][j]);
+      store(c, add_product(acc[i][j], load(c), a));
     }
   }
 }

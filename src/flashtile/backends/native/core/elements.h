@@ -1,5 +1,5 @@
 // The element types at run time: rows widened to real where they are not, rows narrowed and stored, a scan for
-// values that are not finite, and rows turned into lanes and back.
+// values that are not finite, rows column by column, and lanes turned back into rows.
 #pragma once
 #include <type_traits>
 
@@ -144,18 +144,6 @@ template <class R, class T, class F> INLINE void each_column(const T* const* x, 
     for (int l = 0; l < W<R>; l++) a[l] = as<R>(x[l][c * column]);
     f(c, a);
   }
-}
-// to[c][lane] = by * x[lane][c]. Lanes past the n rows repeat the last one.
-template <class R>
-void pack_lanes(const void* x, int64_t dtype, int64_t row, int n, int lanes, int d, R by, R* to) {
-  with_type<R>(dtype, [=](auto t) {
-    using T = decltype(t);
-    for (int l0 = 0; l0 < lanes; l0 += W<R>) {
-      const T* rows[W<R>];
-      for (int l = 0; l < W<R>; l++) rows[l] = (const T*)x + (l0 + l < n ? l0 + l : n - 1) * row;
-      each_column<R>(rows, 1, d, [=](int c, Vec<R> a) { store(to + (int64_t)c * lanes + l0, a * all(by)); });
-    }
-  });
 }
 // x[lane][c] = by[lane] * from[c][lane] for the first n lanes.
 template <class R>

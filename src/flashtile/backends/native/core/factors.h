@@ -59,26 +59,25 @@ Rows<T> over_rows(const void* x, int64_t dtype, int64_t row, int n, int d, int64
   });
 }
 // Rows turned into lanes, to[factors(d)][lane], and multiplied by `by`; that of pairs has to be a power of two, or they would
-// be rounded.
+// be rounded. Lanes past the n rows repeat the last one.
 template <class R, class T>
 void in_lanes(const void* x, int64_t dtype, int64_t row, int n, int lanes, int d, R by, T* to) {
-  if constexpr (PER<T> == 1) {
-    pack_lanes<R>(x, dtype, row, n, lanes, d, by, to);
-  } else {
-    with_type<R>(dtype, [=](auto t) {
-      using E = decltype(t);
-      for (int l0 = 0; l0 < lanes; l0 += W<R>) {
-        const E* rows[W<R>];
-        for (int l = 0; l < W<R>; l++) rows[l] = (const E*)x + (l0 + l < n ? l0 + l : n - 1) * row;
-        Vec<R> first = {};
-        each_column<R>(rows, 1, d, [&](int c, Vec<R> a) {
-          a *= all(by);
-          if (c % 2 == 0 && c + 1 < d) first = a;
-          else store(to + (int64_t)(c / 2) * lanes + l0, c % 2 ? paired(first, a) : paired(a, Vec<R>{}));
-        });
-      }
-    });
-  }
+  with_type<R>(dtype, [=](auto t) {
+    using E = decltype(t);
+    for (int l0 = 0; l0 < lanes; l0 += W<R>) {
+      const E* rows[W<R>];
+      for (int l = 0; l < W<R>; l++) rows[l] = (const E*)x + (l0 + l < n ? l0 + l : n - 1) * row;
+      Vec<R> first = {};  // of a pair
+      each_column<R>(rows, 1, d, [&](int c, Vec<R> a) {
+        T* at = to + (int64_t)(c / PER<T>) * lanes + l0;
+        a *= all(by);
+        if constexpr (PER<T> == 1) store(at, a);
+        else if (c % 2) store(at, paired(first, a));
+        else if (c + 1 < d) first = a;
+        else store(at, paired(a, Vec<R>{}));
+      });
+    }
+  });
 }
 // score_scale(), in two: what q is multiplied by in the lanes, and the score afterwards. For pairs a power of two comes
 // first: that rounds nothing, and what would overflow without it does not.

@@ -18,17 +18,17 @@ constexpr int GROUPS = 2;                             // groups of lanes a query
 template <class R> constexpr int KEYS = 96;           // keys a tile
 template <class R> constexpr int QUERIES = GROUPS * LANES<R>;  // queries a block
 
-// ---- The products. L = N * W lanes; P and dS are [key][L], q and dout [column][L].
+// ---- The products. L = N * W lanes; P and dS are [key][L], q and dout [factor][L].
 
-// P = exp(S - lse) of S = by K q, or S alone. The difference first: its rounding is that of S, not of something larger.
-template <class R, class T, int N, bool EXP>
-NOINLINE void scores(Rows<T> K, int n, const T* q, int length, R by, const R* lse, R* P) {
+// P = exp(S - lse) of S = by K q. The difference first: its rounding is that of S, not of something larger.
+template <class R, class T, int N>
+NOINLINE void weights(Rows<T> K, int n, const T* q, int length, R by, const R* lse, R* P) {
   constexpr int L = N * W<R>;
   in_tiles<rows_for(N)>(0, n, [=](auto m, int k) __attribute__((always_inline)) {
     constexpr int M = m;
     Vec<R> acc[M][N];
     score_tile<R>(acc, K, k, q, length, by);
-    if constexpr (EXP) UNROLL for (int i = 0; i < M; i++) {
+    UNROLL for (int i = 0; i < M; i++) {
       UNROLL for (int j = 0; j < N; j++) acc[i][j] -= load(lse + j * W<R>);
       exp_each<R>(acc[i]);
     }
@@ -534,8 +534,8 @@ template <class R, class T> void Backward<R, T>::make_weights(const KeyBlock& kb
     const int length = (int)factors<T>(dim);
     const R by = scale_of<R, T>(p).after;
     with_vectors(y.lanes.padded / W<R>, [&](auto N) {
-      if (plain) return scores<R, T, N, true>(K, b.n, y.q, length, by, y.lse, y.P);
-      if (!few) scores<R, T, N, false>(K, b.n, y.q, length, by, y.lse, y.P);
+      if (plain) return weights<R, T, N>(K, b.n, y.q, length, by, y.lse, y.P);
+      if (!few) scores<R, T, N>(K, b.n, y.q, length, by, y.P);
       else if constexpr (PER<T> == 1)
         with_rows<R>(qb.n, [&](auto n) { scores_of_few<R, R, n>(K.data, K.row, b.n, y.q, dim, y.P); });
       adjust(b, y.P, y.slope);

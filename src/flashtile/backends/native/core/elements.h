@@ -1,5 +1,5 @@
-// The element types at run time: rows widened to real where they are not, rows narrowed and stored, a scan for
-// values that are not finite, rows column by column, and lanes turned back into rows.
+// The element types at run time: numbers widened to real and narrowed, rows narrowed and stored, a scan for values
+// that are not finite, rows column by column, and lanes turned back into rows.
 #pragma once
 #include <type_traits>
 
@@ -87,21 +87,6 @@ template <class R> struct Rows {
   int64_t row;
 };
 template <class R> Rows<R> rows_from(Rows<R> x, int64_t i) { return {x.data + i * x.row, x.row}; }
-// Rows of any element type as real: where they lie if they are, else in `room`, which holds n x d.
-template <class R> Rows<R> widen(const void* x, int64_t dtype, int64_t row, int n, int d, R* room) {
-  return with_type<R>(dtype, [=](auto t) -> Rows<R> {
-    using T = decltype(t);
-    if constexpr (std::is_same_v<T, R>) return {(const R*)x, row};
-    for (int i = 0; i < n; i++) {
-      const T* from = (const T*)x + i * row;
-      R* to = room + (int64_t)i * d;
-      int c = 0;
-      for (; c + W<R> <= d; c += W<R>) store(to + c, load_as<R>(from + c));
-      for (; c < d; c++) to[c] = as<R>(from[c]);
-    }
-    return {room, d};
-  });
-}
 // x[i][c] = by * from[i][c]: n real rows of d, `from_row` apart, rounded to any element type.
 template <class R>
 void narrow(const R* from, int64_t from_row, int n, int d, R by, void* x, int64_t dtype, int64_t row) {

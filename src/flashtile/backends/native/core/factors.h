@@ -16,21 +16,6 @@ template <class T> Range whole_factors(int from, int to, int n) {
 
 // ---- Rows as factors
 
-// Of sums along the rows: where they lie if they can stay there, else in `room`, n x factors(d).
-template <class R, class T> Rows<T> along_rows(const void* x, int64_t dtype, int64_t row, int n, int d, T* room) {
-  if constexpr (PER<T> == 1) {
-    return widen<R>(x, dtype, row, n, d, room);
-  } else {
-    if (((uintptr_t)x % sizeof(T) | row % 2 | d % 2) == 0) return {(const T*)x, row / 2};
-    const int64_t wide = factors<T>(d);
-    for (int i = 0; i < n; i++) {
-      bf16* to = (bf16*)(room + i * wide);
-      memcpy(to, (const bf16*)x + i * row, d * sizeof(bf16));
-      if (d % 2) to[d] = {0};
-    }
-    return {room, wide};
-  }
-}
 // Of sums over the rows: factors(n) x wide in `room`, wide being d, or up to whole vectors, with 0 in the columns past it.
 // Numbers that are real, and as wide as that, stay where they lie.
 template <class R, class T>
@@ -57,6 +42,21 @@ Rows<T> over_rows(const void* x, int64_t dtype, int64_t row, int n, int d, int64
     }
     return {room, wide};
   });
+}
+// Of sums along the rows: where they lie if they can stay there, else in `room`, n x factors(d).
+template <class R, class T> Rows<T> along_rows(const void* x, int64_t dtype, int64_t row, int n, int d, T* room) {
+  if constexpr (PER<T> == 1) {
+    return over_rows<R, T>(x, dtype, row, n, d, d, room);  // numbers are the same either way
+  } else {
+    if (((uintptr_t)x % sizeof(T) | row % 2 | d % 2) == 0) return {(const T*)x, row / 2};
+    const int64_t wide = factors<T>(d);
+    for (int i = 0; i < n; i++) {
+      bf16* to = (bf16*)(room + i * wide);
+      memcpy(to, (const bf16*)x + i * row, d * sizeof(bf16));
+      if (d % 2) to[d] = {0};
+    }
+    return {room, wide};
+  }
 }
 // Rows turned into lanes, to[factors(d)][lane], and multiplied by `by`; that of pairs has to be a power of two, or they would
 // be rounded. Lanes past the n rows repeat the last one.
@@ -97,6 +97,14 @@ INLINE void score_tile(Vec<R> (&acc)[M][N], Rows<T> K, int k, const T* q, int le
   if constexpr (PER<T> > 1)
     UNROLL for (int i = 0; i < M; i++)
       UNROLL for (int j = 0; j < N; j++) acc[i][j] = opaque(acc[i][j] * all(by));
+}
+// S[key][lane] = by K q
+template <class R, class T, int N> NOINLINE void scores(Rows<T> K, int n, const T* q, int length, R by, R* S) {
+  in_tiles<rows_for(N)>(0, n, [=](auto rows, int k) __attribute__((always_inline)) {
+    Vec<R> acc[rows][N];
+    score_tile<R>(acc, K, k, q, length, by);
+    store_tile<R>(acc, S + k * N * W<R>, N * W<R>);
+  });
 }
 // A number as a factor has it.
 template <class R, class T> INLINE Vec<R> as_factor(Vec<R> x) {

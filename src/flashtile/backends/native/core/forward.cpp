@@ -25,15 +25,6 @@ template <class R> struct State {
   }
 };
 
-// S = by K q, a sum of `length` factors
-template <class R, class T, int N> NOINLINE void scores(Rows<T> K, int n, const T* q, int length, R by, R* S) {
-  constexpr int L = N * W<R>;
-  in_tiles<rows_for(N)>(0, n, [=](auto rows, int k) __attribute__((always_inline)) {
-    Vec<R> acc[rows][N];
-    score_tile<R>(acc, K, k, q, length, by);
-    store_tile<R>(acc, S + k * L, L);
-  });
-}
 // S <- P = exp(S - m), with m and l brought up to date; alpha[lanes] is what O must be scaled by. False: by 1.
 template <class R, int N> NOINLINE bool softmax(R* S, int n, R* m, R* l, R* alpha) {
   Vec<R> top[N], base[N], sum[N], a[N];

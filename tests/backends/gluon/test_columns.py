@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytest.importorskip("torch")
 pytest.importorskip("triton.experimental.gluon")
+
+import torch
 
 from flashtile.backends.gluon import columns, tuning
 from flashtile.backends.gluon.columns import Extent
@@ -17,10 +20,11 @@ from flashtile.backends.gluon.gradients import constants
 from flashtile.backends.triton.arguments import block, lengths, rule
 from flashtile.backends.triton.tensors import count_tiles
 from flashtile.problem import Problem
-from tests.backends.gluon.on_integers import Number, Pointer, numbers, on_integers
+from tests.backends.gluon.emulator.language import python
+from tests.backends.gluon.emulator.registers import Number, Pointer, argument
 from tests.backends.gluon.shapes import check_cuts, dense_problems, packed_problems, visible
 
-find_column, query_tiles, turn_of = map(on_integers, (columns.find_column, columns.query_tiles, columns.turn_of))
+find_column, query_tiles, turn_of = map(python, (columns.find_column, columns.query_tiles, columns.turn_of))
 
 
 def check(p: Problem, section: int, in_order: bool, alike: bool = False) -> None:
@@ -34,9 +38,9 @@ def check(p: Problem, section: int, in_order: bool, alike: bool = False) -> None
     heads = p.kv_heads * p.q.shape[0]
     padded = count_tiles(p, p.n_q, p.q.shape[2], steps.keys) * steps.keys
     counts = map(Number, (tiles, p.kv_heads, min(section, heads), padded, 0, tiles * heads))
-    work = Extent(numbers(rule(p)), numbers(lengths(p)), *counts)
-    C = numbers(constants(p, steps, width, alike))
-    turns = Pointer([]) if in_order else None
+    work = Extent(argument(rule(p)), argument(lengths(p)), *counts)
+    C = argument(constants(p, steps, width, alike))
+    turns = Pointer(torch.empty(0)) if in_order else None
     taken = set()
     added = defaultdict(list)
     for number in range(tiles * heads):

@@ -61,6 +61,7 @@ STACK = {
     ("forward", 128, EVERYTHING): 24,
     ("forward", 256, "band"): 40,
     ("forward", 256, "softcap"): 8,
+    ("forward", 256, "alibi"): 8,
     ("forward", 256, EVERYTHING): 56,
     ("8 bits", 64, f"{EVERYTHING} descale"): 16,
     ("8 bits", 128, ""): 8,

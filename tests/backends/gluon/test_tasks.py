@@ -17,10 +17,11 @@ from flashtile.backends.gluon.tuning import ROWS
 from flashtile.backends.triton.arguments import lengths, rule
 from flashtile.backends.triton.tensors import count_tiles
 from flashtile.problem import Problem
-from tests.backends.gluon.on_integers import Number, numbers, on_integers
+from tests.backends.gluon.emulator.language import python
+from tests.backends.gluon.emulator.registers import Number, argument
 from tests.backends.gluon.shapes import check_cuts, dense_problems, packed_problems, visible
 
-find_task, key_tiles = map(on_integers, (tasks.find_task, tasks.key_tiles))
+find_task, key_tiles = map(python, (tasks.find_task, tasks.key_tiles))
 
 
 def check(p: Problem, section: int) -> None:
@@ -30,8 +31,8 @@ def check(p: Problem, section: int) -> None:
     tiles = count_tiles(p, p.n_q * shared, p.q.shape[2], ROWS * config.consumers)
     heads, sequences = p.heads // shared, p.q.shape[0]
     counts = map(Number, (tiles, heads, min(section, heads * sequences), tiles * heads * sequences))
-    work = Work(numbers(rule(p)), numbers(lengths(p)), *counts)
-    C = numbers(constants(p, config, shared))
+    work = Work(argument(rule(p)), argument(lengths(p)), *counts)
+    C = argument(constants(p, config, shared))
     taken = Counter[tuple[int, int, int]]()
     for number in range(work.tasks):
         task = find_task(Number(number), work, C)

@@ -1,0 +1,126 @@
+"""A GPU of a few processors: it runs the launches of a pass, as a chain where they are one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any
+from unittest import mock
+
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flashtile.backends import gluon
+from flashtile.backends.triton import chain, gpu
+from flashtile.backends.triton import start as starts
+from flashtile.backends.triton.start import Series, Start
+from tests.backends.gluon.emulator.language import python
+from tests.backends.gluon.emulator.processor import Descriptor, Program, Role, me, running
+from tests.backends.gluon.emulator.registers import argument
+from tests.backends.gluon.emulator.turns import Turns
+
+HOPPER = (9, 0)
+
+
+class Launch:
+    """A kernel, of so many programs, after another one. At once there are as many of them as processors.
+
+    It begins when the one before is complete; or, where it is launched to follow it, when all of that one's programs
+    have begun and say so (chain.py).
+    """
+
+    def __init__(self, start: Start, args: Sequence[Any], before: Launch | None, processors: int) -> None:
+        self.name = start.kernel.fn.__name__
+        self.programs = start.grid[0]
+        self._work, self._before, self._room = python(start.kernel), before, processors
+        self._follows = bool(start.options.get("launch_pdl"))
+        self._args = [Descriptor(x) if isinstance(x, TensorDescriptor) else argument(x) for x in start.whole(args)]
+        self._constants = {name: argument(x) for name, x in start.constants.items()}
+        self._begun = 0
+        self._led, self._ended = set[int](), set[int]()
+        self._copies: list[Any] = []
+
+    def add_to(self, turns: Turns) -> None:
+        for number in range(self.programs):
+            program = Program(number, self)
+            role = Role(program, 4)
+            agent = turns.add(program.name, lambda program=program: self._run(program), role)
+            agent.until, agent.where = (lambda number=number: self._may_begin(number)), "its launch"
+
+    def _may_begin(self, number: int) -> bool:
+        at_work = self._begun - len(self._ended)
+        if number != self._begun or at_work >= self._room:
+            return False
+        if self._before is None:
+            return True
+        return self._before.leads if self._follows else self._before.complete
+
+    def _run(self, program: Program) -> None:
+        self._begun += 1
+        self._work(*self._args, **self._constants)
+        program.end()
+        self._copies += program.copies
+        self._ended.add(program.number)
+
+    @property
+    def leads(self) -> bool:
+        return len(self._led | self._ended) == self.programs
+
+    @property
+    def complete(self) -> bool:
+        if len(self._ended) < self.programs:
+            return False
+        for copy in self._copies:
+            copy.arrive()
+        return True
+
+    def lead(self, program: Program) -> None:
+        self._led.add(program.number)
+        me().pause()
+
+    def follow(self) -> None:
+        before = self._before
+        if before is not None and self._follows:
+            me().pause(lambda: before.complete, f"the end of {before.name}")
+
+
+def run(steps: list[tuple[Start, Sequence[Any]]], seed: int, processors: int) -> None:
+    """Launches that come one after the other."""
+    turns, before = Turns(seed), None
+    with running(turns):
+        for start, args in steps:
+            before = Launch(start, args, before, processors)
+            before.add_to(turns)
+        turns.run()
+
+
+@contextmanager
+def hopper(seed: int = 0, processors: int = 3) -> Iterator[list[str]]:
+    """Have passes launched here. Kernels that are not Hopper's own, such as those that mend, are left to Triton's
+    interpreter; those that have something of Hopper's to mend are told.
+    """
+    mended: list[str] = []
+
+    def launch(series: Series, *values: Any) -> None:
+        steps = [(start, starts._given(args, values)) for start, args in series.steps]
+        ours = [_is_ours(start) for start, _ in steps]
+        assert ours == sorted(ours, reverse=True), "others come last"
+        run(steps[: sum(ours)], seed, processors)
+        for start, args in steps[sum(ours) :]:
+            names = [*signature(start.kernel.fn).parameters]
+            if any(ours) and "marks" in names and args[names.index("marks")].any():
+                mended.append(start.kernel.fn.__name__)
+            alone = {name: False if name == "CHAINED" else x for name, x in start.constants.items()}
+            start.kernel[start.grid](*start.whole(args), **alone)
+
+    with (
+        mock.patch.object(Series, "__call__", launch),
+        mock.patch.object(gpu, "architecture", lambda _device: HOPPER),
+        mock.patch.object(gpu, "processors", lambda _device: processors),
+        mock.patch.object(chain, "INTERPRETED", False),
+    ):
+        yield mended
+
+
+def _is_ours(start: Start) -> bool:
+    return start.kernel.fn.__module__.startswith(gluon.__name__)

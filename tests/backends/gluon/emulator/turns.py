@@ -1,0 +1,124 @@
+"""Turns: agents that run one at a time, in an order drawn from a seed, and things that happen between their turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from threading import Lock, Thread
+from typing import Any
+
+LATEST, SOONEST = 0.0, 4.0  # how often what may happen does, beside an agent's turn
+
+
+class StuckError(RuntimeError):
+    """Nobody can go on."""
+
+
+class _Over(BaseException):
+    """Another agent has failed."""
+
+
+class Agent:
+    """A thread that waits `until` something holds. about: whatever the words of a language know it by."""
+
+    def __init__(self, name: str, work: Callable[[], Any], about: Any) -> None:
+        self.name, self.work, self.about = name, work, about
+        self.until: Callable[[], bool] | None = None
+        self.where = "its beginning"
+        self.rank = 0.0
+        self.baton = Lock()
+        self.baton.acquire()
+
+
+class Turns:
+    """may_happen: things to be done at any time; each is done once, and all before the end.
+
+    Of three seeds, one has all agents go on alike, one lets some of them run far ahead of others, and one does likewise
+    and changes its mind now and then.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+        self._ranked, self._fickle = seed % 3 != 0, seed % 3 == 2
+        self._haste = self._random.choice((LATEST, 0.1, 1.0, SOONEST))
+        self._agents: list[Agent] = []
+        self._failure: BaseException | None = None
+        self._main = Lock()
+        self.may_happen: list[Callable[[], None]] = []
+        self.current: Any = None
+
+    def add(self, name: str, work: Callable[[], Any], about: Any) -> Agent:
+        agent = Agent(name, work, about)
+        agent.rank = self._random.random()
+        self._agents.append(agent)
+        Thread(target=self._live, args=(agent,), daemon=True).start()
+        return agent
+
+    def run(self) -> None:
+        """Until all have ended. What one of them raises is raised here."""
+        self._main.acquire()
+        if self._agents:
+            self._hand_on()
+            self._main.acquire()
+        self._main.release()
+        if self._failure is not None:
+            raise self._failure
+        while self.may_happen:
+            self.may_happen.pop(self._random.randrange(len(self.may_happen)))()
+
+    def pause(self, until: Callable[[], bool] | None = None, where: str = "") -> None:
+        """The agent whose turn it is lets others go on; it does so itself once `until` holds."""
+        me = self.current
+        me.until, me.where = until, where or me.where
+        chosen = self._choose()
+        if chosen is not me:
+            self._wake(chosen)
+            me.baton.acquire()
+            if self._failure is not None:
+                raise _Over
+        me.until = None
+
+    def chance(self) -> bool:
+        return self._random.random() < self._haste / (1 + self._haste)
+
+    def _live(self, agent: Agent) -> None:
+        agent.baton.acquire()
+        if self._failure is None:
+            try:
+                agent.work()
+            except _Over:
+                pass
+            except BaseException as failure:  # the one who runs them all has to know
+                self._failure = self._failure or failure
+        self._agents.remove(agent)
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        if not self._agents:
+            self._main.release()
+        elif self._failure is not None:
+            self._wake(self._agents[0])
+        else:
+            try:
+                self._wake(self._choose())
+            except StuckError as stuck:
+                self._failure = stuck
+                self._wake(self._agents[0])
+
+    def _wake(self, agent: Agent) -> None:
+        self.current = agent
+        agent.baton.release()
+
+    def _choose(self) -> Agent:
+        while True:
+            able = [agent for agent in self._agents if agent.until is None or agent.until()]
+            if self.may_happen and (not able or self.chance()):
+                self.may_happen.pop(self._random.randrange(len(self.may_happen)))()
+            elif not able:
+                raise StuckError("; ".join(f"{agent.name} at {agent.where}" for agent in self._agents))
+            elif self._ranked:
+                if self._fickle and self._random.random() < 0.05:
+                    self._random.choice(able).rank = self._random.random()
+                return max(able, key=lambda agent: agent.rank)
+            else:
+                return self._random.choice(able)

@@ -1,0 +1,148 @@
+"""All that roles of the Hopper kernels wait for and tell each other, left out line by line: the emulator notices."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from inspect import getmembers, getsource
+from textwrap import dedent
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton.experimental.gluon")
+
+from flashtile.backends.gluon import (
+    backward_kernel,
+    dq,
+    forward_kernel,
+    loading,
+    narrow,
+    results,
+    tasks,
+    wide,
+)
+from tests.backends.gluon.emulated import Emulated, emulated
+from tests.backends.gluon.emulator.language import rewritten
+from tests.backends.gluon.emulator.registers import MisuseError
+from tests.backends.gluon.emulator.turns import StuckError
+from tests.backends.gluon.test_emulated import (
+    DIMS,
+    PACKED,
+    SIZES,
+    leave_counters,
+    sums_of,
+)
+from tests.gpu.runner import check
+from tests.gpu.telling import telling
+from tests.grid import Case, Size, build, truth
+
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")]
+FORWARD, BACKWARD = (forward_kernel, results, tasks), (backward_kernel, narrow, wide, dq, loading)
+WORDS = (
+    *("fence_async_shared", "sync", "arrive", r"mbarrier\.wait", r"mbarrier\.arrive", r"tma\.store_wait", "added"),
+    *("await_buffer", "await_all", "follow", "give_back", "await_count", "clear_unused", "send_dq", "dismiss", "leave"),
+)
+STATEMENT = re.compile(rf"\s+({'|'.join(WORDS)})\(.*\)(\s*#.*)?")
+PRODUCTS = re.compile(r"warpgroup_mma_wait\((\d)")
+# What others see to as well, and why it stands there all the same.
+SPARED = {
+    ("skip", "mbarrier.wait(shared.k.full.index(slot), phase)"): "values come after keys, and are waited for",
+    ("own_128_keys", "sync(TOGETHER, WARPGROUPS)"): "the other's keys are used after its first dS",
+    ("step", "mbarrier.wait(shared.q_full.index(half), (t >> 1) & 1)"): "the first warpgroup has had them, and P after",
+    ("own_64_keys", "sync(TOGETHER, WARPGROUPS)"): "scores of unused keys come to nothing, or are mended",
+    **dict.fromkeys(
+        (
+            ("own_128_keys", "clear_unused(mine(shared.v.index(0), ME, C), in_use - ME * KEYS)"),
+            ("own_64_keys", "clear_unused(whole(shared.v.index(0), C).slice(ME * HALF, HALF, 1), in_use)"),
+        ),
+        "their keys are 0: what is wrong with dS comes to nothing, or is mended",
+    ),
+    ("load", "sync(Q_FREE + ((t + 1) & 1), ALL)"): "nobody comes there any more",
+    ("load", "sync(DO_FREE + ((t + 1) & 1), ALL)"): "nobody comes there any more",
+}
+
+
+class Line(NamedTuple):
+    function: Any
+    number: int
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.function.fn.__module__.rsplit('.', 1)[1]}.{self.function.fn.__name__}: {self.before}"
+
+
+def lines(*modules: Any) -> Iterator[Line]:
+    """Of the functions of these modules: such statements, and products that are waited for."""
+    for module in modules:
+        for _, function in getmembers(module):
+            if getattr(getattr(function, "fn", None), "__module__", None) != module.__name__:
+                continue
+            for number, text in enumerate(dedent(getsource(function.fn)).splitlines()):
+                if STATEMENT.fullmatch(text):
+                    yield Line(function, number, text.strip(), "pass")
+                elif found := PRODUCTS.search(text):
+                    later = f"warpgroup_mma_wait({int(found[1]) + 1}"
+                    yield Line(function, number, text.strip(), text.replace(found[0], later).strip())
+
+
+def run_forward() -> None:
+    leave_counters()
+    for seed in range(4):
+        for n, (dim, option) in enumerate((dim, option) for option in ("causal", "plain", "window") for dim in DIMS):
+            run(Case(SIZES[dim], "bfloat16", (option,)), 10 * seed + n, backward=False)
+        for dim in DIMS:
+            run(Case(Size.packed(4, 2, dim, dim, *PACKED), "bfloat16", ("causal",)), seed + dim, backward=False)
+            Emulated.draw((2, 8, 257, dim), (2, 2, 300, dim)).check(str(seed))
+
+
+def run_backward() -> None:
+    leave_counters()
+    for seed in range(4):
+        for dim in DIMS:
+            for option in ("causal", "plain", "window", "kv_lengths"):
+                run(Case(SIZES[dim], "bfloat16", (option,)), seed + dim, backward=True)
+            for option in ("causal", "plain"):
+                run(Case(Size.packed(4, 2, dim, dim, *PACKED), "bfloat16", (option,)), seed + dim, backward=True)
+            tile = 64 if dim == 256 else 128
+            assert len(sums_of(telling(1, 3, 4 * tile, dim, tile), 3, deterministic=True)) == 1
+
+
+def run(case: Case, seed: int, backward: bool) -> None:
+    check(build(case), truth(case), emulated(seed, 1 + seed % 3), backward)
+
+
+def noticed(line: Line, work: Any) -> None:
+    with (
+        rewritten(line.function, line.number, line.after),
+        pytest.raises((AssertionError, MisuseError, StuckError)),
+    ):
+        work()
+
+
+def spared(line: Line) -> bool:
+    return (line.function.fn.__name__, line.before) in SPARED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", [line for line in lines(*FORWARD) if not spared(line)], ids=str)
+def test_forward(line: Line) -> None:
+    noticed(line, run_forward)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", [line for line in lines(*BACKWARD) if not spared(line)], ids=str)
+def test_backward(line: Line) -> None:
+    noticed(line, run_backward)
+
+
+@pytest.mark.parametrize("line", [*lines(*FORWARD)][::6], ids=str)
+def test_some(line: Line) -> None:
+    if not spared(line):
+        noticed(line, run_forward)
+
+
+def test_what_is_spared_is_there() -> None:
+    assert set(SPARED) <= {(line.function.fn.__name__, line.before) for line in lines(*FORWARD, *BACKWARD)}

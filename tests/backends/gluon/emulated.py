@@ -29,7 +29,7 @@ def machine(seed: int, processors: int = 3, mends: bool = False) -> Iterator[Non
     with hopper(seed, processors) as mended, canaries() as birds:
         yield
     assert birds.untouched(), "memory beside a result was written to"
-    assert mends or not mended
+    assert mends or not mended, f"{mended} had something to do"
 
 
 def emulated(seed: int = 0, processors: int = 3, mends: bool = False) -> Runner:

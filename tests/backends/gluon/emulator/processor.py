@@ -279,7 +279,7 @@ class Descriptor:
     def block_type(self) -> Descriptor:
         return self
 
-    def _inside(self, at: list[int]) -> tuple[torch.Tensor, tuple[slice, ...]]:
+    def inside(self, at: list[int]) -> tuple[torch.Tensor, tuple[slice, ...]]:
         """What of a box lies in the tensor, and where in the box."""
         found, box = self._whole, []
         for dim, (first, width) in enumerate(zip(map(int, at), self.block_shape, strict=True)):
@@ -290,11 +290,11 @@ class Descriptor:
 
     def fetch(self, at: list[int], tile: torch.Tensor) -> None:
         tile.zero_()
-        found, box = self._inside(at)
+        found, box = self.inside(at)
         tile[box] = found
 
     def put(self, at: list[int], tile: torch.Tensor, add: bool) -> None:
-        place, box = self._inside(at)
+        place, box = self.inside(at)
         if add:
             place += tile[box]
         else:

@@ -95,7 +95,7 @@ def run_forward() -> None:
             run(Case(SIZES[dim], "bfloat16", (option,)), 10 * seed + n, backward=False)
         for dim in DIMS:
             run(Case(Size.packed(4, 2, dim, dim, *PACKED), "bfloat16", ("causal",)), seed + dim, backward=False)
-            Emulated.draw((2, 8, 257, dim), (2, 2, 300, dim)).check(str(seed))
+            Emulated.draw((2, 8, 257, dim), (2, 2, 300, dim)).check(str(seed + dim))
 
 
 def run_backward() -> None:

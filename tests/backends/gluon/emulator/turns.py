@@ -8,6 +8,7 @@ from threading import Lock, Thread
 from typing import Any
 
 LATEST, SOONEST = 0.0, 4.0  # how often what may happen does, beside an agent's turn
+LAST = 0.2  # a rank: who has less goes on when nothing else may happen
 
 
 class StuckError(RuntimeError):
@@ -112,7 +113,8 @@ class Turns:
     def _choose(self) -> Agent:
         while True:
             able = [agent for agent in self._agents if agent.until is None or agent.until()]
-            if self.may_happen and (not able or self.chance()):
+            in_time = not self._ranked or any(agent.rank > LAST for agent in able)
+            if self.may_happen and (not (able and in_time) or self.chance()):
                 self.may_happen.pop(self._random.randrange(len(self.may_happen)))()
             elif not able:
                 raise StuckError("; ".join(f"{agent.name} at {agent.where}" for agent in self._agents))

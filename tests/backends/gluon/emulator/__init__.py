@@ -3,9 +3,9 @@
 Roles of a program take turns in an order drawn from a seed. What a GPU does meanwhile, copies and products, is done as
 late, or as soon, as that order has it; until then there is NaN where the result will be. So what a kernel does not wait
 for is wrong here, and not only on some days. It stops where nobody can go on, where more threads come to a barrier than
-it counts, where an address lies outside of its tensor, and where a copy or a product reads what no fence has made
-visible to it.
+it counts, where one thread speaks for others that it has not met, where an address lies outside of its tensor, and
+where a copy or a product reads what no fence has made visible to it.
 
-What it cannot see: warps of one role run as one, and layouts of registers are taken for granted. Both are the
-compiler's business, and test_targets.py's.
+What it cannot see: warps of one role run as one, and layouts of registers, which test_targets.py has compiled, are
+taken for granted.
 """

@@ -17,27 +17,27 @@ from triton.experimental.gluon.language.nvidia import hopper
 from flashtile.backends.gluon import assembly, words
 from flashtile.backends.triton import chain
 from tests.backends.gluon.emulator import processor
-from tests.backends.gluon.emulator.processor import MBARRIER, Barriers, Role, Shared, me, turns
-from tests.backends.gluon.emulator.registers import TORCH, Block, Number, Pointer, bare, block
+from tests.backends.gluon.emulator.processor import MBARRIER, WAITED, WRITTEN, Barriers, Role, Shared, me, turns
+from tests.backends.gluon.emulator.registers import TORCH, Block, MisuseError, Number, Pointer, as_tensor, as_torch
 
 # ---- arithmetic ----
 
 
-def _either(of_numbers: Callable[..., Any], of_reals: Callable[..., Any]) -> Callable[..., Any]:
+def _either(of_numbers: Callable[..., Any], of_blocks: Callable[..., Any]) -> Callable[..., Any]:
     def word(a: Any, b: Any) -> Any:
         if isinstance(a, Block) or isinstance(b, Block):
-            x, y = block(a), block(b)
-            return Block(of_reals(x, y.to(x.dtype) if not y.ndim else y))
-        return Number(of_numbers(a, b))
+            x, y = as_tensor(a), as_tensor(b)
+            return Block(of_blocks(x, y.to(x.dtype) if not y.ndim else y))
+        return _to_tensor(of_numbers(a, b))
 
     return word
 
 
 def _where(condition: Any, a: Any, b: Any) -> Any:
     if not any(isinstance(x, Block) for x in (condition, a, b)):
-        return Number(a if condition else b)
-    a, b = bare(a), bare(b)
-    return Block(torch.where(block(condition).to(torch.bool), a, b))
+        return _to_tensor(a if condition else b)
+    a, b = as_torch(a), as_torch(b)
+    return Block(torch.where(as_tensor(condition).to(torch.bool), a, b))
 
 
 def _alone(op: Callable[..., torch.Tensor]) -> Callable[..., Any]:
@@ -45,9 +45,12 @@ def _alone(op: Callable[..., torch.Tensor]) -> Callable[..., Any]:
 
 
 def _largest(x: Block, axis: int) -> Block:
-    """A GPU's maximum passes over NaN."""
-    reals = x.x.is_floating_point()
-    return Block((torch.where(x.x.isnan(), -torch.inf, x.x) if reals else x.x).amax(axis))
+    return Block(_without_nan(x.x).amax(axis))
+
+
+def _without_nan(x: torch.Tensor) -> torch.Tensor:
+    """A GPU's maximum passes over them. That of nothing else is NaN there; here it is -inf."""
+    return torch.where(x.isnan(), -torch.inf, x) if x.is_floating_point() else x
 
 
 def _cast(x: Any, dtype: Any, bitcast: bool = False) -> Any:
@@ -55,7 +58,7 @@ def _cast(x: Any, dtype: Any, bitcast: bool = False) -> Any:
 
 
 def _full(shape: Any, x: Any, dtype: Any, layout: Any = None) -> Block:
-    return Block(torch.full([int(n) for n in shape], bare(x), dtype=TORCH[dtype]))
+    return Block(torch.full([int(n) for n in shape], as_torch(x), dtype=TORCH[dtype]))
 
 
 def _to_tensor(x: Any) -> Any:
@@ -70,7 +73,11 @@ def _split(x: Block) -> tuple[Block, Block]:
 
 
 def _atomic_add(pointer: Pointer, x: Any, sem: str = "acq_rel") -> Any:
-    me().pause()
+    role = me()
+    role.pause()
+    role.not_after(WAITED)
+    if sem == "relaxed":
+        role.program.launch.relaxed.add(pointer.address)
     found = pointer.read()
     pointer.write(found + x)
     return found
@@ -101,10 +108,12 @@ def _warp_specialize(parts: list[tuple[Any, tuple[Any, ...]]], warps: list[int],
 
         def live(work: Any = work, given: Any = given, n: int = n) -> None:
             work(*given)
+            me().end()
             left.add(n)
 
         turns().add(f"{mine.program.name} {work.__name__} {n}", live, Role(mine.program, count))
     first(*args)
+    mine.end()
     mine.pause(lambda: len(left) == len(others), "the end of its other roles")
 
 
@@ -113,7 +122,7 @@ def _warp_specialize(parts: list[tuple[Any, tuple[Any, ...]]], warps: list[int],
 
 def _follow_growth(share: Block, m: Block, most: int) -> tuple[Block, Block]:
     """assembly.follow()."""
-    largest = torch.where(share.x.isnan(), -torch.inf, share.x).amax(1, keepdim=True).expand(share.x.shape)
+    largest = _without_nan(share.x).amax(1, keepdim=True).expand(share.x.shape)
     power = ((largest.contiguous().view(torch.int32) >> 23).clamp(max=253) - 127).float()
     power = torch.where(largest > 2.0**most, power, 0.0)
     return Block(torch.exp2(-power)), Block(m.x + power)
@@ -141,7 +150,11 @@ def _reciprocal(x: Block) -> Block:
 
 
 def _await_count(counter: Pointer, count: int, _rest: int) -> None:
-    me().pause(lambda: counter.read() >= count, f"{count} at a counter")
+    """As unsigned numbers. What a kernel before says at its counters is to be seen with all that it did."""
+    before = me().program.launch.before
+    me().pause(lambda: int(counter.read()) % 2**32 >= int(count) % 2**32, f"{count} at a counter")
+    if before is not None and counter.address in before.relaxed:
+        raise MisuseError("a counter of the kernel before, which does not release what it counts")
 
 
 def _nothing(*_: Any) -> None:
@@ -195,11 +208,14 @@ def _init(barrier: Barriers, count: int) -> None:
 
 
 def _arrive(barrier: Barriers, count: int = 1) -> None:
+    """All threads of a role meet before one of them arrives."""
+    me().meet()
     barrier.only.arrive(count)
     me().pause()
 
 
 def _expect(barrier: Barriers, count: int) -> None:
+    me().not_after(WRITTEN)
     barrier.only.expect(count)
     me().pause()
 
@@ -224,7 +240,7 @@ OTHERS: dict[int, Any] = {
         (hopper.fence_async_shared, lambda: me().fence()),
         (hopper.warpgroup_mma, processor.begin_product),
         (hopper.warpgroup_mma_wait, lambda under_way, deps: processor.await_products(under_way, deps)),
-        (words.thread_barrier, _nothing),
+        (words.thread_barrier, lambda: me().meet()),
         (words.fetch_tile, processor.fetch_tile),
         (words.send_tile, processor.send_tile),
         (words.add_tile, lambda desc, at, tile: processor.send_tile(desc, at, tile, add=True)),

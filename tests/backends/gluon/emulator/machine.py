@@ -16,7 +16,7 @@ from flashtile.backends.triton import start as starts
 from flashtile.backends.triton.start import Series, Start
 from tests.backends.gluon.emulator.language import python
 from tests.backends.gluon.emulator.processor import Descriptor, Program, Role, me, running
-from tests.backends.gluon.emulator.registers import argument
+from tests.backends.gluon.emulator.registers import MisuseError, argument
 from tests.backends.gluon.emulator.turns import Turns
 
 HOPPER = (9, 0)
@@ -32,7 +32,8 @@ class Launch:
     def __init__(self, start: Start, args: Sequence[Any], before: Launch | None, processors: int) -> None:
         self.name = start.kernel.fn.__name__
         self.programs = start.grid[0]
-        self._work, self._before, self._room = python(start.kernel), before, processors
+        self.before, self.relaxed = before, set[tuple[int, int]]()  # counters that tell nothing but their count
+        self._work, self._room = python(start.kernel), processors
         self._follows = bool(start.options.get("launch_pdl"))
         self._args = [Descriptor(x) if isinstance(x, TensorDescriptor) else argument(x) for x in start.whole(args)]
         self._constants = {name: argument(x) for name, x in start.constants.items()}
@@ -45,15 +46,15 @@ class Launch:
             program = Program(number, self)
             role = Role(program, 4)
             agent = turns.add(program.name, lambda program=program: self._run(program), role)
-            agent.until, agent.where = (lambda number=number: self._may_begin(number)), "its launch"
+            agent.until, agent.where = self._may_begin, "its launch"
 
-    def _may_begin(self, number: int) -> bool:
-        at_work = self._begun - len(self._ended)
-        if number != self._begun or at_work >= self._room:
+    def _may_begin(self) -> bool:
+        """In any order."""
+        if self._begun - len(self._ended) >= self._room:
             return False
-        if self._before is None:
+        if self.before is None:
             return True
-        return self._before.leads if self._follows else self._before.complete
+        return self.before.leads if self._follows else self.before.complete
 
     def _run(self, program: Program) -> None:
         self._begun += 1
@@ -61,6 +62,8 @@ class Launch:
         program.end()
         self._copies += program.copies
         self._ended.add(program.number)
+        if self._follows and self.before and len(self._ended) == self.programs and not self.before.complete:
+            raise MisuseError(f"{self.name} ends before {self.before.name}")
 
     @property
     def leads(self) -> bool:
@@ -68,29 +71,27 @@ class Launch:
 
     @property
     def complete(self) -> bool:
-        if len(self._ended) < self.programs:
-            return False
-        for copy in self._copies:
-            copy.arrive()
-        return True
+        return len(self._ended) == self.programs and all(copy.is_there for copy in self._copies)
 
     def lead(self, program: Program) -> None:
         self._led.add(program.number)
         me().pause()
 
     def follow(self) -> None:
-        before = self._before
+        before = self.before
         if before is not None and self._follows:
             me().pause(lambda: before.complete, f"the end of {before.name}")
 
 
 def run(steps: list[tuple[Start, Sequence[Any]]], seed: int, processors: int) -> None:
     """Launches that come one after the other."""
-    turns, before = Turns(seed), None
+    launches: list[Launch] = []
+    for start, args in steps:
+        launches.append(Launch(start, args, launches[-1] if launches else None, processors))
+    turns = Turns(seed)
     with running(turns):
-        for start, args in steps:
-            before = Launch(start, args, before, processors)
-            before.add_to(turns)
+        for launch in launches:
+            launch.add_to(turns)
         turns.run()
 
 

@@ -15,6 +15,9 @@ from tests.backends.gluon.emulator.turns import Turns
 LANES = 32
 _SHADOWS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 MBARRIER = object()  # a layout
+NAMED = 16  # barriers of a program
+WRITTEN, WAITED = "written", "waited"  # see Role
+PRODUCTS, KEPT = 32, ~0x3FF  # of 8-bit numbers, that are added at once, and the bits that are kept of such a sum
 
 
 class Program:
@@ -27,25 +30,43 @@ class Program:
         self.made = 0  # arrays of barriers
 
     def end(self) -> None:
-        if not all(copy.is_read for copy in self.copies):
-            raise MisuseError(f"{self.name} ends while its memory is still being read")
+        if not all(copy.awaited for copy in self.copies):
+            raise MisuseError(f"{self.name} ends while its memory may still be read")
 
 
 class Role:
-    """Some warps of a program. unfenced: what they wrote, and copies and products cannot see yet."""
+    """Some warps of a program. unfenced: what they wrote, and copies and products cannot see yet.
+
+    apart: why its threads have to meet before one of them may go on for all: "written", each has written its part of a
+    tile, or "waited", one has waited for copies and the others have not.
+    """
 
     def __init__(self, program: Program, warps: int) -> None:
         self.program, self.threads = program, warps * LANES
         self.products: list[Later] = []
         self.copies: list[Copy] = []
         self.unfenced: list[torch.Tensor] = []
+        self.apart: str | None = None
 
     def pause(self, until: Callable[[], bool] | None = None, where: str = "") -> None:
+        """Let others go on, and products get on."""
         for product in self.products:
             if not turns().chance():
                 break
             product.make()
         turns().pause(until, where)
+
+    def meet(self) -> None:
+        """All its threads."""
+        self.apart = None
+
+    def not_after(self, what: str) -> None:
+        if self.apart == what:
+            raise MisuseError(f"one thread goes on where all have to meet: {what}")
+
+    def end(self) -> None:
+        if self.products:
+            raise MisuseError("a role ends before its products")
 
     def meanwhile(self, thing: Callable[[], None]) -> None:
         """Have it done at any time from now on."""
@@ -87,8 +108,8 @@ def me() -> Role:
 class Shared:
     """Elements in shared memory. shadow: as many numbers, not 0 where an element needs a fence.
 
-    places: where each one lies, in a layout that is not row by row. Swizzles move whole rows of 16 bytes, for who reads
-    and who writes alike: nobody sees them.
+    places: where each one lies, in a layout that is not row by row. Swizzles are left out: all who read and write the
+    same bytes have them alike, also where keep() of the forward kernel writes words and a product reads bytes.
     """
 
     def __init__(self, x: torch.Tensor, shadow: torch.Tensor, places: torch.Tensor | None = None) -> None:
@@ -149,7 +170,10 @@ class Shared:
         else:
             self.x[self._places] = block.x
         self.shadow.fill_(1)
-        me().unfenced.append(self.shadow)
+        role = me()
+        role.not_after(WAITED)
+        role.unfenced.append(self.shadow)
+        role.apart = WRITTEN
 
     def seen(self) -> Shared:
         """For copies and products."""
@@ -220,6 +244,8 @@ class Barriers:
         return cls([Barrier(f"{program.made}[{n}]") for n in range(count)])
 
     def index(self, n: int) -> Barriers:
+        if not 0 <= n < len(self._every):
+            raise MisuseError(f"barrier {n} of {len(self._every)}")
         return Barriers([self._every[n]])
 
     @property
@@ -232,12 +258,17 @@ class NamedBarrier:
     """Of a program, by its number. It counts threads, of roles that come to it once each time."""
 
     def __init__(self, number: int) -> None:
-        self._number, self._threads, self._roles, self.times = number, 0, set[Role](), 0
+        self._number, self._threads, self._counts, self._roles, self.times = number, 0, 0, set[Role](), 0
+        if not 0 <= number < NAMED:
+            raise MisuseError(f"there is no barrier {number}")
 
     def arrive(self, role: Role, threads: int) -> None:
         if role in self._roles:
             raise MisuseError(f"a role comes to barrier {self._number} twice")
+        if self._roles and threads != self._counts:
+            raise MisuseError(f"barrier {self._number} counts {self._counts} threads, and {threads}")
         self._roles.add(role)
+        self._counts = threads
         self._threads += role.threads
         if self._threads > threads:
             raise MisuseError(f"{self._threads} threads at barrier {self._number}, which counts {threads}")
@@ -251,6 +282,7 @@ def come_to(number: int, threads: int, stay: bool) -> None:
     role = me()
     barrier = role.program.barriers.setdefault(int(number), NamedBarrier(int(number)))
     before = barrier.times
+    role.meet()
     barrier.arrive(role, threads)
     role.pause((lambda: barrier.times > before) if stay else None, f"named barrier {number}")
 
@@ -258,6 +290,8 @@ def come_to(number: int, threads: int, stay: bool) -> None:
 def await_phase(barrier: Barriers, phase: int) -> None:
     """Until the phase of this parity has ended."""
     one, parity = barrier.only, int(phase)
+    if parity not in (0, 1):
+        raise MisuseError(f"a phase is 0 or 1, not {parity}")
     me().pause(lambda: one.phase != parity, f"barrier {one.name}, phase {parity}")
 
 
@@ -278,6 +312,10 @@ class Descriptor:
     @property
     def block_type(self) -> Descriptor:
         return self
+
+    def check(self, tile: Shared) -> None:
+        if tile.shape != self.block_shape:
+            raise MisuseError(f"a tile {tile.shape} for a box {self.block_shape}")
 
     def inside(self, at: list[int]) -> tuple[torch.Tensor, tuple[slice, ...]]:
         """What of a box lies in the tensor, and where in the box."""
@@ -303,10 +341,8 @@ class Descriptor:
 
 def fetch_tile(desc: Descriptor, at: list[int], barrier: Barriers, tile: Shared) -> None:
     """From memory; nobody may count on what was in the tile before, from now on."""
-    if tile.shape != desc.block_shape:
-        raise MisuseError(f"a tile {tile.shape} for a box {desc.block_shape}")
-    spoil(tile.x)
-    tile.shadow.zero_()
+    desc.check(tile)
+    spoil(tile.seen().x)
     at = [*at]
 
     def copy() -> None:
@@ -320,15 +356,10 @@ class Copy:
     """A tile on its way to memory: it is read, and then it is there, or has been added to what was there."""
 
     def __init__(self, desc: Descriptor, at: list[int], tile: Shared, add: bool) -> None:
-        if tile.shape != desc.block_shape:
-            raise MisuseError(f"a tile {tile.shape} for a box {desc.block_shape}")
+        desc.check(tile)
         self._desc, self._at, self._tile, self._add = desc, [*at], tile.seen(), add
         self._read: torch.Tensor | None = None
-        self.is_there = False
-
-    @property
-    def is_read(self) -> bool:
-        return self._read is not None
+        self.awaited = self.is_there = False
 
     def read(self) -> None:
         if self._read is None:
@@ -343,6 +374,7 @@ class Copy:
 
 def send_tile(desc: Descriptor, at: list[int], tile: Shared, add: bool = False) -> None:
     role = me()
+    role.not_after(WRITTEN)
     copy = Copy(desc, at, tile, add)
     role.copies.append(copy)
     role.program.copies.append(copy)
@@ -352,17 +384,23 @@ def send_tile(desc: Descriptor, at: list[int], tile: Shared, add: bool = False) 
 
 def await_reads() -> None:
     """Of all that this role has sent."""
-    for copy in me().copies:
-        copy.read()
-    me().pause()
+    _await(Copy.read)
 
 
 def await_copies() -> None:
     """Until they are there."""
-    for copy in me().copies:
-        copy.arrive()
+    _await(Copy.arrive)
     me().copies.clear()
-    me().pause()
+
+
+def _await(what: Callable[[Copy], None]) -> None:
+    """One thread does."""
+    role = me()
+    for copy in role.copies:
+        what(copy)
+        copy.awaited = True
+        role.apart = WAITED
+    role.pause()
 
 
 # ---- the matrix unit ----
@@ -380,8 +418,21 @@ class Later:
 
     def make(self) -> None:
         if self.made is None:
-            product = self._a.x.float() @ self._b.x.float()
-            self.made = Block(product if self._sum is None else self._sum.x + product)
+            a, b = self._a.x, self._b.x
+            if b.dtype == torch.float8_e4m3fn:
+                self.made = Block(_coarse_product(a.float(), b.float(), self._sum))
+            else:
+                product = a.float() @ b.float()
+                self.made = Block(product if self._sum is None else self._sum.x + product)
+
+
+def _coarse_product(a: torch.Tensor, b: torch.Tensor, sum_: Block | None) -> torch.Tensor:
+    """Of 8-bit numbers: the matrix unit keeps few bits of each sum on the way."""
+    found = torch.zeros(a.shape[0], b.shape[1]) if sum_ is None else sum_.x
+    for first in range(0, a.shape[1], PRODUCTS):
+        found = found + a[:, first : first + PRODUCTS] @ b[first : first + PRODUCTS]
+        found = (found.view(torch.int32) & KEPT).view(torch.float32)
+    return found
 
 
 def begin_product(a: Any, b: Shared, sum_: Block, use_acc: bool = True, is_async: bool = False) -> Any:
@@ -400,5 +451,5 @@ def await_products(under_way: int, deps: tuple[Any, ...]) -> Any:
         product.make()
     del role.products[: len(done)]
     role.pause()
-    found = tuple(x.made if isinstance(x, Later) and x in done else x for x in deps)
+    found = tuple(x.made if isinstance(x, Later) and x not in role.products else x for x in deps)
     return found[0] if len(found) == 1 else found

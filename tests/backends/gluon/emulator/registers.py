@@ -33,7 +33,7 @@ class MisuseError(RuntimeError):
 
 
 class Number(int):
-    """An integer, or a truth, as a scalar tensor. It is divided as C does it, towards 0."""
+    """An integer, or a truth, as a scalar tensor. It is divided as C does it, towards 0; but it never overflows."""
 
     @property
     def dtype(self) -> Any:
@@ -48,12 +48,21 @@ class Number(int):
         return Block(torch.tensor(struct.unpack(real, struct.pack(whole, self))[0], dtype=TORCH[dtype]))
 
     def __floordiv__(self, by: Any) -> Any:
-        if isinstance(by, Block):
-            return NotImplemented
-        return Number(-(-self.__index__() // by) if (self < 0) != (by < 0) else self.__index__() // by)
+        return NotImplemented if isinstance(by, Block) else _quotient_of_numbers(self, by)
+
+    def __rfloordiv__(self, x: Any) -> Any:
+        return _quotient_of_numbers(x, self)
 
     def __mod__(self, by: Any) -> Any:
         return NotImplemented if isinstance(by, Block) else self - self // by * by
+
+    def __rmod__(self, x: Any) -> Any:
+        return Number(x) % self
+
+
+def _quotient_of_numbers(x: Any, y: Any) -> Number:
+    size = abs(int(x)) // abs(int(y))
+    return Number(size if (x < 0) == (y < 0) else -size)
 
 
 def _kept(name: str) -> Callable[..., Any]:
@@ -114,7 +123,7 @@ class Block:
     __hash__ = None  # type: ignore[assignment]
 
 
-def bare(x: Any) -> Any:
+def as_torch(x: Any) -> Any:
     """As torch takes it."""
     if isinstance(x, Block):
         return x.x
@@ -123,9 +132,9 @@ def bare(x: Any) -> Any:
     return int(x) if isinstance(x, Number) else x
 
 
-def block(x: Any) -> torch.Tensor:
+def as_tensor(x: Any) -> torch.Tensor:
     """Likewise, and a tensor in any case."""
-    x = bare(x)
+    x = as_torch(x)
     return x if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=torch.int32 if isinstance(x, int) else None)
 
 
@@ -137,14 +146,14 @@ def _between(op: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: Block, other: Any) -> Any:
         if isinstance(other, Pointer):
             return NotImplemented
-        return Block(op(self.x, bare(other)))
+        return Block(op(self.x, as_torch(other)))
 
     return method
 
 
 def _from_the_right(op: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: Block, other: Any) -> Any:
-        return Block(op(block(other), self.x))
+        return Block(op(as_tensor(other), self.x))
 
     return method
 
@@ -174,7 +183,7 @@ class Pointer:
 
     @property
     def address(self) -> tuple[int, int]:
-        return self._of.data_ptr(), int(bare(self._at))
+        return self._of.data_ptr(), int(as_torch(self._at))
 
     def read(self, mask: Any = None, other: Any = None) -> Any:
         at, mask = self._places(mask)
@@ -187,7 +196,7 @@ class Pointer:
 
     def write(self, x: Any, mask: Any = None) -> None:
         at, mask = self._places(mask)
-        x = block(x).to(self._of.dtype)
+        x = as_tensor(x).to(self._of.dtype)
         if mask is None:
             self._flat()[at] = x
         else:
@@ -199,10 +208,10 @@ class Pointer:
         return x.as_strided((span,), (1,))
 
     def _places(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        at = block(self._at).to(torch.int64)
+        at = as_tensor(self._at).to(torch.int64)
         span = self._flat().numel()
         if mask is not None:
-            mask = block(mask).to(torch.bool)
+            mask = as_tensor(mask).to(torch.bool)
             at, mask = torch.broadcast_tensors(at, mask)
         outside = (at < 0) | (at >= span)
         if mask is not None:
@@ -213,7 +222,7 @@ class Pointer:
 
 
 def argument(x: Any) -> Any:
-    """An argument of a kernel: constants bare, integers as Numbers, tensors as Pointers, tuples field by field."""
+    """An argument of a kernel: constants as_torch, integers as Numbers, tensors as Pointers, tuples field by field."""
     if isinstance(x, tl.constexpr):
         return x.value
     if isinstance(x, tuple):

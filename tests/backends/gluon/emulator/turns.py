@@ -7,7 +7,8 @@ from random import Random
 from threading import Lock, Thread
 from typing import Any
 
-LATEST, SOONEST = 0.0, 4.0  # how often what may happen does, beside an agent's turn
+LATEST, OFTEN = 0.0, 4.0  # how often what may happen does, beside an agent's turn
+MOST = 20_000_000  # turns; a kernel of the tests takes some thousands
 LAST = 0.2  # a rank: who has less goes on when nothing else may happen
 
 
@@ -41,10 +42,11 @@ class Turns:
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
         self._ranked, self._fickle = seed % 3 != 0, seed % 3 == 2
-        self._haste = self._random.choice((LATEST, 0.1, 1.0, SOONEST))
+        self._haste = self._random.choice((LATEST, 0.1, 1.0, OFTEN))
         self._agents: list[Agent] = []
         self._failure: BaseException | None = None
         self._main = Lock()
+        self._turns = 0
         self.may_happen: list[Callable[[], None]] = []
         self.current: Any = None
 
@@ -60,7 +62,11 @@ class Turns:
         self._main.acquire()
         if self._agents:
             self._hand_on()
-            self._main.acquire()
+            try:
+                self._main.acquire()
+            except BaseException as interrupted:
+                self._failure = interrupted  # for those who are still there
+                raise
         self._main.release()
         if self._failure is not None:
             raise self._failure
@@ -101,16 +107,20 @@ class Turns:
             self._wake(self._agents[0])
         else:
             try:
-                self._wake(self._choose())
-            except StuckError as stuck:
-                self._failure = stuck
-                self._wake(self._agents[0])
+                chosen = self._choose()
+            except BaseException as failure:  # also of what happened between turns
+                self._failure = failure
+                chosen = self._agents[0]
+            self._wake(chosen)
 
     def _wake(self, agent: Agent) -> None:
         self.current = agent
         agent.baton.release()
 
     def _choose(self) -> Agent:
+        self._turns += 1
+        if self._turns > MOST:
+            raise StuckError(f"no end after {MOST} turns")
         while True:
             able = [agent for agent in self._agents if agent.until is None or agent.until()]
             in_time = not self._ranked or any(agent.rank > LAST for agent in able)

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import flashtile as ft
-from flashtile.backends.gluon import why_not
-from flashtile.backends.gluon.passes import Prepared
+from flashtile.backends import gluon
 from flashtile.inputs import Inputs
 from flashtile.problem import describe
 from flashtile.pytorch.eight_bits import side_by_side
@@ -48,13 +47,13 @@ def emulated(seed: int = 0, processors: int = 3, mends: tuple[bool | None, bool 
 
     def forward(call: Call) -> tuple[Any, Any]:
         with machine(seed, processors, mends[0]):
-            return kernels.forward(call, Prepared)
+            return kernels.forward(call, gluon)
 
     def backward(call: Call, out: Any, lse: Any) -> ft.Grads:
         with machine(seed, processors, mends[1]):
-            return kernels.backward(call, out, lse, Prepared)
+            return kernels.backward(call, out, lse, gluon)
 
-    return Runner(f"gluon {seed}", forward, backward, lambda call: why_not(kernels.problem_of(call)))
+    return Runner(f"gluon {seed}", forward, backward, lambda call: gluon.why_not(kernels.problem_of(call)))
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,8 @@ class Emulated(Eight):
         if "descale" in options:
             options["descale"] = side_by_side(options["descale"], self.q.device)
         problem = describe(self.q, self.k, self.v, **options)
-        assert why_not(problem) is None
+        assert gluon.why_not(problem) is None
         with machine(self.seed):
-            out, lse = Prepared(problem).forward(Inputs.of(problem))
+            run, problem = gluon.prepare(problem)
+            out, lse = run.forward(Inputs.of(problem))
         return out, lse

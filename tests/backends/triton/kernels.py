@@ -1,6 +1,6 @@
 """The Triton kernels on a call of the grid: on a GPU where there is one, else under Triton's interpreter.
 
-kind: whose Passes, those of the portable kernels unless one says otherwise.
+backend: whose prepare() is asked, that of the portable kernels unless one says otherwise.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from tests.grid import Call
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from flashtile.backends.triton.passes import Passes, Prepared  # noqa: E402
-from flashtile.backends.triton.tensors import laid_out  # noqa: E402
+from flashtile.backends import triton as portable  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -44,15 +43,15 @@ def problem_of(call: Call) -> Problem:
     return describe(tensor(call.q), tensor(call.k), tensor(call.v), **options)
 
 
-def forward(call: Call, kind: type[Passes] = Prepared) -> tuple[Any, Any]:
-    problem = laid_out(problem_of(call))
-    out, lse = kind(problem).forward(Inputs.of(problem))
+def forward(call: Call, backend: Any = portable) -> tuple[Any, Any]:
+    run, problem = backend.prepare(problem_of(call))
+    out, lse = run.forward(Inputs.of(problem))
     return array(out), array(lse)
 
 
-def backward(call: Call, out: Any, lse: Any, kind: type[Passes] = Prepared) -> ft.Grads:
-    problem = laid_out(problem_of(call))
-    grads = kind(problem).backward(Inputs.of(problem), *map(tensor, (call.dout, out, lse, call.dlse)))
+def backward(call: Call, out: Any, lse: Any, backend: Any = portable) -> ft.Grads:
+    run, problem = backend.prepare(problem_of(call))
+    grads = run.backward(Inputs.of(problem), *map(tensor, (call.dout, out, lse, call.dlse)))
     dq, dk, dv = (array(x) for x in grads[:3])
     dbias, dsink = (
         None if x is None else narrow(array(x), name_of(like.dtype)).reshape(like.shape)

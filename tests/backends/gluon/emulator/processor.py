@@ -11,13 +11,14 @@ import torch
 
 from tests.backends.gluon.emulator.registers import TORCH, TRITON, Block, MisuseError
 from tests.backends.gluon.emulator.turns import Turns
+from tests.eight_bits import LOST, PRODUCTS
 
 LANES = 32
 _SHADOWS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 MBARRIER = object()  # a layout
 NAMED = 16  # barriers of a program
 WRITTEN, WAITED = "written", "waited"  # see Role
-PRODUCTS, KEPT = 32, ~0x3FF  # of 8-bit numbers, that are added at once, and the bits that are kept of such a sum
+KEPT = -int(LOST * 2**23)  # the bits of a float32 that are kept of a sum of 8-bit products
 
 
 class Program:

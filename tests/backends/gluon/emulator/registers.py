@@ -222,7 +222,7 @@ class Pointer:
 
 
 def argument(x: Any) -> Any:
-    """An argument of a kernel: constants as_torch, integers as Numbers, tensors as Pointers, tuples field by field."""
+    """An argument of a kernel: a constant as it is, integers as Numbers, tensors as Pointers, tuples field by field."""
     if isinstance(x, tl.constexpr):
         return x.value
     if isinstance(x, tuple):

@@ -23,11 +23,10 @@ class _Over(BaseException):
 class Agent:
     """A thread that waits `until` something holds. about: whatever the words of a language know it by."""
 
-    def __init__(self, name: str, work: Callable[[], Any], about: Any) -> None:
-        self.name, self.work, self.about = name, work, about
+    def __init__(self, name: str, work: Callable[[], Any], about: Any, rank: float) -> None:
+        self.name, self.work, self.about, self.rank = name, work, about, rank
         self.until: Callable[[], bool] | None = None
         self.where = "its beginning"
-        self.rank = 0.0
         self.baton = Lock()
         self.baton.acquire()
 
@@ -51,8 +50,7 @@ class Turns:
         self.current: Any = None
 
     def add(self, name: str, work: Callable[[], Any], about: Any) -> Agent:
-        agent = Agent(name, work, about)
-        agent.rank = self._random.random()
+        agent = Agent(name, work, about, self._random.random())
         self._agents.append(agent)
         Thread(target=self._live, args=(agent,), daemon=True).start()
         return agent
@@ -71,7 +69,7 @@ class Turns:
         if self._failure is not None:
             raise self._failure
         while self.may_happen:
-            self.may_happen.pop(self._random.randrange(len(self.may_happen)))()
+            self._happen()
 
     def pause(self, until: Callable[[], bool] | None = None, where: str = "") -> None:
         """The agent whose turn it is lets others go on; it does so itself once `until` holds."""
@@ -117,6 +115,10 @@ class Turns:
         self.current = agent
         agent.baton.release()
 
+    def _happen(self) -> None:
+        """One of the things that may."""
+        self.may_happen.pop(self._random.randrange(len(self.may_happen)))()
+
     def _choose(self) -> Agent:
         self._turns += 1
         if self._turns > MOST:
@@ -125,7 +127,7 @@ class Turns:
             able = [agent for agent in self._agents if agent.until is None or agent.until()]
             in_time = not self._ranked or any(agent.rank > LAST for agent in able)
             if self.may_happen and (not (able and in_time) or self.chance()):
-                self.may_happen.pop(self._random.randrange(len(self.may_happen)))()
+                self._happen()
             elif not able:
                 raise StuckError("; ".join(f"{agent.name} at {agent.where}" for agent in self._agents))
             elif self._ranked:

@@ -15,6 +15,7 @@ from flashtile.checks import (
     check_starts,
     check_unpacked,
     library,
+    library_of,
 )
 from flashtile.dtypes import BFLOAT16, accumulator, name_of, narrow, widen
 from flashtile.errors import UnsupportedError
@@ -133,14 +134,13 @@ def attention(
         options["deterministic"] = deterministic
     if threads is not None:
         options["threads"] = threads
-    arrays = {name: x for name, x in options.items() if name in ARRAYS} if options else options
-    kind = library(q, k=k, v=v, **arrays)
     if return_lse is not False:
         return_lse = check_flag("return_lse", return_lse)
-    if kind == "torch":
+    if library_of(q) == "torch":
         import flashtile.pytorch  # not "from": that is one call more each time
 
         return flashtile.pytorch.attention(q, k, v, backend, return_lse, options)
+    library(q, k=k, v=v, **{name: x for name, x in options.items() if name in ARRAYS})
     return _numpy_forward(describe(q, k, v, **options), backend, return_lse)
 
 
@@ -160,14 +160,13 @@ def attention_packed(
     Takes every option of attention(). mask and bias broadcast to (sequences, heads, longest q, longest k), counted
     within each sequence; alibi may be (sequences, heads); kv_lengths is (sequences,). The lse is (total, heads).
     """
-    arrays = {name: options.get(name) for name in ARRAYS}
-    kind = library(q, k=k, v=v, cu_q=cu_q, cu_k=cu_k, **arrays)
     return_lse = check_flag("return_lse", return_lse)
     check_starts(cu_q, cu_k)
-    if kind == "torch":
+    if library_of(q) == "torch":
         from flashtile import pytorch
 
         return pytorch.attention(q, k, v, backend, return_lse, {"cu_q": cu_q, "cu_k": cu_k, **options})
+    library(q, k=k, v=v, cu_q=cu_q, cu_k=cu_k, **{name: options.get(name) for name in ARRAYS})
     return _numpy_forward(describe(q, k, v, cu_q=cu_q, cu_k=cu_k, **options), backend, return_lse)
 
 

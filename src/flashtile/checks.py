@@ -24,22 +24,23 @@ INTEGERS = ("int32", "int64")
 ARRAYS = ("mask", "bias", "alibi", "sink", "kv_lengths")  # among the options
 
 
-def library(q: Any, first: str = "q", /, **others: Any) -> str:
-    """'numpy' or 'torch', whichever q belongs to; every other array must belong to it too, on the same device.
-
-    first: what the caller knows q by.
-    """
+def library_of(q: Any, first: str = "q") -> str:
+    """'numpy' or 'torch', whichever q belongs to. first: what the caller knows q by."""
     if isinstance(q, np.ndarray):
-        kind = "numpy"
         if q.__class__ is not np.ndarray:
             _reject_kin(first, q)
         if name_of(q.dtype) == EIGHT_BITS:
             got = f"a NumPy array of {EIGHT_BITS}, which NumPy cannot read"
             raise DTypeError(f"{first}: expected a torch tensor, got {got}")
-    elif hasattr(q, "__torch_function__") or type(q).__module__.partition(".")[0] == "torch":
-        kind = "torch"
-    else:
-        raise DTypeError(f"{first}: expected a NumPy array or a torch tensor, got {type(q).__name__}")
+        return "numpy"
+    if hasattr(q, "__torch_function__") or type(q).__module__.partition(".")[0] == "torch":
+        return "torch"
+    raise DTypeError(f"{first}: expected a NumPy array or a torch tensor, got {type(q).__name__}")
+
+
+def library(q: Any, first: str = "q", /, **others: Any) -> str:
+    """library_of() q, to which every other array must belong too, on the same device."""
+    kind = library_of(q, first)
     numpy, device = kind == "numpy", None if kind == "numpy" else q.device
     for name, x in others.items():
         if x.__class__ is q.__class__ and (numpy or x.device == device):

@@ -101,7 +101,7 @@ class Canaries:
 @contextmanager
 def unprepared() -> Iterator[None]:
     """While it lasts, calls do not find what others prepared, which is bound to the functions of its time."""
-    with mock.patch.object(prepared, "_prepared", {}):
+    with mock.patch.object(prepared, "_known", {}):
         yield
 
 

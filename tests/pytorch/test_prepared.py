@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,14 @@ from flashtile import dispatch
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from torch.autograd import forward_ad  # noqa: E402
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+from torch.overrides import TorchFunctionMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
 from flashtile.backends.triton import tuning  # noqa: E402
-from flashtile.pytorch import call, prepared  # noqa: E402
+from flashtile.backends.triton.start import Series  # noqa: E402
+from flashtile.pytorch import call, prepared, watch  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning"),
@@ -29,7 +36,7 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     row = next(row for row in dispatch.TABLE if row.name == "triton")
     monkeypatch.setattr(prepared, "dispatch", SimpleNamespace(choose=lambda *_: row))
     monkeypatch.setattr(tuning, "choose", lambda *_: tuning.Config(16, 16, 4, 1))
-    monkeypatch.setattr(prepared, "_prepared", {})
+    monkeypatch.setattr(prepared, "_known", {})
 
 
 def tensors(n: int = 20, dim: int = 16, seed: int = 0) -> list[Any]:
@@ -115,7 +122,7 @@ def test_a_wrong_call_is_refused_after_a_right_one_too() -> None:
 def test_an_option_that_cannot_be_hashed() -> None:
     given = tensors()
     np.testing.assert_allclose(attention(*given, window=[3, 0]), expected(*given, window=(3, 0)), atol=1e-5)
-    assert not prepared._prepared
+    assert not prepared._known
 
 
 def test_columns_apart_are_copied_each_time() -> None:
@@ -124,14 +131,17 @@ def test_columns_apart_are_copied_each_time() -> None:
     np.testing.assert_allclose(attention(apart, k, v), expected(q, k, v), atol=1e-5)
     apart.mul_(2)
     np.testing.assert_allclose(attention(apart, k, v), expected(q * 2, k, v), atol=1e-5)
-    assert not prepared._prepared
+    assert not prepared._known
 
 
 def test_the_memory_does_not_fill(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepared, "MOST", 3)
     for n in range(1, 9):
         find(*tensors(n))
-    assert 1 <= len(prepared._prepared) <= 3
+    assert 1 <= sum(map(len, prepared._known.values())) <= 3
+    for _ in range(9):
+        find(*(x.clone().requires_grad_(n % 2 == 0) for n, x in enumerate(tensors(1))))
+    assert 1 <= sum(map(len, prepared._known.values())) <= 3
 
 
 def test_nothing_prepared_holds_a_tensor() -> None:
@@ -180,3 +190,204 @@ def test_wide_gradients_that_rows_or_heads_share(packed: bool, shared: str) -> N
     found, wanted = (run.backward(inputs, each, out, lse, None) for each in (dout, dout.contiguous()))
     for a, b in zip(found[:3], wanted[:3], strict=True):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class Subclass(torch.Tensor):  # type: ignore[misc]
+    pass
+
+
+class Nested:
+    """As torch's nested tensors say it."""
+
+    @property
+    def shape(self) -> Any:
+        raise RuntimeError("no sizes")
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Tensors that lie nowhere, as plain to the dispatcher as those of a GPU are; no kernel is started for them."""
+    found = [torch.empty(1, 2, 20, 16, device="meta") for _ in range(3)]
+    monkeypatch.setattr(watch, "_PLAIN", watch._PLAIN | torch._C._dispatch_keys(found[0]).raw_repr())
+    monkeypatch.setattr(Series, "__call__", lambda self, *values: None)
+    return found
+
+
+def recall(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    return prepared.recall(q, k, v, "auto", options)
+
+
+def test_a_call_like_one_before_is_recalled(given: list[Any]) -> None:
+    assert recall(*given) is None
+    ft.attention(*given)
+    known = recall(*given)
+    assert known is not None and not known.needs_gradients
+    assert recall(*(torch.empty_like(x) for x in given)) is known
+    with torch.no_grad():
+        assert recall(*given) is known
+    assert recall(*given, causal=True) is None
+    ft.attention(*given, causal=True)
+    assert recall(*given, causal=True) is not known
+    sink = torch.empty(2, device="meta")
+    ft.attention(*given, sink=sink)
+    inputs = recall(*given, sink=sink, seed=3).inputs(*given, {"sink": sink, "seed": 3})
+    assert inputs.sink is sink and inputs.seed == 3 and inputs.q is given[0] and inputs.bias is None
+
+
+def test_one_that_needs_gradients_is_told_so(given: list[Any]) -> None:
+    given[1].requires_grad_()
+    out = ft.attention(*given)
+    assert recall(*given).needs_gradients and out.requires_grad
+    assert ft.attention(*given).requires_grad
+    with torch.no_grad():
+        assert not ft.attention(*given).requires_grad
+    given[1] = given[1].detach()
+    assert not ft.attention(*given).requires_grad
+    assert not recall(*given).needs_gradients
+
+
+def unlike(q: Any, k: Any, v: Any) -> dict[str, tuple[Any, ...]]:
+    """Calls that are none like one of these, right and wrong ones."""
+    return {
+        "dtype": (q.double(), k.double(), v.double()),
+        "keys": (q, k[:, :, 1:], v[:, :, 1:]),
+        "width of values": (q, k, v[..., 1:]),
+        "strides": (q.transpose(1, 2).contiguous().transpose(1, 2), k, v),
+        "gradients": (q, k, v.clone().requires_grad_()),
+        "CPU": (torch.zeros(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)),
+        "one on a CPU": (q, torch.zeros(k.shape), v),
+        "subclass": (q.as_subclass(Subclass), k, v),
+        "None": (q, None, v),
+        "number": (q, 5, v),
+        "NumPy": (q, k, np.zeros(v.shape, np.float32)),
+        "nested": (q, Nested(), v),
+        "nothing": (object(), k, v),
+    }
+
+
+@pytest.mark.parametrize("how", unlike(*(torch.empty(1, 2, 20, 16, device="meta") for _ in range(3))))
+def test_another_call_is_not_recalled(how: str, given: list[Any]) -> None:
+    ft.attention(*given)
+    assert recall(*unlike(*given)[how]) is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": 1},
+        {"causal": 1.0},
+        {"causal": 0},
+        {"window": [3, 0]},
+        {"softcap": 1},
+        {"seed": -1},
+        {"seed": True},
+        {"alibi": np.ones(2)},
+    ],
+    ids=str,
+)
+def test_other_options_are_not_recalled(options: dict[str, Any], given: list[Any]) -> None:
+    ft.attention(*given)
+    ft.attention(*given, causal=True)
+    ft.attention(*given, softcap=1.0)
+    ft.attention(*given, window=(3, 0))
+    assert recall(*given, **options) is None
+
+
+def seen_within(how: str, q: Any, k: Any, v: Any) -> Any:
+    """What is recalled of a call while something watches it, or would cast it first."""
+    seen: list[Any] = []
+
+    def look(x: Any) -> Any:
+        seen.append((recall(q, k, v), recall(x, k, v)))
+        return x * 1
+
+    if how == "vmap":
+        torch.vmap(look)(q)
+    elif how == "grad":
+        torch.func.vjp(look, q)
+    elif how == "jvp":
+        torch.func.jvp(look, (q,), (q,))
+    elif how == "functionalize":
+        torch.func.functionalize(look)(q)
+    elif how == "make_fx":
+        make_fx(look)(q)
+    elif how == "jit":
+        torch.jit.trace(look, (q,), check_trace=False)
+    elif how == "dual":
+        with forward_ad.dual_level():
+            look(forward_ad.make_dual(q, q))
+    else:
+        modes = {
+            "function mode": FunctionMode,
+            "dispatch mode": DispatchMode,
+            "fake": partial(torch._subclasses.FakeTensorMode, allow_non_fake_inputs=True),
+            "autocast": partial(torch.autocast, "cpu"),
+        }
+        with modes[how]():
+            look(q)
+    return seen
+
+
+WATCHERS = [
+    *("vmap", "grad", "jvp", "functionalize", "make_fx", "jit", "dual"),
+    *("function mode", "dispatch mode", "fake", "autocast"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*vmap")
+@pytest.mark.parametrize("how", WATCHERS)
+def test_nothing_is_recalled_where_somebody_watches(how: str, given: list[Any]) -> None:
+    ft.attention(*given)
+    assert recall(*given) is not None
+    found = seen_within(how, *given)
+    assert found and all(each == (None, None) for each in found)
+    assert recall(*given) is not None
+
+
+def test_a_call_that_was_watched_is_not_recalled(given: list[Any]) -> None:
+    """Not even by one that is watched in the same way."""
+    with DispatchMode():
+        ft.attention(*given)
+        assert recall(*given) is None
+    seen = []
+
+    def look(x: Any) -> Any:
+        out = ft.attention(x, *given[1:])
+        seen.append(recall(x, *given[1:]))
+        return out
+
+    torch.func.vjp(look, given[0])
+    assert seen == [None]
+
+
+def test_calls_of_a_subclass_are_not_recalled(given: list[Any]) -> None:
+    """It hears of every call, and within what it does about it nobody would tell the tensors from plain ones."""
+    with torch.inference_mode():  # where tensors are the same to the dispatcher before the operator and within
+        mine = [x.clone().as_subclass(Subclass) for x in given]
+        with torch._C.DisableTorchFunctionSubclass():
+            prepared.find(*mine, "auto", {})
+        assert recall(*mine) is None
+    parameters = [torch.nn.Parameter(x, requires_grad=False) for x in given]
+    ft.attention(*parameters)
+    assert recall(*parameters) is not None
+
+
+def test_algorithms_that_have_to_be_deterministic(given: list[Any]) -> None:
+    ft.attention(*given)
+    torch.use_deterministic_algorithms(True)
+    try:
+        count = sum(map(len, prepared._known.values()))
+        ft.attention(*given)
+        assert sum(map(len, prepared._known.values())) == count + 1
+    finally:
+        torch.use_deterministic_algorithms(False)

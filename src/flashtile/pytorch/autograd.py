@@ -27,7 +27,10 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(settings: Settings, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Any:
-        return kernel.forward(q, k, v, settings.backend, settings.options_with(others))
+        options = settings.options_with(others)
+        if settings.known is not None:
+            return kernel.again(settings.known, q, k, v, True, options)
+        return kernel.forward(q, k, v, settings.backend, options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -102,12 +102,15 @@ def _settled(x: Any) -> Any:
 
 
 class Settings:
-    """A call without its tensors, which autograd keeps in a way of its own. names: of those among the options."""
+    """A call without its tensors, which autograd keeps in a way of its own. names: of those among the options.
 
-    __slots__ = ("_options", "backend", "names")
+    known: a call like it, if there is one; see prepared.py.
+    """
 
-    def __init__(self, backend: str, options: dict[str, Any], names: list[str]) -> None:
-        self.backend, self.names = backend, names
+    __slots__ = ("_options", "backend", "known", "names")
+
+    def __init__(self, backend: str, options: dict[str, Any], names: list[str], known: Any) -> None:
+        self.backend, self.names, self.known = backend, names, known
         self._options = options | dict.fromkeys(names) if names else options  # that keep their places: see prepared.py
         if "window" in options or "band" in options or "seed" in options or "threads" in options:
             self._options = self._options | {name: _settled(options[name]) for name in _WHOLE if name in options}

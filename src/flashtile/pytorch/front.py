@@ -7,37 +7,83 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.checks import check_dense, check_descale
+from flashtile.checks import ARRAYS, check_dense, check_descale, library
 from flashtile.problem import describe
-from flashtile.pytorch import autocast, call, eight_bits, kernel, ops
+from flashtile.pytorch import autocast, call, eight_bits, kernel, ops, prepared
 from flashtile.pytorch.autograd import record, reject_forward_mode, reject_gradients
 from flashtile.pytorch.call import Settings
-from flashtile.pytorch.watch import unwatched
+from flashtile.pytorch.watch import left_alone, unwatched
+
+_ARRAYS = ("cu_q", "cu_k", *ARRAYS)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, backend: str, return_lse: bool, options: dict[str, Any]) -> Any:
     """The torch side of flashtile.attention() and flashtile.attention_packed(). The options become its own."""
-    if options.get("deterministic", False) is False and torch.are_deterministic_algorithms_enabled():
+    if torch.are_deterministic_algorithms_enabled() and options.get("deterministic", False) is False:
         options["deterministic"] = True
-    if options.get("descale") is not None:
+    if torch.compiler.is_compiling():
+        q, k, v, options = _as_operators_take_them(q, k, v, options)
+        # call.of() checks the numbers, the operator's fake the tensors
+        out, lse = ops.ATTENTION(*call.of(q, k, v, backend, **options))
+        return (out, lse) if return_lse else out
+    known = prepared.recall(q, k, v, backend, options)
+    if known is None:
+        return _for_the_first_time(q, k, v, backend, return_lse, options)
+    if known.needs_gradients and torch.is_grad_enabled():
+        return _recorded(q, k, v, backend, return_lse, options, known)
+    return kernel.again(known, q, k, v, return_lse, options)
+
+
+def _as_operators_take_them(
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    """Arguments that belong together, factors in one tensor, everything cast as autocast has it."""
+    arrays = {name: x for name, x in options.items() if name in _ARRAYS} if options else options
+    library(q, k=k, v=v, **arrays)
+    if options and options.get("descale") is not None:
         options["descale"] = eight_bits.side_by_side(check_descale(options["descale"], q), q.device)
     if autocast.enabled(q):
         options = autocast.cast(q.device.type, {"q": q, "k": k, "v": v, **options})
         q, k, v = options.pop("q"), options.pop("k"), options.pop("v")
-    tensors, names = [q, k, v], [name for name, x in options.items() if x is not None and name in call.TENSORS]
-    if names:
-        tensors += [options[name] for name in names]
-    if torch.compiler.is_compiling():  # call.of() checks the numbers, the operator's fake the tensors
-        out, lse = ops.ATTENTION(*call.of(q, k, v, backend, **options))
-    elif not unwatched(tensors):
+    return q, k, v, options
+
+
+@left_alone
+def _for_the_first_time(
+    q: Tensor, k: Tensor, v: Tensor, backend: str, return_lse: bool, options: dict[str, Any]
+) -> Any:
+    """Of a call that is not known; on a CPU none is, and one that is watched is not."""
+    q, k, v, options = _as_operators_take_them(q, k, v, options)
+    names = _tensors_among(options)
+    tensors = [q, k, v, *(options[name] for name in names)]
+    if not unwatched(tensors):
         check_dense(dict(zip(("q", "k", "v", *names), tensors, strict=True)))
         describe(q, k, v, **options)  # a wrong call should meet our words before torch's
         out, lse = ops.ATTENTION(*call.of(q, k, v, backend, **options))
-    else:
-        reject_forward_mode(tensors)
-        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)):
-            return (kernel.forward if return_lse else kernel.output)(q, k, v, backend, options)
-        if names or q.dtype is eight_bits.DTYPE:  # before anything is computed
-            reject_gradients(q, "alibi" in names and options["alibi"].requires_grad)
-        out, lse = record(Settings(backend, options, names), *tensors)
+        return (out, lse) if return_lse else out
+    reject_forward_mode(tensors)
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
+        return _recorded(q, k, v, backend, return_lse, options)
+    return (kernel.forward if return_lse else kernel.output)(q, k, v, backend, options)
+
+
+@left_alone
+def _recorded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    backend: str,
+    return_lse: bool,
+    options: dict[str, Any],
+    known: prepared.Known | None = None,
+) -> Any:
+    """For autograd, of a call that nobody else watches."""
+    names = _tensors_among(options)
+    if names or q.dtype is eight_bits.DTYPE:  # before anything is computed
+        reject_gradients(q, "alibi" in names and options["alibi"].requires_grad)
+    out, lse = record(Settings(backend, options, names, known), q, k, v, *(options[name] for name in names))
     return (out, lse) if return_lse else out
+
+
+def _tensors_among(options: dict[str, Any]) -> list[str]:
+    return [name for name, x in options.items() if x is not None and name in call.TENSORS] if options else []

@@ -1,22 +1,50 @@
-"""Calls on a GPU: what a call launches is worked out once and found again by the shapes and options of the next."""
+"""Calls on a GPU: what a call launches is worked out once and found again by the tensors and options of the next."""
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
 
 from flashtile import dispatch
 from flashtile.band import Band
 from flashtile.dtypes import EIGHT_BITS
 from flashtile.inputs import TENSORS, Inputs
 from flashtile.problem import describe
+from flashtile.pytorch.watch import left_alone, never_hears, quiet, unwatched
 
 MOST = 2048  # calls remembered; a cache that grows by a token a step would otherwise fill the memory
+ALIGNED = 16  # bytes, that addresses are multiples of or not
 _OPTIONS = TENSORS[3:]
 _NONE = (None,) * len(_OPTIONS)
-_prepared: dict[Any, tuple[Any, bool]] = {}  # what runs a call, and whether any tensor comes with q, k and v
+_NO_ONE: tuple[Known, ...] = ()
+_inputs: Any = tuple.__new__  # Inputs._make() takes twice as long
+
+
+class Known(NamedTuple):
+    """What runs a call, and how a call like it is told.
+
+    alike is torch's own look at tensors: types, devices, dtypes, shapes, strides, which of them need gradients, and
+    what the dispatcher would do with them. It does not see where they lie: off is _off() of them.
+    """
+
+    alike: Any
+    off: tuple[int, ...] | None
+    run: Any
+    with_others: bool  # whether any tensor comes with q, k and v
+    needs_gradients: bool
+    unwatched: bool
+
+    def inputs(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Inputs:
+        others = map(options.get, _OPTIONS) if self.with_others else _NONE
+        made: Inputs = _inputs(Inputs, (q, k, v, *others, options.get("seed", 0)))
+        return made
+
+
+_known: dict[Any, list[Known]] = {}
 
 
 def find(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Any, Inputs]:
@@ -24,52 +52,95 @@ def find(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any])
 
     None where the backend does not multiply 8-bit tensors as they are.
     """
-    key, seed = _key(q, k, v, backend, options), options.get("seed", 0)
-    try:
-        found = _prepared.get(key) if seed.__class__ is int and 0 <= seed < 1 << 64 else None
-    except TypeError:  # an option that cannot be hashed
-        key = found = None
-    if found is not None:
-        run, with_others = found
-        return run, Inputs._make((q, k, v, *(map(options.get, _OPTIONS) if with_others else _NONE), seed))
+    key, tensors = _key(q, k, v, backend, options)
+    known = _recall(key, tensors)
+    if known is not None:
+        return known.run, known.inputs(q, k, v, options)
     given = describe(q, k, v, **options)
     row = dispatch.choose(given, backend, q.device.type)
     if given.dtype == EIGHT_BITS and not row.eight_bits:
         return None, Inputs.of(given)
     run, problem = row.prepare(given)
     inputs = Inputs.of(problem)
-    if problem is given and key is not None:
-        if len(_prepared) >= MOST:
-            _prepared.clear()
-        _prepared[key] = run, any(x is not None for x in inputs[3:-1])
+    if problem is given:
+        _remember(key, tensors, run, any(x is not None for x in inputs[3:-1]))
     return run, inputs
 
 
-def _key(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Any, ...] | None:
-    """All that decides what is launched: everything but the numbers in the tensors, where they lie, and the seed."""
-    dtype = q.dtype
-    always = (
-        backend,
-        q.device,  # on which the others are too, or the call was refused before
-        *(dtype, q.shape, q.stride(), q.data_ptr() % 16),
-        *(k.dtype, k.shape, k.stride(), k.data_ptr() % 16),
-        *(v.dtype, v.shape, v.stride(), v.data_ptr() % 16),
-        torch.get_float32_matmul_precision() if dtype is torch.float32 else None,
+@left_alone
+def recall(q: Any, k: Any, v: Any, backend: str, options: dict[str, Any]) -> Known | None:
+    """A call like this one, which may be anything that a caller might give, where neither is watched; None without."""
+    try:
+        if q.is_cpu or not quiet():
+            return None
+        known = _recall(*_key(q, k, v, backend, options))
+    except (AttributeError, RuntimeError):  # not even a shape; of nested tensors torch says so in another way
+        return None
+    return known if known is not None and known.unwatched else None
+
+
+def _recall(key: Any, tensors: tuple[Tensor, ...]) -> Known | None:
+    try:
+        found = _known.get(key, _NO_ONE)
+    except TypeError:
+        return None
+    for known in found:
+        if known.alike.check(*tensors) and known.off == _off(tensors):
+            return known
+    return None
+
+
+def _remember(key: Any, tensors: tuple[Tensor, ...], run: Any, with_others: bool) -> None:
+    if key is None:
+        return
+    if sum(map(len, _known.values())) >= MOST:
+        _known.clear()
+    known = Known(
+        TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None),
+        _off(tensors),
+        run,
+        with_others,
+        any(x.requires_grad for x in tensors),
+        unwatched(tensors) and all(map(never_hears, tensors)),
     )
+    with suppress(TypeError):  # an option that cannot be hashed
+        _known.setdefault(key, []).append(known)
+
+
+def _off(tensors: tuple[Tensor, ...]) -> tuple[int, ...] | None:
+    """By how many bytes tensors miss the alignment for which kernels are compiled; None where none does."""
+    if len(tensors) == 3:
+        q, k, v = tensors
+        if not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNED:
+            return None
+    return tuple(x.data_ptr() % ALIGNED for x in tensors)
+
+
+def _key(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Any, tuple[Tensor, ...]]:
+    """All that decides what is launched: what is not in the tensors, and the tensors; None for what is not remembered.
+
+    Lengths are in both, so that few calls have the same key.
+    """
+    precise = torch.get_float32_matmul_precision() if q.dtype is torch.float32 else None
     if not options:
-        return always
-    key: list[Any] = []
+        return (backend, q.shape, k.shape, precise), (q, k, v)
+    key: list[Any] = [backend, q.shape, k.shape, precise]
+    tensors = [q, k, v]
     for name, x in options.items():
-        if x is None or name == "seed":
+        if x is None:
             continue
         kind = x.__class__
-        if kind is bool or kind is float:
+        if name == "seed":
+            if kind is not int or not 0 <= x < 1 << 64:  # for describe() to look at
+                return None, (q, k, v)
+        elif kind is bool or kind is float:
             key += name, x, kind
         elif isinstance(x, Tensor):
-            key += (name, x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
+            key.append(name)
+            tensors.append(x)
         else:
             key += (name, x, kind, _classes(x))
-    return *always, *key
+    return tuple(key), tuple(tensors)
 
 
 def _classes(x: Any) -> Any:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame
+from torch.autograd import forward_ad
+
+F = TypeVar("F", bound=Callable[..., object])
 
 _keys_of = torch._C._dispatch_keys
 _keys_of_thread = torch._C._dispatch_tls_local_include_set
 _overridden = torch.overrides.has_torch_function
+_function_modes = torch._C._len_torch_function_stack
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_autocast = torch._C._is_any_autocast_enabled
 _PLAIN = 0  # the dispatch keys that come with any tensor on a CPU or GPU
 for _key in (
     *("CPU", "AutogradCPU", "AutocastCPU", "CUDA", "AutogradCUDA", "AutocastCUDA"),
@@ -27,3 +35,22 @@ def unwatched(tensors: Iterable[Tensor]) -> bool:
     for x in tensors:
         keys |= _keys_of(x).raw_repr()
     return not keys & ~_PLAIN and not _overridden(tensors)
+
+
+def never_hears(x: Tensor) -> bool:
+    """Whether x is of a class that hears of no call; one that does may be kept from it for the moment."""
+    return x.__class__ is Tensor or x.__class__.__torch_function__ is torch._C._disabled_torch_function_impl
+
+
+def quiet() -> bool:
+    """No mode is on, no derivative is on its way forward, and nothing is cast: none of these needs show on tensors."""
+    return not (_function_modes() or _dispatch_modes() or _autocast() or forward_ad._current_level >= 0)
+
+
+_LEAVE = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+
+
+def left_alone(function: F) -> F:
+    """Where a call had to leave the graph of torch.compile, that should not make graphs of this function either."""
+    eval_frame.set_code_exec_strategy(function.__code__, _LEAVE)
+    return function

@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flashtile.backends.gluon import tickets as module  # noqa: E402
-from flashtile.backends.gluon.tickets import tickets  # noqa: E402
+from flashtile.backends.gluon.tickets import Tickets, tickets  # noqa: E402
 
 GPU = SimpleNamespace(type="cuda", index=0)
 SMALL = 4  # pairs of a bank
@@ -45,19 +45,33 @@ def gpu() -> Iterator[Machine]:
         yield machine
 
 
-def apart(found: list[Any]) -> bool:
-    """Whether no two pairs share a number."""
-    places = sorted((x.data_ptr(), x.data_ptr() + x.numel() * x.element_size()) for x in found)
+def apart(found: list[Tickets]) -> bool:
+    """Whether no two share a number, nor any a number of its own."""
+    parts = [x for each in found for x in each[:2] if x is not None]
+    places = sorted((x.data_ptr(), x.data_ptr() + x.numel() * x.element_size()) for x in parts)
     return all(end <= begin for (_, end), (begin, _) in pairwise(places))
 
 
-def test_launches_of_a_stream_share_them(gpu: Machine) -> None:
+def test_launches_of_a_stream_have_them_after_each_other(gpu: Machine) -> None:
     first = tickets(GPU)
+    assert first.pair.tolist() == [0, 0] and first.marks.numel() == module.MOST_MARKS
+    assert first.pair.data_ptr() % 16 == first.marks.data_ptr() % 16
+    first.give_back()
     cleared = gpu.cleared
     assert tickets(GPU) is first
     assert gpu.cleared == cleared
+    first.give_back()
     gpu.stream = 2
     assert apart([tickets(GPU), first])
+
+
+def test_nobody_has_what_was_not_given_back(gpu: Machine) -> None:
+    """As threads that launch on one stream at once, and a launch that failed."""
+    first, second = tickets(GPU), tickets(GPU)
+    assert apart([first, second])
+    second.give_back()
+    assert tickets(GPU) is second
+    assert apart([first, second, tickets(GPU)])
 
 
 def test_launches_in_graphs_have_their_own_and_clear_nothing(gpu: Machine) -> None:
@@ -65,14 +79,18 @@ def test_launches_in_graphs_have_their_own_and_clear_nothing(gpu: Machine) -> No
     gpu.capturing, cleared = True, gpu.cleared
     own = [tickets(GPU) for _ in range(SMALL)]
     assert gpu.cleared == cleared
-    assert [x.tolist() for x in own] == [[0, 0]] * SMALL
-    assert len({x.data_ptr() % 16 for x in own}) == 1
+    assert [x.pair.tolist() for x in own] == [[0, 0]] * SMALL
+    assert len({x.pair.data_ptr() % 16 for x in own}) == 1
     assert apart([shared, *own])
+    for each in own:
+        each.give_back()  # of no use to anybody: the graph has it as long as it is there
+    gpu.capturing = False
+    assert apart([*own, tickets(GPU)])
 
 
 def test_an_empty_bank_is_filled_before_the_next_graph(gpu: Machine) -> None:
     gpu.capturing = True
-    assert tickets(GPU).tolist() == [0, 0]  # there is no bank yet: a node of the graph clears them
+    assert tickets(GPU).pair.tolist() == [0, 0]  # there is no bank yet: a node of the graph clears them
     assert gpu.cleared == 1
     gpu.capturing = False
     tickets(GPU)
@@ -104,4 +122,6 @@ def test_threads_that_capture_at_once_have_their_own(gpu: Machine) -> None:
 
 
 def test_without_a_gpu() -> None:
-    assert tickets(torch.device("cpu")).tolist() == [0, 0]
+    found = tickets(torch.device("cpu"))
+    assert found.pair.tolist() == [0, 0] and found.marks is None
+    found.give_back()

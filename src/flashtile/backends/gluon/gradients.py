@@ -107,8 +107,9 @@ class Backward:
             self._marks.of(scratch).zero_()  # tiles that no sequence has are never written
         a_rule, a_lengths = rule_of(self._rule, x), lengths_of(self._lengths, x)
         alike = x.cu_q is not None and x.cu_q.data_ptr() == x.cu_k.data_ptr()
-        ticket = tickets(self._device)
-        self._launch[alike](x.q, x.k, x.v, *given, dq, dk, dv, scratch, ticket, x.sink, a_rule, a_lengths)
+        shared = tickets(self._device)
+        self._launch[alike](x.q, x.k, x.v, *given, dq, dk, dv, scratch, shared.pair, x.sink, a_rule, a_lengths)
+        shared.give_back()
         dsink = None
         if x.sink is not None:
             dsink = sink_gradient(x.sink, given[2], self._delta.of(scratch), self._heads_at)

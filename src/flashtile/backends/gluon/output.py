@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from flashtile.backends.gluon import tuning
 from flashtile.backends.gluon.descriptors import descriptors, outline_of
 from flashtile.backends.gluon.forward_kernel import forward_kernel
-from flashtile.backends.gluon.tickets import tickets
+from flashtile.backends.gluon.tickets import MOST_MARKS, tickets
 from flashtile.backends.gluon.transpose_kernel import KEYS, WIDTH, transpose_kernel
 from flashtile.backends.gluon.tuning import ROWS
 from flashtile.backends.triton import gpu
@@ -65,7 +65,7 @@ class Forward:
         counts = (tiles, heads, _section(p, heads * batch), tasks)
         chained = chains(device)
         mend = MendForward(p, device, self._out, self._lse, ROWS, packed_heads, chained)
-        self._marks = mend.make
+        self._own_marks, self._marks = mend.make, mend.count
         self._rule, self._lengths = rule(p), lengths(p)
         self._turn = Transpose(p, device) if p.dtype == EIGHT_BITS else None
         start = Start(
@@ -100,13 +100,14 @@ class Forward:
 
     def __call__(self, x: Inputs, with_lse: bool) -> tuple[Any, Any]:
         out, lse = self._out.empty(), self._lse.empty() if with_lse else self._lse.dump()
-        marks = self._marks()
+        shared = tickets(self._device)
+        marks = self._own_marks() if shared.marks is None or self._marks > MOST_MARKS else shared.marks
         if self._packed:  # tiles that no sequence has are never written
-            marks.zero_()
+            marks[: self._marks].zero_()
         a_rule, a_lengths = rule_of(self._rule, x), lengths_of(self._lengths, x)
         turned = None if self._turn is None else self._turn.empty()
-        ticket = tickets(self._device)
-        self._launch(x.q, x.k, x.v, out, lse, marks, ticket, x.sink, a_rule, a_lengths, turned)
+        self._launch(x.q, x.k, x.v, out, lse, marks, shared.pair, x.sink, a_rule, a_lengths, turned)
+        shared.give_back()
         return out, lse
 
 

@@ -3,39 +3,59 @@
 from __future__ import annotations
 
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 COUNT = 2
 APART = 4  # 16 bytes: a Series goes on with kernels that were compiled for pointers aligned so
 BANK = 1 << 14  # pairs for launches in graphs, made at a time
-_of_stream: dict[tuple[int, int], Any] = {}
+MOST_MARKS = 1 << 14  # beside the tickets of a stream: those of a million rows
+_of_stream: dict[tuple[int, int], list[Tickets]] = {}  # those that nobody has
 _banks: dict[int, list[Any]] = {}  # by device; graphs point into them, so none is ever given up
 _taken: dict[int, int] = {}  # pairs of the last bank
 _lock = Lock()  # threads that capture graphs at once have a pair each
 
 
-def tickets(device: Any) -> Any:
-    """One pair a stream, for its launches come one after the other.
+class Tickets(NamedTuple):
+    """pair: the two zeros. marks: room for MOST_MARKS marks, until the last launch of a call; None where there is none.
+
+    Launches of a stream come one after the other, so what a call has given back the next one may have. Until then no
+    one else has it: threads may launch on one stream at once, and then the marks of one call would be those of another.
+    What a call that failed has not given back, nobody will have.
+    """
+
+    pair: Any
+    marks: Any
+    home: list[Tickets] | None
+
+    def give_back(self) -> None:
+        """After the last launch that was given them."""
+        if self.home is not None:
+            self.home.append(self)
+
+
+def tickets(device: Any) -> Tickets:
+    """For launches on the current stream of this device.
 
     A launch in a graph has a pair for itself, for the graph may run beside the stream that it was captured on. It comes
     from a bank that was cleared before: clearing it here would be one more node of the graph.
     """
     if device.type != "cuda":  # kernels are compiled without a GPU too
-        return torch.zeros(COUNT, dtype=torch.int32, device=device)
+        return Tickets(torch.zeros(COUNT, dtype=torch.int32, device=device), None, None)
     index = device.index
     if torch.cuda.is_current_stream_capturing():
-        return _of_a_graph(device)
+        return Tickets(_of_a_graph(device), None, None)
     if _taken.get(index, BANK) > BANK // 2:
         with _lock:
             _banks.setdefault(index, []).append(torch.zeros((BANK, APART), dtype=torch.int32, device=device))
             _taken[index] = 0
     key = (index, torch._C._cuda_getCurrentRawStream(index))
-    found = _of_stream.get(key)
-    if found is None:
-        found = _of_stream[key] = torch.zeros(COUNT, dtype=torch.int32, device=device)
-    return found
+    try:
+        return _of_stream[key].pop()
+    except (KeyError, IndexError):
+        memory = torch.zeros(APART + MOST_MARKS, dtype=torch.int32, device=device)
+        return Tickets(memory[:COUNT], memory[APART:], _of_stream.setdefault(key, []))
 
 
 def _of_a_graph(device: Any) -> Any:

@@ -39,16 +39,37 @@ class _Config(ctypes.Structure):
     )
 
 
-class _Room(NamedTuple):
-    """The memory of one call at a time. `at`: the addresses in the tensor maps; `seen`: the tuples in the words."""
+class _Room:
+    """The memory of one call at a time, and what was written there by the last one: often the next has little to write.
 
-    addresses: Any
-    words: Any
-    maps: list[int]
-    at: list[int]
-    seen: list[Any]
-    launches: list[tuple[Any, tuple[Any, ...]]]  # of each kernel its _Config, and what the driver is given
-    memory: Any  # of all that the driver is told of by address
+    maps: where tensor maps lie, and which of the addresses is in each; launches: of each kernel its _Config, and what
+    the driver is given.
+    """
+
+    __slots__ = ("_addresses", "_maps", "_memory", "at", "launches", "seen", "stream", "words")
+
+    def __init__(
+        self, addresses: Any, words: Any, maps: list[tuple[int, int]], launches: list[tuple[Any, ...]], memory: Any
+    ) -> None:
+        self._addresses, self._maps, self._memory = addresses, maps, memory
+        self.words, self.launches = words, launches
+        self.at: list[int] = [0] * len(addresses)
+        self.stream: int | None = None
+        self.seen: dict[int, Any] = {}  # by place among the values, the tuples in the words
+
+    def move(self, found: list[int], replace: Callable[[int, int], int]) -> bool:
+        """Writes the addresses; whether the driver took those that are in its maps."""
+        self._addresses[:] = found
+        for a_map, n in self._maps:
+            if self.at[n] != found[n] and replace(a_map, found[n]):
+                return False
+        self.at = found
+        return True
+
+    def turn_to(self, stream: int) -> None:
+        for config, *_ in self.launches:
+            config.stream = stream
+        self.stream = stream
 
 
 class _Kernel(NamedTuple):
@@ -133,14 +154,14 @@ class Launcher:
             ctypes.memmove(place, a_map, MAP)
         begins = {"addresses": (ctypes.addressof(addresses), 8), "words": (ctypes.addressof(words), 8)}
         begins["maps"] = (first, MAP)
-        launches = []
+        launches: list[tuple[Any, ...]] = []
         for compiled, grid, lies in self._kernels:
             at = [begins[where][0] + begins[where][1] * n for where, n in lies]
             warps, _, shared = compiled.packed_metadata
             attributes = (_Attribute * 1)(_Attribute(id=FOLLOWS, value=1))
             config = _Config(grid, (WARP * warps, 1, 1), shared, None, attributes, compiled.run.launch_pdl)
-            launches.append((config, (config, compiled.function, (ctypes.c_void_p * len(at))(*at), None)))
-        return _Room(addresses, words, maps, [0] * len(maps), [None] * len(self._tuples), launches, memory)
+            launches.append((config, compiled.function, (ctypes.c_void_p * len(at))(*at), None))
+        return _Room(addresses, words, [*zip(maps, (n for _, n in self._maps), strict=True)], launches, memory)
 
     def on(self, device: int, stream_of: Callable[[int], int], otherwise: Callable[..., None]) -> Callable[..., None]:
         """What launches all of them for the values of a call, on the stream that is current on this device.
@@ -150,7 +171,7 @@ class Launcher:
         """
         library = _library()
         launch, replace = library.cuLaunchKernelEx, library.cuTensorMapReplaceAddress
-        places, mapped, tuples = self._addresses, [address for _, address in self._maps], [*self._tuples.items()]
+        places, tuples = self._addresses, [*self._tuples.items()]
         rooms: list[_Room] = []
 
         def start(values: tuple[Any, ...]) -> None:
@@ -158,23 +179,18 @@ class Launcher:
                 room = rooms.pop()
             except IndexError:
                 room = self._room()
-            addresses, words, maps, at, seen, launches, _ = room
             found = [values[n].data_ptr() + offset for n, offset in places]
-            addresses[:] = found
-            for m, n in enumerate(mapped):
-                address = found[n]
-                if at[m] != address:
-                    if replace(maps[m], address):
-                        return otherwise(values)
-                    at[m] = address
-            for k, (n, fields) in enumerate(tuples):
-                if values[n] is not seen[k]:
-                    seen[k] = _write(words, fields, values[n])
+            if found != room.at and not room.move(found, replace):
+                return otherwise(values)
+            for n, fields in tuples:
+                if values[n] is not room.seen.get(n):
+                    room.seen[n] = _write(room.words, fields, values[n])
             stream = stream_of(device)
-            for config, told in launches:
-                config.stream = stream
+            if stream != room.stream:
+                room.turn_to(stream)
+            for told in room.launches:
                 if launch(*told):
-                    return otherwise(values, [x for x, _ in launches].index(config))
+                    return otherwise(values, room.launches.index(told))
             rooms.append(room)
             return None
 

@@ -40,13 +40,13 @@ class MendForward:
     ) -> None:
         n_rows, batch = p.q.shape[2], p.q.shape[0]
         tiles, heads = count_tiles(p, p.n_q * packed_heads, n_rows, block_q), p.heads // packed_heads
-        self._marks = Marks(tiles * heads * batch, device)
-        self.make = self._marks.make  # not cleared: each tile has its mark written, also one of no rows
+        marks = Marks(tiles * heads * batch, device)
+        self.count, self.make = marks.count, marks.make  # not cleared: each tile's is written, also of one of no rows
         self._counts = (tiles, heads)
         config = careful(p, block_q)
         self._start = Start(
             mend_forward_kernel,
-            self._marks.programs,
+            marks.programs,
             config.options | following(chained),
             dict(enumerate((*(strides(x, p) for x in (p.q, p.k, p.v)), out.strides, lse.strides))),
             ROWS=block_q,
@@ -56,7 +56,7 @@ class MendForward:
         )
 
     def step(self, q: At, k: At, v: At, out: At, lse: At, sink: At, marks: At, a_rule: At, a_lengths: At) -> Step:
-        return self._start, (q, k, v, out, lse, sink, marks, self._marks.count, a_rule, a_lengths, *self._counts)
+        return self._start, (q, k, v, out, lse, sink, marks, self.count, a_rule, a_lengths, *self._counts)
 
 
 class MendBackward:

@@ -108,8 +108,8 @@ def hopper(seed: int = 0, processors: int = 3) -> Iterator[list[str]]:
         assert ours == sorted(ours, reverse=True), "others come last"
         run(steps[: sum(ours)], seed, processors)
         for start, args in steps[sum(ours) :]:
-            names = [*signature(start.kernel.fn).parameters]
-            if any(ours) and "marks" in names and args[names.index("marks")].any():
+            given = dict(zip(signature(start.kernel.fn).parameters, args, strict=False))
+            if any(ours) and "marks" in given and given["marks"][: given["count"]].any():
                 mended.append(start.kernel.fn.__name__)
             alone = {name: False if name == "CHAINED" else x for name, x in start.constants.items()}
             start.kernel[start.grid](*start.whole(args), **alone)

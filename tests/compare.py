@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 
 from flashtile.bench.gpu import device, peers, rows
 from flashtile.bench.gpu.suite import Bench
-from tests.readme_tree import ROOT
+from tests.tree import ROOT
 
 NAME = re.compile(r"\bflashtile\b")
 

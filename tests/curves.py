@@ -16,7 +16,7 @@ from flashtile import dispatch
 from flashtile.bench import records
 from flashtile.studies import canvas
 from tests import training
-from tests.readme_tree import ROOT
+from tests.tree import ROOT
 
 RECORD, PICTURE = ROOT / "docs" / "training.json", ROOT / "docs" / "training.png"
 COLOURS = (canvas.BLUE, canvas.RED, canvas.GREEN)

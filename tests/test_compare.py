@@ -14,7 +14,7 @@ import pytest
 import flashtile
 from flashtile.bench.gpu import peers
 from tests import compare
-from tests.readme_tree import ROOT
+from tests.tree import ROOT
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from flashtile.band import Band
 from flashtile.catalogue import chips, models
 from flashtile.catalogue.chip import SRAM_BYTES_A_CLOCK
 from flashtile.problem import MAX_DIM
-from tests.readme_tree import ROOT
+from tests.tree import ROOT
 
 TEXT = (ROOT / "docs" / "io.md").read_text()
 ROWS = [list(map(int, re.findall(r"\d+", line))) for line in re.findall(r"^\| \d+, \d+ .*", TEXT, re.MULTILINE)]

@@ -9,9 +9,9 @@ import pytest
 
 import flashtile
 from flashtile.bench import records, table
-from tests import readme_tree
+from tests import tree
 
-README = (readme_tree.ROOT / "README.md").read_text()
+README = (tree.ROOT / "README.md").read_text()
 
 
 def python(code: str) -> str:
@@ -61,32 +61,34 @@ def test_every_public_name_exists_and_is_told_about():
 
 def test_the_version_has_one_source():
     assert re.fullmatch(r"\d+\.\d+\.\d+", flashtile.__version__)
-    assert "version =" not in (readme_tree.ROOT / "pyproject.toml").read_text().partition("[tool.")[0]
+    assert "version =" not in (tree.ROOT / "pyproject.toml").read_text().partition("[tool.")[0]
 
 
 def test_it_is_typed():
     assert (Path(flashtile.__file__).parent / "py.typed").exists()
 
 
-def test_the_readme_shows_the_tree_as_it_is():
-    assert readme_tree.MARKED.search(README)[1] == readme_tree.tree(), "run: python -m tests.readme_tree"
+@pytest.mark.parametrize("document", tree.DOCUMENTS, ids=lambda path: path.name)
+def test_documents_show_the_tree_as_it_is(document):
+    text = document.read_text()
+    assert tree.MARKED.search(text) and text == tree.renewed(text), "run: python -m tests.tree"
 
 
 def test_every_file_says_what_it_is():
-    untold = [name for name, about in readme_tree.lines(readme_tree.SOURCE, 1) if not about and not name.endswith("/")]
+    untold = [name for name, about in tree.lines(tree.SOURCE, 1) if not about and not name.endswith("/")]
     assert untold == []
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", *(f"docs/{path.name}" for path in sorted((readme_tree.ROOT / "docs").glob("*.md")))]
+    "name", ["README.md", *(f"docs/{path.name}" for path in sorted((tree.ROOT / "docs").glob("*.md")))]
 )
 def test_documents_show_their_records_as_they_are(name):
-    document = readme_tree.ROOT / name
-    tables = table.marked(document.read_text())
-    assert tables or name != "README.md"
-    for path, shown in tables.items():
+    document = tree.ROOT / name
+    places = table.marked(document.read_text())
+    assert places or name not in ("README.md", "docs/speed.md")
+    for kind, path, shown in places:
         if path:
-            assert shown == table.render(records.read(document.parent / path))
+            assert shown == table.render(records.read(document.parent / path), kind)
         else:
             assert not re.search(r"\d", shown)
 
@@ -102,9 +104,9 @@ def test_the_examples_run(n, example):
 
 
 def test_documents_name_equations_that_exist():
-    numbered = set(re.findall(r"\((\d+)\)$", (readme_tree.ROOT / "docs" / "algorithm.md").read_text(), re.MULTILINE))
+    numbered = set(re.findall(r"\((\d+)\)$", (tree.ROOT / "docs" / "algorithm.md").read_text(), re.MULTILINE))
     cited = set()
-    for path in readme_tree.SOURCE.rglob("*.*"):
+    for path in tree.SOURCE.rglob("*.*"):
         if path.suffix in (".py", ".h", ".cpp"):
             for first, last in re.findall(r"eq\. (\d+)(?: (?:to|and) (\d+))?", path.read_text()):
                 cited |= {first, last or first}

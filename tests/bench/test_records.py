@@ -97,7 +97,7 @@ def test_a_document_carries_its_table(tmp_path):
     document.write_text("before\n<!-- bench:  -->\n<!-- end of bench -->\nafter\n")
     table.put_into(document, tmp_path / "records" / "r.json")
     text = document.read_text()
-    assert table.marked(text) == {"records/r.json": table.render(example())}
+    assert table.marked(text) == [("bench", "records/r.json", table.render(example()))]
     assert text.startswith("before\n") and text.endswith("\nafter\n")
     table.put_into(document, tmp_path / "records" / "r.json")
     assert document.read_text() == text
@@ -109,7 +109,7 @@ def test_a_document_beside_the_records(tmp_path):
     document.parent.mkdir()
     document.write_text("<!-- bench:  -->\n<!-- end of bench -->\n")
     table.put_into(document, tmp_path / "records" / "r.json")
-    assert list(table.marked(document.read_text())) == ["../records/r.json"]
+    assert [place.path for place in table.marked(document.read_text())] == ["../records/r.json"]
 
 
 def test_a_document_may_carry_several(tmp_path):
@@ -121,10 +121,41 @@ def test_a_document_may_carry_several(tmp_path):
     table.put_into(document, tmp_path / "a.json")
     table.put_into(document, tmp_path / "b.json")
     table.put_into(document, tmp_path / "a.json")
-    found = table.marked(document.read_text())
+    found = {place.path: place.body for place in table.marked(document.read_text())}
     assert list(found) == ["a.json", "b.json"] and "97 threads" in found["a.json"] and "98 threads" in found["b.json"]
     with pytest.raises(ValueError, match=r"bench: c\.json"):
         table.put_into(document, tmp_path / "c.json")
+
+
+def test_a_document_may_show_a_record_twice_in_brief_and_whole(tmp_path):
+    records.write(example(), tmp_path / "r.json")
+    document = tmp_path / "README.md"
+    document.write_text(
+        "<!-- brief: r.json -->\nold\n<!-- end of brief -->\n<!-- bench: r.json -->\n<!-- end of bench -->\n"
+    )
+    table.put_into(document, tmp_path / "r.json")
+    short, whole = table.marked(document.read_text())
+    assert short.body == table.render(example(), table.BRIEF) and whole.body == table.render(example())
+    assert "| forward | 2.0 |" in short.body and "old" not in short.body and len(short.body) < len(whole.body)
+
+
+def test_goals():
+    line = {
+        "title": "t",
+        "measure": "m",
+        "value": 1.5,
+        "worst": 1.0499,
+        "bar": None,
+        "worst_bar": 1.05,
+        "at_least": True,
+    }
+    record = example()
+    record["summary"] = [line | {"holds": True}, line | {"holds": None}]
+    assert table.goals(record) == "1 of 1 goals are reached."
+    record["summary"].append(line | {"holds": False})
+    assert (
+        table.goals(record) == "1 of 2 goals are reached. Not yet: t (m: 1.50, at worst 1.050; goal: none under 1.05)."
+    )
 
 
 def test_bars_that_ask_for_at_least_and_lines_without_a_bar():

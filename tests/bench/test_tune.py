@@ -19,7 +19,7 @@ from flashtile.backends.triton.tuning import Config  # noqa: E402
 from flashtile.bench import candidates, records, table, tune, tuned, workers  # noqa: E402
 from flashtile.bench.candidates import Limits, Target  # noqa: E402
 from tests.bench.gpu.fakes import FakeDevice  # noqa: E402
-from tests.readme_tree import ROOT  # noqa: E402
+from tests.tree import ROOT  # noqa: E402
 
 CACHES = {"decode": ((1, 64),), "decode-short": ((1, 512),)}
 HOPPER = Limits(227 << 10, True)

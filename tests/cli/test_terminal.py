@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("typer")
 
 from flashtile.cli.app import app
-from tests.readme_tree import ROOT
+from tests.tree import ROOT
 from tests.terminal import CODES, COLOUR, COLUMNS, CONTROL, in_terminal
 
 COMMANDS = [

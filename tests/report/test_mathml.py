@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 from flashtile.report import mathml
-from tests.readme_tree import ROOT
+from tests.tree import ROOT
 
 DOCUMENT = (ROOT / "docs" / "algorithm.md").read_text()
 

@@ -9,7 +9,7 @@ from jinja2 import UndefinedError
 from flashtile import studies
 from flashtile.report import mathml, page, topics
 from flashtile.studies.study import to_dict
-from tests.readme_tree import SOURCE
+from tests.tree import SOURCE
 
 TEMPLATES = [*(SOURCE / "report").glob("*.j2"), *(SOURCE / "report" / "sections").glob("*.j2")]
 NAMES = re.compile(r"FlashAttention(-| )\d(, \d and \d)?|float\d\d")  # digits that belong to a name

@@ -1,4 +1,4 @@
-"""Records as markdown: the tables of the README are made here and nowhere else."""
+"""Records as markdown: the tables of README and docs are made here and nowhere else."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from os.path import relpath
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flashtile.bench import markdown, records, tuned
+from flashtile.bench import brief, markdown, records, tuned
 from flashtile.bench.gpu import moved_table
 from flashtile.bench.gpu import table as gpu
 from flashtile.bench.markdown import milliseconds, number
 from flashtile.bench.records import Record
 
-BEGIN, END = "<!-- bench: {} -->", "<!-- end of bench -->"
-_MARKED = re.compile(r"<!-- bench: (?P<path>\S*) -->\n(?P<body>.*?)<!-- end of bench -->", re.DOTALL)
+WHOLE, BRIEF = "bench", "brief"  # how a place in a document is marked: for all tables of a record, or for its brief
+_MARKED = re.compile(
+    rf"<!-- (?P<kind>{WHOLE}|{BRIEF}): (?P<path>\S*) -->\n(?P<body>.*?)<!-- end of (?P=kind) -->", re.DOTALL
+)
 
 
 class Way(NamedTuple):
@@ -24,6 +26,7 @@ class Way(NamedTuple):
     fields: dict[str, type]  # what such a record has beside what all have
     parts: Callable[[Record], Iterable[str]]
     details: Callable[[Record], str]
+    brief: Callable[[Record], Iterable[str]]
 
 
 def read(path: Path) -> Record:
@@ -35,9 +38,22 @@ def read(path: Path) -> Record:
     return record
 
 
-def render(record: Record) -> str:
-    """What the README shows of a record."""
-    return "\n\n".join(part for part in WAYS[record["suite"]].parts(record) if part) + "\n"
+class Place(NamedTuple):
+    """Where a document shows a record, by its path; "" waits for its first one."""
+
+    kind: str
+    path: str
+    body: str
+
+    def __str__(self) -> str:
+        return f"<!-- {self.kind}: {self.path} -->\n{self.body}<!-- end of {self.kind} -->"
+
+
+def render(record: Record, kind: str = WHOLE) -> str:
+    """What documents show of a record."""
+    way = WAYS[record["suite"]]
+    parts = way.brief(record) if kind == BRIEF else way.parts(record)
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def details(record: Record) -> str:
@@ -55,6 +71,18 @@ def summary(record: Record) -> str:
         mean, worst = _beside(s["value"], s["bar"]), _beside(s["worst"], s["worst_bar"])
         rows.append((s["title"], s["measure"], mean, worst, _bar(s), holds))
     return markdown.table(rows)
+
+
+def goals(record: Record) -> str:
+    """How many bars hold, and which do not."""
+    asked = [s for s in record["summary"] if s["holds"] is not None]
+    missed = []
+    for s in asked:
+        if not s["holds"]:
+            mean, worst = _beside(s["value"], s["bar"]), _beside(s["worst"], s["worst_bar"])
+            missed.append(f"{s['title']} ({s['measure']}: {mean}, at worst {worst}; goal: {_bar(s)})")
+    reached = f"{len(asked) - len(missed)} of {len(asked)} goals are reached."
+    return f"{reached} Not yet: {'; '.join(missed)}." if missed else reached
 
 
 def _beside(x: float | None, bar: float | None) -> str:
@@ -105,39 +133,51 @@ def caption(record: Record) -> str:
     return f"{m['processor']}, {m['isa'] or 'no C++ core'}, {record['threads']} threads; {versions}{commit}."
 
 
-def marked(text: str) -> dict[str, str]:
-    """The tables of a document, by the record each was made from; "" is a place that waits for its first record."""
-    return {found["path"]: found["body"] for found in _MARKED.finditer(text)}
+def marked(text: str) -> list[Place]:
+    """The places of a document."""
+    return [Place(found["kind"], found["path"], found["body"]) for found in _MARKED.finditer(text)]
 
 
 def put_into(document: Path, record: Path) -> None:
-    """Make the table of this record anew, or put it where a place waits; its path is relative to the document."""
+    """Make what a document shows of this record anew, or put it where a place waits.
+
+    Its path is relative to the document.
+    """
     path = Path(relpath(record.resolve(), document.resolve().parent)).as_posix()
-    before = document.read_text()
-    places = marked(before)
-    place = path if path in places else ""
-    if place not in places:
-        raise ValueError(f"{document}: expected a line {BEGIN.format(path)} and a line {END}")
-    text = f"{BEGIN.format(path)}\n{render(read(record))}{END}"
-    old = f"{BEGIN.format(place)}\n{places[place]}{END}"
-    document.write_text(before.replace(old, text, 1))
+    text = document.read_text()
+    places = marked(text)
+    own = [place for place in places if place.path == path] or [place for place in places if not place.path][:1]
+    if not own:
+        raise ValueError(f"{document}: expected a line <!-- {WHOLE}: {path} --> and a line <!-- end of {WHOLE} -->")
+    content = read(record)
+    for place in own:
+        text = text.replace(str(place), str(Place(place.kind, path, render(content, place.kind))), 1)
+    document.write_text(text)
 
 
 WAYS = {
-    "cpu": Way({"threads": int}, lambda record: (caption(record), summary(record), memory(record)), cases),
+    "cpu": Way(
+        {"threads": int},
+        lambda record: (caption(record), summary(record), memory(record)),
+        cases,
+        lambda record: (caption(record), brief.cpu(record), goals(record)),
+    ),
     "gpu": Way(
         {"rounds": int, "device": dict, "left_out": list},
         lambda record: (gpu.caption(record), summary(record), *gpu.sections(record)),
         gpu.details,
+        lambda record: (f"{gpu.machine(record)}.", brief.gpu(record), goals(record)),
     ),
     "tune": Way(
         {"rounds": int, "device": dict, "fields": list, "left_out": list},
         lambda record: (tuned.caption(record), tuned.table(record)),
         tuned.details,
+        lambda record: (tuned.caption(record),),
     ),
     "io": Way(
         {"device": dict, "failed": dict},
         lambda record: (moved_table.caption(record), moved_table.table(record)),
         moved_table.details,
+        lambda record: (moved_table.caption(record),),
     ),
 }

@@ -15,7 +15,7 @@ import numpy as np
 
 from flashtile.backends import native
 from flashtile.backends.native.address import address
-from tests.readme_tree import SOURCE
+from tests.tree import SOURCE
 
 CORE = SOURCE / "backends" / "native" / "core"
 SERVER = Path(__file__).with_name("serve.cpp")

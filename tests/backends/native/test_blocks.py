@@ -9,7 +9,7 @@ import pytest
 from flashtile.backends.native import blocks
 from flashtile.plan import stand_in
 from flashtile.problem import MAX_DIM, describe
-from tests.readme_tree import SOURCE
+from tests.tree import SOURCE
 
 CORE = SOURCE / "backends" / "native" / "core"
 MACROS = {"__AVX512F__": "x86-64-v4", "__AVX2__": "x86-64-v3", "__aarch64__": "aarch64", "": "generic"}

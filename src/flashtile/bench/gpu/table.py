@@ -16,11 +16,16 @@ Row = dict[str, Any]
 SAID = {TRAIN, DECODE, SMALL, MEMORY, DTYPE, EIGHT_BITS}  # by the heading of a table, or by all rows alike
 
 
-def caption(record: Record) -> str:
+def machine(record: Record) -> str:
+    """Which GPU, and which versions."""
     m, d = record["machine"], record["device"]
     versions = [f"{name} {m['versions'][name]}" for name in ("flashtile", "torch", "triton") if m["versions"][name]]
     commit = [f"commit {m['commit'][:12]}"] if m["commit"] else []
-    said = f"{d['name']}, CUDA {d['cuda']}, cuDNN {d['cudnn']}; {', '.join(versions + commit)}. "
+    return f"{d['name']}, CUDA {d['cuda']}, cuDNN {d['cudnn']}; {', '.join(versions + commit)}"
+
+
+def caption(record: Record) -> str:
+    said = f"{machine(record)}. "
     dtypes = dict.fromkeys(row["dtype"] for row in record["measurements"])
     said += f"{' and '.join(dtypes)}, medians of {record['rounds']} rounds in random order."
     for suite, what, unit, scale in (

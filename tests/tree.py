@@ -1,4 +1,4 @@
-"""The tree of files in the README, made from the first line of each file. `python -m tests.readme_tree` renews it."""
+"""Trees of files in README and docs, made from the first line of each file. `python -m tests.tree` renews them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "flashtile"
-MARKED = re.compile(r"<!-- tree -->\n(.*?)<!-- end of tree -->", re.DOTALL)
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "code.md")
+# Down to a depth, where there is one.
+MARKED = re.compile(r"(?P<mark><!-- tree(?:: (?P<depth>\d+))? -->\n)(?P<body>.*?)(?=<!-- end of tree -->)", re.DOTALL)
 
 
 def meaning(path: Path) -> str:
@@ -41,13 +43,19 @@ def lines(folder: Path, depth: int) -> list[tuple[str, str]]:
     return found
 
 
-def tree() -> str:
+def tree(depth: str | None = None) -> str:
     rows = [("src/flashtile/", ""), *lines(SOURCE, 1)]
+    if depth is not None:
+        rows = [(name, about) for name, about in rows if len(name) - len(name.lstrip()) <= 2 * int(depth)]
     width = max(len(name) for name, _ in rows) + 2
     return "```\n" + "\n".join(f"{name:{width}}{about}".rstrip() for name, about in rows) + "\n```\n"
 
 
+def renewed(text: str) -> str:
+    """A document with its trees as they are now."""
+    return MARKED.sub(lambda found: found["mark"] + tree(found["depth"]), text)
+
+
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    text = MARKED.sub(lambda _: f"<!-- tree -->\n{tree()}<!-- end of tree -->", readme.read_text())
-    readme.write_text(text)
+    for document in DOCUMENTS:
+        document.write_text(renewed(document.read_text()))

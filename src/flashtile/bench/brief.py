@@ -1,0 +1,52 @@
+"""Briefs: a record in one small table, for the README: how many times as fast as each peer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+from flashtile.bench import markdown
+from flashtile.bench.gpu.measures import OVER_BEST
+from flashtile.bench.gpu.peers import NAMES, OURSELVES
+from flashtile.bench.gpu.rows import DTYPE, TRAIN
+from flashtile.bench.markdown import number
+from flashtile.bench.records import Record
+
+ON_A_CPU = ("full", "causal", "training", "training-causal", "bfloat16", "bfloat16-training", "decode-gqa", "small")
+DIRECTIONS = {"forward": "forward", "backward": "backward", "step": "forward + backward"}
+
+Row = dict[str, Any]
+
+
+def cpu(record: Record) -> str:
+    """One row a group, of those that say most."""
+    groups = {s["group"]: s for s in record["summary"] if s["value"]}
+    rows = [(s["title"], number(1 / s["value"], 1)) for name in ON_A_CPU if (s := groups.get(name))]
+    return markdown.table([("on a CPU", "times as fast as torch's SDPA"), *rows]) if rows else ""
+
+
+def gpu(record: Record) -> str:
+    """One row a direction: means over all shapes that a peer ran, and the shape where the best of them is nearest."""
+    measured = [row for row in record["measurements"] if row["suite"] == TRAIN and row["dtype"] == DTYPE]
+    peers = [name for name in NAMES if name not in OURSELVES and any(name in row["ratios"] for row in measured)]
+    rows = [
+        (f"{title}, {_shapes(some)}", *(number(_mean(name, some)) for name in peers), number(_nearest(some)))
+        for direction, title in DIRECTIONS.items()
+        if (some := [row for row in measured if row["direction"] == direction])
+    ]
+    head = ("on a GPU, times as fast as", *peers, "the best of them, at worst")
+    return markdown.table([head, *rows]) if rows and peers else ""
+
+
+def _shapes(rows: list[Row]) -> str:
+    return f"{len(rows)} shape{'s' if len(rows) > 1 else ''}"
+
+
+def _mean(peer: str, rows: Iterable[Row]) -> float | None:
+    found = [row["ratios"][peer]["value"] for row in rows if peer in row["ratios"]]
+    return prod(found) ** (1 / len(found)) if found else None
+
+
+def _nearest(rows: Iterable[Row]) -> float | None:
+    return min((x for row in rows if (x := OVER_BEST.of(row)) is not None), default=None)

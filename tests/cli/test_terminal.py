@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("typer")
 
 from flashtile.cli.app import app
-from tests.tree import ROOT
 from tests.terminal import CODES, COLOUR, COLUMNS, CONTROL, in_terminal
+from tests.tree import ROOT
 
 COMMANDS = [
     ["--help"],

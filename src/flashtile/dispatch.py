@@ -14,8 +14,8 @@ from flashtile.problem import Problem
 from flashtile.results import Grads
 
 
-def _no_reason(problem: Problem) -> None:
-    """For a backend that takes every problem."""
+def _nothing(problem: Problem) -> None:
+    """Of a backend that has no objection to any problem, or prepares none."""
 
 
 def _always(problem: Problem) -> bool:
@@ -30,7 +30,7 @@ _module = cache(importlib.import_module)  # a small call would notice the look-u
 class Backend:
     """A row of the table. Its module has why_not(), and forward() and backward(), or, on a GPU, prepare().
 
-    It may have missing(), suits() and tile() too.
+    It may have missing(), suits() and tile() too, and on a CPU small().
     """
 
     name: str
@@ -52,7 +52,7 @@ class Backend:
         """Why this backend could not run this problem on any machine; None where it could."""
         if device != self.device:
             return f"it runs on {self.device}, the tensors are on {device}"
-        reason: str | None = getattr(self.load(), "why_not", _no_reason)(problem)
+        reason: str | None = getattr(self.load(), "why_not", _nothing)(problem)
         return reason
 
     def made_for(self, capability: tuple[int, int] | None) -> bool:
@@ -77,6 +77,10 @@ class Backend:
         """Gradients of rank 4; bias_grad=False saves that of the bias, which is N x N where nothing else is."""
         result: Grads = self.load().backward(problem, dout, out, lse, dlse, bias_grad=bias_grad)
         return result
+
+    def small(self, problem: Problem) -> Any:
+        """What runs this problem, and again all that differ from it in numbers alone; None where that gains nothing."""
+        return getattr(self.load(), "small", _nothing)(problem)
 
     def prepare(self, problem: Problem) -> tuple[Any, Problem]:
         """What runs this problem, and again all that differ from it in numbers alone; the problem as that wants it."""

@@ -35,6 +35,7 @@ OPTIONS = {"causal": False, "window": None, "bias": None, "dropout": 0.0, "seed"
 def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     row = next(row for row in dispatch.TABLE if row.name == "triton")
     monkeypatch.setattr(prepared, "dispatch", SimpleNamespace(choose=lambda *_: row))
+    monkeypatch.setattr(prepared, "on_cpu", SimpleNamespace(work_out=prepared._on_gpu))
     monkeypatch.setattr(tuning, "choose", lambda *_: tuning.Config(16, 16, 4, 1))
     monkeypatch.setattr(prepared, "_known", {})
 

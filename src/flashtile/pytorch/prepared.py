@@ -1,4 +1,4 @@
-"""Calls on a GPU: what a call launches is worked out once and found again by the tensors and options of the next."""
+"""Calls that come again: what runs one is worked out once and found again by the tensors and options of the next."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from flashtile.band import Band
 from flashtile.dtypes import EIGHT_BITS
 from flashtile.inputs import TENSORS, Inputs
 from flashtile.problem import describe
+from flashtile.pytorch import on_cpu
 from flashtile.pytorch.watch import left_alone, never_hears, quiet, unwatched
 
 MOST = 2048  # calls remembered; a cache that grows by a token a step would otherwise fill the memory
@@ -56,22 +57,27 @@ def find(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any])
     known = _recall(key, tensors)
     if known is not None:
         return known.run, known.inputs(q, k, v, options)
+    run, inputs, lasting = (on_cpu.work_out if q.is_cpu else _on_gpu)(q, k, v, backend, options)
+    if lasting:
+        _remember(key, tensors, run, any(x is not None for x in inputs[3:-1]))
+    return run, inputs
+
+
+def _on_gpu(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Any, Inputs, bool]:
+    """What on_cpu.work_out() is on a CPU."""
     given = describe(q, k, v, **options)
     row = dispatch.choose(given, backend, q.device.type)
     if given.dtype == EIGHT_BITS and not row.eight_bits:
-        return None, Inputs.of(given)
+        return None, Inputs.of(given), False
     run, problem = row.prepare(given)
-    inputs = Inputs.of(problem)
-    if problem is given:
-        _remember(key, tensors, run, any(x is not None for x in inputs[3:-1]))
-    return run, inputs
+    return run, Inputs.of(problem), problem is given
 
 
 @left_alone
 def recall(q: Any, k: Any, v: Any, backend: str, options: dict[str, Any]) -> Known | None:
     """A call like this one, which may be anything that a caller might give, where neither is watched; None without."""
     try:
-        if q.is_cpu or not quiet():
+        if not quiet():
             return None
         known = _recall(*_key(q, k, v, backend, options))
     except (AttributeError, RuntimeError):  # not even a shape; of nested tensors torch says so in another way

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from typing import Any
 
@@ -12,11 +13,12 @@ from flashtile.backends.native import library
 from flashtile.backends.native.address import address
 from flashtile.backends.native.blocks import tile
 from flashtile.backends.native.library import why_not as missing
+from flashtile.backends.native.prepared import MOST_ROWS, Prepared
 from flashtile.dtypes import Array, carrier, widen
 from flashtile.problem import Problem
 from flashtile.results import Grads
 
-__all__ = ["backward", "forward", "missing", "tile"]
+__all__ = ["backward", "forward", "missing", "small", "tile"]
 
 _DTYPES = {"float32": 0, "float64": 1, "bfloat16": 2, "float16": 3}
 
@@ -32,10 +34,28 @@ def forward(problem: Problem) -> tuple[Array, Array]:
     out = _empty(problem, problem.out_shape(), problem.out_dtype)
     lse = _empty(problem, problem.out_shape()[:-1], problem.accumulator)
     alive: list[Array] = []
-    fields = _given(problem, alive)
-    fields += [*_rows(out, alive), *_rows(lse[..., None], alive), *_options(problem, alive), *_ABSENT * 6, 0]
-    _check(library.load().ft_forward(_STRUCT.pack(*fields)))
+    _check(library.load().ft_forward(_packed(problem, out, lse, alive)))
     return out, lse
+
+
+def small(problem: Problem) -> Prepared | None:
+    """What runs this call again for other numbers; None where nobody would notice, or arrays have to be looked at."""
+    p, rows = problem, math.prod(problem.out_shape()[:-1])
+    others = (p.mask, p.bias, p.alibi, p.sink, p.kv_lengths, p.cu_q)
+    if rows > MOST_ROWS or any(x is not None for x in others) or not p.q.size or not p.k.size or not p.v.size:
+        return None
+    out = _empty(p, p.out_shape(), p.out_dtype)
+    lse = _empty(p, p.out_shape()[:-1], p.accumulator)
+    alive: list[Array] = []
+    words = _packed(p, out, lse, alive)
+    return None if alive else Prepared(words, rows, library.load().ft_forward, _check)
+
+
+def _packed(p: Problem, out: Array, lse: Array, alive: list[Array]) -> bytes:
+    """The struct of a forward call."""
+    fields = _given(p, alive)
+    fields += [*_rows(out, alive), *_rows(lse[..., None], alive), *_options(p, alive), *_ABSENT * 6, 0]
+    return _STRUCT.pack(*fields)
 
 
 def backward(problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Grads:

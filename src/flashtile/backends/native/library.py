@@ -72,7 +72,7 @@ def load() -> ctypes.CDLL:
         raise OSError(reason)
     i64, u64, pointer = ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
     for name in ("ft_forward", "ft_backward"):
-        getattr(library, name).argtypes = [ctypes.c_char_p]
+        getattr(library, name).argtypes = [pointer]
     library.ft_cuts.argtypes = [i64] * 7 + [pointer]
     library.ft_keep.argtypes = [u64, i64, i64, i64, i64, ctypes.c_double, pointer]
     library.ft_cuts.restype = library.ft_keep.restype = library.ft_after_fork.restype = None

@@ -1,0 +1,195 @@
+"""Small calls on a CPU: the second of a kind goes straight to the core, and nobody can tell."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashtile as ft
+from flashtile import threads
+from flashtile.backends import native
+
+torch = pytest.importorskip("torch")
+
+from flashtile.pytorch import on_cpu, prepared  # noqa: E402
+
+pytestmark = pytest.mark.skipif(native.missing() is not None, reason="there is no C++ core")
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "_known", {})
+
+
+def tensors(seed: int = 0, dtype: Any = torch.float32, shape: tuple[int, ...] = (2, 4, 20, 16)) -> list[Any]:
+    rng = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=rng).to(dtype) for _ in range(3)]
+
+
+def known() -> int:
+    return sum(map(len, prepared._known.values()))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "band": {"band": ft.Band(3, 2, 1)},
+    "scores": {"softcap": 2.0, "scale": 0.3},
+    "dropout": {"dropout": 0.5, "seed": 7},
+    "unrounded": {"out_dtype": torch.float32},
+    "named": {"backend": "native", "threads": 1, "deterministic": True},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_same_bits(name: str, dtype: Any) -> None:
+    for shape in ((2, 4, 20, 16), (4, 20, 16), (20, 16)):
+        options = OPTIONS[name]
+        given = tensors(1, dtype, shape)
+        first = ft.attention(*tensors(0, dtype, shape), **options)
+        assert known() == 1
+        out, lse = ft.attention(*given, **options, return_lse=True)
+        assert known() == 1 and out.dtype == first.dtype and out.is_contiguous() and lse.is_contiguous()
+        prepared._known.clear()
+        wanted = ft.attention(*given, **options, return_lse=True)
+        for found, exact in zip((out, lse), wanted, strict=True):
+            assert found.shape == exact.shape and found.dtype == exact.dtype and torch.equal(found, exact)
+        assert torch.equal(ft.attention(*given, **options), out)
+        prepared._known.clear()
+
+
+def test_a_seed_is_its_own() -> None:
+    given = tensors()
+    found = [ft.attention(*given, dropout=0.5, seed=seed) for seed in (1, 2, 2**63 + 1, 1, np.int64(2))]
+    assert known() == 1
+    assert torch.equal(found[0], found[3]) and torch.equal(found[1], found[4])
+    assert not torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+
+
+def test_shared_heads_strides_and_expanded_keys() -> None:
+    rng = torch.Generator().manual_seed(3)
+    q = torch.randn(1, 1, 8, 32, generator=rng).transpose(1, 2)
+    cache = torch.randn(2, 1, 2, 100, 32, generator=rng)
+    for n in (40, 41, 40):
+        k, v = cache[:, :, :, :n]
+        out = ft.attention(q, k, v)
+        exact = ft.standard_attention(q.numpy(), k.numpy(), v.numpy())
+        np.testing.assert_allclose(out.numpy(), exact, atol=1e-5)
+    assert known() == 2
+    k = cache[0, :, :1].expand(1, 8, 100, 32)
+    for _ in range(2):
+        out = ft.attention(q, k, k)
+        np.testing.assert_allclose(out.numpy(), ft.standard_attention(q.numpy(), k.numpy(), k.numpy()), atol=1e-5)
+
+
+def test_gradients_of_calls_that_are_known() -> None:
+    results = []
+    for _ in range(3):
+        leaves = [x.requires_grad_() for x in tensors(5)]
+        out, lse = ft.attention(*leaves, causal=True, return_lse=True)
+        (out.square().sum() + lse.sum()).backward()
+        results.append([out.detach(), *(x.grad for x in leaves)])
+    assert known() == 1
+    for each in results[1:]:
+        assert all(map(torch.equal, each, results[0]))
+
+
+@pytest.mark.parametrize("name", ["mask", "bias", "alibi", "sink", "kv_lengths"])
+def test_calls_with_other_tensors_are_looked_at_each_time(name: str) -> None:
+    more = {
+        "mask": torch.ones(20, 20, dtype=torch.bool),
+        "bias": torch.zeros(20, 20),
+        "alibi": torch.ones(4),
+        "sink": torch.zeros(4),
+        "kv_lengths": torch.tensor([5, 20]),
+    }[name]
+    ft.attention(*tensors(), **{name: more})
+    ft.attention(*tensors(), **{name: more})
+    assert known() == 0
+    if name == "kv_lengths":
+        with pytest.raises(ft.FlashtileError, match="kv_lengths"):
+            ft.attention(*tensors(), kv_lengths=torch.tensor([5, 21]))
+
+
+def test_other_backends_and_large_calls_are_not_kept() -> None:
+    ft.attention(*tensors(), backend="tiles")
+    ft.attention(*tensors(shape=(1, 1, native.MOST_ROWS + 1, 2)))
+    ft.attention(*(x[..., ::2] for x in tensors()))  # copied first
+    ft.attention(*(x[:, :, :0] for x in tensors()))
+    assert known() == 0
+
+
+def test_torch_says_how_many_threads_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    plain = on_cpu.Small.output
+
+    def listen(self: on_cpu.Small, x: Any) -> Any:
+        core = self._core
+        self._core = lambda n, *rest: (told.append(n), core(n, *rest))
+        try:
+            return plain(self, x)
+        finally:
+            self._core = core
+
+    monkeypatch.setattr(on_cpu.Small, "output", listen)
+    monkeypatch.setattr(threads, "asked_for", lambda: None)
+    before = torch.get_num_threads()
+    try:
+        for n in (1, 2, 1):
+            torch.set_num_threads(n)
+            ft.attention(*tensors())
+        ft.attention(*tensors(), threads=3)
+        ft.attention(*tensors(), threads=np.int64(3))
+        monkeypatch.setattr(threads, "asked_for", lambda: 5)
+        ft.attention(*tensors())
+    finally:
+        torch.set_num_threads(before)
+    assert told == [1, 2, 1, 3, 3, 5]
+
+
+def test_wrong_calls_are_refused_after_right_ones() -> None:
+    q, k, v = tensors()
+    ft.attention(q, k, v)
+    ft.attention(q, k, v)
+    with pytest.raises(ft.ShapeError, match=r"^k: expected head dim"):
+        ft.attention(q, k[..., :8], v)
+    with pytest.raises(ft.DTypeError, match=r"^k: expected float32 like q"):
+        ft.attention(q, k.double(), v)
+    with pytest.raises(ft.DTypeError, match=r"^v: expected a torch tensor like q, got ndarray"):
+        ft.attention(q, k, v.numpy())
+    with pytest.raises(ft.DTypeError, match=r"^k: expected a torch tensor like q, got NoneType"):
+        ft.attention(q, None, v)
+    with pytest.raises(ft.DTypeError, match=r"^return_lse"):
+        ft.attention(q, k, v, return_lse=1)
+    with pytest.raises(ft.UnsupportedError, match=r"^backend: expected one of"):
+        ft.attention(q, k, v, backend="moon")
+    assert known() == 1
+
+
+def test_no_tensor_is_kept() -> None:
+    given = tensors()
+    out = ft.attention(*given)
+    ft.attention(*given)
+    gone = [weakref.ref(x) for x in (*given, out)]
+    del given, out
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 4
+
+
+def test_transforms_and_compiled_calls_agree() -> None:
+    q, k, v = tensors(9)
+    exact = ft.attention(q, k, v, causal=True)
+    assert torch.equal(ft.attention(q, k, v, causal=True), exact)
+    mapped = torch.vmap(lambda a, b, c: ft.attention(a, b, c, causal=True))(q, k, v)
+    torch.testing.assert_close(mapped, exact)
+    back = torch.func.grad(lambda a: ft.attention(a, k, v, causal=True).sum())
+    torch.testing.assert_close(back(q), back(q))
+    with torch.inference_mode():
+        assert torch.equal(ft.attention(q, k, v, causal=True), exact)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ft.attention(q, k, v, causal=True).dtype is torch.bfloat16

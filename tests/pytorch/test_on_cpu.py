@@ -171,6 +171,14 @@ def test_wrong_calls_are_refused_after_right_ones() -> None:
     assert known() == 1
 
 
+def test_a_tensor_that_comes_twice() -> None:
+    x, y = tensors(4)[:2]
+    for _ in range(3):
+        assert torch.equal(ft.attention(x, x, x), ft.attention(x, x.clone(), x.clone()))
+        assert torch.equal(ft.attention(x, y, y), ft.attention(x, y, y.clone()))
+    assert known() == 3  # distinct ones are one kind
+
+
 def test_no_tensor_is_kept() -> None:
     given = tensors()
     out = ft.attention(*given)

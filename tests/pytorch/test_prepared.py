@@ -282,6 +282,26 @@ def test_another_call_is_not_recalled(how: str, given: list[Any]) -> None:
     assert recall(*unlike(*given)[how]) is None
 
 
+@pytest.mark.parametrize("twice", ["q, k and v", "k and v", "cu_q and cu_k"])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_tensor_that_comes_twice(twice: str, training: bool, given: list[Any]) -> None:
+    """It is prepared once, and not taken for two."""
+    cu = torch.empty(4, device="meta", dtype=torch.int32)
+    calls: dict[str, Any] = {
+        "q, k and v": (lambda x, *_: ft.attention(x, x, x)),
+        "k and v": (lambda x, y, _: ft.attention(x, y, y)),
+        "cu_q and cu_k": (lambda *x: ft.attention_packed(*(y[0].transpose(0, 1) for y in x), cu, cu)),
+    }
+    for _ in range(3):
+        fresh = [torch.empty_like(x, requires_grad=training) for x in given]
+        out = calls[twice](*fresh)
+        if training:
+            out.backward(torch.empty_like(out))
+    assert sum(map(len, prepared._known.values())) == 1
+    if "cu" not in twice:
+        assert recall(*(torch.empty_like(x, requires_grad=training) for x in given)) is None
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -302,6 +322,52 @@ def test_other_options_are_not_recalled(options: dict[str, Any], given: list[Any
     ft.attention(*given, softcap=1.0)
     ft.attention(*given, window=(3, 0))
     assert recall(*given, **options) is None
+
+
+@pytest.mark.parametrize("name", ["seed", "causal", "dropout", "softcap", "deterministic", "moon"])
+def test_nothing_that_may_not_be_none_is(name: str, given: list[Any]) -> None:
+    ft.attention(*given)
+    assert recall(*given, mask=None, window=None) is not None
+    assert recall(*given, **{name: None}) is None
+
+
+class Index:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, Index])
+def test_numbers_that_may_change_are_read_each_time(kind: Any, given: list[Any]) -> None:
+    number = kind(2)
+    for options in ({"window": (number, 0)}, {"band": ft.Band(number, 0, 0)}, {"threads": number}):
+        ft.attention(*given, **options)
+        assert recall(*given, **options) is None
+    assert not prepared._known
+    ft.attention(*given, window=(np.int64(2), 0), scale=np.float64(0.5), out_dtype=np.float32)
+    assert recall(*given, window=(np.int64(2), 0), scale=np.float64(0.5), out_dtype=np.float32) is not None
+
+
+def test_few_calls_share_a_key(given: list[Any]) -> None:
+    for n in range(3 * prepared.MOST_OF_A_KEY):
+        q = torch.empty(1, 2, 20, 16 + n, device="meta")[..., :16]
+        ft.attention(q, *given[1:])
+    assert [len(found) for found in prepared._known.values()] == [prepared.MOST_OF_A_KEY]
+    assert recall(q, *given[1:]) is not None
+
+
+def test_factors_of_8_bits_are_looked_at_each_time(given: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is remembered of them is one tensor, which is not what a caller may give."""
+    row = next(row for row in dispatch.TABLE if row.name == "gluon")
+    monkeypatch.setattr(prepared, "dispatch", SimpleNamespace(choose=lambda *_: row))
+    given = [torch.empty(1, 2, 64, 64, device="meta", dtype=torch.float8_e4m3fn) for _ in range(3)]
+    factors = tuple(torch.empty((), device="meta") for _ in range(3))
+    ft.attention(*given, descale=factors)
+    assert prepared._known
+    with pytest.raises(ft.ShapeError, match="descale: expected three factors"):
+        ft.attention(*given, descale=torch.empty(1, 1, 3, device="meta"))
 
 
 def seen_within(how: str, q: Any, k: Any, v: Any) -> Any:

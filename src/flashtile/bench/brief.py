@@ -14,7 +14,7 @@ from flashtile.bench.markdown import number
 from flashtile.bench.records import Record
 
 ON_A_CPU = ("full", "causal", "training", "training-causal", "bfloat16", "bfloat16-training", "decode-gqa", "small")
-DIRECTIONS = {"forward": "forward", "backward": "backward", "step": "forward + backward"}
+DIRECTIONS = {"forward": "forward", "backward": "backward", "step": "a training step"}
 
 Row = dict[str, Any]
 
@@ -27,15 +27,15 @@ def cpu(record: Record) -> str:
 
 
 def gpu(record: Record) -> str:
-    """One row a direction: means over all shapes that a peer ran, and the shape where the best of them is nearest."""
+    """One row a direction: means over the shapes that all peers ran, and the shape where the fastest is nearest."""
     measured = [row for row in record["measurements"] if row["suite"] == TRAIN and row["dtype"] == DTYPE]
     peers = [name for name in NAMES if name not in OURSELVES and any(name in row["ratios"] for row in measured)]
     rows = [
-        (f"{title}, {_shapes(some)}", *(number(_mean(name, some)) for name in peers), number(_nearest(some)))
+        (f"{title}, {_shapes(some)}", *(number(_mean(name, some)) for name in peers), number(_nearest(some), 3))
         for direction, title in DIRECTIONS.items()
-        if (some := [row for row in measured if row["direction"] == direction])
+        if (some := [row for row in measured if row["direction"] == direction and row["ratios"].keys() >= {*peers}])
     ]
-    head = ("on a GPU, times as fast as", *peers, "the best of them, at worst")
+    head = ("on a GPU, times as fast as", *peers, "the fastest peer, at worst")
     return markdown.table([head, *rows]) if rows and peers else ""
 
 
@@ -43,9 +43,8 @@ def _shapes(rows: list[Row]) -> str:
     return f"{len(rows)} shape{'s' if len(rows) > 1 else ''}"
 
 
-def _mean(peer: str, rows: Iterable[Row]) -> float | None:
-    found = [row["ratios"][peer]["value"] for row in rows if peer in row["ratios"]]
-    return prod(found) ** (1 / len(found)) if found else None
+def _mean(peer: str, rows: list[Row]) -> float:
+    return float(prod(row["ratios"][peer]["value"] for row in rows) ** (1 / len(rows)))
 
 
 def _nearest(rows: Iterable[Row]) -> float | None:

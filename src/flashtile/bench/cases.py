@@ -96,6 +96,13 @@ CPU = (
     ),
     Group("decode", "decode, 32 heads x 8192 keys", (Case(1, 8192, 128, 32, 32),), bar=0.75, reach=0.65),
     Group("decode-gqa", "decode, 32 heads on 8 key heads", (Case(1, 8192, 128, 32, 8),), bar=0.30, reach=0.20),
+    Group(
+        "decode-short",
+        "decode, 8 heads x 128 to 1024 keys",
+        tuple(Case(1, n, 64) for n in (128, 256, 512, 1024)),
+        bar=0.90,
+        worst_bar=1.0,
+    ),
     *_of_16_bits("bfloat16"),
     *_of_16_bits("float16"),
     Group("bias", "with a bias", _grid((1024, 2048), options={"bias": True}), bar=0.95),

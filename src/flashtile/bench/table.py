@@ -76,13 +76,13 @@ def summary(record: Record) -> str:
 def goals(record: Record) -> str:
     """How many bars hold, and which do not."""
     asked = [s for s in record["summary"] if s["holds"] is not None]
-    missed = []
-    for s in asked:
-        if not s["holds"]:
-            mean, worst = _beside(s["value"], s["bar"]), _beside(s["worst"], s["worst_bar"])
-            missed.append(f"{s['title']} ({s['measure']}: {mean}, at worst {worst}; goal: {_bar(s)})")
-    reached = f"{len(asked) - len(missed)} of {len(asked)} goals are reached."
-    return f"{reached} Not yet: {'; '.join(missed)}." if missed else reached
+    missed = [s for s in asked if not s["holds"]]
+    said = [f"{len(asked) - len(missed)} of {len(asked)} goals are reached." + (" Not yet:\n" if missed else "")]
+    for s in missed:
+        mean, worst = _beside(s["value"], s["bar"]), _beside(s["worst"], s["worst_bar"])
+        found = f"mean {mean}, worst {worst}" if mean != worst else mean
+        said.append(f"- {s['title']}: {s['measure']} {found}; goal: {_bar(s)}")
+    return "\n".join(said)
 
 
 def _beside(x: float | None, bar: float | None) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
@@ -18,10 +18,13 @@ from flashtile.pytorch import on_cpu
 from flashtile.pytorch.watch import left_alone, never_hears, quiet, unwatched
 
 MOST = 2048  # calls remembered; a cache that grows by a token a step would otherwise fill the memory
+MOST_OF_A_KEY = 16  # each is looked at until one fits
 ALIGNED = 16  # bytes, that addresses are multiples of or not
 _OPTIONS = TENSORS[3:]
 _NONE = (None,) * len(_OPTIONS)
 _NO_ONE: tuple[Known, ...] = ()
+_MAY_BE_NONE = {*TENSORS, "window", "band", "scale", "out_dtype", "threads"}
+_FIXED = (int, float, str, np.generic, np.dtype, type, torch.dtype)  # what an option may be without ever changing
 _inputs: Any = tuple.__new__  # Inputs._make() takes twice as long
 
 
@@ -76,21 +79,17 @@ def _on_gpu(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, An
 @left_alone
 def recall(q: Any, k: Any, v: Any, backend: str, options: dict[str, Any]) -> Known | None:
     """A call like this one, which may be anything that a caller might give, where neither is watched; None without."""
+    if not quiet() or (options and options.get("descale") is not None):  # what is remembered of it is something else
+        return None
     try:
-        if not quiet():
-            return None
         known = _recall(*_key(q, k, v, backend, options))
-    except (AttributeError, RuntimeError):  # not even a shape; of nested tensors torch says so in another way
+    except (AttributeError, RuntimeError, TypeError):  # not even a shape; or one that cannot be hashed
         return None
     return known if known is not None and known.unwatched else None
 
 
 def _recall(key: Any, tensors: tuple[Tensor, ...]) -> Known | None:
-    try:
-        found = _known.get(key, _NO_ONE)
-    except TypeError:
-        return None
-    for known in found:
+    for known in _known.get(key, _NO_ONE):
         if known.alike.check(*tensors) and known.off == _off(tensors):
             return known
     return None
@@ -109,12 +108,14 @@ def _remember(key: Any, tensors: tuple[Tensor, ...], run: Any, with_others: bool
         any(x.requires_grad for x in tensors),
         unwatched(tensors) and all(map(never_hears, tensors)),
     )
-    with suppress(TypeError):  # an option that cannot be hashed
-        _known.setdefault(key, []).append(known)
+    found = _known.setdefault(key, [])
+    found.append(known)
+    if len(found) > MOST_OF_A_KEY:
+        del found[0]
 
 
 def _off(tensors: tuple[Tensor, ...]) -> tuple[int, ...] | None:
-    """By how many bytes tensors miss the alignment for which kernels are compiled; None where none does."""
+    """By how many bytes tensors miss the alignment for which kernels are compiled; None where none of three does."""
     if len(tensors) == 3:
         q, k, v = tensors
         if not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNED:
@@ -123,34 +124,41 @@ def _off(tensors: tuple[Tensor, ...]) -> tuple[int, ...] | None:
 
 
 def _key(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Any, tuple[Tensor, ...]]:
-    """All that decides what is launched: what is not in the tensors, and the tensors; None for what is not remembered.
+    """All that decides what runs: what is not in the tensors, and the tensors, each once.
 
-    Lengths are in both, so that few calls have the same key.
+    Lengths are in both, so that few calls have the same key. None for a call that is not remembered: an option of it is
+    wrong, or may have another value by the next time.
     """
     precise = torch.get_float32_matmul_precision() if q.dtype is torch.float32 else None
-    if not options:
+    apart = q is not k and k is not v and q is not v
+    if apart and not options:
         return (backend, q.shape, k.shape, precise), (q, k, v)
     key: list[Any] = [backend, q.shape, k.shape, precise]
     tensors = [q, k, v]
     for name, x in options.items():
-        if x is None:
+        if x is None and name in _MAY_BE_NONE:
             continue
         kind = x.__class__
         if name == "seed":
-            if kind is not int or not 0 <= x < 1 << 64:  # for describe() to look at
+            if kind is not int or not 0 <= x < 1 << 64:
                 return None, (q, k, v)
-        elif kind is bool or kind is float:
+        elif kind is bool or kind is float:  # as most are
             key += name, x, kind
-        elif isinstance(x, Tensor):
+        elif name in TENSORS and isinstance(x, Tensor):
             key.append(name)
             tensors.append(x)
+        elif isinstance(x, _FIXED):
+            key += name, x, kind
         else:
-            key += (name, x, kind, _classes(x))
+            ends = x if kind is tuple else (x.left, x.right, x.offset) if kind is Band else (x,)
+            if not all(end is None or isinstance(end, _FIXED) for end in ends) or len(ends) < 2:
+                return None, (q, k, v)
+            key += name, *ends, kind, *map(type, ends)  # 1 equals True and 1.0, but describe() tells them apart
+    if apart and len(tensors) == 3:
+        return tuple(key), (q, k, v)
+    # The guards take no tensor for another one, so one that comes twice is looked at once, and where is in the key.
+    first: dict[int, int] = {}
+    places = tuple(first.setdefault(id(x), n) for n, x in enumerate(tensors))
+    if len(first) < len(tensors):
+        return (*key, places), tuple(tensors[n] for n in first.values())
     return tuple(key), tuple(tensors)
-
-
-def _classes(x: Any) -> Any:
-    """Of the numbers in a window or a band: 1 equals True and 1.0, but describe() does not take them for each other."""
-    if isinstance(x, Band):
-        x = (x.left, x.right, x.offset)
-    return tuple(map(type, x)) if isinstance(x, tuple) else None

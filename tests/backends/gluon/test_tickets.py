@@ -121,6 +121,15 @@ def test_threads_that_capture_at_once_have_their_own(gpu: Machine) -> None:
         assert apart([*pool.map(tickets, [GPU] * SMALL)])
 
 
+def test_tickets_made_in_inference_mode_are_good_for_all(gpu: Machine) -> None:
+    with torch.inference_mode():
+        first = tickets(GPU)
+    first.marks.zero_()
+    first.give_back()
+    gpu.capturing = True
+    tickets(GPU).pair.zero_()
+
+
 def test_without_a_gpu() -> None:
     found = tickets(torch.device("cpu"))
     assert found.pair.tolist() == [0, 0] and found.marks is None

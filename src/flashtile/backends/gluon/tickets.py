@@ -42,19 +42,19 @@ def tickets(device: Any) -> Tickets:
     from a bank that was cleared before: clearing it here would be one more node of the graph.
     """
     if device.type != "cuda":  # kernels are compiled without a GPU too
-        return Tickets(torch.zeros(COUNT, dtype=torch.int32, device=device), None, None)
+        return Tickets(_zeros((COUNT,), device), None, None)
     index = device.index
     if torch.cuda.is_current_stream_capturing():
         return Tickets(_of_a_graph(device), None, None)
     if _taken.get(index, BANK) > BANK // 2:
         with _lock:
-            _banks.setdefault(index, []).append(torch.zeros((BANK, APART), dtype=torch.int32, device=device))
+            _banks.setdefault(index, []).append(_zeros((BANK, APART), device))
             _taken[index] = 0
     key = (index, torch._C._cuda_getCurrentRawStream(index))
     try:
         return _of_stream[key].pop()
     except (KeyError, IndexError):
-        memory = torch.zeros(APART + MOST_MARKS, dtype=torch.int32, device=device)
+        memory = _zeros((APART + MOST_MARKS,), device)
         return Tickets(memory[:COUNT], memory[APART:], _of_stream.setdefault(key, []))
 
 
@@ -63,6 +63,12 @@ def _of_a_graph(device: Any) -> Any:
     with _lock:
         taken = _taken.get(index, BANK)
         if taken == BANK:
-            return torch.zeros(COUNT, dtype=torch.int32, device=device)
+            return _zeros((COUNT,), device)
         _taken[index] = taken + 1
         return _banks[index][-1][taken, :COUNT]
+
+
+def _zeros(shape: tuple[int, ...], device: Any) -> Any:
+    """Also for calls that come later: a tensor that was made in inference mode could not be cleared outside of it."""
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=torch.int32, device=device)

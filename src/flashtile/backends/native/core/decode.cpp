@@ -20,15 +20,15 @@ constexpr int ENOUGH = 32;       // shares
 
 // ---- The product with V, for ROWS rows
 
-// o[row][vectors first .. first+N-1] = alpha * o + P V; alpha null: 1
-template <class R, class T, int ROWS, int N, bool TAIL>
+// o[row][vectors first .. first+N-1] = alpha * o + P V, P[key][EACH numbers, the first ROWS of them]; alpha null: 1
+template <class R, class T, int ROWS, int EACH, int N, bool TAIL>
 NOINLINE void output_columns(const T* V, int64_t stride, int n, const R* P, int v_dim, int first, R* o,
                              const R* alpha) {
   const int o_row = (int)vectors_of<R>(v_dim) * W<R>;
   Vec<R> acc[ROWS][N];
   o += first * W<R>;
   zero_tile<R>(acc);
-  for (int k = 0; k < n; k++, V += stride, P += W<R>) {
+  for (int k = 0; k < n; k++, V += stride, P += EACH) {
     Vec<R> x[N];
     UNROLL for (int j = 0; j < N; j++) {
       if constexpr (TAIL) x[j] = load_tail<R>(V, v_dim);
@@ -46,13 +46,13 @@ NOINLINE void output_columns(const T* V, int64_t stride, int n, const R* P, int 
     store(to, alpha ? add_product(acc[r][j], load(to), all(alpha[r])) : load(to) + acc[r][j]);
   }
 }
-template <class R, class T, int ROWS>
+template <class R, class T, int ROWS, int EACH>
 void output(const T* V, int64_t stride, int n, const R* P, int v_dim, R* o, const R* alpha) {
   constexpr int ROOM = (REGISTERS == 32 ? 24 : 12) / ROWS, MOST = ROOM >= 8 ? 8 : ROOM >= 4 ? 4 : ROOM >= 2 ? 2 : 1;
   in_tiles<MOST>(0, v_dim / W<R>, [=](auto vectors, int first) {
-    output_columns<R, T, ROWS, vectors, false>(V, stride, n, P, v_dim, first, o, alpha);
+    output_columns<R, T, ROWS, EACH, vectors, false>(V, stride, n, P, v_dim, first, o, alpha);
   });
-  if (v_dim % W<R>) output_columns<R, T, ROWS, 1, true>(V, stride, n, P, v_dim, v_dim / W<R>, o, alpha);
+  if (v_dim % W<R>) output_columns<R, T, ROWS, EACH, 1, true>(V, stride, n, P, v_dim, v_dim / W<R>, o, alpha);
 }
 // The same, sum for sum, where V holds values that are not finite and P is marked: hidden pairs are left out.
 template <class R, class T>
@@ -77,23 +77,43 @@ template <class R, class T> NOINLINE bool rows_finite(const T* x, int64_t stride
   return sum_lanes<R>(sum) == 0;
 }
 
-// S <- P = exp(S - m), with m and l brought up to date; alpha[lane] is what o must be scaled by. False: by 1.
-template <class R> NOINLINE bool softmax(R* S, int n, R* m, R* l, R* alpha) {
-  const Vec<R> old = load(m);
+// Lane i of the results has what op makes of all lanes i % EACH of x.
+template <int EACH, int H = EACH, class V, class F, int... I>
+INLINE V across(V x, F op, std::integer_sequence<int, I...> lanes) {
+  if constexpr (H >= (int)sizeof...(I)) return x;
+  else return across<EACH, 2 * H>(op(x, __builtin_shufflevector(x, x, (I ^ H)...)), op, lanes);
+}
+// The first EACH lanes of x, again and again.
+template <int EACH, class V, int... I> INLINE V repeated(V x, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(x, x, (I % EACH)...);
+}
+
+// S <- P = exp(S - m), with m and l brought up to date; alpha[row] is what o must be scaled by. False: by 1.
+// S[key][EACH rows], with room for a whole vector at its end.
+template <class R, int EACH> NOINLINE bool softmax(R* S, int n, R* m, R* l, R* alpha) {
+  constexpr auto lanes = std::make_integer_sequence<int, W<R>>{};
+  const Vec<R> none = all(-(R)INFINITY), old = repeated<EACH>(load(m), lanes);
+  const int whole = n * EACH / W<R>, rest = n * EACH % W<R>, vectors = whole + (rest > 0);
+  if (rest) {
+    R* last = S + whole * W<R>;
+    store(last, lane_index<R>() < all_int<R>(rest) ? load(last) : none);
+  }
   Vec<R> top = old, x[1], sum[2] = {};
-  for (int k = 0; k < n; k++) top = max(load(S + k * W<R>), top);
-  const Vec<R> base = top == all(-(R)INFINITY) ? Vec<R>{} : top;
-  for (int k = 0; k < n; k++, S += W<R>) {
+  for (int k = 0; k < vectors; k++) top = max(load(S + k * W<R>), top);
+  top = across<EACH>(top, [](Vec<R> a, Vec<R> b) { return max(a, b); }, lanes);
+  const Vec<R> base = top == none ? Vec<R>{} : top;
+  for (int k = 0; k < vectors; k++, S += W<R>) {
     x[0] = load(S) - base;
     exp_each<R>(x);
     sum[k & 1] += x[0];
     store(S, x[0]);
   }
+  sum[0] = across<EACH>(sum[0] + sum[1], [](Vec<R> a, Vec<R> b) { return a + b; }, lanes);
   x[0] = old - base;
   exp_each<R>(x);
   store(alpha, x[0]);
   store(m, top);
-  store(l, load(l) * x[0] + (sum[0] + sum[1]));
+  store(l, repeated<EACH>(load(l), lanes) * x[0] + sum[0]);
   return any<R>(top != old);
 }
 
@@ -110,7 +130,8 @@ template <class R> struct Decode {
   const int64_t group, heads_each, sets;  // query heads to a key head; of them, in a set; sets
   const int rows;                         // of a set, a power of two
   const int64_t o_row;
-  int64_t shares;  // of the keys
+  const bool plain;  // nothing happens to a score between product and softmax, nor to a weight after it
+  int64_t shares;    // of the keys
 
   static int power(int64_t n) {
     int x = 1;
@@ -120,7 +141,8 @@ template <class R> struct Decode {
   explicit Decode(const ft_problem& p)
       : p(p), dim((int)p.dim), v_dim((int)p.v_dim), group(p.q_heads / p.kv_heads),
         heads_each(clip(W<R> / std::max<int64_t>(p.q_len, 1), 1, group)), sets(ceil_div(group, heads_each)),
-        rows(power(std::max<int64_t>(heads_each * p.q_len, 1))), o_row(vectors_of<R>(p.v_dim) * W<R>) {
+        rows(power(std::max<int64_t>(heads_each * p.q_len, 1))), o_row(vectors_of<R>(p.v_dim) * W<R>),
+        plain(!(p.softcap > 0 || p.dropout > 0 || p.bias.data || p.alibi.data)) {
     const int64_t units = std::max<int64_t>(1, p.sequences * p.kv_heads * sets);
     const int64_t seen = clip(p.left + p.right + p.q_len, 0, p.kv_len);
     shares = units >= ENOUGH ? 1 : clip(seen / MIN_SPLIT, 1, ceil_div(ENOUGH, units));
@@ -136,14 +158,20 @@ template <class R> struct Decode {
       const T* K = (const T*)key_row(p.k, sizeof(T), s, kv_head, j);
       const T* V = (const T*)key_row(p.v, sizeof(T), s, kv_head, j);
       const bool partial = b.partial();
+      if (plain && !partial) {  // no lane is empty: with one row to a key head most would be
+        scores_of_few<R, T, ROWS, ROWS>(K, p.k.row, b.n, q, dim, S);
+        const R* scale = softmax<R, ROWS>(S, b.n, x.m, x.l, alpha) ? alpha : nullptr;
+        output<R, T, ROWS, ROWS>(V, p.v.row, b.n, S, v_dim, x.o, scale);
+        continue;
+      }
       scores_of_few<R, T, ROWS>(K, p.k.row, b.n, q, dim, S);
       adjust(b, S);
       if (partial) hide(b, S, -(R)INFINITY);
-      const R* scale = softmax(S, b.n, x.m, x.l, alpha) ? alpha : nullptr;
+      const R* scale = softmax<R, W<R>>(S, b.n, x.m, x.l, alpha) ? alpha : nullptr;
       const auto drop = [&](int64_t at, Mask<R> kept) { store(S + at, kept ? load(S + at) : Vec<R>{}); };
       if (p.dropout > 0) each_kept<R>(b, drop);
       if (!partial || rows_finite<R>(V, p.v.row, b.n, v_dim)) {
-        output<R, T, ROWS>(V, p.v.row, b.n, S, v_dim, x.o, scale);
+        output<R, T, ROWS, W<R>>(V, p.v.row, b.n, S, v_dim, x.o, scale);
       } else {
         hide(b, S, HIDDEN<R>);
         output_but_hidden<R>(V, p.v.row, b.n, S, ROWS, v_dim, x.o, scale);

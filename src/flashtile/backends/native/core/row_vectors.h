@@ -43,10 +43,11 @@ template <int H, int N, class V, int... I> INLINE V fold(V* a, std::integer_sequ
   }
 }
 
-// S[key][row] = K q^T for ROWS rows of q, a power of two up to W; lanes past them stay as they are. As many keys as fill
-// a vector of results: one after the other, as they lie, or for several rows four side by side, which share what is read
-// of q.
-template <class R, class T, int ROWS>
+// S[key][row] = K q^T for ROWS rows of q, a power of two up to W. A key has ROWS numbers of S, and then those of keys past
+// the last are anything, up to a whole vector; or it has W, of which those past ROWS stay as they are. As many keys as
+// fill a vector of results: one after the other, as they lie, or for several rows four side by side, which share what is
+// read of q.
+template <class R, class T, int ROWS, int LANES_EACH = W<R>>
 NOINLINE void scores_of_few(const T* K, int64_t stride, int n, const R* q, int dim, R* S) {
   constexpr int AT_ONCE = W<R> / ROWS, TOGETHER = ROWS == 1 ? 1 : AT_ONCE < 4 ? AT_ONCE : 4;
   const int whole = dim / W<R>, q_row = (int)vectors_of<R>(dim) * W<R>;
@@ -69,8 +70,8 @@ NOINLINE void scores_of_few(const T* K, int64_t stride, int n, const R* q, int d
       if (dim % W<R>) add(whole, [=](const T* row) { return load_tail<R>(row, dim); });
     }
     const Vec<R> sums = fold<1, W<R>>(acc, std::make_integer_sequence<int, W<R>>{});
-    if constexpr (AT_ONCE == 1) {
-      store(S + k0 * W<R>, sums);
+    if constexpr (LANES_EACH == ROWS) {
+      store(S + k0 * ROWS, sums);
     } else {
       R spread[W<R>];
       store(spread, sums);

@@ -1,4 +1,5 @@
-# make demo   set up what is needed, then run the seven studies, the lessons and a speed test, and write the page
+# make demo   set up what is needed, then run the seven studies, the lessons and a speed test, and write the page; with
+#             TORCH=1 torch is installed to be timed beside us, also where that takes gigabytes
 # make test   set up what is needed, then lint, type-check and test
 # make bench  the CPU benchmark; the record goes to benchmarks/records/
 PYTHON ?= python3
@@ -11,11 +12,13 @@ SOURCES := pyproject.toml CMakeLists.txt README.md LICENSE $(shell find src -typ
 ISA = $(shell $(PYTHON) -c "import runpy; print(runpy.run_path('src/flashtile/backends/native/library.py')['candidates']()[0])")
 INSTALL = $(PIP) install --no-build-isolation -Cbuild-dir=build/wheel -Ccmake.define.FLASHTILE_ISA=$(ISA)
 PYTEST_ARGS ?= -n 2 --dist worksteal
+PINNED_TORCH := torch==2.13.0
 
 .PHONY: demo test lint bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.package
+	@sh benchmarks/torch.sh $(BIN)/python "$(PINNED_TORCH)" $(TORCH)
 	@$(BIN)/flashtile demo
 
 test: lint
@@ -48,7 +51,7 @@ $(VENV)/.package: $(VENV)/.tools $(SOURCES)
 # compiled by this one, and a torch for CUDA asks for another.
 $(VENV)/.tested: $(VENV)/.package pyproject.toml
 	@echo "installing what the tests need"
-	@$(PIP) install "torch==2.13.0" "numpy<2.4"
+	@$(PIP) install "$(PINNED_TORCH)" "numpy<2.4"
 	@$(INSTALL) ".[dev]"
 	@if [ "$$(uname)" = Linux ]; then $(PIP) install --no-deps "triton==3.6.0"; fi
 	@$(PIP) install "transformers>=5" || echo "no transformers here: tests of its models are skipped"

@@ -87,7 +87,8 @@ def attention(
     softcap      c > 0: scores become c * tanh(score / c)
     sink         (heads,): one more logit a row, which takes probability and gives no value
     scale        dim ** -0.5 unless given
-    dropout      probability of dropping a weight; `seed` decides which, the same on every backend
+    dropout      probability of dropping a weight
+    seed         decides which weights are dropped, the same on every backend: give another one at every training step
     kv_lengths   (batch,): how many keys of each sequence are in use; causal and window align to their end
     descale      of torch.float8_e4m3fn inputs, the factors of q, k and v: numbers, or float32 tensors of shape () or
                  (batch, kv_heads); what counts is q * descale[0], and so on. Such inputs have no gradient

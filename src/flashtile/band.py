@@ -54,7 +54,9 @@ def full() -> Band:
 
 
 def causal() -> Band:
-    """Query i sees keys up to i."""
+    """Query i sees keys up to i. attention(causal=True) is another band where there are more keys than queries, or fewer:
+    there the last query stands at the last key.
+    """
     return Band(right=0)
 
 

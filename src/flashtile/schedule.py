@@ -124,7 +124,7 @@ def fa2_forward(band: Band, grid: Grid) -> Iterator[Event]:
 def fa1_forward(band: Band, grid: Grid) -> Iterator[Event]:
     """FlashAttention-1: a column of tiles at a time. O, m and l of every block travel to HBM and back each time.
 
-    They begin in HBM as 0, -inf and 0, as in the paper's algorithm 1.
+    They begin in HBM as 0, -inf and 0, as in algorithm 1 of FlashAttention (docs/algorithm.md, Sources).
     """
     for j in range(grid.shape[1]):
         tiles = list(grid.down(band, j))

@@ -54,8 +54,8 @@ def full() -> Band:
 
 
 def causal() -> Band:
-    """Query i sees keys up to i. attention(causal=True) is another band where there are more keys than queries, or fewer:
-    there the last query stands at the last key.
+    """Query i sees keys up to i. In attention(causal=True) the last query stands at the last key, which is another band
+    where there are more keys than queries, or fewer.
     """
     return Band(right=0)
 

@@ -305,12 +305,16 @@ def _kv_lengths(lengths: Any, sequences: int, n_k: int, cu_k: Any) -> Any:
     if not _on_host(lengths):
         return lengths
     lengths = lengths.astype(np.int64, copy=False)
-    room = n_k if cu_k is None else np.diff(cu_k)
+    check_lengths(lengths, n_k if cu_k is None else np.diff(cu_k))
+    return lengths
+
+
+def check_lengths(lengths: Any, room: Any) -> None:
+    """That no sequence uses more keys than it has."""
     if ((lengths < 0) | (lengths > room)).any():
         raise ShapeError(
             f"kv_lengths: expected values from 0 to the keys given ({_short(room)}), got {_short(lengths)}"
         )
-    return lengths
 
 
 def _short(x: Any) -> str:

@@ -12,10 +12,11 @@ import pytest
 import flashtile as ft
 from flashtile import threads
 from flashtile.backends import native
+from flashtile.backends.native.prepared import Prepared
 
 torch = pytest.importorskip("torch")
 
-from flashtile.pytorch import on_cpu, prepared  # noqa: E402
+from flashtile.pytorch import prepared  # noqa: E402
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason="there is no C++ core")
 
@@ -99,21 +100,50 @@ def test_gradients_of_calls_that_are_known() -> None:
         assert all(map(torch.equal, each, results[0]))
 
 
-@pytest.mark.parametrize("name", ["mask", "bias", "alibi", "sink", "kv_lengths"])
-def test_calls_with_other_tensors_are_looked_at_each_time(name: str) -> None:
-    more = {
-        "mask": torch.ones(20, 20, dtype=torch.bool),
-        "bias": torch.zeros(20, 20),
-        "alibi": torch.ones(4),
-        "sink": torch.zeros(4),
-        "kv_lengths": torch.tensor([5, 20]),
+def others(name: str, seed: int) -> Any:
+    rng = torch.Generator().manual_seed(seed)
+    return {
+        "mask": torch.rand(2, 1, 1, 20, generator=rng) < 0.7,
+        "bias": torch.randn(20, 20, generator=rng),
+        "alibi": torch.rand(4, generator=rng),
+        "sink": torch.randn(4, generator=rng),
     }[name]
-    ft.attention(*tensors(), **{name: more})
-    ft.attention(*tensors(), **{name: more})
-    assert known() == 0
-    if name == "kv_lengths":
-        with pytest.raises(ft.FlashtileError, match="kv_lengths"):
-            ft.attention(*tensors(), kv_lengths=torch.tensor([5, 21]))
+
+
+@pytest.mark.parametrize("name", ["mask", "bias", "alibi", "sink"])
+def test_calls_with_other_tensors(name: str) -> None:
+    for seed in range(3):
+        given, more = tensors(seed), others(name, seed)
+        found = ft.attention(*given, **{name: more}, return_lse=True)
+        assert known() == 1
+        arrays = [x.numpy() for x in given]
+        wanted = ft.attention(*arrays, **{name: more.numpy()}, return_lse=True, backend="native")
+        for a, b in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(a.numpy(), b)
+
+
+def test_gradients_of_a_bias_and_a_sink() -> None:
+    results = []
+    for _ in range(2):
+        leaves = [x.requires_grad_() for x in tensors(5)]
+        bias, sink = others("bias", 1).requires_grad_(), others("sink", 2).requires_grad_()
+        ft.attention(*leaves, bias=bias, sink=sink).square().sum().backward()
+        results.append([x.grad for x in (*leaves, bias, sink)])
+    assert known() == 1 and all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_lengths_are_looked_at_each_time(dtype: Any) -> None:
+    given = tensors()
+    arrays = [x.numpy() for x in given]
+    for lengths in ([5, 20], [20, 0], [7, 7]):
+        found = ft.attention(*given, causal=True, kv_lengths=torch.tensor(lengths, dtype=dtype))
+        wanted = ft.attention(*arrays, causal=True, kv_lengths=np.array(lengths), backend="native")
+        np.testing.assert_array_equal(found.numpy(), wanted)
+    assert known() == 1
+    for wrong in ([5, 21], [-1, 5]):
+        with pytest.raises(ft.ShapeError, match=r"^kv_lengths: expected values from 0 to the keys given \(20\), got"):
+            ft.attention(*given, causal=True, kv_lengths=torch.tensor(wrong, dtype=dtype))
 
 
 def test_other_backends_and_large_calls_are_not_kept() -> None:
@@ -126,17 +156,13 @@ def test_other_backends_and_large_calls_are_not_kept() -> None:
 
 def test_torch_says_how_many_threads_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
-    plain = on_cpu.Small.output
+    plain = Prepared.__call__
 
-    def listen(self: on_cpu.Small, x: Any) -> Any:
-        core = self._core
-        self._core = lambda n, *rest: (told.append(n), core(n, *rest))
-        try:
-            return plain(self, x)
-        finally:
-            self._core = core
+    def listen(self: Prepared, n: int, *rest: Any) -> None:
+        told.append(n)
+        plain(self, n, *rest)
 
-    monkeypatch.setattr(on_cpu.Small, "output", listen)
+    monkeypatch.setattr(Prepared, "__call__", listen)
     monkeypatch.setattr(threads, "asked_for", lambda: None)
     before = torch.get_num_threads()
     try:

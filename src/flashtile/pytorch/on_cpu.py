@@ -5,13 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flashtile import dispatch, threads
 from flashtile.dtypes import narrow
 from flashtile.inputs import Inputs
-from flashtile.problem import Problem, describe
+from flashtile.problem import Problem, check_lengths, describe
 from flashtile.pytorch import eight_bits
 from flashtile.pytorch.bridge import to_numpy, to_torch
 from flashtile.pytorch.call import TENSORS
@@ -51,11 +52,16 @@ def work_out(
     if q.dtype is eight_bits.DTYPE:
         return None, Inputs.of(describe(q, k, v, **options)), False
     problem, row = chosen(q, k, v, backend, options)
-    inputs = Inputs.of(problem)._replace(q=q, k=k, v=v)
     core = row.small(problem)
     if core is None:
-        return Whole(problem, row), inputs, False
-    return Small(core, problem, options.get("threads") is not None), inputs, True
+        return Whole(problem, row), Inputs.of(problem), False
+    tensors = {
+        "q": q,
+        "k": k,
+        "v": v,
+        **{name: options[name] for name in (*core.others, "kv_lengths") if name in options},
+    }
+    return Small(core, problem, options.get("threads") is not None), Inputs.of(problem)._replace(**tensors), True
 
 
 class Whole:
@@ -79,25 +85,31 @@ class Whole:
 class Small:
     """Calls like one that its backend has prepared."""
 
-    __slots__ = ("_core", "_lse", "_out", "_threads")
+    __slots__ = ("_core", "_keys", "_lse", "_out", "_threads")
 
     def __init__(self, core: Any, p: Problem, by_threads: bool) -> None:
         """by_threads: the call says how many; if not, torch has the last word each time."""
-        self._core, self._threads = core, p.threads if by_threads else None
+        self._core, self._threads, self._keys = core, p.threads if by_threads else None, p.n_k
         shape = p.out_shape()[4 - p.rank :]
         self._out, self._lse = _maker(shape, p.out_dtype), _maker(shape[:-1], p.accumulator)
 
     def output(self, x: Inputs) -> Tensor:
         out: Tensor = self._out()
-        places = x.q.data_ptr(), x.k.data_ptr(), x.v.data_ptr(), out.data_ptr()
-        self._core(self._threads or _threads(), x.seed, *places, None)
+        self._run(x, out.data_ptr(), None)
         return out
 
     def forward(self, x: Inputs) -> tuple[Tensor, Tensor]:
         out, lse = self._out(), self._lse()
-        places = x.q.data_ptr(), x.k.data_ptr(), x.v.data_ptr(), out.data_ptr(), lse.data_ptr()
-        self._core(self._threads or _threads(), x.seed, *places)
+        self._run(x, out.data_ptr(), lse.data_ptr())
         return out, lse
+
+    def _run(self, x: Inputs, out: int, lse: int | None) -> None:
+        others = [getattr(x, name).data_ptr() for name in self._core.others] if self._core.others else ()
+        lengths = () if x.kv_lengths is None else x.kv_lengths.tolist()
+        if lengths and not 0 <= min(lengths) <= max(lengths) <= self._keys:
+            check_lengths(np.array(lengths), self._keys)
+        given = x.q.data_ptr(), x.k.data_ptr(), x.v.data_ptr()
+        self._core(self._threads or _threads(), x.seed, *given, out, lse, others, lengths)
 
 
 def _threads() -> int:

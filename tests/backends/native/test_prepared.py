@@ -64,19 +64,55 @@ def test_strides_stay() -> None:
     np.testing.assert_array_equal(again(core, p)[0], native.forward(p)[0])
 
 
+OTHERS: dict[str, Any] = {
+    "bias": lambda rng: rng.standard_normal((4, 6)).astype(np.float32),
+    "mask": lambda rng: rng.random((2, 1, 6)) < 0.7,
+    "alibi": lambda rng: rng.random(2).astype(np.float32),
+    "sink": lambda rng: rng.standard_normal(2).astype(np.float32),
+}
+
+
+@pytest.mark.parametrize("names", [*((name,) for name in OTHERS), tuple(OTHERS)], ids=" ".join)
+def test_other_arrays(names: tuple[str, ...]) -> None:
+    shapes = [(1, 2, 4, 8), (1, 2, 6, 8), (1, 2, 6, 8)]
+
+    def problem(seed: int) -> Problem:
+        rng = np.random.default_rng(seed)
+        return describe(*arrays(*shapes, seed=seed), **{name: OTHERS[name](rng) for name in names})
+
+    core = native.small(problem(0))
+    assert core is not None and {*core.others} == {*names}
+    p = problem(1)
+    out, lse = np.full(p.out_shape(), np.nan, np.float32), np.full(p.out_shape()[:-1], np.nan, np.float32)
+    places = (x.ctypes.data for x in (p.q, p.k, p.v, out, lse))
+    core(1, 0, *places, [getattr(p, name).ctypes.data for name in core.others])
+    wanted = native.forward(p)
+    np.testing.assert_array_equal(out, wanted[0])
+    np.testing.assert_array_equal(lse, wanted[1])
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        {"mask": np.ones((4, 4), bool)},
-        {"bias": np.ones((4, 4), np.float32)},
-        {"alibi": np.ones(2, np.float32)},
-        {"sink": np.ones(2, np.float32)},
-        {"kv_lengths": np.array([3])},
+        {"sink": np.ones(2, np.float16)},
+        {"alibi": np.ones(4, np.float32)[::2]},
     ],
-    ids=lambda x: next(iter(x)),
+    ids=["a sink that is widened", "slopes apart"],
 )
-def test_with_other_arrays_nothing_is_prepared(options: dict[str, Any]) -> None:
-    assert native.small(describe(*arrays(*[(1, 2, 4, 8)] * 3), **options)) is None
+def test_what_has_to_be_copied_is_not_prepared(options: dict[str, Any]) -> None:
+    dtype = np.float16 if "sink" in options else np.float32
+    assert native.small(describe(*arrays(*[(1, 2, 4, 8)] * 3, dtype=dtype), **options)) is None
+
+
+def test_lengths() -> None:
+    shapes = [(3, 2, 4, 8), (3, 2, 6, 8), (3, 2, 6, 8)]
+    core = native.small(describe(*arrays(*shapes), causal=True, kv_lengths=np.array([6, 6, 6])))
+    assert core is not None
+    for lengths in ([6, 3, 1], [0, 6, 2]):
+        p = describe(*arrays(*shapes, seed=2), causal=True, kv_lengths=np.array(lengths))
+        out = np.full(p.out_shape(), np.nan, np.float32)
+        core(1, 0, *(x.ctypes.data for x in (p.q, p.k, p.v, out)), None, (), lengths)
+        np.testing.assert_array_equal(out, native.forward(p)[0])
 
 
 def test_what_else_is_not_prepared() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from flashtile.backends.native import library
 from flashtile.backends.native.address import address
 from flashtile.backends.native.blocks import tile
 from flashtile.backends.native.library import why_not as missing
-from flashtile.backends.native.prepared import MOST_ROWS, Prepared
+from flashtile.backends.native.prepared import MOST_ROWS, OTHERS, Prepared
 from flashtile.dtypes import Array, carrier, widen
 from flashtile.problem import Problem
 from flashtile.results import Grads
@@ -39,16 +40,19 @@ def forward(problem: Problem) -> tuple[Array, Array]:
 
 
 def small(problem: Problem) -> Prepared | None:
-    """What runs this call again for other numbers; None where nobody would notice, or arrays have to be looked at."""
+    """What runs this call again for other numbers; None where nobody would notice, or arrays have to be copied."""
     p, rows = problem, math.prod(problem.out_shape()[:-1])
-    others = (p.mask, p.bias, p.alibi, p.sink, p.kv_lengths, p.cu_q)
-    if rows > MOST_ROWS or any(x is not None for x in others) or not p.q.size or not p.k.size or not p.v.size:
+    if rows > MOST_ROWS or p.packed or not p.q.size or not p.k.size or not p.v.size:
         return None
     out = _empty(p, p.out_shape(), p.out_dtype)
     lse = _empty(p, p.out_shape()[:-1], p.accumulator)
+    given = {name: x for name in OTHERS if (x := getattr(p, name)) is not None}
     alive: list[Array] = []
-    words = _packed(p, out, lse, alive)
-    return None if alive else Prepared(words, rows, library.load().ft_forward, _check)
+    words = _packed(replace(p, kv_lengths=None), out, lse, alive)
+    if any(not any(x is y for y in given.values()) for x in alive):  # a copy
+        return None
+    lengths = 0 if p.kv_lengths is None else p.sequences
+    return Prepared(words, rows, lengths, tuple(given), library.load().ft_forward, _check)
 
 
 def _packed(p: Problem, out: Array, lse: Array, alive: list[Array]) -> bytes:

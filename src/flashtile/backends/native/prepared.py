@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +11,8 @@ import numpy as np
 from flashtile.dtypes import Array
 
 # Words of 64 bits, as core/flashtile.h has them.
-THREADS, SEED, Q, K, V, OUT, LSE = 1, 19, 23, 28, 33, 38, 43
+THREADS, SEED, LENGTHS, Q, K, V, OUT, LSE = 1, 19, 22, 23, 28, 33, 38, 43
+OTHERS = {"bias": 48, "mask": 53, "alibi": 58, "sink": 63}
 MOST_ROWS = 1 << 14  # of a call that notices what Python does before it; and few enough to keep memory for an lse
 
 
@@ -18,6 +20,7 @@ class _Room(NamedTuple):
     """The memory of one call at a time. spare: for an lse that nobody wants."""
 
     words: Any
+    lengths: Any
     spare: Array
     address: int
 
@@ -25,14 +28,30 @@ class _Room(NamedTuple):
 class Prepared:
     """Runs the call for other tensors that lie like those it was made for. Threads at once have a room each."""
 
-    __slots__ = ("_check", "_forward", "_rooms", "_rows", "_words")
+    __slots__ = ("_check", "_forward", "_others", "_rooms", "_rows", "_sequences", "_words", "others")
 
-    def __init__(self, words: bytes, rows: int, forward: Any, check: Any) -> None:
+    def __init__(
+        self, words: bytes, rows: int, sequences: int, others: tuple[str, ...], forward: Any, check: Any
+    ) -> None:
+        """others: by name, the arrays that come with q, k and v; besides, lengths of so many sequences, or 0."""
         self._words, self._rows, self._forward, self._check = words, rows, forward, check
+        self._sequences = sequences
+        self.others, self._others = others, [OTHERS[name] for name in others]
         self._rooms: list[_Room] = []
 
-    def __call__(self, threads: int, seed: int, q: int, k: int, v: int, out: int, lse: int | None) -> None:
-        """By addresses."""
+    def __call__(
+        self,
+        threads: int,
+        seed: int,
+        q: int,
+        k: int,
+        v: int,
+        out: int,
+        lse: int | None,
+        others: Iterable[int] = (),
+        lengths: Sequence[int] = (),
+    ) -> None:
+        """By addresses, but for the lengths; an lse of None is not wanted."""
         try:
             room = self._rooms.pop()
         except IndexError:
@@ -41,10 +60,17 @@ class Prepared:
         words[THREADS], words[SEED] = threads, seed
         words[Q], words[K], words[V] = q, k, v
         words[OUT], words[LSE] = out, room.address if lse is None else lse
+        for word, address in zip(self._others, others, strict=True):
+            words[word] = address
+        if lengths:
+            room.lengths[:] = lengths
         self._check(self._forward(words))
         self._rooms.append(room)
 
     def _room(self) -> _Room:
         words = (ctypes.c_uint64 * (len(self._words) // 8)).from_buffer_copy(self._words)
+        lengths = (ctypes.c_int64 * self._sequences)()
+        if self._sequences:
+            words[LENGTHS] = ctypes.addressof(lengths)
         spare = np.empty(self._rows, np.float64)  # room for float32 too
-        return _Room(words, spare, spare.ctypes.data)
+        return _Room(words, lengths, spare, spare.ctypes.data)

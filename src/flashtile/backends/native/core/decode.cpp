@@ -55,14 +55,14 @@ void output(const T* V, int64_t stride, int n, const R* P, int v_dim, R* o, cons
   if (v_dim % W<R>) output_columns<R, T, ROWS, EACH, 1, true>(V, stride, n, P, v_dim, v_dim / W<R>, o, alpha);
 }
 // The same, sum for sum, where V holds values that are not finite and P is marked: hidden pairs are left out.
-template <class R, class T>
+template <class R, class T, int EACH>
 void output_but_hidden(const T* V, int64_t stride, int n, const R* P, int rows, int v_dim, R* o, const R* alpha) {
   for (int r = 0; r < rows; r++, o += vectors_of<R>(v_dim) * W<R>)
     for (int c = 0; c < v_dim; c++) {
       Vec<R> sum = {};
       R* to = o + place<R>(c, v_dim);
       for (int k = 0; k < n; k++) {
-        const Vec<R> weight = all(P[k * W<R> + r]);
+        const Vec<R> weight = all(P[k * EACH + r]);
         sum = add_product(sum, weight, unless_hidden<R>(weight, all(as<R>(V[k * stride + c]))));
       }
       *to = alpha ? add_product(sum, all(*to), all(alpha[r]))[0] : *to + sum[0];
@@ -117,6 +117,21 @@ template <class R, int EACH> NOINLINE bool softmax(R* S, int n, R* m, R* l, R* a
   return any<R>(top != old);
 }
 
+// x[key][EACH rows] <- value where a row may not see the key: hide(), or, where lanes are no queries, number by number.
+template <class R, int EACH> NOINLINE void hide_few(const Block<R>& b, R* x, R value) {
+  if constexpr (EACH == W<R>) return hide(b, x, value);
+  const Lanes<R>& l = b.lanes;
+  for (int r = 0; r < l.real; r++) {
+    const int begin = (int)clip(l.begin[r] - b.j, 0, b.n), end = (int)clip(l.end[r] - b.j, begin, b.n);
+    for (int k = 0; k < begin; k++) x[k * EACH + r] = value;
+    for (int k = end; k < b.n; k++) x[k * EACH + r] = value;
+    if (!b.p.mask.data) continue;
+    const uint8_t* mask = l.mask[r] + b.j * b.p.mask.column;
+    for (int k = begin; k < end; k++)
+      if (!mask[k * b.p.mask.column]) x[k * EACH + r] = value;
+  }
+}
+
 // What a share of the keys gives: o[row][v_dim as vectors] before it is divided by l, the max and the sum.
 template <class R> struct State {
   R *o, *m, *l;
@@ -130,8 +145,8 @@ template <class R> struct Decode {
   const int64_t group, heads_each, sets;  // query heads to a key head; of them, in a set; sets
   const int rows;                         // of a set, a power of two
   const int64_t o_row;
-  const bool plain;  // nothing happens to a score between product and softmax, nor to a weight after it
-  int64_t shares;    // of the keys
+  const bool passes;  // over scores before softmax, or over weights after it
+  int64_t shares;     // of the keys
 
   static int power(int64_t n) {
     int x = 1;
@@ -142,40 +157,42 @@ template <class R> struct Decode {
       : p(p), dim((int)p.dim), v_dim((int)p.v_dim), group(p.q_heads / p.kv_heads),
         heads_each(clip(W<R> / std::max<int64_t>(p.q_len, 1), 1, group)), sets(ceil_div(group, heads_each)),
         rows(power(std::max<int64_t>(heads_each * p.q_len, 1))), o_row(vectors_of<R>(p.v_dim) * W<R>),
-        plain(!(p.softcap > 0 || p.dropout > 0 || p.bias.data || p.alibi.data)) {
+        passes(p.softcap > 0 || p.dropout > 0 || p.bias.data || p.alibi.data) {
     const int64_t units = std::max<int64_t>(1, p.sequences * p.kv_heads * sets);
     const int64_t seen = clip(p.left + p.right + p.q_len, 0, p.kv_len);
     shares = units >= ENOUGH ? 1 : clip(seen / MIN_SPLIT, 1, ceil_div(ENOUGH, units));
   }
 
+  // A block of keys, by scores[key][EACH rows]: a lane for each row, which the passes over them want; or just the ROWS, and
+  // no lane of a vector is empty, as most would be of one row to a key head.
+  template <class T, int ROWS, int EACH>
+  INLINE void take(const Block<R>& b, const T* K, const T* V, const R* q, State<R> x, R* S) const {
+    alignas(64) R alpha[W<R>];
+    const bool partial = b.partial();
+    scores_of_few<R, T, ROWS, EACH>(K, p.k.row, b.n, q, dim, S);
+    if constexpr (EACH == W<R>) adjust(b, S);
+    if (partial) hide_few<R, EACH>(b, S, -(R)INFINITY);
+    const R* scale = softmax<R, EACH>(S, b.n, x.m, x.l, alpha) ? alpha : nullptr;
+    const auto drop = [&](int64_t at, Mask<R> kept) { store(S + at, kept ? load(S + at) : Vec<R>{}); };
+    if (EACH == W<R> && p.dropout > 0) each_kept<R>(b, drop);
+    if (!partial || rows_finite<R>(V, p.v.row, b.n, v_dim)) {
+      output<R, T, ROWS, EACH>(V, p.v.row, b.n, S, v_dim, x.o, scale);
+    } else {
+      hide_few<R, EACH>(b, S, HIDDEN<R>);
+      output_but_hidden<R, T, EACH>(V, p.v.row, b.n, S, ROWS, v_dim, x.o, scale);
+    }
+  }
   // Keys [begin, end) of a sequence and key head. In the frame of share(): 3% faster where K and V come from memory.
   template <class T, int ROWS>
   INLINE void attend(const Sequence& s, const Lanes<R>& lanes, int64_t kv_head, int64_t begin, int64_t end, const R* q,
                      State<R> x) const {
-    alignas(64) R S[KEYS * W<R>] = {}, alpha[W<R>];
+    alignas(64) R S[KEYS * W<R>] = {};
     for (int64_t j = begin; j < end; j += KEYS) {
       const Block<R> b{p, lanes, j, (int)std::min<int64_t>(KEYS, end - j)};
       const T* K = (const T*)key_row(p.k, sizeof(T), s, kv_head, j);
       const T* V = (const T*)key_row(p.v, sizeof(T), s, kv_head, j);
-      const bool partial = b.partial();
-      if (plain && !partial) {  // no lane is empty: with one row to a key head most would be
-        scores_of_few<R, T, ROWS, ROWS>(K, p.k.row, b.n, q, dim, S);
-        const R* scale = softmax<R, ROWS>(S, b.n, x.m, x.l, alpha) ? alpha : nullptr;
-        output<R, T, ROWS, ROWS>(V, p.v.row, b.n, S, v_dim, x.o, scale);
-        continue;
-      }
-      scores_of_few<R, T, ROWS>(K, p.k.row, b.n, q, dim, S);
-      adjust(b, S);
-      if (partial) hide(b, S, -(R)INFINITY);
-      const R* scale = softmax<R, W<R>>(S, b.n, x.m, x.l, alpha) ? alpha : nullptr;
-      const auto drop = [&](int64_t at, Mask<R> kept) { store(S + at, kept ? load(S + at) : Vec<R>{}); };
-      if (p.dropout > 0) each_kept<R>(b, drop);
-      if (!partial || rows_finite<R>(V, p.v.row, b.n, v_dim)) {
-        output<R, T, ROWS, W<R>>(V, p.v.row, b.n, S, v_dim, x.o, scale);
-      } else {
-        hide(b, S, HIDDEN<R>);
-        output_but_hidden<R>(V, p.v.row, b.n, S, ROWS, v_dim, x.o, scale);
-      }
+      if (passes) take<T, ROWS, W<R>>(b, K, V, q, x, S);
+      else take<T, ROWS, ROWS>(b, K, V, q, x, S);
     }
   }
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 
 from flashtile import dispatch
-from flashtile.band import Band
+from flashtile.again import part_of_key
 from flashtile.dtypes import EIGHT_BITS
 from flashtile.inputs import TENSORS, Inputs
 from flashtile.problem import describe
@@ -24,7 +23,6 @@ _OPTIONS = TENSORS[3:]
 _NONE = (None,) * len(_OPTIONS)
 _NO_ONE: tuple[Known, ...] = ()
 _MAY_BE_NONE = {*TENSORS, "window", "band", "scale", "out_dtype", "threads"}
-_FIXED = (int, float, str, np.generic, np.dtype, type, torch.dtype)  # what an option may be without ever changing
 _inputs: Any = tuple.__new__  # Inputs._make() takes twice as long
 
 
@@ -142,18 +140,15 @@ def _key(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any])
         if name == "seed":
             if kind is not int or not 0 <= x < 1 << 64:
                 return None, (q, k, v)
-        elif kind is bool or kind is float:  # as most are
+        elif kind is bool or kind is float or kind is torch.dtype:  # as most are
             key += name, x, kind
         elif name in TENSORS and isinstance(x, Tensor):
             key.append(name)
             tensors.append(x)
-        elif isinstance(x, _FIXED):
-            key += name, x, kind
+        elif (part := part_of_key(name, x)) is not None:
+            key += part
         else:
-            ends = x if kind is tuple else (x.left, x.right, x.offset) if kind is Band else (x,)
-            if not all(end is None or isinstance(end, _FIXED) for end in ends) or len(ends) < 2:
-                return None, (q, k, v)
-            key += name, *ends, kind, *map(type, ends)  # 1 equals True and 1.0, but describe() tells them apart
+            return None, (q, k, v)
     if apart and len(tensors) == 3:
         return tuple(key), (q, k, v)
     # The guards take no tensor for another one, so one that comes twice is looked at once, and where is in the key.

@@ -13,8 +13,8 @@ from unittest import mock
 
 import numpy as np
 
+from flashtile.address import address
 from flashtile.backends import native
-from flashtile.backends.native.address import address
 from tests.tree import SOURCE
 
 CORE = SOURCE / "backends" / "native" / "core"

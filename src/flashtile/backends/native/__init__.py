@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from flashtile import threads
+from flashtile.address import address
 from flashtile.backends.native import library
-from flashtile.backends.native.address import address
 from flashtile.backends.native.blocks import tile
 from flashtile.backends.native.library import why_not as missing
 from flashtile.backends.native.prepared import MOST_ROWS, OTHERS, Prepared

@@ -18,7 +18,8 @@ def test_it_was_compiled_for_amd(demo_run):
 def test_without_triton_it_says_so(monkeypatch):
     monkeypatch.setattr(machine, "has", lambda package: False)
     record = targets.compute()
-    assert record.built == () and targets.findings(record) == ["Nothing was compiled: triton is not installed."]
+    assert record.built == ()
+    assert targets.findings(record) == ["Nothing was compiled: triton is not installed; run: pip install '.[gpu]'."]
     assert targets.tables(record) == [] and record.holds
 
 

@@ -69,8 +69,8 @@ class Record:
 
 def compute(quick: bool = False) -> Record:
     kernel = "lessons/kernels/fused_attention.py"
-    if not machine.has("triton"):
-        return Record(kernel, (), "triton is not installed")
+    if reason := machine.lacks("triton"):
+        return Record(kernel, (), reason)
     return Record(kernel, tuple(_compiled_apart(QUICK if quick else tuple(TARGETS))), None)
 
 

@@ -27,7 +27,10 @@ def demo(
     json: Annotated[bool, typer.Option("--json", help="Print the records as plain JSON.")] = False,
     no_page: Annotated[bool, typer.Option("--no-page", help="Write nothing, only print.")] = False,
 ) -> None:
-    """Show that tiled attention is the same, needs far less memory and is fast; and write a page that explains it."""
+    """Show here that tiles give the same answer, and write a page.
+
+    The answer of tiled attention, its memory and its speed are computed on this machine; the page explains them.
+    """
     from flashtile.report import folder  # all of it is much to import for the other commands
     from flashtile.report.artist import Artist
     from flashtile.report.content import collect

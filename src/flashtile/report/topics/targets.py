@@ -129,7 +129,9 @@ def findings(r: Record) -> list[str]:
     ]
 
 
-def draw(r: Record) -> Figure:
+def draw(r: Record) -> Figure | None:
+    if not r.built:
+        return None
     figure, (ax,) = canvas.panels(1, 1, height=2.4)
     names = [f"{b.target} ({b.maker} {b.chips})" for b in r.built]
     colours = [canvas.GREEN if b.maker == "NVIDIA" else canvas.ORANGE for b in r.built]

@@ -21,12 +21,12 @@ def short(n: int) -> str:
 
 
 def quantity(n: float, unit: str) -> str:
-    """1.2 GFLOP, 3 kFLOP/s."""
+    """1.2 GFLOP, 3 kFLOP/s; 13.1 M of what has no unit."""
     for prefix in ("", "k", "M", "G", "T", "P"):
         if abs(n) < 1000 or prefix == "P":
             break
         n /= 1000
-    return f"{_four(n)} {prefix}{unit}"
+    return f"{_four(n)} {prefix}{unit}".rstrip()
 
 
 def seconds(t: float) -> str:

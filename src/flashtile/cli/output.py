@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -49,6 +53,16 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
 
+def command() -> str:
+    """How to start this program again from here: by its name where the shell finds that, or by its path."""
+    path = sys.argv[0]
+    if shutil.which("flashtile") or not os.path.isfile(path):
+        return "flashtile"
+    near = os.path.relpath(path)
+    near = near if os.sep in near else os.path.join(".", near)
+    return shlex.quote(min(near, path, key=len) if os.sep in path else near)
+
+
 def check_writable(option: str, path: Path) -> None:
     """Refuse a path that cannot be written, before anything is computed for it; leaves nothing there."""
     try:
@@ -63,7 +77,7 @@ def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Tab
     """The first column is words, the others are numbers."""
     shown = Table(title=title, title_justify="left", title_style="bold")
     for n, name in enumerate(head):
-        shown.add_column(name, justify="left" if n == 0 else "right")
+        shown.add_column(name, justify="left" if n == 0 else "right", overflow="fold")  # no number loses its end
     for row in rows:
         shown.add_row(*row)
     return shown

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flashtile import machine
 from flashtile.studies import canvas
 from flashtile.studies.study import Study, Table
-from flashtile.units import seconds, size
+from flashtile.units import seconds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -108,10 +108,8 @@ def tables(r: Record) -> list[Table]:
     return [
         Table(
             f"{r.kernel}, compiled here",
-            ("target", "GPUs", "time to compile", "program", "multiplies matrices with"),
-            tuple(
-                (b.target, f"{b.maker} {b.chips}", seconds(b.seconds), size(b.bytes), b.instruction) for b in r.built
-            ),
+            ("target", "GPUs", "compiled in", "multiplies matrices with"),
+            tuple((b.target, f"{b.maker} {b.chips}", seconds(b.seconds), b.instruction) for b in r.built),
         )
     ]
 

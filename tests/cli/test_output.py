@@ -62,3 +62,12 @@ def test_a_path_with_a_space_can_be_pasted(script: Path, monkeypatch: pytest.Mon
 def test_without_a_script_there_is_its_name(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["-c"])
     assert output.command() == "flashtile"
+
+
+def test_brackets_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "run: pip install '.[gpu]'"
+    output.say(words)
+    output.err().print(words)
+    output.out().print(output.table(words, (words,), [(words,)]))
+    printed = capsys.readouterr()
+    assert printed.out.count(words) == 4 and words in printed.err

@@ -55,14 +55,14 @@ def demo(
     else:
         _show(content, tables)
     if page is not None:
-        (output.err() if json else output.out()).print(f"page: {page}", soft_wrap=True, markup=False)
+        (output.err() if json else output.out()).print(f"page: {page}", soft_wrap=True)
         if open_page:
             webbrowser.open(page.as_uri())
     if not json:
         for what in NEXT if tables else (*NEXT, "demo --tables"):
-            output.out().print(f"next: {output.command()} {what}", soft_wrap=True, markup=False)
+            output.out().print(f"next: {output.command()} {what}", soft_wrap=True)
     if content.broken:
-        output.err().print(f"does not hold: {', '.join(content.broken)}", markup=False)
+        output.err().print(f"does not hold: {', '.join(content.broken)}")
         raise typer.Exit(DOES_NOT_HOLD)
 
 
@@ -75,7 +75,6 @@ def _prepare(out: Path) -> None:
         output.err().print(
             f"flashtile: the page needs {missing[0]}; run: pip install 'flashtile[report]', or use --no-page",
             soft_wrap=True,
-            markup=False,
         )
         raise typer.Exit(MISSING)
     try:

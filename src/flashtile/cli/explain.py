@@ -142,8 +142,8 @@ def _show(
     if call is not None:
         head = call.q_shape[-2] * call.k_shape[-2] * ITEMSIZE[call.dtype]
         out.print(f"The scores of one head, {output.size(head)} that are never built, to scale:", style="bold")
-        out.print(beside(drawn, shades), markup=False)
-        out.print(legend(drawn, shades), markup=False)
+        out.print(beside(drawn, shades))
+        out.print(legend(drawn, shades))
         out.print(output.facts("One layer" if whole else "One call", _of_call(call, hardware)))
     if whole is not None:
         out.print(output.facts(f"{name}, {whole.context:,} tokens", _of_model(whole, hardware)))

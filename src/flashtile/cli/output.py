@@ -26,18 +26,21 @@ from flashtile.units import size as size
 
 
 def out() -> Console:
-    """For results; rich honours NO_COLOR and drops all styling where stdout is not a terminal."""
-    return Console(highlight=False)
+    """For results; rich honours NO_COLOR and drops all styling where stdout is not a terminal.
+
+    Words in brackets are words, not styles: they belong to pip's extras, to paths, to what others say.
+    """
+    return Console(highlight=False, markup=False)
 
 
 def err() -> Console:
-    return Console(stderr=True, highlight=False)
+    return Console(stderr=True, highlight=False, markup=False)
 
 
 def say(text: str) -> None:
     """A sentence: wrapped where it goes to a terminal, one line where it does not."""
     console = out()
-    console.print(text, soft_wrap=not console.is_terminal, markup=False)
+    console.print(text, soft_wrap=not console.is_terminal)
 
 
 def markdown(text: str) -> None:

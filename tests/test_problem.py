@@ -315,6 +315,14 @@ def test_the_right_calls_are_right(function: str) -> None:
     call(function, BASES[function]())
 
 
+def test_heads_in_the_place_of_lengths_are_told_the_axes() -> None:
+    with pytest.raises(ft.ShapeError, match=r"got 120; in attention\(\) axes are \(batch, heads, length, dim\)"):
+        ft.attention(zeros(1, 100, 8, 64), *[zeros(1, 120, 8, 64)] * 2)
+    given = packed()
+    with pytest.raises(ft.ShapeError, match=r"axes are \(total, heads, dim\)"):
+        ft.attention_packed(**given | {name: np.repeat(given[name], 3, axis=1) for name in ("k", "v")})
+
+
 def test_there_are_enough_wrong_calls() -> None:
     assert len(WRONG) >= 60
 

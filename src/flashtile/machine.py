@@ -35,6 +35,12 @@ def has(package: str) -> bool:
     return find_spec(package) is not None
 
 
+def lacks(*packages: str) -> str | None:
+    """Which of the packages that a GPU takes is not installed, and how to get it; None where all are."""
+    missing = next((package for package in packages if not has(package)), None)
+    return missing and f"{missing} is not installed; run: pip install '.[gpu]'"
+
+
 def processor() -> str:
     """The model name of the CPU."""
     try:

@@ -126,7 +126,7 @@ def describe(
         q, k, v = (_rank4(name, x, rank, packed) for name, x in (("q", q), ("k", k), ("v", v)))
     batch, heads, n_q, dim = q.shape
     _, kv_heads, n_k, dim_v = v.shape
-    _check_shapes(q, k, v)
+    _check_shapes(q, k, v, packed)
     sequences = batch
     if packed:
         cu_q, n_q = _cumulative("cu_q", cu_q, n_q)
@@ -250,7 +250,7 @@ def _rank4(name: str, x: Any, rank: int, packed: bool) -> Any:
     return x
 
 
-def _check_shapes(q: Any, k: Any, v: Any) -> None:
+def _check_shapes(q: Any, k: Any, v: Any, packed: bool) -> None:
     batch, heads, _, dim = q.shape
     if k.shape[0] != batch or v.shape[0] != batch:
         name, x = ("k", k) if k.shape[0] != batch else ("v", v)
@@ -261,7 +261,11 @@ def _check_shapes(q: Any, k: Any, v: Any) -> None:
         if not 1 <= x.shape[3] <= MAX_DIM:
             raise ShapeError(f"{name}: expected a head dim from 1 to {MAX_DIM}, got {x.shape[3]}")
     if k.shape[1] < 1 or heads < 1 or heads % k.shape[1]:
-        raise ShapeError(f"k: expected a number of heads that divides q's {heads}, got {k.shape[1]}")
+        # Most often these are lengths: heads and lengths were given in each other's place.
+        call, axes = ("attention_packed", "total, heads, dim") if packed else ("attention", "batch, heads, length, dim")
+        raise ShapeError(
+            f"k: expected a number of heads that divides q's {heads}, got {k.shape[1]}; in {call}() axes are ({axes})"
+        )
     if v.shape[1] != k.shape[1]:
         raise ShapeError(f"v: expected {k.shape[1]} heads like k, got {v.shape[1]}")
     if v.shape[2] != k.shape[2]:

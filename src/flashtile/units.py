@@ -9,7 +9,7 @@ def size(n: float) -> str:
         if abs(n) < 1024 or unit == "TiB":
             break
         n /= 1024
-    return f"{n:.0f} {unit}" if unit == "B" else f"{n:.4g} {unit}"
+    return f"{n:.0f} {unit}" if unit == "B" else f"{_four(n)} {unit}"
 
 
 def short(n: int) -> str:
@@ -21,16 +21,25 @@ def short(n: int) -> str:
 
 
 def quantity(n: float, unit: str) -> str:
-    """1.2 GFLOP, 3 kFLOP/s."""
+    """1.2 GFLOP, 3 kFLOP/s; 13.1 M of what has no unit."""
     for prefix in ("", "k", "M", "G", "T", "P"):
         if abs(n) < 1000 or prefix == "P":
             break
         n /= 1000
-    return f"{n:.4g} {prefix}{unit}"
+    return f"{_four(n)} {prefix}{unit}".rstrip()
 
 
 def seconds(t: float) -> str:
+    """2.5 ms, 12 s; from a hundred seconds on 20 min, 1.9 h."""
+    if t >= 100:
+        unit, t = ("min", t / 60) if t < 6000 else ("h", t / 3600)
+        return f"{t:.1f} {unit}" if t < 10 else f"{t:,.0f} {unit}"
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if t * scale >= 1 or unit == "us":
             break
     return f"{t * scale:.3g} {unit}"
+
+
+def _four(n: float) -> str:
+    """Four digits, or all of them where there is no larger unit to take."""
+    return f"{n:.4g}" if abs(n) < 10_000 else f"{n:,.0f}"

@@ -35,6 +35,12 @@ def test_every_command_has_help(command):
     assert "Usage" in run(command, "--help").stdout
 
 
+@pytest.mark.parametrize("group", [(), ("bench",)])
+def test_no_command_is_cut_short_where_it_is_listed(group):
+    listed = run(*group, "--help").stdout.partition("Commands:\n")[2].splitlines()
+    assert len(listed) >= 5 and all(line.endswith(".") and not line.endswith("...") for line in listed), listed
+
+
 def test_the_package_names_every_command_and_exit_code():
     assert set(COMMANDS) == {"demo", "lesson", "explain", "doctor", "bench"}
     first, _, codes = cli.__doc__.partition("\n")

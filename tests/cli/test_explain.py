@@ -91,7 +91,9 @@ def test_what_a_reader_sees(a_tile):
         "score matrix never built │ 1 TiB",
         "statistics kept (lse) │ 16 MiB",
         "140.7 TFLOP; backward 351.8 TFLOP",
-        "compute: above 206.1 FLOPs a byte",
+        "limited by │ arithmetic: above 206.1 FLOPs a byte",
+        "16,760,832 skipped",
+        "prompt tokens a second, at most",
         "KV cache a token │ 128 KiB",
         "KV cache │ 16 GiB",
         "11.3% of 141 GiB",
@@ -107,7 +109,8 @@ def test_decoding():
     assert call["q_shape"][2] == 1 and call["floor"]["bound"] == "memory"
     assert call["intensity"] == pytest.approx(4, rel=0.01)  # query heads on a key head
     assert told["model"]["tokens_a_second"] == pytest.approx(4.8e12 / GIB, rel=0.01)
-    assert "floor of a token" in said("--model", "llama-3-8b", "--decode", "--gpu", "h200")
+    text = said("--model", "llama-3-8b", "--decode", "--gpu", "h200")
+    assert "least time of a token" in text and "new tokens a second, at most" in text and "floor" not in text.lower()
 
 
 @pytest.mark.parametrize(("gpu", "dtype"), [("a100-80", "bfloat16"), ("h200", "float32"), ("mi300x", "bfloat16")])
@@ -130,6 +133,23 @@ def test_another_kernel_may_run_here(monkeypatch):
     assert "gluon, but triton on this machine" in said("--model", "llama-3-8b", "--gpu", "h200")
     monkeypatch.setattr(dispatch.Backend, "missing", lambda self: "away")
     assert "gluon, but not on this machine" in said("--model", "llama-3-8b", "--gpu", "h200")
+
+
+def test_what_is_missing_here_says_nothing_of_a_gpu_that_was_named(monkeypatch):
+    monkeypatch.setattr(dispatch.Backend, "missing", lambda self: "away" if self.device == "cuda" else None)
+    assert "away" not in said("--model", "llama-3-8b", "--gpu", "h200")
+    monkeypatch.setattr(machine, "gpu", lambda: "NVIDIA H200")
+    assert "not gluon: away" in said("--model", "llama-3-8b")
+
+
+def test_long_times_are_minutes():
+    assert "least time of the prompt │ 19 min" in said("--model", "llama-3-8b", "--context", "2m", "--gpu", "h200")
+
+
+def test_a_name_that_is_nearly_right():
+    assert "got 'llama3'; did you mean llama-3-8b?" in run("--model", "llama3", code=2).stderr
+    assert "did you mean h100?" in run("--model", "gpt-2", "--gpu", "h10", code=2).stderr
+    assert "did you mean" not in run("--model", "abacus", code=2).stderr
 
 
 def test_here_is_measured():
@@ -160,7 +180,7 @@ def test_numbers_instead_of_a_name():
 def test_a_cache_that_outgrows_a_gpu():
     text = said("--model", "llama-3-70b", "--context", "1m", "--decode", "--gpu", "h200")
     assert "it takes 3 of them" in text and "merge() joins these exactly" in text
-    assert "was made for 131072 tokens" in text
+    assert "was made for 131,072 tokens" in text
     assert "merge()" not in said("--model", "llama-3-70b", "--context", "128k", "--decode", "--gpu", "h200")
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from flashtile import dispatch, schedule, traffic
 from flashtile.band import full
+from flashtile.bench import suite
+from flashtile.bench.timing import Timing
 from flashtile.lessons import launches as lesson
 from flashtile.schedule import Grid
 
@@ -40,7 +42,7 @@ def test_the_loop_makes_more_calls_and_moves_more(record: Any) -> None:
     assert calls["tiled loop"]["calls"] > 10 * tiles
     assert calls["tiled loop"]["bytes"] > calls["standard"]["bytes"]
     if not dispatch.TABLE[0].missing():
-        assert calls["flashtile, native"] == {"calls": 1, "bytes": 4 * 4 * record["n"] * lesson.DIM}
+        assert calls["flashtile"] == {"calls": 1, "bytes": 4 * 4 * record["n"] * lesson.DIM}
 
 
 def test_without_the_core_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,6 +51,19 @@ def test_without_the_core_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     x = np.ones((4, 4), np.float32)
     calls, _ = lesson.on_cpu(lines.append, x, x, x, 0.01)
     assert "not compared: the moon is wrong" in lines[0] and list(calls) == ["standard", "tiled loop"]
+
+
+def test_numpy_is_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    together: list[set[str]] = []
+
+    def timed(calls: dict[str, Any], **options: Any) -> dict[str, Timing]:
+        together.append(set(calls))
+        return dict.fromkeys(calls, Timing((1.0,)))
+
+    monkeypatch.setattr(suite, "alternate", timed)
+    x = np.ones((4, 4), np.float32)
+    lesson.on_cpu(lambda line: None, x, x, x, 0.01)
+    assert together[0] <= {"flashtile"} and together[1:] == [{"standard"}, {"tiled loop"}]
 
 
 def test_a_watch_sees_each_calculation() -> None:

@@ -61,7 +61,7 @@ def test_without_triton_the_rest_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     lines: list[str] = []
     record = lesson.run(lines.append, quick=True)
-    assert "The Triton kernel is left out: triton is not installed." in lines
+    assert "The Triton kernel is left out: triton is not installed; run: pip install" in lines
     assert record["triton"] is None and record["holds"]
 
 

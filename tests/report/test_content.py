@@ -10,6 +10,7 @@ from flashtile.lessons.lesson import Lesson
 from flashtile.report import content, topics
 from flashtile.report.artist import Artist
 from flashtile.report.content import Result, Told
+from flashtile.report.topics import targets
 from flashtile.studies.study import Study, Table
 
 
@@ -82,8 +83,9 @@ def test_the_artist_draws_what_the_study_draws(demo_run):
     result = next(r for r in demo_run.content.results if r.study.name == "overlap")
     with Artist(png=False) as artist:
         artist.draw("overlap", result.record)
+        artist.draw("targets", targets.Record("k", (), "no triton"))
         artist.rest()
         drawing = artist.drawings()["overlap"]
-    assert drawing.png is None
+    assert drawing.png is None and list(artist.drawings()) == ["overlap"]
     assert drawing.svg == (demo_run.folder / "figures" / "overlap.svg").read_text(encoding="utf-8")
     assert all(isinstance(table, Table) for table in result.tables)

@@ -52,5 +52,9 @@ def test_the_files_are_what_their_names_say(drawing):
     assert draw("one", example, png=False).png is None
 
 
+def test_nothing_to_draw_is_no_figure():
+    assert draw("one", lambda: None) is None
+
+
 def test_the_same_figure_is_the_same_text_every_time(drawing):
     assert draw("one", example).svg == drawing.svg

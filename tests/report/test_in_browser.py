@@ -12,6 +12,9 @@ TOO_WIDE = """() => [...document.querySelectorAll('main *, header *, footer *')]
     return box.width && box.right > innerWidth + 1 && !e.closest('.plot, .table, pre, .equation, #viewer, .skip');
 }).map((e) => e.outerHTML.slice(0, 100))"""
 
+CUT = """() => [...document.querySelectorAll('.table')].filter((e) => e.scrollWidth > e.clientWidth + 1)
+    .map((e) => e.ariaLabel)"""
+
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES)
@@ -20,6 +23,12 @@ def test_nothing_is_wider_than_the_window(browser, demo_run, size, scheme):
         page.evaluate(OPEN_ALL)
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         assert page.evaluate(TOO_WIDE) == []
+
+
+def test_no_table_is_cut_on_a_wide_page(browser, demo_run):
+    with opened(browser, demo_run.page, viewport=SIZES["wide"]) as page:
+        page.evaluate(OPEN_ALL)
+        assert page.evaluate(CUT) == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -34,6 +43,8 @@ def test_it_can_be_read_without_scripts(browser, demo_run):
         assert page.locator("#theme").is_hidden()
         assert page.locator("main > section").count() > 10
         assert page.locator("#study-equivalence svg").is_visible()
+        page.locator("#study-equivalence summary").click()
+        assert page.locator("#study-equivalence table").first.is_visible()
 
 
 def test_the_button_changes_the_paper(browser, demo_run):

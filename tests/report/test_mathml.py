@@ -42,6 +42,21 @@ def test_a_fraction_takes_the_products_on_both_sides():
     assert ["".join(part.itertext()) for part in fraction] == ["ab", "cd"]
 
 
+def test_a_line_of_text_has_no_fraction():
+    drawn = parsed(mathml.formula("N^2 d^2 / M", False))
+    assert not list(drawn.iter("mfrac")) and "".join(drawn.itertext()) == "N2d2/M"
+
+
+def test_products_of_arrays_and_of_vectors_look_different():
+    assert mathml.equation(12).count("&odot;") == 2 and "&middot;" not in mathml.equation(12)
+    assert mathml.equation(1).count("&middot;") == 1 and "&odot;" not in mathml.equation(1)
+    assert not {"&odot;", "&middot;"} & set(re.findall(r"&\w+;", mathml.equation(13) + mathml.equation(14)))
+
+
+def test_a_prime_is_as_large_as_its_letter():
+    assert "<mi>j</mi><mo" in mathml.equation(2) and "<msup>" not in mathml.equation(2)
+
+
 def test_scripts():
     names = [
         (e.tag, "".join(e.itertext())) for e in parsed(mathml.formula("S_ij + m_new + P^T + sum_{j in T} x_j'")).iter()

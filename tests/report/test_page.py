@@ -2,13 +2,20 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from jinja2 import UndefinedError
 
 from flashtile import studies
+from flashtile.bench.peers import NAIVE_NUMPY, NAIVE_TORCH, OURS, SDPA
+from flashtile.bench.showcase import Speed
 from flashtile.report import mathml, page, topics
+from flashtile.report.content import Result, Told
+from flashtile.report.figures import Drawing
+from flashtile.report.topics import targets
 from flashtile.studies.study import to_dict
+from tests.report.markup import Markup
 from tests.tree import SOURCE
 
 TEMPLATES = [*(SOURCE / "report").glob("*.j2"), *(SOURCE / "report" / "sections").glob("*.j2")]
@@ -25,8 +32,6 @@ def test_it_is_well_formed(markup):
 
 
 def test_a_tag_left_open_would_be_seen():
-    from tests.report.markup import Markup
-
     with pytest.raises(AssertionError, match="closes"):
         Markup.of("<main><p>words</main>")
 
@@ -133,6 +138,59 @@ def test_a_typed_number_would_be_seen():
 def test_titles_hold_no_numbers_but_names():
     for section in page.SECTIONS:
         assert not re.search(r"\d", NAMES.sub("", section.title))
+
+
+@pytest.fixture
+def bare(demo_run):
+    """The page of a machine without torch and triton: what it says of both depends on the records."""
+    content = demo_run.content
+    run = {result.study.name: result for result in content.topics}
+    sides = replace(run["speed"].record.cpu, rows=tuple(map(alone, run["speed"].record.cpu.rows)))
+    records = {
+        "speed": Speed(1, dict.fromkeys((SDPA, NAIVE_TORCH), "no torch"), sides, None, "no torch"),
+        "targets": targets.Record("k", (), "no triton"),
+    }
+    changed = tuple(Result(study.study, records.get(name, study.record)) for name, study in run.items())
+    told = tuple(Told(t.lesson, "", {}, "no torch") if t.lesson.needs else t for t in content.lessons)
+    drawings = {name: Drawing("<svg></svg>", "", None, 60) for name in (r.study.name for r in content.results)}
+    del drawings["targets"]
+    return Markup.of(page.render(replace(content, topics=changed, lessons=told), drawings))
+
+
+def alone(row):
+    return replace(row, runs={name: run for name, run in row.runs.items() if name in (OURS, NAIVE_NUMPY)})
+
+
+def test_without_torch_the_page_claims_nothing_of_it(bare, markup, demo_run):
+    assert "timed beside it on this page" not in bare.words and "Each was run for this page" not in bare.words
+    assert "Those that can run here were run for this page." in bare.words
+    assert bare.words.count("make demo TORCH=1") == 1
+    if _ratio(demo_run):
+        assert "timed beside it on this page" in markup.words and "make demo TORCH=1" not in markup.words
+
+
+def _ratio(demo_run):
+    return page._ratio(next(r.record for r in demo_run.content.topics if r.study.name == "speed"))
+
+
+def test_what_has_nothing_to_draw_has_no_figure(bare, markup):
+    captions = "The numbers are in the tables below"
+    assert (
+        "Nothing was compiled: no triton." in bare.words and "One kernel for every maker. The numbers" not in bare.words
+    )
+    assert bare.words.count(captions) == len(studies.STUDIES) + len(topics.TOPICS) - 1
+
+
+def test_tables_under_a_figure_are_folded(demo_run):
+    text = demo_run.page.read_text(encoding="utf-8")
+    for result in demo_run.content.studies:
+        after = text[text.index(f'id="study-{result.study.name}"') :]
+        assert after.index("<figure") < after.index("<details>") < after.index("<table")
+
+
+def test_powers_are_not_typed_with_a_caret(markup):
+    assert not [title for title in markup.tables if "^" in title]
+    assert not [cell for rows in markup.tables.values() for cell in rows[0] if "^" in cell]
 
 
 def test_a_name_that_is_not_there_is_an_error():

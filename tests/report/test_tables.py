@@ -49,16 +49,18 @@ def test_the_two_orders(demo_run):
 
 
 def test_what_needs_what_and_how_it_ran(demo_run):
-    gpu = Lesson("x", "X", "", needs=("triton",))
+    gpu = Lesson("x", "X", "", needs=("triton",), kernel="x.py")
     lessons = (
         Told(gpu, "", {"device": "cuda"}, None),
         Told(gpu, "", {"device": "cpu"}, None),
+        Told(gpu, "", {"device": ""}, None),
         Told(gpu, "", {}, "no moon"),
         Told(Lesson("y", "Y", ""), "", {}, None),
     )
     assert [row[1:] for row in tables.needed(replace(demo_run.content, lessons=lessons)).rows] == [
         ("triton", "ran on the GPU"),
         ("triton", "ran, its kernel interpreted on the CPU"),
+        ("triton", "ran without its kernel"),
         ("triton", "no moon"),
         ("nothing", "ran"),
     ]

@@ -37,7 +37,10 @@ def cpu(
     json: AsJson = False,
     check: Annotated[bool, typer.Option(help="Exit with 1 where a bar does not hold.")] = False,
 ) -> None:
-    """The CPU suite: forward, backward, decode, half precision, options, small calls, memory, scaling."""
+    """Time this CPU.
+
+    Forward, backward, decode, half precision, options, small calls, memory, scaling.
+    """
     _known("--only", only, GROUPS)
     path = path or records.default_path("cpu")
     _check(path)
@@ -74,7 +77,10 @@ def gpu(
     json: AsJson = False,
     check: Annotated[bool, typer.Option(help="Exit with 1 where a bar does not hold.")] = False,
 ) -> None:
-    """The GPU suites, beside cuDNN, SDPA, FlexAttention and FlashAttention: training, decode, small calls, memory."""
+    """Time this GPU.
+
+    Training, decode, small calls and memory, beside cuDNN, SDPA, FlexAttention and FlashAttention.
+    """
     _known("--suite", which, SUITES)
     _known("--peers", peer, peers.NAMES)
     chosen = rows.select([] if "all" in (which or ["all"]) else which or [], only or (), quick)
@@ -143,7 +149,10 @@ def search(
     path: Annotated[Path, typer.Option("--output", help="Where the record goes.")] = records.FOLDER / "tune.json",
     json: AsJson = False,
 ) -> None:
-    """Find the fastest tiles of the Triton kernels on this GPU, and print them as rows of backends/triton/tuning.py."""
+    """Find the fastest tiles of the Triton kernels on this GPU.
+
+    They are printed as rows of backends/triton/tuning.py.
+    """
     _known("--kernel", kernel, KERNELS)
     _known("--dtype", dtype, candidates.DTYPES)
     _known("--dim", dim, candidates.DIMS)
@@ -173,7 +182,10 @@ def bytes_moved(
     path: Annotated[Path, typer.Option("--output", help="Where the record goes.")] = records.FOLDER / "io.json",
     json: AsJson = False,
 ) -> None:
-    """Bytes that the forward pass moves on this GPU, counted by NVIDIA's ncu, beside what its tiles should move."""
+    """Count the bytes that the forward pass moves on this GPU.
+
+    By NVIDIA's ncu, beside what its tiles should move.
+    """
     _check(path)
     _need_gpu()
     program = program or ncu.find()
@@ -201,7 +213,7 @@ def show(
         bool, typer.Option("--json", help="Print its summary, or what was measured, as plain JSON.")
     ] = False,
 ) -> None:
-    """A record as markdown."""
+    """Show a record as markdown."""
     content = _read("RECORD", record, table.read)
     try:
         text = table.details(content) if details else table.render(content)

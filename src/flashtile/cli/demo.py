@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 EXTRA = ("jinja2", "matplotlib")  # what the page is made with
 LINES = 8  # of a lesson's output; `flashtile lesson` prints all of it
+NEXT = ("lesson online-softmax", "explain --model llama-3-8b --gpu h100")
 
 
 def demo(
@@ -24,16 +25,22 @@ def demo(
     ),
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Short measurements, figures as SVG only.")] = False,
+    tables: Annotated[bool, typer.Option("--tables", help="Print every table, and how each lesson begins.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the records as plain JSON.")] = False,
     no_page: Annotated[bool, typer.Option("--no-page", help="Write nothing, only print.")] = False,
 ) -> None:
-    """Show that tiled attention is the same, needs far less memory and is fast; and write a page that explains it."""
+    """Show here that tiles give the same answer, and write a page.
+
+    The answer of tiled attention, its memory and its speed are computed on this machine; the page explains them.
+    """
     from flashtile.report import folder  # all of it is much to import for the other commands
     from flashtile.report.artist import Artist
     from flashtile.report.content import collect
 
     if no_page and open_page:
         raise typer.BadParameter("--open: with --no-page there is none to open")
+    if json and tables:
+        raise typer.BadParameter("--tables: --json prints all that is in them")
     if not no_page:
         _prepare(out)
     with output.progress_bar() as progress:
@@ -46,13 +53,16 @@ def demo(
     if json:
         output.print_json(content.records())
     else:
-        _show(content)
+        _show(content, tables)
     if page is not None:
-        (output.err() if json else output.out()).print(f"page: {page}", soft_wrap=True, markup=False)
+        (output.err() if json else output.out()).print(f"page: {page}", soft_wrap=True)
         if open_page:
             webbrowser.open(page.as_uri())
+    if not json:
+        for what in NEXT if tables else (*NEXT, "demo --tables"):
+            output.out().print(f"next: {output.command()} {what}", soft_wrap=True)
     if content.broken:
-        output.err().print(f"does not hold: {', '.join(content.broken)}", markup=False)
+        output.err().print(f"does not hold: {', '.join(content.broken)}")
         raise typer.Exit(DOES_NOT_HOLD)
 
 
@@ -65,7 +75,6 @@ def _prepare(out: Path) -> None:
         output.err().print(
             f"flashtile: the page needs {missing[0]}; run: pip install 'flashtile[report]', or use --no-page",
             soft_wrap=True,
-            markup=False,
         )
         raise typer.Exit(MISSING)
     try:
@@ -75,21 +84,22 @@ def _prepare(out: Path) -> None:
     output.check_writable("--out", out)
 
 
-def _show(content: Content) -> None:
+def _show(content: Content, tables: bool) -> None:
     about = content.machine
     output.say(f"{about['processor']}, {about['isa'] or 'no C++ core'}, {about['cores']} cores")
     for result in content.results:
-        _show_result(result)
-    for told in content.lessons:
+        _show_result(result, tables)
+    for told in content.lessons if tables else ():
         _show_lesson(told)
+    output.out().print()
 
 
-def _show_result(result: Result) -> None:
+def _show_result(result: Result, tables: bool) -> None:
     out = output.out()
     out.print()
     out.rule(result.study.title, align="left", characters="=")
     output.say(result.study.question)
-    for table in result.tables:
+    for table in result.tables if tables else ():
         out.print(output.table(*table))
     for sentence in result.findings:
         output.say(f"- {sentence}")
@@ -103,7 +113,7 @@ def _show_lesson(told: Told) -> None:
         output.say(f"It did not run here: {told.reason}")
         return
     print(_beginning(told.text), end="\n\n")
-    output.say(f"All of it: flashtile lesson {told.lesson.name}")
+    output.say(f"All of it: {output.command()} lesson {told.lesson.name}")
 
 
 def _beginning(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -49,7 +50,7 @@ def explain(
     gpu_memory: Annotated[float | None, typer.Option(help="GiB, likewise.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print plain JSON.")] = False,
 ) -> None:
-    """Say what a call would do, from its shapes or from a model and a context."""
+    """Say what a call would cost, from shapes or a model's name."""
     if (q is None) == (model is None):
         raise typer.BadParameter("expected --q with a shape, or --model with a name")
     if model is not None and (causal or window is not None):
@@ -86,7 +87,8 @@ def explain(
             }
         )
     else:
-        _show(call, whole, model, hardware, drawn)
+        named = device == "cuda" and gpu != "here" and (gpu is not None or bool(given))
+        _show(call, whole, model, hardware, drawn, here=not named)
 
 
 # Where it runs
@@ -99,7 +101,7 @@ def _given(flops: str | None, bandwidth: str | None, memory: float | None) -> di
 
 
 def _hardware(gpu: str | None, dtype: str, given: dict[str, float]) -> tuple[Hardware | None, str]:
-    """What sets the floor, and the device that tensors would be on."""
+    """What sets the least time, and the device that tensors would be on."""
     if gpu is None and given:
         if not {"flops", "bytes"} <= given.keys():
             raise typer.BadParameter("--gpu-flops, --gpu-bandwidth: expected both, or a --gpu to change")
@@ -128,23 +130,28 @@ def _hardware(gpu: str | None, dtype: str, given: dict[str, float]) -> tuple[Har
 
 
 def _show(
-    call: Plan | None, whole: Budget | None, name: str | None, hardware: Hardware | None, drawn: list[Picture]
+    call: Plan | None,
+    whole: Budget | None,
+    name: str | None,
+    hardware: Hardware | None,
+    drawn: list[Picture],
+    here: bool,
 ) -> None:
     out = output.out()
     shades = out.encoding.startswith("utf")
     if call is not None:
         head = call.q_shape[-2] * call.k_shape[-2] * ITEMSIZE[call.dtype]
         out.print(f"The scores of one head, {output.size(head)} that are never built, to scale:", style="bold")
-        out.print(beside(drawn, shades), markup=False)
-        out.print(legend(drawn, shades), markup=False)
+        out.print(beside(drawn, shades))
+        out.print(legend(drawn, shades))
         out.print(output.facts("One layer" if whole else "One call", _of_call(call, hardware)))
     if whole is not None:
-        out.print(output.facts(f"{name}, {whole.context} tokens", _of_model(whole, hardware)))
+        out.print(output.facts(f"{name}, {whole.context:,} tokens", _of_model(whole, hardware)))
     if hardware is not None:
         if hardware.levels:
             out.print(_hierarchy(hardware))
         output.say(_said_of(hardware))
-    for note in _notes(call, whole, name, hardware):
+    for note in _notes(call, whole, name, hardware, here):
         output.say(note)
 
 
@@ -157,7 +164,7 @@ def _of_call(p: Plan, hardware: Hardware | None) -> list[tuple[str, str]]:
         ("tile", _tile(p)),
         ("moved into a tile", _sizes(p.blocks, "QKV") + room),
         ("summed in a tile", _sizes(p.blocks, "SO")),
-        ("tiles", ", ".join(f"{n} {kind}" for kind, n in p.tiles.items())),
+        ("tiles", ", ".join(f"{n:,} {kind}" for kind, n in p.tiles.items())),
         ("FLOPs", f"{output.quantity(p.flops, 'FLOP')}; backward {output.quantity(p.backward_flops, 'FLOP')}"),
         ("score matrix never built", output.size(p.score_bytes)),
         ("statistics kept (lse)", output.size(p.lse_bytes)),
@@ -168,9 +175,9 @@ def _of_call(p: Plan, hardware: Hardware | None) -> list[tuple[str, str]]:
         ("FLOPs a byte, at best", f"{p.intensity:,.0f}" if p.intensity >= 100 else f"{p.intensity:.3g}"),
     ]
     if p.floor is not None:
-        side = "above" if p.floor.bound == "compute" else "below"
-        rows.append(("bound by", f"{p.floor.bound}: {side} {p.floor.rates.ridge:.4g} FLOPs a byte"))
-        rows.append(("floor", output.seconds(p.floor.seconds)))
+        limit = "arithmetic: above" if p.floor.bound == "compute" else "memory: below"
+        rows.append(("limited by", f"{limit} {p.floor.rates.ridge:.4g} FLOPs a byte"))
+        rows.append(("least time", output.seconds(p.floor.seconds)))
     return rows
 
 
@@ -201,8 +208,9 @@ def _of_model(b: Budget, hardware: Hardware | None) -> list[tuple[str, str]]:
     rows.append(("FLOPs", output.quantity(b.flops, "FLOP")))
     rows.append(("least that must move", output.size(b.least_bytes)))
     if b.seconds is not None and b.tokens_a_second is not None:
-        rows.append(("floor of a token" if b.decode else "floor of the prompt", output.seconds(b.seconds)))
-        rows.append(("tokens a second, at most", f"{b.tokens_a_second:,.0f}"))
+        rows.append(("least time of a token" if b.decode else "least time of the prompt", output.seconds(b.seconds)))
+        tokens = "new tokens" if b.decode else "prompt tokens"
+        rows.append((f"{tokens} a second, at most", f"{b.tokens_a_second:,.0f}"))
     return rows
 
 
@@ -221,27 +229,33 @@ def _hierarchy(hardware: Hardware) -> Any:
 def _said_of(hardware: Hardware) -> str:
     rates = f"{output.quantity(hardware.rates.flops, 'FLOP/s')}, {output.quantity(hardware.rates.bytes, 'B/s')}"
     if hardware.measured:
-        return f"Floor: by the best seen here just now, {rates}, of NumPy's product and copy and our own kernels."
-    return f"Floor: by the figures of {hardware.name}, {rates}. No kernel reaches them all the way."
+        return f"Least times: by the best seen here just now, {rates}, of NumPy's product and copy and our own kernels."
+    return f"Least times: by the figures of {hardware.name}, {rates}. No kernel reaches them all the way."
 
 
-def _notes(call: Plan | None, whole: Budget | None, name: str | None, hardware: Hardware | None) -> list[str]:
+def _notes(
+    call: Plan | None, whole: Budget | None, name: str | None, hardware: Hardware | None, here: bool
+) -> list[str]:
+    """`here`: it would run on this machine, so that what is missing on it counts."""
     notes = []
     if whole is not None:
         notes.append("Attention alone: weights, projections and the other layers come on top.")
         if whole.context > whole.model.context:
-            notes.append(f"{name} was made for {whole.model.context} tokens; this is what {whole.context} would take.")
+            made_for, taken = f"{whole.model.context:,}", f"{whole.context:,}"
+            notes.append(f"{name} was made for {made_for} tokens; this is what {taken} would take.")
         if hardware is not None and whole.gpus is not None and whole.gpus > 1 and whole.shared_seconds is not None:
             notes.append(
                 f"The KV cache alone outgrows {hardware.name}: it takes {whole.gpus} of them. Each attends to the keys "
-                "it holds and gives out and lse; flashtile.merge() joins these exactly, and the floor falls to "
+                "it holds and gives out and lse; flashtile.merge() joins these exactly, and the least time falls to "
                 f"{output.seconds(whole.shared_seconds)}."
             )
         if whole.model.latent is not None:
             notes.append(_latent(whole))
     if call is not None:
-        there = [row.name for row in dispatch.TABLE if row.device == call.device]
-        notes += [f"not {backend}: {reason}" for backend, reason in call.reasons.items() if backend in there]
+        for row in dispatch.TABLE:
+            reason = call.reasons.get(row.name) if row.device == call.device else None
+            if reason and (here or reason != row.missing()):
+                notes.append(f"not {row.name}: {reason}")
     return notes
 
 
@@ -265,7 +279,8 @@ def _times(shape: tuple[int, ...]) -> str:
 
 def _one_of(option: str, name: str, table: dict[str, T], *others: str) -> T:
     if name not in table:
-        raise typer.BadParameter(f"{option}: expected one of {', '.join((*others, *table))}, got {name!r}")
+        meant = "".join(f"; did you mean {near}?" for near in get_close_matches(name, table, n=1))
+        raise typer.BadParameter(f"{option}: expected one of {', '.join((*others, *table))}, got {name!r}{meant}")
     return table[name]
 
 

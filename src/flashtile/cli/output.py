@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,18 +26,21 @@ from flashtile.units import size as size
 
 
 def out() -> Console:
-    """For results; rich honours NO_COLOR and drops all styling where stdout is not a terminal."""
-    return Console(highlight=False)
+    """For results; rich honours NO_COLOR and drops all styling where stdout is not a terminal.
+
+    Words in brackets are words, not styles: they belong to pip's extras, to paths, to what others say.
+    """
+    return Console(highlight=False, markup=False)
 
 
 def err() -> Console:
-    return Console(stderr=True, highlight=False)
+    return Console(stderr=True, highlight=False, markup=False)
 
 
 def say(text: str) -> None:
     """A sentence: wrapped where it goes to a terminal, one line where it does not."""
     console = out()
-    console.print(text, soft_wrap=not console.is_terminal, markup=False)
+    console.print(text, soft_wrap=not console.is_terminal)
 
 
 def markdown(text: str) -> None:
@@ -47,6 +54,16 @@ def markdown(text: str) -> None:
 
 def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
+
+
+def command() -> str:
+    """How to start this program again from here: by its name where the shell finds that, or by its path."""
+    path = sys.argv[0]
+    if shutil.which("flashtile") or not os.path.isfile(path):
+        return "flashtile"
+    near = os.path.relpath(path)
+    near = near if os.sep in near else os.path.join(".", near)
+    return shlex.quote(min(near, path, key=len) if os.sep in path else near)
 
 
 def check_writable(option: str, path: Path) -> None:
@@ -63,7 +80,7 @@ def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Tab
     """The first column is words, the others are numbers."""
     shown = Table(title=title, title_justify="left", title_style="bold")
     for n, name in enumerate(head):
-        shown.add_column(name, justify="left" if n == 0 else "right")
+        shown.add_column(name, justify="left" if n == 0 else "right", overflow="fold")  # no number loses its end
     for row in rows:
         shown.add_row(*row)
     return shown

@@ -50,7 +50,8 @@ def attention(q: Any, k: Any, v: Any, *, causal: bool = False) -> Any:
 def run(say: Say, quick: bool = False) -> dict[str, Any]:
     cuda.driver()
     if not machine.gpu():
-        raise Unavailable("this lesson keeps its arrays in torch tensors, and torch is not installed or sees no GPU")
+        reason = machine.lacks("torch") or "torch sees no GPU"
+        raise Unavailable(f"this lesson keeps its arrays in torch tensors, and {reason}")
     import torch
 
     heading(say, "What a block of threads holds")

@@ -20,9 +20,8 @@ def for_triton() -> str:
 
     Whether kernels are compiled or interpreted is settled when triton is imported, for as long as the process lives.
     """
-    for package in ("torch", "triton"):
-        if not machine.has(package):
-            raise Unavailable(f"{package} is not installed")
+    if reason := machine.lacks("torch", "triton"):
+        raise Unavailable(reason)
     asked = os.environ.get("TRITON_INTERPRET") == "1"
     if machine.gpu() and not asked:
         return "cuda"

@@ -18,7 +18,9 @@ import numpy as np
 import flashtile
 from flashtile import dispatch, machine
 from flashtile.backends import tiles
-from flashtile.bench.timing import alternate
+from flashtile.bench.peers import OURS
+from flashtile.bench.suite import time_all
+from flashtile.bench.timing import Call, alternate
 from flashtile.dtypes import Array
 from flashtile.lessons import device
 from flashtile.lessons.lesson import Say
@@ -169,12 +171,12 @@ def on_cpu(say: Say, Q: Array, K: Array, V: Array, seconds: float) -> tuple[dict
     if reason := native.missing():
         paragraph(say, f"The C++ core is not compared: {reason}.")
     else:
-        ways["flashtile, native"] = lambda q, k, v: flashtile.attention(q, k, v, backend=native.name)
-        watches["flashtile, native"] = Watch()
-        watches["flashtile, native"].see(Q, K, V, ways["flashtile, native"](Q, K, V))
+        ways[OURS] = partial(flashtile.attention, backend=native.name)
+        watches[OURS] = Watch()
+        watches[OURS].see(Q, K, V, ways[OURS](Q, K, V))
     calls = _show(say, watches)
-    contenders = {name: partial(way, Q, K, V) for name, way in ways.items()}
-    return calls, timings(say, f"N = {len(Q)}, CPU", alternate(contenders, seconds=seconds))
+    contenders: dict[str, Call] = {name: partial(way, Q, K, V) for name, way in ways.items()}
+    return calls, timings(say, f"N = {len(Q)}, CPU", time_all(contenders, seconds))
 
 
 def on_torch(say: Say, where: str, quick: bool = False) -> dict[str, Any]:
@@ -187,7 +189,7 @@ def on_torch(say: Say, where: str, quick: bool = False) -> dict[str, Any]:
     ways: dict[str, Callable[[], Any]] = {
         "standard": lambda: torch.softmax(Q @ K.T * SCALE, dim=1) @ V,
         "tiled loop": lambda: tiled(Q, K, V, BLOCK, xp=torch),
-        "flashtile": lambda: flashtile.attention(Q, K, V),
+        OURS: lambda: flashtile.attention(Q, K, V),
     }
     watches = {name: Watch() for name in ways}
     for name, way in ways.items():

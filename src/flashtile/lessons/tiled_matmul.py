@@ -95,6 +95,7 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
         triton = None
         paragraph(say, f"The Triton kernel is left out: {reason}.")
     return {
+        "device": "" if triton is None else triton["device"],
         "walk": walked,
         "reuse": counted,
         "times": times,

@@ -21,7 +21,7 @@ class Artist:
         self.png = png
         self.pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
         self.pool.submit(_begin)
-        self.asked: dict[str, Future[Drawing]] = {}
+        self.asked: dict[str, Future[Drawing | None]] = {}
 
     def __enter__(self) -> Artist:
         return self
@@ -37,7 +37,9 @@ class Artist:
         wait(self.asked.values())
 
     def drawings(self) -> dict[str, Drawing]:
-        return {study: drawing.result() for study, drawing in self.asked.items()}
+        """Without those whose record had nothing to draw."""
+        found = {study: drawing.result() for study, drawing in self.asked.items()}
+        return {study: drawing for study, drawing in found.items() if drawing is not None}
 
 
 def _begin() -> None:
@@ -48,6 +50,6 @@ def _begin() -> None:
         os.nice(10)
 
 
-def _drawn(name: str, record: Any, png: bool) -> Drawing:
+def _drawn(name: str, record: Any, png: bool) -> Drawing | None:
     study = next(study for study in (*STUDIES, *topics.TOPICS) if study.name == name)
     return draw(name, partial(study.draw, record), png)

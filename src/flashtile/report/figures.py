@@ -28,8 +28,8 @@ class Drawing:
     rem: float  # how wide the page shows it at most, so that words have about one size in all figures
 
 
-def draw(name: str, make: Callable[[], Figure], png: bool = True) -> Drawing:
-    """What make() draws; `name` begins every id, so that figures can share a page."""
+def draw(name: str, make: Callable[[], Figure | None], png: bool = True) -> Drawing | None:
+    """What make() draws, if anything; `name` begins every id, so that figures can share a page."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -39,6 +39,8 @@ def draw(name: str, make: Callable[[], Figure], png: bool = True) -> Drawing:
     nobody = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with matplotlib.rc_context(_SETTINGS):
         figure = make()
+        if figure is None:
+            return None
         FigureCanvasSVG(figure).print_svg(drawn, metadata=nobody)  # type: ignore[no-untyped-call]
         figure.set_layout_engine("none")  # it is laid out now
         if png:

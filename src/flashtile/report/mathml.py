@@ -1,7 +1,9 @@
 """Formulas in the plain notation of docs/algorithm.md -> MathML, which browsers draw without any help.
 
-The notation: names with subscripts (S_ij, m_new, sum_{j in T}), a space between things that are multiplied, + - = ,
-and / which makes a fraction of the products on its two sides. A quote stands for a prime.
+The notation: names with subscripts (S_ij, m_new, sum_{j in T}), a space between things that are multiplied, . for the
+product of two vectors, * for that of two arrays element by element, or of the number scale and an array, + - = , and /
+which makes a fraction of the products on its two sides, or stays a slash in a line of text, where a fraction is too
+high. A quote stands for a prime.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ EQUATIONS: dict[int, tuple[str, ...]] = {
 _TOKEN = re.compile(r"\s*(?P<name>[A-Za-z]+'?|\d+(?:\.\d+)?)|\s*(?P<other>\S)")
 _FUNCTIONS = ("exp", "log", "max", "rowsum", "ceil")
 _SYMBOLS = {"sum": "<mo>&sum;</mo>", "in": "<mo>&isin;</mo>", "Theta": "<mi>&Theta;</mi>"}
-_SIGNS = {"-": "&minus;", "*": "&middot;", ".": "&middot;"}
+_SIGNS = {"-": "&minus;", "*": "&odot;", ".": "&middot;"}
 _RELATIONS = ("=", ",", "+", "-")
 
 
@@ -58,14 +60,15 @@ def reference(*numbers: int) -> str:
 def formula(text: str, display: bool = True) -> str:
     """One formula as a <math> element, which carries its plain text for those who do not see it drawn."""
     block = ' display="block"' if display else ""
-    body = _Parser(text).expression()
+    body = _Parser(text, fractions=display).expression()
     return f'<math{block} aria-label="{escape(" ".join(text.split()))}">{body}</math>'
 
 
 class _Parser:
     """expression: products with relations between them; product: factors, / among them; factor: a name and scripts."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, fractions: bool) -> None:
+        self.fractions = fractions
         self.tokens = [m["name"] or m["other"] for m in _TOKEN.finditer(text)]
         self.at = 0
 
@@ -97,8 +100,10 @@ class _Parser:
         factors: list[str] = []
         while self.peek() not in (None, end, *_RELATIONS):
             if self.peek() == "/":
-                self.take()
-                return f"<mfrac>{_row(factors)}{self.product(end)}</mfrac>"
+                slash, above, below = self.take(), _row(factors), self.product(end)
+                if self.fractions:
+                    return f"<mfrac>{above}{below}</mfrac>"
+                return f'{above}<mo form="infix" lspace="0" rspace="0">{slash}</mo>{below}'
             if self.peek() in _SIGNS:
                 factors.append(_operator(self.take(), "infix"))
             else:
@@ -109,6 +114,9 @@ class _Parser:
         name = self.take()
         if name == "(":
             return f'<mo stretchy="false">(</mo>{self.expression(")")}<mo stretchy="false">)</mo>'
+        if name == "scale" and self.peek() == "*":
+            self.take()
+            return _name(name) + '<mspace width="0.3em"/>'
         base = _name(name)
         below = self.script("_")
         above = self.script("^")
@@ -137,7 +145,8 @@ def _name(name: str) -> str:
     if name[0].isdigit():
         return f"<mn>{name}</mn>"
     if name.endswith("'"):
-        return f"<msup>{_name(name[:-1])}<mo>&prime;</mo></msup>"
+        # Beside its letter, and larger: raised by msup in a subscript, it would be too small to be seen.
+        return f'<mrow>{_name(name[:-1])}<mo lspace="0" rspace="0" mathsize="140%">&prime;</mo></mrow>'
     if re.fullmatch(r"d[A-Z]", name):  # a gradient: the d is upright and belongs to its letter
         return f'<mrow><mi mathvariant="normal">d</mi><mi>{name[1]}</mi></mrow>'
     return f"<mi>{name}</mi>"

@@ -47,8 +47,8 @@ WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "
 
 
 def render(content: Content, drawings: dict[str, Drawing]) -> str:
-    """The whole page. `drawings` has one for each result, by the name of its study."""
-    shown = {result.study.name: Shown(result, drawings[result.study.name]) for result in content.results}
+    """The whole page. `drawings` has one for each result that has anything to draw, by the name of its study."""
+    shown = {result.study.name: Shown(result, drawings.get(result.study.name)) for result in content.results}
     topics = {result.study.name: shown[result.study.name] for result in content.topics}
     side = topics["speed"].record.sides[-1]
     fastest = speed.longest(side)
@@ -85,9 +85,9 @@ def render(content: Content, drawings: dict[str, Drawing]) -> str:
 
 
 class Shown:
-    """A result with its drawing, as the templates take it."""
+    """A result with its drawing, if there is one, as the templates take it."""
 
-    def __init__(self, result: Result, drawing: Drawing) -> None:
+    def __init__(self, result: Result, drawing: Drawing | None) -> None:
         self.study, self.record, self.drawing = result.study, result.record, drawing
         self.tables, self.findings = result.tables, result.findings
 

@@ -93,7 +93,7 @@ def needed(content: Content) -> Table:
 
 def _ran(told: Told) -> str:
     where = {"cuda": "ran on the GPU", "cpu": "ran, its kernel interpreted on the CPU"}
-    return where.get(told.record.get("device", ""), "ran")
+    return where.get(told.record.get("device", ""), "ran without its kernel" if told.lesson.kernel else "ran")
 
 
 def versions(content: Content) -> Table:

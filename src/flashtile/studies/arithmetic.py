@@ -11,7 +11,7 @@ from flashtile.dtypes import ITEMSIZE
 from flashtile.studies import canvas
 from flashtile.studies.study import Study, Table
 from flashtile.traffic import fa1_block, fa1_elements, least_elements, standard_elements
-from flashtile.units import short, size
+from flashtile.units import quantity, short, size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -91,7 +91,7 @@ def _examples() -> tuple[Example, ...]:
     return (
         Example(
             "long-context",
-            f"Why O(N^2) hurts: {short(long)} tokens",
+            f"Why O(N²) hurts: {short(long)} tokens",
             (line("one table of scores", long, long, dtype="float32"),),
         ),
         Example(
@@ -153,16 +153,13 @@ def tables(record: Arithmetic) -> list[Table]:
     traffic = [
         Table(
             f"Elements through HBM by the size of SRAM, N = {n}, d = {d}",
-            ("SRAM", "block", "columns of tiles", "tiled", "N^2 d^2 / M", "standard", "least possible"),
+            ("SRAM", "block", "columns", "tiled", "N²d²/M", "standard", "least"),
             tuple(
                 (
-                    f"{m.sram:,}",
+                    short(m.sram),
                     f"{m.block}",
-                    f"{m.columns}",
-                    f"{m.tiled:,}",
-                    f"{m.order:,.0f}",
-                    f"{m.standard:,}",
-                    f"{m.least:,}",
+                    f"{m.columns:,}",
+                    *(quantity(elements, "") for elements in (m.tiled, m.order, m.standard, m.least)),
                 )
                 for m in record.moved
                 if (m.n, m.d) == (n, d)

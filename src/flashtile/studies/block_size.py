@@ -107,7 +107,7 @@ def findings(record: BlockSize) -> list[str]:
         f"From blocks of {small.block} to {large.block}, {large.block // small.block}x as wide, S and P of a tile grow "
         f"{large.formula // small.formula}x and the tiles get {small.tiles // large.tiles}x fewer "
         f"({small.tiles:,} to {large.tiles:,}).",
-        f"All tiles together always hold {small.tile_elements:,} scores, N^2 = {record.n**2 / 1e6:.2f} M: the work is "
+        f"All tiles together always hold {small.tile_elements:,} scores, N² = {record.n**2 / 1e6:.2f} M: the work is "
         "the same however it is cut.",
         f"Wider blocks read K and V less often: {small.moved / large.moved:.1f}x less is moved. Blocks narrower than "
         f"{worth} move more than standard attention does: a tile should fill the fast memory.",

@@ -89,11 +89,10 @@ def tables(record: Materialization) -> list[Table]:
     return [
         Table(
             f"The largest array besides the results, in elements; blocks of {record.block}, d = {record.d}",
-            ("N", "N^2", *record.ways, f"arrays made, {FA2}", "smaller than N^2"),
+            ("N", *record.ways, f"arrays made, {FA2}", "smaller than N²"),
             tuple(
                 (
                     f"{at[0].n}",
-                    f"{at[0].n ** 2:,}",
                     *(f"{w.largest:,}" for w in at),
                     f"{at[1].arrays:,}",
                     f"{at[1].smaller:,.0f}x",
@@ -117,7 +116,7 @@ def findings(record: Materialization) -> list[str]:
         f"From N = {first.n} to {last.n} the largest intermediate of tiled attention has {largest} elements "
         f"(blocks of {record.block}, d = {record.d}).",
         f"At N = {last.n} NumPy made {last.arrays:,} arrays on the way, and none was larger: that is "
-        f"{last.smaller:,.0f}x smaller than N^2 = {last.n**2:,}.",
+        f"{last.smaller:,.0f}x smaller than N² = {last.n**2:,}.",
         f"The watch would have seen one: run on standard attention, it found {standard[-1].largest:,} elements at "
         f"N = {standard[-1].n}.",
         f"The older FA1 order keeps m and l of every row: its largest is {fa1[-1].largest:,} at N = {fa1[-1].n}, one "

@@ -158,16 +158,8 @@ def tables(record: Memory) -> list[Table]:
     shape = f"d = {record.d}, blocks of {record.block}"
     return [
         Table(
-            f"By the formulas, float32, {shape}",
-            (
-                "N",
-                "standard, 2N^2 + Nd",
-                "tiled, 2B^2 + 2N + Nd",
-                "saved",
-                "tiled, m and l in float64",
-                "saved",
-                "2B^2",
-            ),
+            f"By the formulas, float32, {shape}: standard 2N² + Nd, tiled 2B² + 2N + Nd",
+            ("N", "standard", "tiled", "saved", "m, l in float64", "saved", "2B²"),
             tuple(
                 (
                     f"{p.n}",

@@ -33,7 +33,7 @@ class Study(Generic[R]):
     title: str
     question: str
     compute: Callable[..., R]  # (quick: bool = False)
-    draw: Callable[[R], Figure]
+    draw: Callable[[R], Figure | None]  # None where the record has nothing to draw
     tables: Callable[[R], list[Table]]
     findings: Callable[[R], list[str]]
 

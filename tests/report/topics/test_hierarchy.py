@@ -3,6 +3,7 @@
 import pytest
 
 from flashtile import machine
+from flashtile.hardware import Rates
 from flashtile.report.topics import hierarchy
 
 
@@ -22,6 +23,16 @@ def test_this_machine_is_measured(record):
     assert record.here.measured and record.here.rates.flops > 1e8 and record.here.rates.bytes > 1e8
     assert record.here is hierarchy.here(True)  # one roof for every chart
     assert "measured here" in hierarchy.tables(record)[1].title
+
+
+def test_the_best_of_several_tries(record):
+    import dataclasses
+
+    slow = dataclasses.replace(record.here, levels=tuple(dataclasses.replace(x, rate=1.0) for x in record.here.levels))
+    busy = dataclasses.replace(record.here, rates=Rates(1.0, 1.0))
+    known = [level.rate for level in record.here.levels if level.rate]
+    found = hierarchy.best([slow, busy])
+    assert found.rates == record.here.rates and [x.rate for x in found.levels if x.rate and x.rate > 1] == known
 
 
 def test_a_gpu_that_is_known_is_listed(monkeypatch):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from flashtile.bench.cases import FORWARD, TRAINING
-from flashtile.bench.peers import NAIVE_NUMPY, OURS, SDPA
+from flashtile.bench.peers import NAIVE_NUMPY, NAIVE_TORCH, OURS, SDPA
 from flashtile.bench.showcase import Row, Run, Side, Speed
 from flashtile.hardware import Rates
 from flashtile.report.topics import speed
@@ -44,6 +44,35 @@ def test_before_and_after_come_from_the_longest_forward_pass():
     assert "100 GFLOP/s and 10 GB/s" in best and "From 10 FLOPs a byte on" in best
     assert "takes 0.50 to 1.25 of its time" in second
     assert third == "There are no GPU times: torch sees no GPU."
+
+
+def test_what_is_absent_is_told_once_and_how_to_get_it():
+    found = speed.findings(replace(ALONE, absent=dict.fromkeys((SDPA, NAIVE_TORCH), "torch is not installed")))
+    assert f"{SDPA} and {NAIVE_TORCH} were not timed: torch is not installed." in found
+    assert found.count("For torch's times beside ours: make demo TORCH=1.") == 1
+    assert not any("TORCH=1" in sentence for sentence in speed.findings(ALONE))
+
+
+def spiked(**changes):
+    first, *others = CPU.rows
+    return replace(CPU, rows=(replace(first, runs=first.runs | changes), *others))
+
+
+@pytest.mark.parametrize("odd", [replace(run(0.1), q3=0.2), run(0.3)], ids=["far apart", "longer than a longer one"])
+def test_an_unsteady_baseline_is_named_and_not_drawn(odd):
+    pytest.importorskip("matplotlib")
+    side = spiked(**{NAIVE_NUMPY: odd})
+    assert speed.unsteady(side, side.rows[0], NAIVE_NUMPY) and not speed.unsteady(CPU, CPU.rows[0], NAIVE_NUMPY)
+    assert speed.tables(replace(ALONE, cpu=side))[0].rows[0][-1].endswith(" ms (unsteady)")
+    lines = {line.get_label(): list(line.get_xdata()) for line in speed.draw(replace(ALONE, cpu=side)).axes[0].lines}
+    assert lines[f"{NAIVE_NUMPY}, unsteady at 512"] == [1024] and lines[OURS] == [512, 1024]
+
+
+def test_our_own_line_is_drawn_as_it_is():
+    pytest.importorskip("matplotlib")
+    side = spiked(**{OURS: run(0.3)})
+    lines = {line.get_label(): list(line.get_xdata()) for line in speed.draw(replace(ALONE, cpu=side)).axes[0].lines}
+    assert lines[OURS] == [512, 1024]
 
 
 def test_a_gpu_stands_beside_the_cpu():

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from flashtile import machine
 from flashtile.problem import Problem
 from flashtile.tiling import Tiling
 
@@ -18,9 +18,8 @@ LONGEST = 1 << 28
 @cache
 def missing() -> str | None:
     """Why these kernels cannot run on this machine; None where they can."""
-    for package in ("torch", "triton"):
-        if find_spec(package) is None:
-            return f"{package} is not installed"
+    if reason := machine.lacks("torch", "triton"):
+        return reason
     import torch
 
     return None if torch.cuda.is_available() else "torch sees no GPU"

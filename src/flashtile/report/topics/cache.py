@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 import flashtile
 from flashtile.band import ceil_div
-from flashtile.bench.timing import alternate
+from flashtile.bench.peers import NAIVE_NUMPY, OURS
+from flashtile.bench.suite import time_all
+from flashtile.bench.timing import Call, alternate
 from flashtile.catalogue import chips, models
 from flashtile.dtypes import Array
 from flashtile.hardware import Rates
@@ -113,17 +116,15 @@ def _cache(name: str, room: int) -> Cache:
 
 
 def _prompts(n: int, time: float) -> tuple[Prompt, ...]:
-    model = models()[GROUPED]
-    contenders: dict[str, Any] = {}
-    about: dict[str, tuple[str, int, int, int]] = {}
+    model, found = models()[GROUPED], []
     for kv_heads in (model.heads, model.kv_heads):
-        q, k, v = samples((model.heads, n, model.dim), *((kv_heads, n, model.dim),) * 2, dtype=np.float32)
-        for way, attention in (("standard", standard), ("flashtile", flashtile.attention)):
-            scores = model.heads * n * n * q.itemsize if way == "standard" else 0
-            about[f"{way} {kv_heads}"] = (way, kv_heads, k.nbytes + v.nbytes, scores)
-            contenders[f"{way} {kv_heads}"] = lambda call=attention, q=q, k=k, v=v: call(q, k, v)
-    times = alternate(contenders, seconds=time, min_rounds=1)
-    return tuple(Prompt(*about[name], times[name].median) for name in contenders)
+        given = samples((model.heads, n, model.dim), *((kv_heads, n, model.dim),) * 2, dtype=np.float32)
+        calls: dict[str, Call] = {OURS: partial(flashtile.attention, *given), NAIVE_NUMPY: partial(standard, *given)}
+        times, cache = time_all(calls, time / 2, min_rounds=1), given[1].nbytes + given[2].nbytes
+        scores = model.heads * n * n * given[0].itemsize
+        found.append(Prompt("standard", kv_heads, cache, scores, times[NAIVE_NUMPY].median))
+        found.append(Prompt("flashtile", kv_heads, cache, 0, times[OURS].median))
+    return tuple(found)
 
 
 def standard(q: Array, k: Array, v: Array) -> Array:

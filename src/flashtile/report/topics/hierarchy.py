@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from flashtile import machine
 from flashtile.bench import rates
 from flashtile.catalogue import chips, known_as
-from flashtile.hardware import Hardware, Level
+from flashtile.hardware import Hardware, Level, Rates
 from flashtile.studies import canvas
 from flashtile.studies.study import Study, Table
 from flashtile.units import quantity, size
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PAPER = "a100-40"
+TRIES = 3  # each with arrays of its own: where those lie in memory makes them faster or slower
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,17 @@ class Record:
 
 @cache
 def here(quick: bool = False) -> Hardware:
-    """This machine's CPU. Measured once a process, so that every chart has the same roof."""
-    return rates.here(seconds=0.1 if quick else 0.8)
+    """This machine's CPU, the best of some tries. Once a process, so that every chart has the same roof."""
+    return best([rates.here(seconds=0.1 if quick else 0.4) for _ in range(1 if quick else TRIES)])
+
+
+def best(tries: Sequence[Hardware]) -> Hardware:
+    """One machine as it was measured several times: each rate at its highest."""
+    found = [hardware.rates for hardware in tries]
+    levels = tuple(
+        max(same, key=lambda level: level.rate or 0) for same in zip(*(h.levels for h in tries), strict=True)
+    )
+    return replace(tries[0], rates=Rates(max(r.flops for r in found), max(r.bytes for r in found)), levels=levels)
 
 
 def compute(quick: bool = False) -> Record:
@@ -109,7 +120,7 @@ def draw(r: Record) -> Figure:
     ax.set_yscale("log")
     ax.margins(y=0.15)
     ax.yaxis.set_major_formatter(lambda value, _: quantity(value, "B/s"))
-    canvas.label(ax, "Each step away from the arithmetic is larger and slower", "size", "bytes a second")
+    canvas.label(ax, "Every memory by its size and its speed", "size", "bytes a second")
     canvas.legend(ax, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from flashtile.bench import showcase
 from flashtile.bench.cases import FORWARD
 from flashtile.bench.peers import NAIVE_NUMPY, NAIVE_TORCH, OURS, SDPA
-from flashtile.bench.showcase import Row, Run, Side, Speed
+from flashtile.bench.showcase import Row, Side, Speed
 from flashtile.report.topics import hierarchy
 from flashtile.studies import canvas
 from flashtile.studies.study import Study, Table
@@ -24,6 +24,7 @@ STYLES = {
     NAIVE_TORCH: (canvas.PURPLE, "D"),
     NAIVE_NUMPY: (canvas.ORANGE, "s"),
 }
+UNSTEADY = 1.5  # how many times the first quartile the third may be
 
 
 def compute(quick: bool = False) -> Speed:
@@ -33,6 +34,18 @@ def compute(quick: bool = False) -> Speed:
 def standard_of(row: Row) -> str:
     """The slowest way that stores the scores: before. Ours is after."""
     return max((name for name in row.runs if name in showcase.STANDARD), key=lambda name: row.runs[name].seconds)
+
+
+def unsteady(side: Side, row: Row, name: str) -> bool:
+    """Whether its rounds lie far apart, or a longer sequence took it less time: then something else was in the way."""
+    run = row.runs[name]
+    longer = [x.runs[name] for x in side.rows if name in x.runs and x.n > row.n and x.direction == row.direction]
+    return run.q3 > UNSTEADY * run.q1 or any(run.seconds > other.seconds for other in longer)
+
+
+def marked(words: str, side: Side, row: Row, name: str) -> str:
+    """A name or a time, with what there is to say against it."""
+    return f"{words} (unsteady)" if unsteady(side, row, name) else words
 
 
 def longest(side: Side) -> Row:
@@ -48,23 +61,28 @@ def tables(r: Speed) -> list[Table]:
 def _tables(side: Side) -> list[Table]:
     shape = f"{side.device}, {side.rows[0].heads} heads, d = {side.rows[0].dim}, {side.rows[0].dtype}"
     found = [
-        _table(f"{shape}: median time", side, lambda run: seconds(run.seconds)),
+        _table(
+            f"{shape}: median time",
+            side,
+            lambda row, name: marked(seconds(row.runs[name].seconds), side, row, name),
+        ),
         _table(
             f"{shape}: utilisation, of {quantity(side.rates.flops, 'FLOP/s')}, the best rate measured",
             side,
-            lambda run: f"{run.utilisation:.0%}",
+            lambda row, name: f"{row.runs[name].utilisation:.0%}",
         ),
     ]
     if any(run.grown is not None for row in side.rows for run in row.runs.values()):
-        found.append(_table(f"{shape}: memory beyond inputs and results", side, lambda run: size(run.grown or 0)))
+        title = f"{shape}: memory beyond inputs and results"
+        found.append(_table(title, side, lambda row, name: size(row.runs[name].grown or 0)))
     return found
 
 
-def _table(title: str, side: Side, cell: Callable[[Run], str]) -> Table:
+def _table(title: str, side: Side, cell: Callable[[Row, str], str]) -> Table:
     """A row a case, a column a contender; some contenders have no backward pass."""
     names = list(dict.fromkeys(name for row in side.rows for name in row.runs))
     rows = (
-        (f"N = {row.n:,}, {row.direction}", *(cell(row.runs[name]) if name in row.runs else "" for name in names))
+        (f"N = {row.n:,}, {row.direction}", *(cell(row, name) if name in row.runs else "" for name in names))
         for row in side.rows
     )
     return Table(title, ("case", *names), tuple(rows))
@@ -74,10 +92,11 @@ def findings(r: Speed) -> list[str]:
     found = []
     for side in r.sides:
         row = longest(side)
-        before, after = row.runs[standard_of(row)], row.runs[OURS]
+        name = standard_of(row)
+        before, after = row.runs[name], row.runs[OURS]
         found.append(
-            f"{side.device}, N = {row.n:,}: {standard_of(row)} reaches {before.utilisation:.0%} of the best rate "
-            f"measured, flashtile {after.utilisation:.0%}. It takes {seconds(after.seconds)} in the place of "
+            f"{side.device}, N = {row.n:,}: {marked(name, side, row, name)} reaches {before.utilisation:.0%} of the "
+            f"best rate measured, flashtile {after.utilisation:.0%}. It takes {seconds(after.seconds)} in the place of "
             f"{seconds(before.seconds)}."
         )
         found.append(
@@ -90,7 +109,11 @@ def findings(r: Speed) -> list[str]:
                 f"{side.device}: beside torch's own scaled_dot_product_attention, flashtile takes "
                 f"{min(ratios):.2f} to {max(ratios):.2f} of its time over these cases."
             )
-    found += [f"{peer} was not timed: {reason}." for peer, reason in r.absent.items()]
+    for reason in dict.fromkeys(r.absent.values()):
+        peers = [peer for peer, why in r.absent.items() if why == reason]
+        found.append(f"{' and '.join(peers)} {'was' if len(peers) == 1 else 'were'} not timed: {reason}.")
+    if SDPA in r.absent:
+        found.append("For torch's times beside ours: make demo TORCH=1.")
     if r.no_gpu:
         found.append(f"There are no GPU times: {r.no_gpu}.")
     return found
@@ -108,9 +131,13 @@ def _draw_times(ax: Axes, side: Side) -> None:
     rows = [row for row in side.rows if row.direction == FORWARD]
     for name, (colour, marker) in STYLES.items():
         timed = [row for row in rows if name in row.runs]
+        # A way that stores the scores is a baseline: a spike in it would pass for our gain.
+        left = [row.n for row in timed if name in showcase.STANDARD and unsteady(side, row, name)]
+        drawn = [row for row in timed if row.n not in left]
         if timed:
-            taken = [row.runs[name].seconds for row in timed]
-            ax.plot([row.n for row in timed], taken, color=colour, marker=marker, label=name)
+            label = f"{name}, unsteady at {', '.join(f'{n:,}' for n in left)}" if left else name
+            taken = [row.runs[name].seconds for row in drawn]
+            ax.plot([row.n for row in drawn], taken, color=colour, marker=marker, label=label)
     ideal = [row.flops / side.rates.flops for row in rows]
     ax.plot([row.n for row in rows], ideal, ":", color=canvas.MUTED, label="at the best rate measured")
     canvas.doubling(ax, [row.n for row in rows])
@@ -131,7 +158,8 @@ def _draw_roofline(ax: Axes, side: Side) -> None:
         ax.vlines(
             run.intensity, run.flops_a_second, min(rates.flops, rates.bytes * run.intensity), color=colour, alpha=0.5
         )
-        ax.plot([run.intensity], [run.flops_a_second], marker, color=colour, markersize=9, label=name, linestyle="")
+        label = marked(name, side, row, name)
+        ax.plot([run.intensity], [run.flops_a_second], marker, color=colour, markersize=9, label=label, linestyle="")
     canvas.doubling(ax, [4**power for power in range(8) if 4**power <= right])
     ax.set_yscale("log")
     ax.set_ylim(rates.flops / 100, rates.flops * 2)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flashtile import machine
 from flashtile.studies import canvas
 from flashtile.studies.study import Study, Table
-from flashtile.units import seconds, size
+from flashtile.units import seconds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -69,8 +69,8 @@ class Record:
 
 def compute(quick: bool = False) -> Record:
     kernel = "lessons/kernels/fused_attention.py"
-    if not machine.has("triton"):
-        return Record(kernel, (), "triton is not installed")
+    if reason := machine.lacks("triton"):
+        return Record(kernel, (), reason)
     return Record(kernel, tuple(_compiled_apart(QUICK if quick else tuple(TARGETS))), None)
 
 
@@ -108,10 +108,8 @@ def tables(r: Record) -> list[Table]:
     return [
         Table(
             f"{r.kernel}, compiled here",
-            ("target", "GPUs", "time to compile", "program", "multiplies matrices with"),
-            tuple(
-                (b.target, f"{b.maker} {b.chips}", seconds(b.seconds), size(b.bytes), b.instruction) for b in r.built
-            ),
+            ("target", "GPUs", "compiled in", "multiplies matrices with"),
+            tuple((b.target, f"{b.maker} {b.chips}", seconds(b.seconds), b.instruction) for b in r.built),
         )
     ]
 
@@ -129,7 +127,9 @@ def findings(r: Record) -> list[str]:
     ]
 
 
-def draw(r: Record) -> Figure:
+def draw(r: Record) -> Figure | None:
+    if not r.built:
+        return None
     figure, (ax,) = canvas.panels(1, 1, height=2.4)
     names = [f"{b.target} ({b.maker} {b.chips})" for b in r.built]
     colours = [canvas.GREEN if b.maker == "NVIDIA" else canvas.ORANGE for b in r.built]

@@ -8,7 +8,7 @@ from flashtile.band import Band, Kind
 from flashtile.schedule import STANDARD, Event, Grid, Launch, Load, Make, Store, Tile, Zero
 from flashtile.traffic import visible_pairs
 
-START = "Nothing has moved yet."
+START = "Nothing has moved yet. Press play."
 MADE = {"S": "scores, Q K\u1d40", "P": "weights, the softmax of S", "O": "output, P V"}
 
 # Filled in with the numbers of one row at one tile.

@@ -1,4 +1,4 @@
-"""flashtile demo: everything computed on this machine in under a minute: tables here, and a page to read and watch."""
+"""flashtile demo: everything computed on this machine: what it found here, and a page to read and watch."""
 
 from __future__ import annotations
 

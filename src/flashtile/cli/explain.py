@@ -1,4 +1,4 @@
-"""flashtile explain: what a call or a model costs before it runs: the scores never built, bytes, FLOPs, the least time."""
+"""flashtile explain: what a call or a model costs before it runs: scores never built, bytes, FLOPs, least time."""
 
 from __future__ import annotations
 

@@ -24,7 +24,9 @@ _known: dict[Any, Any] = {}
 def key_of(q: Any, k: Any, v: Any, backend: str, options: dict[str, Any]) -> tuple[Any, ...] | None:
     """All that decides what runs; None of a call that is not remembered. The arguments may be anything."""
     dtype = getattr(q, "dtype", None)
-    if not (q.__class__ is k.__class__ is v.__class__ is np.ndarray and k.dtype is v.dtype is dtype in DTYPES):
+    if backend.__class__ is not str or not (
+        q.__class__ is k.__class__ is v.__class__ is np.ndarray and k.dtype is v.dtype is dtype in DTYPES
+    ):
         return None
     if (address(q) | address(k) | address(v)) % dtype.itemsize:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -49,6 +50,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def calls_of(run: Callable[[], Any], files: str = "") -> Counter[str]:
     """How many functions of Python ("call") and of C ("c_call") it calls, itself among them; or of these files."""
     found: Counter[str] = Counter()
+    gc.collect()  # not meanwhile: others listen to it
     sys.setprofile(lambda frame, event, arg: found.update([event] if files in frame.f_code.co_filename else []))
     try:
         run()

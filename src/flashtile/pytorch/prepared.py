@@ -128,6 +128,8 @@ def _key(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any])
     wrong, or may have another value by the next time.
     """
     precise = torch.get_float32_matmul_precision() if q.dtype is torch.float32 else None
+    if backend.__class__ is not str:
+        return None, (q, k, v)
     apart = q is not k and k is not v and q is not v
     if apart and not options:
         return (backend, q.shape, k.shape, precise), (q, k, v)

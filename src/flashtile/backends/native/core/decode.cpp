@@ -14,16 +14,18 @@
 namespace {
 
 constexpr int KEYS = 64;         // keys a block
-constexpr int LINE = 64;         // bytes of the cache at a time
 constexpr int MIN_SPLIT = 512;   // keys a share at least
+constexpr int LINE = 64;         // bytes of the cache at a time
 constexpr int ENOUGH = 32;       // shares
+constexpr int AHEAD = 8 << 10;   // bytes that rows are sent for before they are read, where they come from memory
+constexpr int64_t NEAR = 4 << 20;  // bytes of all keys and values that stay in a cache
 
 // ---- The product with V, for ROWS rows
 
 // o[row][vectors first .. first+N-1] = alpha * o + P V, P[key][EACH numbers, the first ROWS of them]; alpha null: 1
 template <class R, class T, int ROWS, int EACH, int N, bool TAIL>
 NOINLINE void output_columns(const T* V, int64_t stride, int n, const R* P, int v_dim, int first, R* o,
-                             const R* alpha) {
+                             const R* alpha, int64_t ahead) {
   const int o_row = (int)vectors_of<R>(v_dim) * W<R>;
   Vec<R> acc[ROWS][N];
   o += first * W<R>;
@@ -34,8 +36,8 @@ NOINLINE void output_columns(const T* V, int64_t stride, int n, const R* P, int 
       if constexpr (TAIL) x[j] = load_tail<R>(V, v_dim);
       else x[j] = load_as<R>(V + (first + j) * W<R>);
     }
-    if (first == 0)  // the rest of the row, which comes next
-      for (int c = N * W<R>; c < v_dim; c += LINE / (int)sizeof(T)) __builtin_prefetch(V + c);
+    if (first == 0 && ahead)  // of all columns: the others come next
+      for (int c = 0; c < v_dim; c += LINE / (int)sizeof(T)) __builtin_prefetch(V + ahead * stride + c);
     UNROLL for (int r = 0; r < ROWS; r++) {
       const Vec<R> weight = all(P[r]);
       UNROLL for (int j = 0; j < N; j++) acc[r][j] = add_product(acc[r][j], weight, x[j]);
@@ -47,12 +49,12 @@ NOINLINE void output_columns(const T* V, int64_t stride, int n, const R* P, int 
   }
 }
 template <class R, class T, int ROWS, int EACH>
-void output(const T* V, int64_t stride, int n, const R* P, int v_dim, R* o, const R* alpha) {
+void output(const T* V, int64_t stride, int n, const R* P, int v_dim, R* o, const R* alpha, int64_t ahead) {
   constexpr int ROOM = (REGISTERS == 32 ? 24 : 12) / ROWS, MOST = ROOM >= 8 ? 8 : ROOM >= 4 ? 4 : ROOM >= 2 ? 2 : 1;
   in_tiles<MOST>(0, v_dim / W<R>, [=](auto vectors, int first) {
-    output_columns<R, T, ROWS, EACH, vectors, false>(V, stride, n, P, v_dim, first, o, alpha);
+    output_columns<R, T, ROWS, EACH, vectors, false>(V, stride, n, P, v_dim, first, o, alpha, ahead);
   });
-  if (v_dim % W<R>) output_columns<R, T, ROWS, EACH, 1, true>(V, stride, n, P, v_dim, v_dim / W<R>, o, alpha);
+  if (v_dim % W<R>) output_columns<R, T, ROWS, EACH, 1, true>(V, stride, n, P, v_dim, v_dim / W<R>, o, alpha, ahead);
 }
 // The same, sum for sum, where V holds values that are not finite and P is marked: hidden pairs are left out.
 template <class R, class T, int EACH>
@@ -145,6 +147,7 @@ template <class R> struct Decode {
   const int64_t group, heads_each, sets;  // query heads to a key head; of them, in a set; sets
   const int rows;                         // of a set, a power of two
   const int64_t o_row;
+  const bool far;     // keys and values come from memory
   const bool passes;  // over scores before softmax, or over weights after it
   int64_t shares;     // of the keys
 
@@ -157,6 +160,7 @@ template <class R> struct Decode {
       : p(p), dim((int)p.dim), v_dim((int)p.v_dim), group(p.q_heads / p.kv_heads),
         heads_each(clip(W<R> / std::max<int64_t>(p.q_len, 1), 1, group)), sets(ceil_div(group, heads_each)),
         rows(power(std::max<int64_t>(heads_each * p.q_len, 1))), o_row(vectors_of<R>(p.v_dim) * W<R>),
+        far(p.sequences * p.kv_heads * p.kv_len * (p.dim + p.v_dim) * item_size(p.dtype) > NEAR),
         passes(p.softcap > 0 || p.dropout > 0 || p.bias.data || p.alibi.data) {
     const int64_t units = std::max<int64_t>(1, p.sequences * p.kv_heads * sets);
     const int64_t seen = clip(p.left + p.right + p.q_len, 0, p.kv_len);
@@ -169,14 +173,14 @@ template <class R> struct Decode {
   INLINE void take(const Block<R>& b, const T* K, const T* V, const R* q, State<R> x, R* S) const {
     alignas(64) R alpha[W<R>];
     const bool partial = b.partial();
-    scores_of_few<R, T, ROWS, EACH>(K, p.k.row, b.n, q, dim, S);
+    scores_of_few<R, T, ROWS, EACH>(K, p.k.row, b.n, q, dim, S, far ? AHEAD / (dim * (int)sizeof(T)) : 0);
     if constexpr (EACH == W<R>) adjust(b, S);
     if (partial) hide_few<R, EACH>(b, S, -(R)INFINITY);
     const R* scale = softmax<R, EACH>(S, b.n, x.m, x.l, alpha) ? alpha : nullptr;
     const auto drop = [&](int64_t at, Mask<R> kept) { store(S + at, kept ? load(S + at) : Vec<R>{}); };
     if (EACH == W<R> && p.dropout > 0) each_kept<R>(b, drop);
     if (!partial || rows_finite<R>(V, p.v.row, b.n, v_dim)) {
-      output<R, T, ROWS, EACH>(V, p.v.row, b.n, S, v_dim, x.o, scale);
+      output<R, T, ROWS, EACH>(V, p.v.row, b.n, S, v_dim, x.o, scale, far ? AHEAD / (v_dim * (int)sizeof(T)) : 0);
     } else {
       hide_few<R, EACH>(b, S, HIDDEN<R>);
       output_but_hidden<R, T, EACH>(V, p.v.row, b.n, S, ROWS, v_dim, x.o, scale);

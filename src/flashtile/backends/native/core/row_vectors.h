@@ -46,9 +46,9 @@ template <int H, int N, class V, int... I> INLINE V fold(V* a, std::integer_sequ
 // S[key][row] = K q^T for ROWS rows of q, a power of two up to W. A key has ROWS numbers of S, and then those of keys past
 // the last are anything, up to a whole vector; or it has W, of which those past ROWS stay as they are. As many keys as
 // fill a vector of results: one after the other, as they lie, or for several rows four side by side, which share what is
-// read of q.
+// read of q. What comes `ahead` keys later is sent for, unless that is 0: by itself the processor is not soon enough.
 template <class R, class T, int ROWS, int LANES_EACH = W<R>>
-NOINLINE void scores_of_few(const T* K, int64_t stride, int n, const R* q, int dim, R* S) {
+NOINLINE void scores_of_few(const T* K, int64_t stride, int n, const R* q, int dim, R* S, int64_t ahead = 0) {
   constexpr int AT_ONCE = W<R> / ROWS, TOGETHER = ROWS == 1 ? 1 : AT_ONCE < 4 ? AT_ONCE : 4;
   const int whole = dim / W<R>, q_row = (int)vectors_of<R>(dim) * W<R>;
   for (int k0 = 0; k0 < n; k0 += AT_ONCE) {
@@ -66,7 +66,11 @@ NOINLINE void scores_of_few(const T* K, int64_t stride, int n, const R* q, int d
           UNROLL for (int r = 0; r < ROWS; r++) a[i * ROWS + r] = add_product(a[i * ROWS + r], x, y[r]);
         }
       };
-      for (int d = 0; d < whole; d++) add(d, [=](const T* row) { return load_as<R>(row + d * W<R>); });
+      for (int d = 0; d < whole; d++)
+        add(d, [=](const T* row) {
+          if (ahead) __builtin_prefetch(row + ahead * stride + d * W<R>);
+          return load_as<R>(row + d * W<R>);
+        });
       if (dim % W<R>) add(whole, [=](const T* row) { return load_tail<R>(row, dim); });
     }
     const Vec<R> sums = fold<1, W<R>>(acc, std::make_integer_sequence<int, W<R>>{});

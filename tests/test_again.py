@@ -31,7 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "band": {"band": ft.Band(3, 2, 1)},
     "scores": {"softcap": 2.0, "scale": np.float64(0.3)},
     "dropout": {"dropout": 0.5, "seed": 7},
-    "named": {"backend": "native", "threads": 1, "deterministic": True},
+    "named": {"backend": "native", "threads": np.int64(1), "deterministic": True},
 }
 
 

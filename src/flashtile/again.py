@@ -50,10 +50,13 @@ def part_of_key(name: str, x: Any) -> tuple[Any, ...] | None:
     kind = x.__class__
     if isinstance(x, FIXED):
         return name, x, kind
-    ends: tuple[Any, ...] = x if kind is tuple else (x.left, x.right, x.offset) if kind is Band else (x, x)
-    if not all(end is None or isinstance(end, FIXED) for end in ends):
+    if kind is Band:
+        x = (x.left, x.right, x.offset)
+    elif kind is not tuple:
         return None
-    return name, *ends, kind, *map(type, ends)
+    if not all(end is None or isinstance(end, FIXED) for end in x):
+        return None
+    return name, *x, kind, *map(type, x)
 
 
 def attention(key: Any, q: Any, k: Any, v: Any, return_lse: bool, options: dict[str, Any]) -> Any:
@@ -64,7 +67,7 @@ def attention(key: Any, q: Any, k: Any, v: Any, return_lse: bool, options: dict[
     rows = q.shape[:-1]
     out = np.empty((*rows, v.shape[-1]), q.dtype)
     lse = np.empty(rows, DTYPES[q.dtype]) if return_lse else None
-    count = options.get("threads") or threads.default()
+    count = int(options.get("threads") or threads.default())
     given = address(q), address(k), address(v), address(out)
     core(count, options.get("seed", 0), *given, None if lse is None else address(lse))
     return out if lse is None else (out, lse)

@@ -52,7 +52,7 @@ def _as_operators_take_them(
 def _for_the_first_time(
     q: Tensor, k: Tensor, v: Tensor, backend: str, return_lse: bool, options: dict[str, Any]
 ) -> Any:
-    """Of a call that is not known; on a CPU none is, and one that is watched is not."""
+    """Of a call that is not known; one that is watched never is."""
     q, k, v, options = _as_operators_take_them(q, k, v, options)
     names = _tensors_among(options)
     tensors = [q, k, v, *(options[name] for name in names)]

@@ -41,8 +41,8 @@ def forward(problem: Problem) -> tuple[Array, Array]:
 
 def small(problem: Problem) -> Prepared | None:
     """What runs this call again for other numbers; None where nobody would notice, or arrays have to be copied."""
-    p, rows = problem, math.prod(problem.out_shape()[:-1])
-    if rows > MOST_ROWS or p.packed or not p.q.size or not p.k.size or not p.v.size:
+    p = problem
+    if math.prod(p.out_shape()[:-1]) > MOST_ROWS or p.packed or not p.q.size or not p.k.size or not p.v.size:
         return None
     out = _empty(p, p.out_shape(), p.out_dtype)
     lse = _empty(p, p.out_shape()[:-1], p.accumulator)
@@ -52,7 +52,7 @@ def small(problem: Problem) -> Prepared | None:
     if any(not any(x is y for y in given.values()) for x in alive):  # a copy
         return None
     lengths = 0 if p.kv_lengths is None else p.sequences
-    return Prepared(words, rows, lengths, tuple(given), library.load().ft_forward, _check)
+    return Prepared(words, lengths, tuple(given), library.load().ft_forward, _check)
 
 
 def _packed(p: Problem, out: Array, lse: Array, alive: list[Array]) -> bytes:

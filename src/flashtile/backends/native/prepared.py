@@ -8,33 +8,31 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flashtile.dtypes import Array
+from flashtile.address import address
 
 # Words of 64 bits, as core/flashtile.h has them.
 THREADS, SEED, LENGTHS, Q, K, V, OUT, LSE = 1, 19, 22, 23, 28, 33, 38, 43
 OTHERS = {"bias": 48, "mask": 53, "alibi": 58, "sink": 63}
-MOST_ROWS = 1 << 14  # of a call that notices what Python does before it; and few enough to keep memory for an lse
+MOST_ROWS = 1 << 14  # of a call that notices what Python does before it
+_UNWANTED = np.empty(MOST_ROWS, np.float64)  # for any lse that nobody wants: all calls may write to it, none reads it
+_UNWANTED_AT = address(_UNWANTED)
 
 
 class _Room(NamedTuple):
-    """The memory of one call at a time. spare: for an lse that nobody wants."""
+    """The memory of one call at a time."""
 
     words: Any
     lengths: Any
-    spare: Array
-    address: int
 
 
 class Prepared:
     """Runs the call for other tensors that lie like those it was made for. Threads at once have a room each."""
 
-    __slots__ = ("_check", "_forward", "_others", "_rooms", "_rows", "_sequences", "_words", "others")
+    __slots__ = ("_check", "_forward", "_others", "_rooms", "_sequences", "_words", "others")
 
-    def __init__(
-        self, words: bytes, rows: int, sequences: int, others: tuple[str, ...], forward: Any, check: Any
-    ) -> None:
+    def __init__(self, words: bytes, sequences: int, others: tuple[str, ...], forward: Any, check: Any) -> None:
         """others: by name, the arrays that come with q, k and v; besides, lengths of so many sequences, or 0."""
-        self._words, self._rows, self._forward, self._check = words, rows, forward, check
+        self._words, self._forward, self._check = words, forward, check
         self._sequences = sequences
         self.others, self._others = others, [OTHERS[name] for name in others]
         self._rooms: list[_Room] = []
@@ -59,9 +57,9 @@ class Prepared:
         words = room.words
         words[THREADS], words[SEED] = threads, seed
         words[Q], words[K], words[V] = q, k, v
-        words[OUT], words[LSE] = out, room.address if lse is None else lse
-        for word, address in zip(self._others, others, strict=True):
-            words[word] = address
+        words[OUT], words[LSE] = out, _UNWANTED_AT if lse is None else lse
+        for word, at in zip(self._others, others, strict=True):
+            words[word] = at
         if lengths:
             room.lengths[:] = lengths
         self._check(self._forward(words))
@@ -72,5 +70,4 @@ class Prepared:
         lengths = (ctypes.c_int64 * self._sequences)()
         if self._sequences:
             words[LENGTHS] = ctypes.addressof(lengths)
-        spare = np.empty(self._rows, np.float64)  # room for float32 too
-        return _Room(words, lengths, spare, spare.ctypes.data)
+        return _Room(words, lengths)

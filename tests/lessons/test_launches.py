@@ -9,8 +9,6 @@ import pytest
 
 from flashtile import dispatch, schedule, traffic
 from flashtile.band import full
-from flashtile.bench import suite
-from flashtile.bench.timing import Timing
 from flashtile.lessons import launches as lesson
 from flashtile.schedule import Grid
 
@@ -53,14 +51,7 @@ def test_without_the_core_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not compared: the moon is wrong" in lines[0] and list(calls) == ["standard", "tiled loop"]
 
 
-def test_numpy_is_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    together: list[set[str]] = []
-
-    def timed(calls: dict[str, Any], **options: Any) -> dict[str, Timing]:
-        together.append(set(calls))
-        return dict.fromkeys(calls, Timing((1.0,)))
-
-    monkeypatch.setattr(suite, "alternate", timed)
+def test_numpy_is_timed_apart(together: list[set[str]]) -> None:
     x = np.ones((4, 4), np.float32)
     lesson.on_cpu(lambda line: None, x, x, x, 0.01)
     assert together[0] <= {"flashtile"} and together[1:] == [{"standard"}, {"tiled loop"}]

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 import flashtile
-from flashtile.bench import suite
-from flashtile.bench.timing import Timing
 from flashtile.lessons import tiled_attention as lesson
 
 
@@ -54,14 +50,7 @@ def test_the_record() -> None:
     assert last["standard"] / first["standard"] > 15 and last["tiled"] / first["tiled"] < 2
 
 
-def test_numpy_is_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numpy_is_timed_apart(together: list[set[str]]) -> None:
     """Its BLAS keeps cores spinning: ours are timed before it, and never in turn with it."""
-    together: list[set[str]] = []
-
-    def timed(calls: dict[str, Any], **options: Any) -> dict[str, Timing]:
-        together.append(set(calls))
-        return dict.fromkeys(calls, Timing((1.0,)))
-
-    monkeypatch.setattr(suite, "alternate", timed)
     lesson.run(lambda line: None, quick=True)
     assert together[:2] == [{"flashtile"}, {"flashtile, causal"}] and max(map(len, together)) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import prod
 from typing import Any
 
 from flashtile.bench import markdown
@@ -12,6 +11,7 @@ from flashtile.bench.gpu.peers import NAMES, OURSELVES
 from flashtile.bench.gpu.rows import DTYPE, TRAIN
 from flashtile.bench.markdown import number
 from flashtile.bench.records import Record
+from flashtile.bench.timing import geometric_mean
 
 ON_A_CPU = ("full", "causal", "training", "training-causal", "bfloat16", "bfloat16-training", "decode-gqa", "small")
 DIRECTIONS = {"forward": "forward", "backward": "backward", "step": "a training step"}
@@ -43,8 +43,8 @@ def _shapes(rows: list[Row]) -> str:
     return f"{len(rows)} shape{'s' if len(rows) > 1 else ''}"
 
 
-def _mean(peer: str, rows: list[Row]) -> float:
-    return float(prod(row["ratios"][peer]["value"] for row in rows) ** (1 / len(rows)))
+def _mean(peer: str, rows: Iterable[Row]) -> float:
+    return geometric_mean(row["ratios"][peer]["value"] for row in rows)
 
 
 def _nearest(rows: Iterable[Row]) -> float | None:

@@ -26,7 +26,7 @@ def again(known: prepared.Known, q: Tensor, k: Tensor, v: Tensor, return_lse: bo
 @left_alone
 def forward(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Output and lse, contiguous, in the layout of q."""
-    run, inputs = prepared.find(q, k, v, backend, options)
+    run, inputs = _found(q, k, v, backend, options)
     if run is None:
         return _widened(q, k, v, backend, options)
     results: tuple[Tensor, Tensor] = run.forward(inputs)
@@ -36,11 +36,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, An
 @left_alone
 def output(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> Tensor:
     """The output alone: a small call notices what the tensor of an lse nobody wants costs."""
-    run, inputs = prepared.find(q, k, v, backend, options)
+    run, inputs = _found(q, k, v, backend, options)
     if run is None:
         return _widened(q, k, v, backend, options)[0]
     result: Tensor = run.output(inputs)
     return result
+
+
+def _found(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Any, Any]:
+    """prepared.find(); on a CPU no backend multiplies 8-bit tensors as they are, and nobody needs to be asked."""
+    if q.is_cpu and q.dtype is eight_bits.DTYPE:
+        return None, None
+    return prepared.find(q, k, v, backend, options)
 
 
 def _widened(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:

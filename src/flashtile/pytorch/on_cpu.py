@@ -13,7 +13,6 @@ from flashtile import dispatch, threads
 from flashtile.dtypes import narrow
 from flashtile.inputs import Inputs
 from flashtile.problem import Problem, check_lengths, describe
-from flashtile.pytorch import eight_bits
 from flashtile.pytorch.bridge import to_numpy, to_torch
 from flashtile.pytorch.call import TENSORS
 
@@ -44,13 +43,8 @@ def given(problem: Problem, x: Any, dtype: str) -> Tensor:
 
 def work_out(
     q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]
-) -> tuple[Small | Whole | None, Inputs, bool]:
-    """What runs this call, the tensors to run it on, and whether it also runs others like it.
-
-    None of 8-bit tensors, which no backend here multiplies as they are.
-    """
-    if q.dtype is eight_bits.DTYPE:
-        return None, Inputs.of(describe(q, k, v, **options)), False
+) -> tuple[Small | Whole, Inputs, bool]:
+    """What runs this call, the tensors to run it on, and whether it also runs others like it."""
     problem, row = chosen(q, k, v, backend, options)
     core = row.small(problem)
     if core is None:

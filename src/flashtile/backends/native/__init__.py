@@ -44,6 +44,8 @@ def small(problem: Problem) -> Prepared | None:
     p = problem
     if math.prod(p.out_shape()[:-1]) > MOST_ROWS or p.packed or not p.q.size or not p.k.size or not p.v.size:
         return None
+    if not all(map(_lies_well, (p.q, p.k, p.v))):  # before they are copied: the call itself will do that
+        return None
     out = _empty(p, p.out_shape(), p.out_dtype)
     lse = _empty(p, p.out_shape()[:-1], p.accumulator)
     given = {name: x for name in OTHERS if (x := getattr(p, name)) is not None}
@@ -130,14 +132,19 @@ def _pairs(x: Array, alive: list[Array]) -> _Tensor:
 
 def _rows(x: Array, alive: list[Array]) -> _Tensor:
     """A tensor of rank 4 with contiguous columns; one without them, or between elements, is copied."""
-    item, at = x.itemsize, address(x)  # flags.aligned would say yes to any record, and so to any bfloat16
-    a, b, c, d = x.strides
-    if (d != item and x.shape[3] > 1) or (at | a | b | c) & (item - 1):
+    if not _lies_well(x):
         x = np.array(x, order="C")
         alive.append(x)
-        at = address(x)
-        a, b, c, d = x.strides
-    return at, a // item, b // item, c // item, 1
+    item = x.itemsize
+    a, b, c, _ = x.strides
+    return address(x), a // item, b // item, c // item, 1
+
+
+def _lies_well(x: Array) -> bool:
+    """Whether the core can read x where it is: flags.aligned would say yes to any record, and so to any bfloat16."""
+    item = x.itemsize
+    a, b, c, d = x.strides
+    return (d == item or x.shape[3] <= 1) and not (address(x) | a | b | c) & (item - 1)
 
 
 def _plain(x: Array, dtype: str, alive: list[Array]) -> int:

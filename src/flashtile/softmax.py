@@ -11,6 +11,15 @@ import numpy as np
 from flashtile.checks import check_rows_of_floats, check_size
 from flashtile.dtypes import QUIET, Array, accumulator, name_of, widen
 
+# The larger the maximum of a row, the fewer bits its lse has left for the logarithm of the sum. From here on a backward
+# pass does not make weights from the lse: it finds the two anew, apart. core/lse.h has the same number.
+COARSE = 64.0
+
+
+def is_coarse(lse: Array) -> Array:
+    coarse: Array = (np.abs(lse) >= COARSE) & np.isfinite(lse)
+    return coarse
+
 
 def pivot(m: Array) -> Array:
     """What to subtract before exp: the maximum, or 0 for a row that has seen nothing (its weights are 0 anyway)."""

@@ -7,6 +7,7 @@ state, head.py what a score is; here they meet. Nothing in SRAM is larger than a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,10 @@ from flashtile.head import Head, guarded_product, heads
 from flashtile.problem import Problem
 from flashtile.results import Grads
 from flashtile.schedule import Event, Grid, Launch, Load, Make, Store, Tile, Zero
-from flashtile.softmax import OnlineSoftmax, pivot
+from flashtile.softmax import OnlineSoftmax, is_coarse, pivot
 
 BLOCK = 128  # rows and columns of a tile unless the caller says otherwise
+SHRINK = 2.0**-32  # of values whose weighted sum is not finite
 
 Observer = Callable[[Event, "Machine"], None]
 
@@ -107,15 +109,29 @@ class Forward(Machine):
         self.sram |= {"m": state.m, "l": state.l, "O": state.O}
 
 
+class Sums(Forward):
+    """The maximum and the logarithm of the sum of each row, apart: what L holds, where one number is enough for it."""
+
+    def store(self, name: str, n: int) -> None:
+        if name == "L":
+            rows, state = self.grid.rows(n), self._state()
+            self.hbm["m"][rows], self.hbm["L"][rows] = state.m, np.log(state.l)
+
+
 class Backward(Machine):
-    """P is computed again from the scores and L; nothing of the forward pass but O and L was kept."""
+    """P is computed again from the scores and L; nothing of the forward pass but O and L was kept.
+
+    tops: what to take off the scores of a row before L, where L is coarse (softmax.py).
+    """
 
     dbias: Array | None = None
+    tops: Array | None = None
 
     def tile(self, at: Tile) -> None:
         rows, cols, sram, scale = self.grid.rows(at.i), self.grid.cols(at.j), self.sram, self.real(self.scale)
         scores = self.head.scores(sram["Q"], sram["K"], rows, cols, masked=at.kind is Kind.PARTIAL)
-        P = np.exp(scores.S - sram["L"][:, None])  # eq. 9
+        S = scores.S if self.tops is None else scores.S - self.tops[rows, None]
+        P = np.exp(S - sram["L"][:, None])  # eq. 9
         kept = self.head.kept(rows, cols, self.real)
         dP = sram["dO"] @ sram["V"].T  # eq. 11
         dropped = P
@@ -167,6 +183,17 @@ def forward(
     observe: Observer | None = None,
 ) -> tuple[Array, Array]:
     """Output and lse, rank 4 and 3, in accumulator precision."""
+    out, lse = _forward(problem, order, block_q, block_k, observe)
+    over = ~np.isfinite(out)
+    if over.any():  # the sum may have been too large where the mean is not: once more, of smaller values
+        small = replace(problem, v=widen(problem.v, out.dtype) * out.dtype.type(SHRINK))
+        out[over] = _forward(small, order, block_q, block_k)[0][over] / out.dtype.type(SHRINK)
+    return out, lse
+
+
+def _forward(
+    problem: Problem, order: str, block_q: int, block_k: int, observe: Observer | None = None
+) -> tuple[Array, Array]:
     real = np.dtype(problem.accumulator).type
     out = np.zeros(problem.out_shape(), real)
     lse = np.zeros(problem.out_shape()[:-1], real)
@@ -218,7 +245,7 @@ def backward(
     dsink = None if problem.sink is None else np.zeros(problem.sink.shape, real)
     for head in heads(problem):
         grid = Grid(head.n_q, head.n_k, block_q, block_k)
-        L = head.queries(lse)
+        L, tops = _statistics(head, grid, head.queries(lse))
         hbm = {
             "Q": head.queries(problem.q),
             "K": head.keys(problem.k),
@@ -231,11 +258,23 @@ def backward(
             "dV": head.keys(dv),
         }
         machine = Backward(head, grid, real, hbm)
-        machine.dbias = dbias
+        machine.dbias, machine.tops = dbias, tops
         machine.run(schedule.backward(head.band, grid, head.first_of_group), observe)
         if dsink is not None and head.sink is not None:
-            dsink[head.head] -= (np.exp(head.sink - pivot(L)) * hbm["D"]).sum()
+            above = head.sink if tops is None else head.sink - tops
+            dsink[head.head] -= (np.exp(above - pivot(L)) * hbm["D"]).sum()
     return Grads(dq, dk, dv, dbias, dsink)
+
+
+def _statistics(head: Head, grid: Grid, lse: Array) -> tuple[Array, Array | None]:
+    """L, and the tops that go with it; None where no lse is coarse."""
+    coarse = is_coarse(lse)
+    if not coarse.any():
+        return lse, None
+    hbm = {"Q": head.queries(head.problem.q), "K": head.keys(head.problem.k), "V": head.keys(head.problem.v)[:, :0]}
+    hbm |= {"O": lse[:, None][:, :0], "m": np.zeros_like(lse), "L": np.zeros_like(lse)}
+    Sums(head, grid, lse.dtype.type, hbm).run(schedule.fa2_forward(head.band, grid))
+    return np.where(coarse, hbm["L"], lse), np.where(coarse, hbm["m"], 0)
 
 
 def _delta(head: Head, grid: Grid, dout: Array, out: Array, lse: Array, dlse: Array | None, real: Any) -> Array:

@@ -31,6 +31,7 @@ from tests.gpu.telling import telling
 from tests.gpu.test_hopper import BANDS, DIMS, KINDS, each_dim, jump, stairs
 from tests.gpu.test_random import Kind, problem
 from tests.grid import OPTIONS, Call, Case, Size, build, check_backward, same_dtype_error, truth
+from tests.large_scores import large_scores
 from tests.runners import Runner
 
 pytestmark = marks
@@ -229,6 +230,19 @@ def hide_nan(dim: int, seed: int) -> None:
 def _of_others(run: Any, others: dict[str, Any], call: Call, *results: Any) -> Any:
     """With these numbers in place of the call's own."""
     return run(replace(call, **{name: narrow(x, "bfloat16") for name, x in others.items()}), *results)
+
+
+@each_dim
+@pytest.mark.parametrize("options", [(), ("causal", "sink"), ("window", "kv_lengths")], ids="+".join)
+def test_gradients_of_large_scores(options: tuple[str, ...], dim: int) -> None:
+    """Their lse has lost the logarithm of the sum: such rows are made anew, of maximum and sum."""
+    call = large_scores(2.0**33, options, "bfloat16", Size(1, 2, 1, 100, 150, dim, dim))
+    check(call, same_dtype_error(call), emulated(dim, mends=(None, True)))
+
+
+def test_gradients_of_large_scores_in_packed_sequences() -> None:
+    call = large_scores(2.0**33, ("causal",), "bfloat16", Size.packed(4, 2, 64, 64, *PACKED))
+    check(call, same_dtype_error(call), emulated(mends=(None, True)))
 
 
 def test_counters_are_left_as_they_were() -> None:

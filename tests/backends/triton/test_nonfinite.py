@@ -10,10 +10,11 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from flashtile.dtypes import narrow
+from flashtile.dtypes import narrow, widen
 from tests import test_nonfinite as nonfinite
 from tests.backends.triton import kernels
 from tests.grid import Call, Case, Size, Truth, build, check_backward, check_forward, same_dtype_error
+from tests.large_scores import large_scores
 
 torch = pytest.importorskip("torch")
 
@@ -291,16 +292,6 @@ def test_finite_numbers_leave_no_mark(size: Size, marks: list[Any]) -> None:
     assert len(marks) == 2 and not any(x.any() for x in marks)
 
 
-def large_scores(size: float, options: tuple[str, ...], dtype: str, shape: Size = SMALL) -> Call:
-    """Scores are small integers times `size`, all exact, and many of them alike: weights are 0 or parts of a whole."""
-    call = build(Case(shape, dtype, options))
-    rng = np.random.default_rng(7)
-    q, k = rng.integers(0, 2, call.q.shape), rng.integers(0, 2, call.k.shape) * size
-    if "bias" in call.options:  # a gradient of it is asked for, not its help
-        call = replace(call, options=call.options | {"bias": nonfinite.put(call.options["bias"], ..., 0.0)})
-    return replace(call, q=narrow(q, dtype), k=narrow(k, dtype), options=call.options | {"scale": 1.0})
-
-
 LARGE_SCORES = [
     (2.0**17, ("causal",), "float32"),
     (2.0**99, ("causal",), "float64"),
@@ -312,7 +303,7 @@ LARGE_SCORES = [
 
 @pytest.mark.parametrize("case", LARGE_SCORES, ids=str)
 def test_gradients_of_large_scores(case: tuple[float, tuple[str, ...], str]) -> None:
-    call = large_scores(*case)
+    call = large_scores(*case, SMALL)
     check(call, same_dtype_error(call))
 
 
@@ -333,6 +324,18 @@ def test_large_scores_without_a_gradient_are_not_mended(marks: list[Any]) -> Non
         assert not marks[-1].any()
         kernels.backward(call, out, lse)
     assert marks[-1].any()
+
+
+@pytest.mark.parametrize("n_q", [1, 40])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_near_the_largest_number(dtype: str, n_q: int) -> None:
+    """Their weighted mean is finite, though a sum of them is not."""
+    call = build(Case(Size(1, 2, 1, n_q, 600, 16, 16), dtype))
+    v = np.full(call.v.shape, 3.2e38)
+    v[..., 1::2] = 1.0
+    out, _lse = kernels.forward(replace(call, v=narrow(v, dtype)))
+    np.testing.assert_allclose(widen(out, np.float64)[..., ::2], 3.2e38, rtol=1e-2 if dtype == "bfloat16" else 1e-5)
+    np.testing.assert_allclose(widen(out, np.float64)[..., 1::2], 1.0, rtol=1e-2 if dtype == "bfloat16" else 1e-5)
 
 
 @pytest.mark.parametrize("size", [1e3, pytest.param(-1e3, marks=pytest.mark.slow), 1e30])

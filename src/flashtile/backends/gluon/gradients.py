@@ -16,7 +16,7 @@ from flashtile.backends.gluon.tuning import ROWS
 from flashtile.backends.triton import gpu
 from flashtile.backends.triton.arguments import bits, block, lengths, lengths_of, rule, rule_of
 from flashtile.backends.triton.chain import chains, following
-from flashtile.backends.triton.gradients import results
+from flashtile.backends.triton.gradients import LARGE, results
 from flashtile.backends.triton.mend import MendBackward
 from flashtile.backends.triton.scratch import Scratch, after
 from flashtile.backends.triton.sink import heads_at, sink_gradient
@@ -68,13 +68,13 @@ class Backward:
         chained = chains(device)
         of_given = [None if x is None else strides(x, p) for x in (dout, *given[1:])]
         delta = Result(p, p.heads, p.q.shape[2], None, "float32", device)
-        of_mend = (of_given[0], of_given[2], delta.strides, None)
-        mend = MendBackward(p, device, ROWS, ROWS, of_mend, grads, chained, natural=True)
+        of_mend = (strides(dout, p), *3 * (delta.strides,))
+        mend = MendBackward(p, device, ROWS, ROWS, of_mend, grads, chained)
         space = _Workspace(p, device, self._dq, delta, mend.count, chained)
-        self._delta, self._marks, self._scratch = space.delta, space.marks, space.maker
-        begin = _begin(p, space, present(*of_given, None, delta.strides), chained)
+        self._of_rows, self._marks, self._scratch = space.of_rows, space.marks, space.maker
+        begin = _begin(p, space, present(*of_given, None, *3 * (delta.strides,)), chained)
         finish = _finish(p, space, self._dq, after(space.marks, mend.first_of_queries), chained)
-        mends = mend.steps(Q, K, V, DOUT, LSE, space.delta, None, DQ, DK, DV, SINK, space.marks, RULE, LENGTHS)
+        mends = mend.steps(Q, K, V, DOUT, *space.of_rows, DQ, DK, DV, SINK, space.marks, RULE, LENGTHS)
         blocks = _blocks(p, space, dout, *grads[1:])
         # Packed queries and keys that begin at the same places, being one tensor, have a diagonal each.
         self._launch = {
@@ -112,7 +112,7 @@ class Backward:
         shared.give_back()
         dsink = None
         if x.sink is not None:
-            dsink = sink_gradient(x.sink, given[2], self._delta.of(scratch), self._heads_at)
+            dsink = sink_gradient(x.sink, [part.of(scratch) for part in self._of_rows], self._heads_at)
         return Grads(dq, dk, dv, None, dsink)
 
 
@@ -129,7 +129,8 @@ class _Workspace:
         self.size = self.columns * self.padded * self.width  # of dQ
         scratch = Scratch(SCRATCH.place, device)
         self.total = scratch.part((self.size,), torch.float32)
-        self.delta = scratch.part(delta.shape, torch.float32)
+        log2, of_delta, tops = (scratch.part(delta.shape, torch.float32) for _ in range(3))
+        self.of_rows = log2, of_delta, tops
         self.marks = scratch.part((marks,), torch.int32)
         self.turns = scratch.part((self.size // 4096,), torch.int32) if p.deterministic else None
         by_head = chained and not p.packed  # heads of packed sequences have no number of tasks of their own
@@ -159,9 +160,10 @@ def _begin(p: Problem, space: _Workspace, given: dict[int, Strides], chained: bo
         BLOCK_DV=block(p.dim_v),
         BLOCK_D=space.width,
         PAD=space.config.keys,
+        LARGE=LARGE[p.accumulator],
         CHAINED=chained,
     )
-    where = (DOUT, OUT, LSE, DLSE, space.rows, space.delta, space.total, space.turns, space.complete, LENGTHS)
+    where = (DOUT, OUT, LSE, DLSE, space.rows, *space.of_rows, space.total, space.turns, space.complete, LENGTHS)
     return start, (*where, space.pads, p.heads, space.padded, space.columns)
 
 

@@ -35,7 +35,9 @@ def begin_kernel(
     lse,
     dlse,
     rows,
+    log2,
     delta,
+    tops,
     total,
     turns,
     complete,
@@ -49,12 +51,13 @@ def begin_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PAD: tl.constexpr,
+    LARGE: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """Of PAD rows a program: lse in base 2 and delta, +inf and 0 beyond the last row; dQ and counters cleared.
 
-    The grid counts tiles, then heads, then sequences. columns: heads of all sequences. delta goes row by row once more,
-    for those who come after the pass.
+    The grid counts tiles, then heads, then sequences. columns: heads of all sequences. Both go row by row once more,
+    and 0 for the top, for those who come after the pass.
     """
     lead(CHAINED)
     program = tl.program_id(0)
@@ -66,12 +69,14 @@ def begin_kernel(
         column = head
     if tile * PAD < length:
         first = tile * PAD
-        L, D = row_statistics(dout, out, lse, dlse, sequence, head, start, length, first, DIM_V, BLOCK_DV, PAD, None)
+        L, D = row_statistics(dout, out, lse, dlse, sequence, head, start, length, first, DIM_V, BLOCK_DV, PAD, LARGE)
         o_r = tl.arange(0, PAD)
         at = wide(column) * padded + row
         tl.store(rows + at + o_r, tl.where(first + o_r < length, L, float("inf")))
         tl.store(rows + wide(columns) * padded + at + o_r, D)
+        store_column(head_of(log2, sequence, head, start, length), first, L)
         store_column(head_of(delta, sequence, head, start, length), first, D)
+        store_column(head_of(tops, sequence, head, start, length), first, tl.zeros([PAD], L.dtype))
         squares: tl.constexpr = PAD * BLOCK_D // ZEROS
         for n in tl.static_range(squares):
             tl.store(total + at * BLOCK_D + n * ZEROS + tl.arange(0, ZEROS), tl.zeros([ZEROS], tl.float32))

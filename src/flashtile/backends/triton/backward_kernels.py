@@ -102,12 +102,9 @@ def row_statistics(
 
 
 @triton.jit
-def load_statistics(log2, delta, first, ROWS: tl.constexpr, RAGGED: tl.constexpr, NATURAL: tl.constexpr = False):
-    """lse in base 2 and delta; beyond the last row as of an empty one. NATURAL: log2 is the lse as it was saved."""
-    L = load_column(log2, first, ROWS, float("inf"), RAGGED)
-    if NATURAL:
-        L = tl.where(float("-inf") == L, float("inf"), L * LOG2E)  # as row_statistics() has it
-    return L, load_column(delta, first, ROWS, 0.0, RAGGED)
+def load_statistics(log2, delta, first, ROWS: tl.constexpr, RAGGED: tl.constexpr):
+    """lse in base 2 and delta; beyond the last row as of an empty one."""
+    return load_column(log2, first, ROWS, float("inf"), RAGGED), load_column(delta, first, ROWS, 0.0, RAGGED)
 
 
 @triton.jit
@@ -171,7 +168,6 @@ def dkdv_tile(
     C: tl.constexpr,
     MASKED: tl.constexpr,
     CAREFUL: tl.constexpr,
-    NATURAL: tl.constexpr,
 ):
     """A tile of queries gives its share to dK and dV; everything is transposed, [bc, br]."""
     b_q = load_rows(queries, q_desc, i0, C.BLOCK_Q, C.DIM, C.BLOCK_D, MASKED)
@@ -180,7 +176,7 @@ def dkdv_tile(
     zero = tl.zeros([C.BLOCK_K, C.BLOCK_Q], C.REAL)
     S = dot(b_k, tl.trans(b_q), zero, C.PRECISION)
     # What lies beyond the last row has no weight and may be anything; masks would cost more registers than there are.
-    L, D = load_statistics(log2, delta, i0, C.BLOCK_Q, CAREFUL, NATURAL)
+    L, D = load_statistics(log2, delta, i0, C.BLOCK_Q, CAREFUL)
     P, slope, visible = weights(S, L[None, :], tops, h, i0, rule, at, tile, MASKED)
     dP = dot(b_v, tl.trans(b_do), zero, C.PRECISION)  # eq. 11
     dropped = P
@@ -214,11 +210,10 @@ def dkdv_rows(
     j0,
     C: tl.constexpr,
     CAREFUL: tl.constexpr,
-    NATURAL: tl.constexpr = False,
 ):
     """Make and store dK and dV of BLOCK_K keys from j0 on; whether a NaN or Inf may have spoiled any of them.
 
-    CAREFUL: what guard.py says. NATURAL: as in load_statistics().
+    CAREFUL: what guard.py says.
     """
     o_j = j0 + tl.arange(0, C.BLOCK_K)
     in_k = o_j < at.k_len
@@ -247,7 +242,6 @@ def dkdv_rows(
                     *(h, i0, j0, rule, at, C),
                     MASKED=n > 0,
                     CAREFUL=CAREFUL,
-                    NATURAL=NATURAL,
                 )
     bad = spoiled(b_dk) | spoiled(b_dv)
     dkeys = head_of(dk, at.sequence, head, at.k_start, at.k_room)
@@ -357,11 +351,10 @@ def dq_rows(
     i0,
     C: tl.constexpr,
     CAREFUL: tl.constexpr,
-    NATURAL: tl.constexpr = False,
 ):
     """Make and store dQ of BLOCK_Q queries from i0 on; whether a NaN or Inf may have spoiled any of them.
 
-    CAREFUL: what guard.py says. NATURAL: as in load_statistics().
+    CAREFUL: what guard.py says.
     """
     o_i = i0 + tl.arange(0, C.BLOCK_Q)
     queries = head_of(q, at.sequence, h, at.q_start, at.q_len)
@@ -370,7 +363,7 @@ def dq_rows(
     b_do = load_rows(douts, None, i0, C.BLOCK_Q, C.DIM_V, C.BLOCK_DV, True)
     p_log2 = head_of(log2, at.sequence, h, at.q_start, at.q_len)
     p_delta = head_of(delta, at.sequence, h, at.q_start, at.q_len)
-    L, D = load_statistics(p_log2, p_delta, i0, C.BLOCK_Q, True, NATURAL)
+    L, D = load_statistics(p_log2, p_delta, i0, C.BLOCK_Q, True)
     keys = head_of(k, at.sequence, h // C.GROUP, at.k_start, at.k_len)
     values = head_of(v, at.sequence, h // C.GROUP, at.k_start, at.k_len)
     b_dq = tl.zeros([C.BLOCK_Q, C.BLOCK_D], C.REAL)

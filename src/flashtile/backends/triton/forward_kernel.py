@@ -13,6 +13,10 @@ from flashtile.backends.triton.cuts import cuts, reach, stretch_of, tile_at, wit
 from flashtile.backends.triton.guard import finite_part, poison, spoiled
 from flashtile.backends.triton.scores import LN2, LOG2E, Tile, dot, kept, shape_scores, visible_pairs
 
+# Of weights on the careful walk: a sum of values near the largest number may not be finite where their mean is. float16
+# has neither such values nor such weights.
+SHRINK = tl.constexpr(2.0**-32)
+
 
 class Queries(NamedTuple):
     """The rows of a tile: which query and which head each is, and whether it is real."""
@@ -67,6 +71,8 @@ def absorb(
     factor = tl.exp2(m - pivot)
     l = l * factor + tl.sum(P, 1)
     acc = acc * factor[:, None]
+    if CAREFUL and b_v.dtype != tl.float16:
+        P *= SHRINK
     if rule.seed_low is not None:
         P *= kept(rule, at.sequence, tile.o_h, tile.o_i, j0, C.BLOCK_Q, C.BLOCK_K).to(C.REAL)
     return m_new, l, dot(P.to(b_v.dtype), finite_part(b_v, CAREFUL), acc, C.PRECISION)
@@ -122,6 +128,8 @@ def forward_rows(
                 m, l, acc, b_q, queries, keys, values, k_desc, v_desc, j0, rule, at, C, MASKED=n > 0, CAREFUL=CAREFUL
             )
     weight = 1 / tl.where(l == 0, 1.0, l)  # eq. 7
+    if CAREFUL and v.ptr.dtype.element_ty != tl.float16:
+        weight /= SHRINK
     if rule.seed_low is not None:
         weight *= number(rule.keep_scale, C.REAL)
     if rule.descale is not None:

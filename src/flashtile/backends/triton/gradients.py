@@ -13,7 +13,7 @@ from flashtile.backends.triton.backward_kernels import dbias_kernel, dkdv_kernel
 from flashtile.backends.triton.chain import chains, following
 from flashtile.backends.triton.mend import MendBackward
 from flashtile.backends.triton.scratch import Scratch
-from flashtile.backends.triton.sink import heads_at, like_lse, sink_gradient
+from flashtile.backends.triton.sink import sink_gradient
 from flashtile.backends.triton.start import At, Series, Start, Step, present
 from flashtile.backends.triton.tensors import Result, blocks, count_tiles, rounded, rounded_outline, strides
 from flashtile.backends.triton.tuning import Config
@@ -34,7 +34,6 @@ class Backward:
     ) -> None:
         dout = rounded_outline(given[0], p)
         self._narrow = None if dout is given[0] else dout.dtype
-        self._packed, self._heads_at = p.packed, heads_at(p)
         self._rule, self._lengths = rule(p), lengths(p)
         self._dq, self._dk, self._dv = grads = results(p, device)
         self._bias_shape = p.bias.shape if bias_grad and p.bias is not None else None
@@ -44,7 +43,7 @@ class Backward:
         of_keys, of_queries = (_config(kernel, p, device) for kernel in ("dkdv", "dq"))
         scratch = Scratch(SCRATCH.place, device)
         rows = _Statistics(p, of_keys.block_q, scratch)
-        self._delta = rows.delta
+        self._of_rows, self._n = (rows.log2, rows.delta, rows.tops), p.q.shape[2]
         of_mend = (strides(dout, p), *3 * (rows.strides,))
         mend = MendBackward(p, device, of_queries.block_q, of_keys.block_k, of_mend, grads, chained)
         marks = scratch.part((mend.count,), torch.int32)
@@ -58,8 +57,7 @@ class Backward:
         if self._dq.numel:
             steps.append(walks.dq(of_queries, grads[:1], marks, mend.first_of_queries))
         if mend.count:
-            at_rows = (rows.log2, rows.delta, rows.tops)
-            steps += mend.steps(Q, K, V, DOUT, *at_rows, DQ, DK, DV, SINK, marks, RULE, LENGTHS)
+            steps += mend.steps(Q, K, V, DOUT, *self._of_rows, DQ, DK, DV, SINK, marks, RULE, LENGTHS)
         if self._bias_shape is not None and self._bias_shape.numel():
             steps.append(walks.dbias(_config("dbias", p, device), self._bias_shape))
         self._launch = Series(*steps)
@@ -76,8 +74,7 @@ class Backward:
         self._launch(x.q, x.k, x.v, *given, dq, dk, dv, scratch, x.sink, a_rule, a_lengths, of_bias)
         dsink = None
         if x.sink is not None:
-            delta = like_lse(self._delta.of(scratch), given[2], self._packed)
-            dsink = sink_gradient(x.sink, given[2], delta, self._heads_at)
+            dsink = sink_gradient(x.sink, [part.of(scratch)[..., : self._n] for part in self._of_rows], heads=1)
         return Grads(dq, dk, dv, dbias, dsink)
 
 

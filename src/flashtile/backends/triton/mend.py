@@ -63,8 +63,8 @@ class MendBackward:
     """The launch that makes spoiled tiles of a backward pass anew: dK and dV of block_k keys, dQ of block_q queries.
 
     The marks of all tiles of keys come first; those of tiles of queries begin at first_of_queries. given: strides of
-    dout and of what statistics_kernel made of each row, log2, delta and tops; without tops no lse is ever too coarse.
-    chained: as the kernel before it says (chain.py). natural: log2 is the lse as it was saved, and not in base 2.
+    dout and of what row_statistics() made of each row, log2, delta and tops. chained: as the kernel before it says
+    (chain.py).
     """
 
     def __init__(
@@ -73,10 +73,9 @@ class MendBackward:
         device: Any,
         block_q: int,
         block_k: int,
-        given: tuple[Strides | None, ...],
+        given: tuple[Strides, ...],
         grads: tuple[Result, ...],
         chained: bool,
-        natural: bool = False,
     ) -> None:
         batch = p.q.shape[0]
         k_tiles, q_tiles = count_tiles(p, p.n_k, p.k.shape[2], block_k), count_tiles(p, p.n_q, p.q.shape[2], block_q)
@@ -105,7 +104,6 @@ class MendBackward:
             Q_ROWS=block_q,
             OF_KEYS=constants(p, of_keys),
             OF_QUERIES=constants(p, of_queries),
-            NATURAL=natural,
             CHAINED=chained,
         )
 
@@ -117,7 +115,7 @@ class MendBackward:
         dout: At,
         log2: At,
         delta: At,
-        tops: At | None,
+        tops: At,
         dq: At,
         dk: At,
         dv: At,
@@ -126,12 +124,13 @@ class MendBackward:
         a_rule: At,
         a_lengths: At,
     ) -> list[Step]:
-        first, rules, found = self.first_of_queries, (a_rule, a_lengths), list[Step]()
-        if tops is not None:
-            of_rows = (q, k, log2, tops, sink, marks, first, self.count - first)
-            found.append((self._sums, (*of_rows, *rules, *self._counts[2:])))
+        first, rules = self.first_of_queries, (a_rule, a_lengths)
+        of_rows = (q, k, log2, tops, sink, marks, first, self.count - first)
         of_tiles = (q, k, v, dout, log2, delta, tops, dq, dk, dv, marks, self.count, first)
-        return [*found, (self._start, (*of_tiles, *rules, *self._counts))]
+        return [
+            (self._sums, (*of_rows, *rules, *self._counts[2:])),
+            (self._start, (*of_tiles, *rules, *self._counts)),
+        ]
 
 
 def careful(p: Problem, rows: int, walked: int = 32) -> Config:

@@ -151,13 +151,9 @@ def mend_backward_kernel(
     Q_ROWS: tl.constexpr,
     OF_KEYS: tl.constexpr,
     OF_QUERIES: tl.constexpr,
-    NATURAL: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """dK and dV of marked tiles of K_ROWS keys, whose marks come first, and dQ of tiles of Q_ROWS queries.
-
-    NATURAL: log2 is the lse as it was saved.
-    """
+    """dK and dV of marked tiles of K_ROWS keys, whose marks come first, and dQ of tiles of Q_ROWS queries."""
     follow(CHAINED)
     n = next_set(marks, tl.program_id(0), count)
     while n < count:
@@ -167,7 +163,6 @@ def mend_backward_kernel(
                 dkdv_rows(
                     *(q, k, v, dout, None, None, log2, delta, tops, dk, dv, rule, at, head, j0, OF_KEYS),
                     CAREFUL=True,
-                    NATURAL=NATURAL,
                 )
         else:
             n_q = n - first_of_queries
@@ -176,6 +171,5 @@ def mend_backward_kernel(
                 dq_rows(
                     *(q, k, v, dout, None, None, log2, delta, tops, dq, rule, at, head, i0, OF_QUERIES),
                     CAREFUL=True,
-                    NATURAL=NATURAL,
                 )
         n = next_set(marks, n + tl.num_programs(0), count)

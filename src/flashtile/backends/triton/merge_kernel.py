@@ -36,10 +36,11 @@ def merge_kernel(
     top = tl.where(top == float("-inf"), 0.0, top)
     weight = l * tl.exp2(m - top)
     total = tl.sum(weight, 0)
+    weight /= tl.where(total == 0, 1.0, total)  # before the sum, which might not be finite without
     p_part = part.ptr + sequence * part.sequence + head * part.head + row * part.row
     there = (o_s < SPLITS)[:, None] & (o_v < DIM_V)[None, :]
     b_part = tl.load(p_part + o_s.to(tl.int64)[:, None] * part_split + o_v[None, :], mask=there, other=0.0)
-    b_out = tl.sum(weight[:, None] * b_part, 0) / tl.where(total == 0, 1.0, total)
+    b_out = tl.sum(weight[:, None] * b_part, 0)
     p_out = out.ptr + sequence * out.sequence + head * out.head + row * out.row
     tl.store(p_out + o_v, b_out.to(out.ptr.dtype.element_ty), mask=o_v < DIM_V)
     p_lse_out = lse.ptr + sequence * lse.sequence + head * lse.head + row * lse.row

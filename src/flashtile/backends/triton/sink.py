@@ -1,12 +1,16 @@
-"""The gradient of sinks, from the lse and delta of all rows."""
+"""The gradient of sinks, from what a backward pass knows of all rows."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from flashtile.problem import Problem
+
+LOG2E = 1 / math.log(2)
 
 
 def heads_at(p: Problem) -> int:
@@ -14,14 +18,9 @@ def heads_at(p: Problem) -> int:
     return 1 if p.packed else p.rank - 3
 
 
-def like_lse(rows: Any, lse: Any, packed: bool) -> Any:
-    """Statistics of rows, (batch, heads, room), in the shape of an lse in the caller's layout."""
-    return rows[0, :, : lse.shape[0]].T if packed else rows[..., : lse.shape[-1]].reshape(lse.shape)
-
-
-def sink_gradient(sink: Any, lse: Any, delta: Any, heads: int) -> Any:
-    """-sum over rows of exp(sink - lse) * delta, whose axis of heads is this one; an empty row has no part in it."""
-    rows_at = tuple(axis for axis in range(lse.ndim) if axis != heads)
-    weight = torch.exp(sink.to(lse.dtype).reshape([1 if axis in rows_at else -1 for axis in range(lse.ndim)]) - lse)
-    parts = torch.where(torch.isneginf(lse), torch.zeros_like(delta), weight * delta)
-    return -parts.sum(rows_at).reshape(sink.shape)
+def sink_gradient(sink: Any, rows: Iterable[Any], heads: int) -> Any:
+    """-sum over rows of exp(sink - lse) * delta. rows: log2, delta and tops, whose axis of heads is this one."""
+    log2, delta, tops = rows
+    others = tuple(axis for axis in range(log2.ndim) if axis != heads)
+    above = sink.to(log2.dtype).reshape([1 if axis in others else -1 for axis in range(log2.ndim)]) * LOG2E - tops
+    return -(torch.exp2(above - log2) * delta).sum(others).reshape(sink.shape)

@@ -9,6 +9,7 @@
 
 #include "factors.h"
 #include "kernels.h"
+#include "lse.h"
 #include "row_vectors.h"
 #include "threads.h"
 
@@ -20,7 +21,7 @@ template <class R> constexpr int QUERIES = GROUPS * LANES<R>;  // queries a bloc
 
 // ---- The products. L = N * W lanes; P and dS are [key][L], q and dout [factor][L].
 
-// P = exp(S - lse) of S = by K q. The difference first: its rounding is that of S, not of something larger.
+// P = exp(S - lse) of S = by K q, where no lse is coarse. The difference first: its rounding is that of S, not of something larger.
 template <class R, class T, int N>
 NOINLINE void weights(Rows<T> K, int n, const T* q, int length, R by, const R* lse, R* P) {
   constexpr int L = N * W<R>;
@@ -35,11 +36,11 @@ NOINLINE void weights(Rows<T> K, int n, const T* q, int length, R by, const R* l
     store_tile<R>(acc, P + k * L, L);
   });
 }
-// P <- exp(P - lse)
-template <class R, int N> NOINLINE void probabilities(int n, const R* lse, R* P) {
+// P <- exp(P - top - log): both differences are exact, or near to it, where an lse of their sum would be coarse.
+template <class R, int N> NOINLINE void probabilities(int n, const R* top, const R* log, R* P) {
   for (int k = 0; k < n; k++, P += N * W<R>) {
     Vec<R> x[N];
-    UNROLL for (int j = 0; j < N; j++) x[j] = load(P + j * W<R>) - load(lse + j * W<R>);
+    UNROLL for (int j = 0; j < N; j++) x[j] = load(P + j * W<R>) - load(top + j * W<R>) - load(log + j * W<R>);
     exp_each<R>(x);
     UNROLL for (int j = 0; j < N; j++) store(P + j * W<R>, x[j]);
   }
@@ -149,10 +150,11 @@ NOINLINE void give_rows(const R* from, int lanes, int n, int d, R by, const R* b
 template <class R, class T> struct Group {
   Lanes<R> lanes;
   T *q, *dout, *rounded;
-  R *dq, *P, *slope, *Z, *dropped, *lse, *delta;
+  R *dq, *P, *slope, *Z, *dropped, *top, *log, *delta;  // top is the lse, and log 0, where that is not coarse
   const T* weights;  // of the sum over queries that comes next
   int from, to;  // keys of the tile it sees any of, counted from the block's first
   bool hidden;   // not all of them, in every lane
+  bool coarse;   // the lse of some lane was
 };
 
 // ---- Passes over a block that only backward has
@@ -248,12 +250,13 @@ template <class R, class T> class Backward {
   int64_t keys_each;           // keys a key block
   std::vector<Share> shares;   // in the order they are handed out
   std::unique_ptr<std::atomic<int32_t>[]> turns;  // for each query block: the key blocks that have been added
-  std::unique_ptr<R[]> delta;                     // [head][rows]
+  std::unique_ptr<R[]> delta, tops, logs;         // [head][rows]; the latter as Group has them
+  std::atomic<bool> any_coarse{false};
   std::unique_ptr<R[]> sums;                      // [head][rows][dim], where dq is narrow
 
   // Places in a thread's scratch
   struct Layout {
-    size_t q, dout, dq, P, rounded, dk, dv, lse, delta, q_rows, dout_rows, K, K_over, V, slope, Z, dropped, end;
+    size_t q, dout, dq, P, rounded, dk, dv, top, log, delta, q_rows, dout_rows, K, K_over, V, slope, Z, dropped, end;
   } at;
   struct KeyBlock;
   struct QueryBlock;
@@ -270,6 +273,7 @@ template <class R, class T> class Backward {
   void share_out();
   void layout();
   void prepare(int64_t s, int64_t head, int64_t from, int64_t to);
+  int find_sums();
   void sum_sink(int64_t head);
   void key_block(int64_t s, int64_t kv_head, int64_t block, R* scratch);
   void query_block(KeyBlock& kb, int64_t head, int64_t first, int n, R* scratch);
@@ -334,7 +338,8 @@ template <class R, class T> void Backward<R, T>::layout() {
   at.rounded = take(PAIRS, factors<T>(block));
   at.dk = take(true, keys_each * wide);
   at.dv = take(true, keys_each * v_wide);
-  at.lse = take(true, Q);
+  at.top = take(true, Q);
+  at.log = take(true, Q);
   at.delta = take(true, Q);
   at.q_rows = take(narrow_type || wide != dim, factors<T>(Q) * wide);
   at.dout_rows = take(PAIRS || out_item < (int64_t)sizeof(R) || v_wide != v_dim, factors<T>(Q) * v_wide);
@@ -347,11 +352,14 @@ template <class R, class T> void Backward<R, T>::layout() {
   at.end = end;
 }
 
-// What is needed of queries [from, to) before anything else: delta, and 0 for dq where no key is seen.
+// What is needed of queries [from, to) before anything else: delta and the lse, and 0 for dq where no key is seen.
 template <class R, class T> void Backward<R, T>::prepare(int64_t index, int64_t head, int64_t from, int64_t to) {
   const Sequence s(p, index);
   to = std::min(to, s.q_len);
-  R* d = delta.get() + head * rows + first_row(s);
+  if (from >= to) return;
+  const int64_t row = head * rows + first_row(s);
+  R *d = delta.get() + row, *top = tops.get() + row;
+  std::fill(logs.get() + row + from, logs.get() + row + to, R(0));
   const R* lse = (const R*)query_row(p.lse, sizeof(R), s, head, 0);
   const R* dlse = p.dlse.data ? (const R*)query_row(p.dlse, sizeof(R), s, head, 0) : nullptr;
   with_type<R>(p.out_dtype, [&](auto t) {
@@ -366,7 +374,14 @@ template <class R, class T> void Backward<R, T>::prepare(int64_t index, int64_t 
       for (; c + W<R> <= v_dim; c += W<R>) sum += load_as<R>(out + c) * given(load_as<R>(dout + c));
       for (; c < v_dim; c++) rest += as<R>(out[c]) * given(all(as<R>(dout[c])))[0];
       rest += sum_lanes<R>(sum) - (dlse ? dlse[i * p.dlse.row] : R(0));
-      d[i] = lse[i * p.lse.row] == -(R)INFINITY ? R(0) : rest;
+      top[i] = lse[i * p.lse.row];
+      bool empty = top[i] == -(R)INFINITY;
+      if (is_coarse(top[i])) {  // most often of padding, which no gradient comes back to
+        empty = !(dlse && dlse[i * p.dlse.row]) && std::all_of(dout, dout + v_dim, [](E x) { return as<R>(x) == 0; });
+        if (!empty) any_coarse.store(true, std::memory_order_relaxed);
+      }
+      if (empty) d[i] = 0, top[i] = (R)INFINITY;  // and so its weights will be 0
+      else d[i] = rest;
     }
   });
   for (int64_t i = from; i < to; i += QUERIES<R>) {
@@ -377,17 +392,25 @@ template <class R, class T> void Backward<R, T>::prepare(int64_t index, int64_t 
   }
 }
 
+// Maximum and sum of the rows whose lse is coarse, by a forward pass without values. Its scores have the bits of those here.
+template <class R, class T> int Backward<R, T>::find_sums() {
+  ft_problem f = p;
+  f.v_dim = 0;
+  f.dropout = 0;
+  f.lse = {logs.get(), p.cu_q ? 0 : p.q_len, rows, 1, 0};
+  if (few) return decode<R>(f, tops.get());
+  return forward<R, T>(f, tops.get());
+}
+
 // dsink = sum over the rows of its weight times -delta, its value being 0
 template <class R, class T> void Backward<R, T>::sum_sink(int64_t head) {
   const R sink = ((const R*)p.sink)[head];
   double sum = 0;
   for (int64_t index = 0; index < p.sequences; index++) {
     const Sequence s(p, index);
-    const R *lse = (const R*)query_row(p.lse, sizeof(R), s, head, 0), *d = delta.get() + head * rows + first_row(s);
-    for (int64_t i = 0; i < s.q_len; i++) {
-      const R x = lse[i * p.lse.row];
-      if (x != -(R)INFINITY) sum -= exp((double)sink - (double)x) * (double)d[i];
-    }
+    const int64_t row = head * rows + first_row(s);
+    for (int64_t i = row; i < row + s.q_len; i++)
+      if (tops[i] != (R)INFINITY) sum -= exp((double)sink - (double)tops[i] - (double)logs[i]) * (double)delta[i];
   }
   ((R*)p.dsink)[head] = (R)sum;
 }
@@ -475,8 +498,7 @@ template <class R, class T> void Backward<R, T>::lay_out_queries(const char* q, 
 // The groups with their queries in the lanes, the rows as they lie, and whether these are finite.
 template <class R, class T> void Backward<R, T>::set_up(KeyBlock& kb, QueryBlock& qb, R* scratch) {
   const Sequence& s = kb.s;
-  const R* lse = (const R*)query_row(p.lse, sizeof(R), s, qb.head, qb.first);
-  const R* from = delta.get() + qb.head * rows + first_row(s) + qb.first;
+  const int64_t first = qb.head * rows + first_row(s) + qb.first;
   const char* q = query_row(p.q, item, s, qb.head, qb.first);
   const char* dout = query_row(p.dout, out_item, s, qb.head, qb.first);
   bool hidden = false;
@@ -494,13 +516,16 @@ template <class R, class T> void Backward<R, T>::set_up(KeyBlock& kb, QueryBlock
     y.slope = p.softcap > 0 ? scratch + at.slope + KEYS<R> * l0 : nullptr;
     y.Z = scratch + at.Z + KEYS<R> * l0;
     y.dropped = p.dropout > 0 ? scratch + at.dropped + KEYS<R> * l0 : y.P;
-    y.lse = scratch + at.lse + l0;
+    y.top = scratch + at.top + l0;
+    y.log = scratch + at.log + l0;
     y.delta = scratch + at.delta + l0;
+    y.coarse = false;
     for (int l = 0; l < L; l++) {
-      const int64_t i = l0 + std::min(l, real - 1);
-      const R value = lse[i * p.lse.row];
-      y.lse[l] = l >= real || value == -(R)INFINITY ? (R)INFINITY : value;  // no weight in a lane without a query
-      y.delta[l] = from[i];
+      const int64_t i = first + l0 + std::min(l, real - 1);
+      y.top[l] = l < real ? tops[i] : (R)INFINITY;  // no weight in a lane without a query
+      y.log[l] = logs[i];
+      y.delta[l] = delta[i];
+      y.coarse |= logs[i] != 0;
     }
     if (few) lay_out_queries(q, real, (R*)y.q);
     else in_lanes<R, T>(q + item * l0 * p.q.row, p.dtype, p.q.row, real, L, dim, scale_of<R, T>(p).before, y.q);
@@ -534,12 +559,12 @@ template <class R, class T> void Backward<R, T>::make_weights(const KeyBlock& kb
     const int length = (int)factors<T>(dim);
     const R by = scale_of<R, T>(p).after;
     with_vectors(y.lanes.padded / W<R>, [&](auto N) {
-      if (plain) return weights<R, T, N>(K, b.n, y.q, length, by, y.lse, y.P);
+      if (plain && !y.coarse) return weights<R, T, N>(K, b.n, y.q, length, by, y.top, y.P);
       if (!few) scores<R, T, N>(K, b.n, y.q, length, by, y.P);
       else if constexpr (PER<T> == 1)
         with_rows<R>(qb.n, [&](auto n) { scores_of_few<R, R, n>(K.data, K.row, b.n, y.q, dim, y.P); });
       adjust(b, y.P, y.slope);
-      probabilities<R, N>(b.n, y.lse, y.P);
+      probabilities<R, N>(b.n, y.top, y.log, y.P);
     });
     if (y.hidden) hide(b, y.P, HIDDEN<R>);
     if (p.dropout > 0) drop(b, y.P, y.Z, y.dropped);
@@ -627,18 +652,20 @@ template <class R, class T> void Backward<R, T>::give_queries(const KeyBlock& kb
 }
 
 template <class R, class T> int Backward<R, T>::run() {
-  delta.reset(new R[p.q_heads * rows]);
+  for (auto* x : {&delta, &tops, &logs}) x->reset(new R[p.q_heads * rows]);
   turns.reset(new std::atomic<int32_t>[p.q_heads * blocks_in_head()]());
   if (narrow_type) sums.reset(new R[p.q_heads * rows * dim]);
-  Scratch scratch(std::min<int64_t>(p.threads, shares.size()), sizeof(R) * at.end);
-  if (!scratch.ok()) return FT_NO_MEMORY;
 
   const int64_t chunk = 8 * QUERIES<R>, chunks = ceil_div(p.q_len, chunk);
   parallel_for(p.threads, p.sequences * p.q_heads * chunks, [&](int64_t, int64_t task) {
     const int64_t c = task % chunks, head = task / chunks % p.q_heads, s = task / chunks / p.q_heads;
     prepare(s, head, c * chunk, (c + 1) * chunk);
   });
+  if (any_coarse)
+    if (const int status = find_sums()) return status;
   if (p.dsink) parallel_for(p.threads, p.q_heads, [&](int64_t, int64_t head) { sum_sink(head); });
+  Scratch scratch(std::min<int64_t>(p.threads, shares.size()), sizeof(R) * at.end);
+  if (!scratch.ok()) return FT_NO_MEMORY;
   parallel_for(p.threads, (int64_t)shares.size(), [&](int64_t thread, int64_t task) {
     const Share& w = shares[task];
     for (int64_t b = w.b0; b < w.b1; b++)

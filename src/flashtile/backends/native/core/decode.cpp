@@ -7,6 +7,7 @@
 #include <new>
 
 #include "kernels.h"
+#include "lse.h"
 #include "row_vectors.h"
 #include "scores.h"
 #include "threads.h"
@@ -143,6 +144,7 @@ template <class R> struct State {
 
 template <class R> struct Decode {
   const ft_problem& p;
+  R* const tops;  // see lse.h
   const int dim, v_dim;
   const int64_t group, heads_each, sets;  // query heads to a key head; of them, in a set; sets
   const int rows;                         // of a set, a power of two
@@ -156,8 +158,8 @@ template <class R> struct Decode {
     while (x < n) x *= 2;
     return x;
   }
-  explicit Decode(const ft_problem& p)
-      : p(p), dim((int)p.dim), v_dim((int)p.v_dim), group(p.q_heads / p.kv_heads),
+  Decode(const ft_problem& p, R* tops)
+      : p(p), tops(tops), dim((int)p.dim), v_dim((int)p.v_dim), group(p.q_heads / p.kv_heads),
         heads_each(clip(W<R> / std::max<int64_t>(p.q_len, 1), 1, group)), sets(ceil_div(group, heads_each)),
         rows(power(std::max<int64_t>(heads_each * p.q_len, 1))), o_row(vectors_of<R>(p.v_dim) * W<R>),
         far(p.sequences * p.kv_heads * p.kv_len * (p.dim + p.v_dim) * item_size(p.dtype) > NEAR),
@@ -167,20 +169,24 @@ template <class R> struct Decode {
     shares = units >= ENOUGH ? 1 : clip(seen / MIN_SPLIT, 1, ceil_div(ENOUGH, units));
   }
 
+  // Keys that rows are sent for before they are read.
+  template <class T> int64_t ahead(int d) const { return far && d ? AHEAD / (d * (int)sizeof(T)) : 0; }
+
   // A block of keys, by scores[key][EACH rows]: a lane for each row, which the passes over them want; or just the ROWS, and
   // no lane of a vector is empty, as most would be of one row to a key head.
   template <class T, int ROWS, int EACH>
-  INLINE void take(const Block<R>& b, const T* K, const T* V, const R* q, State<R> x, R* S) const {
+  INLINE void take(const Block<R>& b, const T* K, const T* V, const R* q, State<R> x, R* S, R shrink) const {
     alignas(64) R alpha[W<R>];
     const bool partial = b.partial();
-    scores_of_few<R, T, ROWS, EACH>(K, p.k.row, b.n, q, dim, S, far ? AHEAD / (dim * (int)sizeof(T)) : 0);
+    scores_of_few<R, T, ROWS, EACH>(K, p.k.row, b.n, q, dim, S, ahead<T>(dim));
     if constexpr (EACH == W<R>) adjust(b, S);
     if (partial) hide_few<R, EACH>(b, S, -(R)INFINITY);
     const R* scale = softmax<R, EACH>(S, b.n, x.m, x.l, alpha) ? alpha : nullptr;
     const auto drop = [&](int64_t at, Mask<R> kept) { store(S + at, kept ? load(S + at) : Vec<R>{}); };
     if (EACH == W<R> && p.dropout > 0) each_kept<R>(b, drop);
+    if (shrink != 1) multiply_all(S, round_up(b.n * EACH, W<R>), shrink);
     if (!partial || rows_finite<R>(V, p.v.row, b.n, v_dim)) {
-      output<R, T, ROWS, EACH>(V, p.v.row, b.n, S, v_dim, x.o, scale, far ? AHEAD / (v_dim * (int)sizeof(T)) : 0);
+      output<R, T, ROWS, EACH>(V, p.v.row, b.n, S, v_dim, x.o, scale, ahead<T>(v_dim));
     } else {
       hide_few<R, EACH>(b, S, HIDDEN<R>);
       output_but_hidden<R, T, EACH>(V, p.v.row, b.n, S, ROWS, v_dim, x.o, scale);
@@ -189,14 +195,14 @@ template <class R> struct Decode {
   // Keys [begin, end) of a sequence and key head. In the frame of share(): 3% faster where K and V come from memory.
   template <class T, int ROWS>
   INLINE void attend(const Sequence& s, const Lanes<R>& lanes, int64_t kv_head, int64_t begin, int64_t end, const R* q,
-                     State<R> x) const {
+                     State<R> x, R shrink) const {
     alignas(64) R S[KEYS * W<R>] = {};
     for (int64_t j = begin; j < end; j += KEYS) {
       const Block<R> b{p, lanes, j, (int)std::min<int64_t>(KEYS, end - j)};
       const T* K = (const T*)key_row(p.k, sizeof(T), s, kv_head, j);
       const T* V = (const T*)key_row(p.v, sizeof(T), s, kv_head, j);
-      if (passes) take<T, ROWS, W<R>>(b, K, V, q, x, S);
-      else take<T, ROWS, ROWS>(b, K, V, q, x, S);
+      if (passes) take<T, ROWS, W<R>>(b, K, V, q, x, S, shrink);
+      else take<T, ROWS, ROWS>(b, K, V, q, x, S, shrink);
     }
   }
 
@@ -213,7 +219,7 @@ template <class R> struct Decode {
     return kv_head * group + set * heads_each + lane / s.q_len;
   }
 
-  void share(const Sequence& s, int64_t kv_head, int64_t set, int64_t index, State<R> x) const {
+  void share(const Sequence& s, int64_t kv_head, int64_t set, int64_t index, State<R> x, R shrink) const {
     const Lanes<R> lanes = lanes_of(s, kv_head, set);
     std::fill_n(x.o, rows * o_row, R(0));
     for (int r = 0; r < W<R>; r++) {
@@ -235,15 +241,16 @@ template <class R> struct Decode {
           const T* from = (const T*)query_row(p.q, sizeof(T), s, head_of(s, kv_head, set, r), r % s.q_len);
           lay_out_row(from, dim, score_scale<R>(p), q + r * q_row);
         }
-        attend<T, n>(s, lanes, kv_head, begin, end, q, x);
+        attend<T, n>(s, lanes, kv_head, begin, end, q, x, shrink);
       });
     });
   }
 
   // All shares of a set together, into the first; then out and lse.
-  void finish(const Sequence& s, int64_t kv_head, int64_t set, R* room, int64_t size) const {
+  void finish(const Sequence& s, int64_t kv_head, int64_t set, R* room, int64_t size, R shrink) const {
     const State<R> x(room, rows, o_row);
     const int64_t heads = std::min(heads_each, group - set * heads_each);
+    const int n = (int)(heads * s.q_len);
     for (int64_t i = 1; i < shares; i++) {
       const State<R> y(room + i * size, rows, o_row);
       const Vec<R> top = max(load(y.m), load(x.m)), base = top == all(-(R)INFINITY) ? Vec<R>{} : top;
@@ -251,37 +258,50 @@ template <class R> struct Decode {
       exp_each<R>(by);
       store(x.m, top);
       store(x.l, load(x.l) * by[0] + load(y.l) * by[1]);
-      for (int r = 0; r < heads * s.q_len; r++)
+      for (int r = 0; r < n; r++)
         for (int64_t c = r * o_row; c < (r + 1) * o_row; c += W<R>)
           store(x.o + c, load(x.o + c) * all(by[0][r]) + load(y.o + c) * all(by[1][r]));
     }
+    if (shrink == 1 && !all_finite(Rows<R>{x.o, o_row}, n, (int)o_row)) {
+      for (int64_t i = 0; i < shares; i++) share(s, kv_head, set, i, State<R>(room + i * size, rows, o_row), SHRINK<R>);
+      return finish(s, kv_head, set, room, size, SHRINK<R>);
+    }
     with_type<R>(p.out_dtype, [&](auto t) {
       using T = decltype(t);
-      for (int r = 0; r < heads * s.q_len; r++) {
+      for (int r = 0; r < n; r++) {
         const int64_t head = head_of(s, kv_head, set, r), i = r % s.q_len;
-        const R by = x.l[r] == 0 ? R(1) : 1 / (x.l[r] * (R)(1 - p.dropout)), *from = x.o + r * o_row;
+        const R by = x.l[r] == 0 ? R(1) : 1 / (shrink * x.l[r] * (R)(1 - p.dropout)), *from = x.o + r * o_row;
         T* to = (T*)query_row(p.out, sizeof(T), s, head, i);
         for (int c = 0; c < v_dim; c++) put<R>(to + c, from[place<R>(c, v_dim)] * by);
-        *(R*)query_row(p.lse, sizeof(R), s, head, i) = x.m[r] + std::log(x.l[r]);
+        put_lse(p, s, head, i, x.m[r], x.l[r], tops);
       }
     });
   }
 
+  // A share by itself is ended at once, in memory of its thread.
   int run() const {
     const int64_t units = p.sequences * p.kv_heads * sets, size = State<R>::size(rows, o_row);
     if (units == 0) return FT_OK;
-    const Scratch states(units, sizeof(R) * shares * size);
-    const std::unique_ptr<std::atomic<int64_t>[]> done(new (std::nothrow) std::atomic<int64_t>[units]());
+    const bool split = shares > 1;
+    const Scratch states(split ? units : std::min(p.threads, units), sizeof(R) * shares * size);
+    const std::unique_ptr<std::atomic<int64_t>[]> done(new (std::nothrow) std::atomic<int64_t>[split ? units : 0]());
     if (!states.ok() || !done) return FT_NO_MEMORY;
-    parallel_for(p.threads, units * shares, [&](int64_t, int64_t task) {
+    parallel_for(p.threads, units * shares, [&](int64_t thread, int64_t task) {
       const int64_t unit = task / shares, set = unit % sets, kv_head = unit / sets % p.kv_heads;
       const Sequence s(p, unit / sets / p.kv_heads);
-      if (s.q_len == 0) return;
-      R* room = states.piece<R>(unit);
-      share(s, kv_head, set, task % shares, State<R>(room + task % shares * size, rows, o_row));
-      if (done[unit].fetch_add(1, std::memory_order_acq_rel) == shares - 1) finish(s, kv_head, set, room, size);
+      if (s.q_len == 0 || (tops && !any_coarse(s, kv_head, set))) return;
+      R* room = states.piece<R>(split ? unit : thread);
+      share(s, kv_head, set, task % shares, State<R>(room + task % shares * size, rows, o_row), R(1));
+      if (!split || done[unit].fetch_add(1, std::memory_order_acq_rel) == shares - 1)
+        finish(s, kv_head, set, room, size, R(1));
     });
     return FT_OK;
+  }
+  bool any_coarse(const Sequence& s, int64_t kv_head, int64_t set) const {
+    const int64_t heads = std::min(heads_each, group - set * heads_each), first = head_of(s, kv_head, set, 0);
+    for (int64_t head = first; head < first + heads; head++)
+      if (::any_coarse(p, s, head, 0, s.q_len, tops)) return true;
+    return false;
   }
 };
 
@@ -290,9 +310,9 @@ template <class R> struct Decode {
 template <class R> bool decode_fits(const ft_problem& p) {
   return p.q_len <= W<R> / 4 || p.q_heads / p.kv_heads * p.q_len <= W<R>;
 }
-template <class R> int decode(const ft_problem& p) { return Decode<R>(p).run(); }
+template <class R> int decode(const ft_problem& p, R* tops) { return Decode<R>(p, tops).run(); }
 
 template bool decode_fits<float>(const ft_problem&);
 template bool decode_fits<double>(const ft_problem&);
-template int decode<float>(const ft_problem&);
-template int decode<double>(const ft_problem&);
+template int decode<float>(const ft_problem&, float*);
+template int decode<double>(const ft_problem&, double*);

@@ -35,7 +35,7 @@ typedef struct {
   const int64_t* cu_k;       // likewise of k, v, dk, dv
   const int64_t* kv_lengths; // keys in use of each sequence, from its first on
   ft_tensor q, k, v, out;
-  ft_tensor lse;             // required; real [sequence, head, row], natural logarithm; column unused
+  ft_tensor lse;             // real [sequence, head, row], natural logarithm; column unused. Forward: may be null
   ft_tensor bias;            // [sequence, head, query, key], counted within a sequence; any strides, 0 where broadcast
   ft_tensor mask;            // bytes, likewise: nonzero where a query may attend
   ft_tensor alibi;           // real [sequence, head]: adds -slope * |i + offset - j|

@@ -3,6 +3,7 @@
 #include "kernels.h"
 
 #include "factors.h"
+#include "lse.h"
 #include "threads.h"
 
 namespace {
@@ -92,7 +93,8 @@ template <class T> struct KeyBlock {
   bool values_finite() { return finite < 0 ? finite = all_finite(V, (int)factors<T>(n), v_dim) : finite; }
 };
 // One group of queries, q[factors(dim)][lanes], against one block of keys. Every option is a pass of its own over S.
-template <class R, class T> void step(const Block<R>& b, KeyBlock<T>& keys, const T* q, State<R> x, R* S) {
+template <class R, class T>
+void step(const Block<R>& b, KeyBlock<T>& keys, const T* q, State<R> x, R* S, R shrink) {
   const int dim = (int)b.p.dim, v_dim = (int)b.p.v_dim, L = b.lanes.padded, length = (int)factors<T>(b.n);
   const int64_t skip = b.j - keys.j;
   const Rows<T> K = rows_from(keys.K, skip), V = rows_from(keys.V, skip / PER<T>);
@@ -105,6 +107,7 @@ template <class R, class T> void step(const Block<R>& b, KeyBlock<T>& keys, cons
     if (partial) hide(b, S, R(-INFINITY));
     const R* scale = softmax<R, N>(S, b.n, x.m, x.l, alpha) ? alpha : nullptr;
     if (b.p.dropout > 0) drop(b, S);
+    if (shrink != 1) multiply_all(S, b.n * L, shrink);
     const bool guarded = partial && !keys.values_finite();
     if (guarded) hide(b, S, HIDDEN<R>);
     const T* P = over_keys<R, T>(S, b.n, L);
@@ -123,13 +126,15 @@ template <class R> void merge(State<R> x, State<R> y, int v_dim, int L) {
     for (int at = l; at < v_dim * L; at += L) store(x.o + at, load(x.o + at) * by[0] + load(y.o + at) * by[1]);
   }
 }
+// shrink: what weights were multiplied by on their way into o
 template <class R>
-void finish(const ft_problem& p, const Sequence& s, int64_t head, int64_t first, int n, State<R> x, int L) {
+void finish(const ft_problem& p, const Sequence& s, int64_t head, int64_t first, int n, State<R> x, int L, R shrink,
+            R* tops) {
   R by[LANES<R>];  // where all weights are 0, o is what they make of V: 0, or NaN
-  for (int l = 0; l < L; l++) by[l] = x.l[l] == 0 ? R(1) : 1 / (x.l[l] * (R)(1 - p.dropout));
+  for (int l = 0; l < L; l++) by[l] = x.l[l] == 0 ? R(1) : 1 / (shrink * x.l[l] * (R)(1 - p.dropout));
   unpack_lanes<R>(x.o, n, L, (int)p.v_dim, by, query_row(p.out, item_size(p.out_dtype), s, head, first), p.out_dtype,
                   p.out.row);
-  for (int l = 0; l < n; l++) *(R*)query_row(p.lse, sizeof(R), s, head, first + l) = x.m[l] + std::log(x.l[l]);
+  for (int l = 0; l < n; l++) put_lse(p, s, head, first + l, x.m[l], x.l[l], tops);
 }
 
 // Which queries and keys make a task. Groups and splits depend on the shape only, so the sums never depend on the
@@ -157,15 +162,17 @@ template <class R> struct Plan {
 
 template <class R, class T> class Forward {
  public:
-  explicit Forward(const ft_problem& p)
-      : p(p), plan(p), dim((int)p.dim), v_dim((int)p.v_dim), item(item_size(p.dtype)),
+  Forward(const ft_problem& p, R* tops)
+      : p(p), tops(tops), plan(p), dim((int)p.dim), v_dim((int)p.v_dim), item(item_size(p.dtype)),
         scratch(std::min(p.threads, plan.tasks), sizeof(R) * (plan.together * (state_size() + q_size()) + room_size())),
         shares(plan.splits > 1 ? plan.tasks : 0, sizeof(R) * state_size()) {}
 
   int run() {
     if (!scratch.ok() || !shares.ok()) return FT_NO_MEMORY;
-    parallel_for(p.threads, plan.tasks, [&](int64_t thread, int64_t task) { attend(thread, task); });
-    if (plan.splits > 1) parallel_for(p.threads, plan.tasks / plan.splits, [&](int64_t, int64_t i) { join_shares(i); });
+    parallel_for(p.threads, plan.tasks, [&](int64_t thread, int64_t task) { attend(thread, task, R(1)); });
+    if (plan.splits > 1)
+      parallel_for(p.threads, plan.tasks / plan.splits,
+                   [&](int64_t thread, int64_t i) { join_shares(thread, i, R(1)); });
     return FT_OK;
   }
 
@@ -183,9 +190,9 @@ template <class R, class T> class Forward {
     }
   };
 
-  void attend(int64_t thread, int64_t number) {
+  void attend(int64_t thread, int64_t number, R shrink) {
     const Task t(p, plan, number);
-    if (t.first >= t.last) return;
+    if (t.first >= t.last || (tops && !any_coarse(p, t.s, t.head, t.first, t.last, tops))) return;
     R *states = plan.splits > 1 ? shares.piece<R>(number) : scratch.piece<R>(thread) + room_size();
     R* S = scratch.piece<R>(thread);
     T *k_room = (T*)(S + BC * LANES<R>), *v_room = k_room + BC * factors<T>(dim);
@@ -217,23 +224,32 @@ template <class R, class T> class Forward {
         const int64_t from = std::max(j, lanes[g].seen.begin), to = std::min(j + n, lanes[g].seen.end);
         if (from >= to) continue;
         const Range whole = whole_factors<T>((int)(from - j), (int)(to - j), n);
-        step<R, T>(Block<R>{p, lanes[g], j + whole.from, whole.to - whole.from}, keys, q + g * q_size(), state(g), S);
+        step<R, T>(Block<R>{p, lanes[g], j + whole.from, whole.to - whole.from}, keys, q + g * q_size(), state(g), S,
+                   shrink);
       }
     }
-    if (plan.splits == 1)
-      for (int g = 0; g < groups; g++)
-        finish(p, t.s, t.head, t.first + g * LANES<R>, lanes[g].real, state(g), lanes[g].padded);
+    if (plan.splits > 1) return;
+    for (int g = 0; g < groups; g++)
+      if (shrink == 1 && !finite(state(g), lanes[g].padded)) return attend(thread, number, SHRINK<R>);
+    for (int g = 0; g < groups; g++)
+      finish(p, t.s, t.head, t.first + g * LANES<R>, lanes[g].real, state(g), lanes[g].padded, shrink, tops);
   }
 
   // Where keys are split a task has one group of lanes; its shares follow each other.
-  void join_shares(int64_t i) {
+  void join_shares(int64_t thread, int64_t i, R shrink) {
     const Task t(p, plan, i * plan.splits);
     if (t.first >= t.last) return;
     const int n = (int)(t.last - t.first), L = (int)ceil_div(n, W<R>) * W<R>;
     const auto share = [&](int64_t split) { return State<R>(shares.piece<R>(i * plan.splits + split), v_dim); };
     for (int64_t split = 1; split < plan.splits; split++) merge(share(0), share(split), v_dim, L);
-    finish(p, t.s, t.head, t.first, n, share(0), L);
+    if (shrink == 1 && !finite(share(0), L)) {
+      for (int64_t split = 0; split < plan.splits; split++) attend(thread, i * plan.splits + split, SHRINK<R>);
+      return join_shares(thread, i, SHRINK<R>);
+    }
+    finish(p, t.s, t.head, t.first, n, share(0), L, shrink, tops);
   }
+
+  bool finite(State<R> x, int L) const { return all_finite(Rows<R>{x.o, L}, v_dim, L); }
 
   // In numbers: the state and the queries of a group; S, and a block of keys and values where they must be copied.
   size_t state_size() const { return State<R>::size(v_dim); }
@@ -244,6 +260,7 @@ template <class R, class T> class Forward {
   }
 
   const ft_problem& p;
+  R* const tops;  // see kernels.h
   const Plan<R> plan;
   const int dim, v_dim;
   const int64_t item;
@@ -252,10 +269,10 @@ template <class R, class T> class Forward {
 
 }  // namespace
 
-template <class R, class T> int forward(const ft_problem& p) { return Forward<R, T>(p).run(); }
+template <class R, class T> int forward(const ft_problem& p, R* tops) { return Forward<R, T>(p, tops).run(); }
 
-template int forward<float, float>(const ft_problem&);
-template int forward<double, double>(const ft_problem&);
+template int forward<float, float>(const ft_problem&, float*);
+template int forward<double, double>(const ft_problem&, double*);
 #if FT_PAIRS
-template int forward<float, Pair>(const ft_problem&);
+template int forward<float, Pair>(const ft_problem&, float*);
 #endif

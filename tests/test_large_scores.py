@@ -1,0 +1,145 @@
+"""Gradients where scores are so large that an lse, one number, has lost the logarithm of the sum; large values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+import flashtile as ft
+from flashtile.backends import reference
+from flashtile.problem import describe
+from flashtile.softmax import COARSE
+from tests.grid import Call, Case, Size, Truth, build, check_backward, check_forward, same_dtype_error
+from tests.large_scores import large_scores
+from tests.runners import Runner, every_runner
+from tests.tree import ROOT
+
+SIZES = {
+    "blocks": Size(1, 4, 2, 150, 170, 16, 24),
+    "decode": Size(2, 4, 2, 1, 300, 32, 32),
+    "few": Size(1, 8, 2, 3, 90, 16, 16),
+    "packed": Size.packed(2, 1, 8, 8, (70, 9), (0, 0), (33, 120)),
+    "split": Size(1, 1, 1, 20, 2100, 16, 16),
+}
+OPTIONS = (
+    (150.0, (), "float32"),
+    (2.0**17, ("causal",), "float32"),
+    (2.0**99, ("causal",), "float64"),
+    (-(2.0**33), ("window", "bias"), "bfloat16"),
+    (2.0**33, ("mask", "dropout", "sink"), "float32"),
+    (2.0**99, ("kv_lengths", "causal"), "bfloat16"),
+    (1000.0, ("bias of keys",), "float32"),
+)
+each_size = pytest.mark.parametrize("size", SIZES)
+
+
+def agree(call: Call, against: Truth, runner: Runner) -> None:
+    out, lse = runner.forward(call)
+    check_forward(call, against, out, lse)
+    check_backward(call, against, runner.backward(call, out, lse))
+
+
+@cache
+def large(case: tuple[float, tuple[str, ...], str], size: str) -> tuple[Call, Truth]:
+    call = large_scores(*case, SIZES[size])
+    return call, same_dtype_error(call)
+
+
+@every_runner
+@each_size
+@pytest.mark.parametrize("case", OPTIONS, ids=str)
+def test_gradients(case: tuple[float, tuple[str, ...], str], size: str, runner: Runner) -> None:
+    agree(*large(case, size), runner)
+
+
+@cache
+def with_bias(size: str, fill: float, *more: str) -> Call:
+    """Some rows have one bias for all their keys, as padding has where masks are numbers."""
+    call = build(Case(SIZES[size], "float32", ("bias", *more)))
+    bias = np.zeros_like(call.options["bias"])
+    bias[..., ::2, :] = fill
+    k = np.round(call.k * 4) * np.float32(0 if abs(fill) > 1e6 else 0.25)  # scores that the bias leaves as they are
+    return replace(call, q=np.round(call.q), k=k, options=call.options | {"bias": bias, "scale": 1.0})
+
+
+@cache
+def truth_of_bias(size: str, fill: float) -> Truth:
+    return same_dtype_error(with_bias(size, fill))
+
+
+@every_runner
+@pytest.mark.parametrize("size", ["blocks", "decode", "few", "split"])
+@pytest.mark.parametrize("fill", [float(np.finfo(np.float32).min), -1e9, -3e3, 100.0])
+def test_rows_that_a_bias_hides_whole(fill: float, size: str, runner: Runner) -> None:
+    agree(with_bias(size, fill), truth_of_bias(size, fill), runner)
+
+
+@every_runner
+@pytest.mark.parametrize("size", ["blocks", "few"])
+def test_gradients_through_the_lse_and_of_sinks(size: str, runner: Runner) -> None:
+    call = with_bias(size, -3e3, "sink")
+    call = replace(call, options=call.options | {"sink": np.full_like(call.options["sink"], -3e3)})
+    agree(call, same_dtype_error(call), runner)
+
+
+@every_runner
+def test_rows_without_a_gradient_give_none(runner: Runner) -> None:
+    """Padding: no gradient comes back to it, and its sums need not be found."""
+    call = with_bias("blocks", -1e9)
+    dout, dlse = call.dout.copy(), call.dlse.copy()
+    dout[..., ::2, :], dlse[..., ::2] = 0, 0
+    call = replace(call, dout=dout, dlse=dlse)
+    out, lse = runner.forward(call)
+    grads = runner.backward(call, out, lse)
+    check_backward(call, same_dtype_error(call), grads)
+    assert not grads.dq[..., ::2, :].any()
+
+
+def test_the_core_has_the_same_limit() -> None:
+    text = (ROOT / "src/flashtile/backends/native/core/lse.h").read_text()
+    assert f"COARSE = R({COARSE:g})" in text
+
+
+def test_the_largest_error_of_large_scores_is_luck() -> None:
+    """At a scale of 1000 one near tie decides the largest error of a call, and in which order q.k is summed decides how
+    well it is met. So one call says little; over many, the core is as near as standard attention in another order.
+    """
+    core, reordered = [], []
+    for seed in range(15):
+        rng = np.random.default_rng(seed)
+        q, k, v = (rng.standard_normal((1, 1, 300, 64)).astype(np.float32) for _ in range(3))
+        order = rng.permutation(64)
+        exact, *others = (
+            reference.forward(describe(q[..., at], k[..., at], v, scale=1e3), precision)[0]
+            for at, precision in ((slice(None), "float64"), (slice(None), "float32"), (order, "float32"))
+        )
+        usual, other = (np.abs(x - exact).max() for x in others)
+        core.append(np.abs(ft.attention(q, k, v, scale=1e3) - exact).max() / usual)
+        reordered.append(other / usual)
+    by_luck = np.median(reordered)
+    assert max(reordered) > 3, "or there would be no luck in it"
+    assert np.median(core) < 2 * max(by_luck, 1 / by_luck)
+
+
+@every_runner
+@each_size
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_values_near_the_largest_number(dtype: str, size: str, runner: Runner) -> None:
+    """Their weighted mean is finite, though a sum of them is not; and small values beside them keep their bits."""
+    call = build(Case(SIZES[size], dtype, ("causal",)))
+    big = float(np.finfo(dtype).max) * 0.98
+    v = call.v.copy()
+    v[..., 1], v[..., 2] = big, -big
+    v[..., 3] = np.where(np.arange(v[..., 3].size).reshape(v[..., 3].shape) % 2, big, -big)
+    v[..., 4] = np.float32(1e-30)
+    out, lse = runner.forward(replace(call, v=v))
+    eased = v.copy()
+    eased[..., 1:4] *= 2.0**-10
+    expected, expected_lse = runner.forward(replace(call, v=eased))
+    expected[..., 1:4] *= 2.0**10
+    assert np.isfinite(out).all()
+    np.testing.assert_allclose(out, expected, rtol=1e-4 if dtype == "float32" else 1e-13, atol=0)
+    np.testing.assert_array_equal(lse, expected_lse)

@@ -12,11 +12,20 @@ from functools import cache
 VARIABLES = ("FLASHTILE_THREADS", "OMP_NUM_THREADS")
 MOST = 1 << 16  # that a call may ask for
 _PROCESS = os.getpid()  # that imported the package
+_FORKNOEXEC = 0x40  # Linux's flag of a process that was forked and runs the same program
 
 
 def in_a_fork() -> bool:
-    """Whether this is another process: it has none of the threads that were started before, by torch for one."""
-    return os.getpid() != _PROCESS
+    """Whether this process was forked: it has none of the threads that were started before, by torch for one."""
+    return os.getpid() != _PROCESS or bool(_process_flags() & _FORKNOEXEC)
+
+
+def _process_flags() -> int:
+    try:
+        with open("/proc/self/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[6])
+    except OSError:  # not Linux, whose runtime of OpenMP alone hangs in a fork
+        return 0
 
 
 def cores() -> int:

@@ -140,6 +140,47 @@ def test_a_core_that_is_first_used_in_a_fork() -> None:
     assert found == "0"
 
 
+def test_a_package_that_is_first_imported_in_a_fork() -> None:
+    """Then nobody was there to see the process fork."""
+    pytest.importorskip("torch")
+    found = python(
+        """
+        import os, warnings
+        import torch
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.set_num_threads(2)
+        torch.nn.functional.gelu(torch.randn(4_000_000))
+        if os.fork() == 0:
+            import signal
+            signal.alarm(60)
+            import numpy as np, flashtile
+            x = np.ones((2, 4, 300, 32), np.float32)
+            flashtile.attention(x, x, x, backend="native", threads=2)
+            os._exit(0)
+        print(os.wait()[1])
+        """
+    )
+    assert found == "0"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on the address space")
+def test_more_threads_than_there_is_room_for_beside_torch() -> None:
+    """An OpenMP runtime would end the process; as many as can be started will do."""
+    pytest.importorskip("torch")
+    found = python(
+        """
+        import resource
+        import numpy as np, torch, flashtile as ft
+        x = np.random.default_rng(0).standard_normal((1, 4, 4000, 32)).astype(np.float32)
+        expected = ft.attention(x, x, x, threads=1)
+        pages = int(open("/proc/self/statm").read().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (120 << 20),) * 2)
+        print(np.array_equal(ft.attention(x, x, x, threads=64), expected))
+        """
+    )
+    assert found == "True"
+
+
 def test_in_workers_of_a_data_loader() -> None:
     pytest.importorskip("torch")
     found = python(

@@ -34,7 +34,7 @@ def test_statistics_have_room_for_a_whole_tile(rows: int, packed: bool) -> None:
     tile, room = started(run, "dkdv_kernel").constants["C"].BLOCK_Q, started(run, "statistics_kernel").rows[5][1]
     last = rows - 1 if packed else (rows - 1) // tile * tile
     assert last + tile <= room and room % 16 == 0
-    assert run._delta.of(run._scratch()).shape == (1, 2, room)
+    assert run._of_rows[1].of(run._scratch()).shape == (1, 2, room)
 
 
 def started(run: Any, kernel: str) -> Any:

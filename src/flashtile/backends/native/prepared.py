@@ -6,16 +6,11 @@ import ctypes
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from flashtile.address import address
 
 # Words of 64 bits, as core/flashtile.h has them.
 THREADS, SEED, LENGTHS, Q, K, V, OUT, LSE = 1, 19, 22, 23, 28, 33, 38, 43
 OTHERS = {"bias": 48, "mask": 53, "alibi": 58, "sink": 63}
 MOST_ROWS = 1 << 14  # of a call that notices what Python does before it
-_UNWANTED = np.empty(MOST_ROWS, np.float64)  # for any lse that nobody wants: all calls may write to it, none reads it
-_UNWANTED_AT = address(_UNWANTED)
 
 
 class _Room(NamedTuple):
@@ -57,7 +52,7 @@ class Prepared:
         words = room.words
         words[THREADS], words[SEED] = threads, seed
         words[Q], words[K], words[V] = q, k, v
-        words[OUT], words[LSE] = out, _UNWANTED_AT if lse is None else lse
+        words[OUT], words[LSE] = out, lse or 0
         for word, at in zip(self._others, others, strict=True):
             words[word] = at
         if lengths:

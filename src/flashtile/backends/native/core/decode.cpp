@@ -38,7 +38,7 @@ NOINLINE void output_columns(const T* V, int64_t stride, int n, const R* P, int 
       else x[j] = load_as<R>(V + (first + j) * W<R>);
     }
     if (first == 0 && ahead)  // of all columns: the others come next
-      for (int c = 0; c < v_dim; c += LINE / (int)sizeof(T)) __builtin_prefetch(V + ahead * stride + c);
+      for (int c = 0; c < v_dim; c += LINE / (int)sizeof(T)) prefetch(V + ahead * stride + c);
     UNROLL for (int r = 0; r < ROWS; r++) {
       const Vec<R> weight = all(P[r]);
       UNROLL for (int j = 0; j < N; j++) acc[r][j] = add_product(acc[r][j], weight, x[j]);

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "elements.h"
+#include "prefetch.h"
 
 // The last d % W numbers sit in the upper lanes of one more vector, over zeros.
 template <class R> constexpr int64_t vectors_of(int64_t d) { return (d + W<R> - 1) / W<R>; }
@@ -68,7 +69,7 @@ NOINLINE void scores_of_few(const T* K, int64_t stride, int n, const R* q, int d
       };
       for (int d = 0; d < whole; d++)
         add(d, [=](const T* row) {
-          if (ahead) __builtin_prefetch(row + ahead * stride + d * W<R>);
+          if (ahead) prefetch(row + ahead * stride + d * W<R>);
           return load_as<R>(row + d * W<R>);
         });
       if (dim % W<R>) add(whole, [=](const T* row) { return load_tail<R>(row, dim); });

@@ -114,16 +114,24 @@ class Pool {
   int64_t workers_ = 0, sleeping_ = 0;
 };
 
-// What OpenMP compilers call to open a parallel region; LLVM's and Intel's runtimes have it too.
-typedef void (*ParallelRegion)(void (*)(void*), void*, unsigned, unsigned);
+// What OpenMP compilers call to open a parallel region, and how many threads one has unless it says; LLVM's and Intel's
+// runtimes have both too.
+struct OpenMP {
+  void (*parallel)(void (*)(void*), void*, unsigned, unsigned) = nullptr;
+  int (*most_threads)() = nullptr;
+};
 
-ParallelRegion in_library(const char* path) {
-  void* library = dlopen(path, RTLD_NOLOAD | RTLD_LAZY);
-  return library ? (ParallelRegion)dlsym(library, "GOMP_parallel") : nullptr;
+OpenMP in_library(const char* path) {
+  OpenMP found;
+  if (void* library = dlopen(path, RTLD_NOLOAD | RTLD_LAZY)) {
+    found.parallel = (decltype(found.parallel))dlsym(library, "GOMP_parallel");
+    found.most_threads = (decltype(found.most_threads))dlsym(library, "omp_get_max_threads");
+  }
+  return found.most_threads ? found : OpenMP();
 }
 #if defined(__linux__)
 // By the names of what is loaded, since wheels add a hash to them; again only after something more was loaded.
-ParallelRegion find_openmp() {
+OpenMP find_openmp() {
   static struct {
     unsigned long long loaded;
     char path[4096];
@@ -141,21 +149,21 @@ ParallelRegion find_openmp() {
   };
   unsigned long long loaded = 0;
   dl_iterate_phdr(count, &loaded);
-  if (loaded == seen.loaded) return nullptr;
+  if (loaded == seen.loaded) return {};
   seen.loaded = loaded;
-  return dl_iterate_phdr(look, nullptr) ? in_library(seen.path) : nullptr;
+  return dl_iterate_phdr(look, nullptr) ? in_library(seen.path) : OpenMP();
 }
 #else
-ParallelRegion find_openmp() {
+OpenMP find_openmp() {
   for (const char* name : {"libomp.dylib", "libiomp5.dylib"})
-    if (ParallelRegion f = in_library(name)) return f;
-  return nullptr;
+    if (const OpenMP found = in_library(name); found.parallel) return found;
+  return {};
 }
 #endif
 
 std::mutex one_at_a_time;
 Pool* pool = nullptr;
-ParallelRegion openmp = nullptr;
+OpenMP openmp;
 bool forked = false;
 const int fork_watched = pthread_atfork(nullptr, nullptr, after_fork);
 
@@ -168,7 +176,7 @@ constexpr size_t LINE = 64, PAGE = 4096, KEEP_AT_MOST = size_t(64) << 20;
 void after_fork() {
   new (&one_at_a_time) std::mutex;
   pool = nullptr;
-  openmp = nullptr;
+  openmp = {};
   forked = true;
 }
 
@@ -177,10 +185,11 @@ void run_tasks(int64_t threads, int64_t tasks, void (*body)(void*, int64_t, int6
   Job job(tasks, body, context);
   std::unique_lock<std::mutex> lock(one_at_a_time, std::defer_lock);
   if (threads <= 1 || !lock.try_lock()) return job.work();  // a second caller works alone rather than wait or crowd
-  if (!openmp && !forked) openmp = find_openmp();
-  // An OpenMP runtime that cannot have so many ends the process; the pool makes do with fewer.
-  static const int64_t most = 4 * (int64_t)std::max(16u, std::thread::hardware_concurrency());  // it may read a file
-  if (openmp && threads <= most) return openmp([](void* j) { ((Job*)j)->work(); }, &job, (unsigned)threads, 0);
+  if (!openmp.parallel && !forked) openmp = find_openmp();
+  // Asked for more threads than there can be, an OpenMP runtime ends the process; the pool makes do with fewer. So it gets
+  // no more than whoever brought it has it use.
+  if (openmp.parallel && threads <= openmp.most_threads())
+    return openmp.parallel([](void* j) { ((Job*)j)->work(); }, &job, (unsigned)threads, 0);
   if (!pool) pool = new (std::nothrow) Pool;
   if (!pool) return job.work();
   pool->run(job, threads);

@@ -84,21 +84,21 @@ def check_unpacked(options: Mapping[str, Any]) -> None:
             raise ShapeError(f"{name}: expected none here, where sequences cannot be packed")
 
 
-def check_merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> str:
-    """That these are two results of the same queries; what library() says of them."""
-    kind = library(out_a, "out_a", lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+def check_merge(*results: Any) -> str:
+    """That these are results of the same queries, each as out and lse; what library() says of them."""
+    if len(results) % 2:
+        raise ShapeError(f"merge: expected an lse for each out, got {len(results)} arrays")
+    letters = ("a", "b", *range(2, len(results)))
+    given = {f"{('out', 'lse')[n % 2]}_{letters[n // 2]}": x for n, x in enumerate(results)}
+    out_a = results[0]
+    kind = library(out_a, "out_a", **{name: x for name, x in given.items() if name != "out_a"})
     if kind == "torch":
-        given = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
         check_dense({name: x for name, x in given.items() if x is not None})
     whole = tuple(out_a.shape)
     if not whole:
         raise ShapeError("out_a: expected at least one axis, got shape ()")
-    for name, x, shape in (
-        ("out_a", out_a, whole),
-        ("lse_a", lse_a, whole[:-1]),
-        ("out_b", out_b, whole),
-        ("lse_b", lse_b, whole[:-1]),
-    ):
+    for name, x in given.items():
+        shape = whole if name.startswith("out") else whole[:-1]
         if x is None:
             raise DTypeError(f"{name}: expected an array of shape {shape}, got None")
         if tuple(x.shape) != shape:

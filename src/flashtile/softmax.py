@@ -84,13 +84,19 @@ class OnlineSoftmax:
 
 
 @np.errstate(**QUIET)
-def merge_normalized(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
-    """Two finished results over disjoint keys -> the result over their union (eq. 8); (0, -inf) is the identity."""
-    base = pivot(np.maximum(lse_a, lse_b))
-    a, b = np.exp(lse_a - base), np.exp(lse_b - base)
-    total = a + b  # divided by: the sum of both weights is 1, however coarse the lse of large scores is
+def merge_normalized(*results: Array) -> tuple[Array, Array]:
+    """Finished results over disjoint keys, each as out and lse -> that over their union (eq. 8).
+
+    (0, -inf) is the identity. More than two are added up in float64: one after the other, each step would round.
+    """
+    outs, lses = results[::2], results[1::2]
+    real = np.float64 if len(outs) > 2 else np.result_type(*lses)
+    base = pivot(np.maximum.reduce([lse.astype(real, copy=False) for lse in lses]))
+    weights = [np.exp(lse - base) for lse in lses]
+    total: Array = sum(weights[1:], weights[0])  # divided by: the weights then add up to 1, however coarse an lse is
     share = np.where(total == 0, 1, total)
-    return (a / share)[..., None] * out_a + (b / share)[..., None] * out_b, base + np.log(total)
+    out: Array = sum((w / share)[..., None] * out for w, out in zip(weights, outs, strict=True))
+    return out, base + np.log(total)
 
 
 def online_softmax(x: Array, chunk: int) -> Array:

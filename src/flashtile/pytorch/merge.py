@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
 
-def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Two finished results over disjoint keys -> the result over their union (eq. 8); (0, -inf) is the identity."""
-    # As NumPy does it: no sums in 16 bits.
-    lse_a, lse_b = (x.float() if x.element_size() < 4 else x for x in (lse_a, lse_b))
+def merge(*results: Tensor) -> tuple[Tensor, Tensor]:
+    """Finished results over disjoint keys, each as out and lse -> that over their union (eq. 8).
+
+    (0, -inf) is the identity.
+    """
+    outs, lses = results[::2], results[1::2]
+    # As NumPy does it: no sums in 16 bits, and those of more than two in 64.
+    lses = tuple(x.float() if x.element_size() < 4 else x for x in lses)
+    kind = reduce(torch.promote_types, (x.dtype for x in lses))
+    if len(outs) > 2:
+        lses = tuple(x.double() for x in lses)
     # The result does not depend on the base, so neither do its gradients: a constant to autograd.
-    m = torch.maximum(lse_a, lse_b).detach()
+    m = reduce(torch.maximum, lses).detach()
     empty = m == -torch.inf
     base = m.masked_fill(empty, 0)
-    a, b = (lse_a - base).exp(), (lse_b - base).exp()
-    total = (a + b).masked_fill(empty, 1)
-    out = (a / total)[..., None] * out_a + (b / total)[..., None] * out_b
-    return out.to(out_a.dtype), (base + total.log()).masked_fill(empty, -torch.inf)
+    weights = [(x - base).exp() for x in lses]
+    total = reduce(torch.add, weights).masked_fill(empty, 1)
+    out = reduce(torch.add, ((w / total)[..., None] * x for w, x in zip(weights, outs, strict=True)))
+    return out.to(outs[0].dtype), (base + total.log()).masked_fill(empty, -torch.inf).to(kind)

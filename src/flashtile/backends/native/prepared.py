@@ -6,7 +6,6 @@ import ctypes
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-
 # Words of 64 bits, as core/flashtile.h has them.
 THREADS, SEED, LENGTHS, Q, K, V, OUT, LSE = 1, 19, 22, 23, 28, 33, 38, 43
 OTHERS = {"bias": 48, "mask": 53, "alibi": 58, "sink": 63}

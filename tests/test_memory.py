@@ -95,7 +95,7 @@ def test_probabilities_build_only_the_rows_asked_for() -> None:
     assert extra < 2048 * D * 8 * 2 + 2 * 2048 * 8 * 10, "k in float64, and some rows of scores"
 
 
-NATIVE = """
+GROWTH = """
 import json, resource, sys
 import numpy as np
 import flashtile as ft
@@ -110,7 +110,8 @@ def growth(f):
     before = status("VmRSS")
     f()
     return status("VmHWM") - before
-
+"""
+NATIVE = """
 n, heads, dim, options = json.loads(sys.argv[1])
 rng = np.random.default_rng(0)
 small = [rng.standard_normal((1, heads, 256, dim)).astype(np.float32) for _ in range(3)]
@@ -128,14 +129,17 @@ print(json.dumps([growth(forward), growth(backward)]))
 
 def native_growth(n: int, heads: int = 2, dim: int = 64, **options: Any) -> tuple[float, float]:
     """MB that the process grew by, at its peak, in a forward and in a backward, results included."""
-    run = subprocess.run(
-        [sys.executable, "-c", NATIVE, json.dumps([n, heads, dim, options])], capture_output=True, text=True
-    )
+    forward, backward = grown(NATIVE, n, heads, dim, options)
+    return forward, backward
+
+
+def grown(code: str, *given: Any) -> list[float]:
+    """What a process of its own, which may call growth(), prints of these arguments, in MB."""
+    run = subprocess.run([sys.executable, "-c", GROWTH + code, json.dumps(given)], capture_output=True, text=True)
     if "clear_refs" in run.stderr:
         pytest.skip("the kernel does not let a process reset its peak")
     assert run.returncode == 0, run.stderr
-    forward, backward = json.loads(run.stdout)
-    return forward / 1e6, backward / 1e6
+    return [n / 1e6 for n in json.loads(run.stdout)]
 
 
 @needs_native
@@ -154,3 +158,30 @@ def test_native_grows_linearly(options: dict[str, Any]) -> None:
     # Beyond the results: something for each thread, and a few numbers a row. Scores would be 268 MB a head.
     assert f_large - results[1] < f_small - results[0] + 1.0 and f_large - results[1] < 3
     assert b_large - 3 * results[1] < b_small - 3 * results[0] + 1.0 and b_large - 3 * results[1] < 4
+
+
+TINY = """
+sequences, n_q, heads, packed = json.loads(sys.argv[1])
+rng = np.random.default_rng(0)
+def made(n, sequences=sequences):
+    shape = (sequences * n, heads, 64) if packed else (sequences, heads, n, 64)
+    return rng.standard_normal(shape, dtype=np.float32)
+def attention(q, k, sequences=sequences):
+    if not packed:
+        return ft.attention(q, k, k, return_lse=True, backend="native")
+    cu_q, cu_k = (np.arange(sequences + 1) * n for n in (n_q, 8))
+    return ft.attention_packed(q, k, k, cu_q, cu_k, return_lse=True, backend="native")
+attention(made(n_q, 50), made(8, 50), 50)
+q, k = made(n_q), made(8)
+results = []
+print(json.dumps([growth(lambda: results.extend(attention(q, k))), sum(x.nbytes for x in results)]))
+"""
+
+
+@needs_native
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("n_q", "heads"), [(8, 1), (1, 8)])
+def test_tens_of_thousands_of_sequences_share_their_scratch(n_q: int, heads: int, packed: bool) -> None:
+    """It is of a thread. That of a sequence each had been 300 MB beside a result of 41."""
+    found, results = grown(TINY, 20_000, n_q, heads, packed)
+    assert found < results + 5

@@ -11,10 +11,12 @@ from flashtile.bench import cases, memory, peers, suite
 from flashtile.dtypes import widen
 
 SMALL_CASES = {
-    group.name: replace(case, n_q=min(case.n_q, 96), n_k=96, naive=case == cases.square(512, 64, naive=True))
+    group.name: replace(
+        case, n_q=min(case.n_q, 96), n_k=96, batch=min(case.batch, 3), naive=case == cases.square(512, 64, naive=True)
+    )
     for group in cases.CPU
     for case in group.cases[:1]
-}
+} | {"packed": replace(cases.TINY[0], batch=3, entry="packed")}
 
 
 def plain(x):
@@ -74,6 +76,7 @@ def test_the_bars_are_those_agreed():
         "bias": (0.95, None, None),
         "window": (0.30, None, None),
         "dropout": (0.40, None, None),
+        "tiny": (0.75, None, 1.0),
         "small": (0.75, 0.6, None),
         "small-numpy": (0.75, 0.6, None),
         "small-beside": (0.85, None, None),

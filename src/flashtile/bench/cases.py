@@ -22,7 +22,7 @@ class Case:
     dtype: str = "float32"
     direction: str = FORWARD
     options: dict[str, Any] = field(default_factory=dict)  # of attention(); bias=True means one is made
-    entry: str = "torch"  # which arrays we are called with, where torch is installed
+    entry: str = "torch"  # what we are called with, where torch is installed; "packed": sequences back to back
     beside_torch: bool = False  # torch has just run something on all threads
     naive: bool = False  # also time standard attention in torch and NumPy: only where N x N fits easily
 
@@ -59,6 +59,7 @@ def square(n: int, dim: int, **more: Any) -> Case:
 
 LENGTHS, DIMS = (512, 1024, 2048, 4096, 8192), (64, 128)
 SMALL = square(128, 64)
+TINY = (Case(8, 8, 64, 1, 1, batch=20_000), Case(1, 16, 64, batch=20_000))
 
 
 def _grid(lengths: Iterable[int] = LENGTHS, dims: Iterable[int] = DIMS, **more: Any) -> tuple[Case, ...]:
@@ -113,6 +114,13 @@ CPU = (
         bar=0.30,
     ),
     Group("dropout", "with dropout 0.1", _grid((1024, 2048), options={"dropout": 0.1, "seed": 1}), bar=0.40),
+    Group(
+        "tiny",
+        "20,000 tiny sequences, prompts and decodes, in a batch and packed",
+        (*TINY, *(replace(case, entry="packed") for case in TINY)),
+        bar=0.75,
+        worst_bar=1.0,
+    ),
     Group("small", "a small call, from torch", (SMALL,), bar=0.75, reach=0.6),
     Group("small-numpy", "a small call, from NumPy", (replace(SMALL, entry="numpy"),), bar=0.75, reach=0.6),
     Group("small-beside", "a small call, beside other torch work", (replace(SMALL, beside_torch=True),), bar=0.85),

@@ -78,7 +78,7 @@ def contenders(work: Workload, *, ours_alone: bool = False) -> dict[str, Call]:
     """What to time for a case, ours first; peers that are absent are left out (absent() says why)."""
     with_torch = machine.has("torch")
     c = work.case
-    calls = {OURS: step(work, ours(work)) if with_torch and c.entry == "torch" else ours_numpy(work)}
+    calls = {OURS: ours_numpy(work) if c.entry == "numpy" or not with_torch else step(work, ours(work))}
     if ours_alone:
         return calls
     if with_torch:
@@ -104,7 +104,19 @@ def gradients(work: Workload, out: Any) -> Any:
 def ours(work: Workload) -> Call:
     t = work.tensors
     options = work.options(t)
+    if work.case.entry == "packed":
+        return packed(work, options)
     return lambda: flashtile.attention(t["q"], t["k"], t["v"], **options)
+
+
+def packed(work: Workload, options: dict[str, Any]) -> Call:
+    """The same sequences one after the other, as (rows, heads, dim)."""
+    import torch
+
+    c = work.case
+    q, k, v = (work.tensors[name].transpose(1, 2).flatten(0, 1) for name in ("q", "k", "v"))
+    cu_q, cu_k = (torch.arange(c.batch + 1) * n for n in (c.n_q, c.n_k))
+    return lambda: flashtile.attention_packed(q, k, v, cu_q, cu_k, **options)
 
 
 def ours_numpy(work: Workload) -> Call:

@@ -1,0 +1,38 @@
+"""So many random problems, or as many as fit into some minutes, through all doors and backends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from tests.fuzz.doors import DOORS, check, exact
+from tests.fuzz.problems import problem
+from tests.runners import missing
+
+BACKENDS = [name for name in ("auto", "native", "tiles") if name == "auto" or missing(name) is None]
+
+
+def seeds(first: int, minutes: float) -> Iterator[int]:
+    """From the first on, until the time is up."""
+    end = time.monotonic() + 60 * minutes
+    while time.monotonic() < end:
+        yield first
+        first += 1
+
+
+def run(numbers: Iterable[int]) -> int:
+    """How many problems there were. A failure names its seed."""
+    done = 0
+    for seed in numbers:
+        p, rng = problem(seed), np.random.default_rng([seed, 1])
+        wanted, single = exact(p)
+        for name, door in DOORS.items():
+            more = {"backend": str(rng.choice(BACKENDS)), "threads": int(rng.integers(1, 4))}
+            try:
+                check(p, door(p, **more), wanted, single)
+            except Exception as error:
+                raise AssertionError(f"seed {seed}, by {name} {more}: {p}") from error
+        done += 1
+    return done

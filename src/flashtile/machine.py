@@ -42,14 +42,18 @@ def lacks(*packages: str) -> str | None:
 
 
 def processor() -> str:
-    """The model name of the CPU."""
+    """The model name of the CPU; and its family and model, for names are vague: "AMD EPYC" is any of several."""
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
-        pass
-    return platform.processor() or platform.machine()
+        lines = []
+    known = {name.strip(): x.strip() for name, _, x in (line.partition(":") for line in lines)}
+    if "model name" not in known:
+        return platform.processor() or platform.machine()
+    numbers = (
+        f" (family {known['cpu family']}, model {known['model']})" if {"cpu family", "model"} <= known.keys() else ""
+    )
+    return known["model name"] + numbers
 
 
 def isa() -> str | None:

@@ -139,6 +139,20 @@ def test_a_document_may_show_a_record_twice_in_brief_and_whole(tmp_path):
     assert "| forward | 2.0 |" in short.body and "old" not in short.body and len(short.body) < len(whole.body)
 
 
+def test_a_brief_may_be_of_several_records(tmp_path):
+    """Then it has the least and the most of them."""
+    one, two = example(), json.loads(json.dumps(example()))
+    two["summary"][0]["value"] = 0.8
+    for name, record in (("a.json", one), ("b.json", two)):
+        records.write(record, tmp_path / name)
+    document = tmp_path / "README.md"
+    document.write_text("<!-- brief: a.json b.json -->\n<!-- end of brief -->\n")
+    table.put_into(document, tmp_path / "b.json")
+    (place,) = table.marked(document.read_text())
+    assert place.path == "a.json b.json" and place.body == table.render(one, table.BRIEF, two)
+    assert "| forward | 1.2 to 2.0 |" in place.body and place.body.count("goals are reached") == 2
+
+
 def test_goals():
     line = {
         "title": "t",

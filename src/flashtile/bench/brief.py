@@ -19,10 +19,14 @@ DIRECTIONS = {"forward": "forward", "backward": "backward", "step": "a training 
 Row = dict[str, Any]
 
 
-def cpu(record: Record) -> str:
-    """One row a group, of those that say most."""
-    groups = {s["group"]: s for s in record["summary"] if s["value"]}
-    rows = [(s["title"], number(1 / s["value"], 1)) for name in ON_A_CPU if (s := groups.get(name))]
+def cpu(*found: Record) -> str:
+    """One row a group, of those that say most: from the least to the most that a record has."""
+    rows = []
+    for name in ON_A_CPU:
+        group = [s for record in found for s in record["summary"] if s["group"] == name and s["value"]]
+        if group:
+            ends = [number(1 / of(s["value"] for s in group), 1) for of in (max, min)]
+            rows.append((group[0]["title"], " to ".join(dict.fromkeys(ends))))
     return markdown.table([("on a CPU", "times as fast as torch's SDPA"), *rows]) if rows else ""
 
 

@@ -16,7 +16,7 @@ from flashtile.bench.records import Record
 
 WHOLE, BRIEF = "bench", "brief"  # how a place in a document is marked: for all tables of a record, or for its brief
 _MARKED = re.compile(
-    rf"<!-- (?P<kind>{WHOLE}|{BRIEF}): (?P<path>\S*) -->\n(?P<body>.*?)<!-- end of (?P=kind) -->", re.DOTALL
+    rf"<!-- (?P<kind>{WHOLE}|{BRIEF}): (?P<path>[^\n>]*?) -->\n(?P<body>.*?)<!-- end of (?P=kind) -->", re.DOTALL
 )
 
 
@@ -26,7 +26,7 @@ class Way(NamedTuple):
     fields: dict[str, type]  # what such a record has beside what all have
     parts: Callable[[Record], Iterable[str]]
     details: Callable[[Record], str]
-    brief: Callable[[Record], Iterable[str]]
+    brief: Callable[..., Iterable[str]]  # of one record or several
 
 
 def read(path: Path) -> Record:
@@ -39,7 +39,7 @@ def read(path: Path) -> Record:
 
 
 class Place(NamedTuple):
-    """Where a document shows a record, by its path; "" waits for its first one."""
+    """Where a document shows a record, by its path; "" waits for its first one. A brief may be one of several."""
 
     kind: str
     path: str
@@ -49,10 +49,10 @@ class Place(NamedTuple):
         return f"<!-- {self.kind}: {self.path} -->\n{self.body}<!-- end of {self.kind} -->"
 
 
-def render(record: Record, kind: str = WHOLE) -> str:
-    """What documents show of a record."""
+def render(record: Record, kind: str = WHOLE, *more: Record) -> str:
+    """What documents show of a record, or in brief of several."""
     way = WAYS[record["suite"]]
-    parts = way.brief(record) if kind == BRIEF else way.parts(record)
+    parts = way.brief(record, *more) if kind == BRIEF else way.parts(record)
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -133,6 +133,13 @@ def caption(record: Record) -> str:
     return f"{m['processor']}, {m['isa'] or 'no C++ core'}, {record['threads']} threads; {versions}{commit}."
 
 
+def captions(*found: Record) -> str:
+    """Of one record; of several a list, with how many goals each of them reaches."""
+    if len(found) == 1:
+        return caption(found[0])
+    return "\n".join(f"- {caption(record)} {goals(record).partition(' Not yet')[0]}" for record in found)
+
+
 def marked(text: str) -> list[Place]:
     """The places of a document."""
     return [Place(found["kind"], found["path"], found["body"]) for found in _MARKED.finditer(text)]
@@ -146,12 +153,13 @@ def put_into(document: Path, record: Path) -> None:
     path = Path(relpath(record.resolve(), document.resolve().parent)).as_posix()
     text = document.read_text()
     places = marked(text)
-    own = [place for place in places if place.path == path] or [place for place in places if not place.path][:1]
+    own = [place for place in places if path in place.path.split()] or [p for p in places if not p.path][:1]
     if not own:
         raise ValueError(f"{document}: expected a line <!-- {WHOLE}: {path} --> and a line <!-- end of {WHOLE} -->")
-    content = read(record)
     for place in own:
-        text = text.replace(str(place), str(Place(place.kind, path, render(content, place.kind))), 1)
+        paths = place.path or path
+        first, *others = (read(document.parent / each) for each in paths.split())
+        text = text.replace(str(place), str(Place(place.kind, paths, render(first, place.kind, *others))), 1)
     document.write_text(text)
 
 
@@ -160,7 +168,7 @@ WAYS = {
         {"threads": int},
         lambda record: (caption(record), summary(record), memory(record)),
         cases,
-        lambda record: (caption(record), brief.cpu(record), goals(record)),
+        lambda *found: (captions(*found), brief.cpu(*found), goals(found[0]) if len(found) == 1 else ""),
     ),
     "gpu": Way(
         {"rounds": int, "device": dict, "left_out": list},

@@ -1,4 +1,4 @@
-"""The C++ core under AddressSanitizer and UBSan: a compact grid, with fresh memory full of NaN."""
+"""The C++ core under AddressSanitizer, UBSan and ThreadSanitizer: a compact grid, random problems, many callers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,7 @@ from tests.backends.native import sanitized
 
 ROOT = Path(__file__).parents[3]
 CORE = ROOT / "src/flashtile/backends/native/core"
-FLAGS = (
-    "-std=c++17 -O1 -g -fPIC -shared -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all "
-    "-ffp-contract=fast -fno-math-errno -fno-trapping-math"
-)
+FLAGS = "-std=c++17 -O1 -g -fPIC -shared -fno-omit-frame-pointer -ffp-contract=fast -fno-math-errno -fno-trapping-math"
 ISAS = library.candidates()
 
 pytestmark = pytest.mark.sanitize
@@ -29,18 +28,25 @@ def library_of(compiler: str, name: str) -> str:
     return subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
 
 
-@pytest.fixture(scope="module")
-def build() -> Path:
+def build(sanitizers: str, isas: list[str]) -> Iterator[Path]:
+    """A folder with a core for each instruction set."""
     compiler = os.environ.get("CXX") or shutil.which("g++")
-    if compiler is None or not os.path.isabs(library_of(compiler, "libasan.so")):
-        pytest.skip("no g++ with AddressSanitizer")
-    folder = Path(tempfile.mkdtemp(prefix="flashtile-asan-"))
+    needed = "libtsan.so" if sanitizers == "thread" else "libasan.so"
+    if compiler is None or not os.path.isabs(library_of(compiler, needed)):
+        pytest.skip(f"no g++ with {needed}")
+    folder = Path(tempfile.mkdtemp(prefix="flashtile-sanitized-"))
     sources = [str(p) for p in sorted(CORE.glob("*.cpp"))]
     compilers = []
-    for isa in ISAS:
+    for isa in isas:
         target = folder / isa / f"libflashtile-{isa}.so"
         target.parent.mkdir()
-        flags = [*FLAGS.split(), *sanitized.flags(isa), f'-DFT_ISA="{isa}"']
+        flags = [
+            *FLAGS.split(),
+            f"-fsanitize={sanitizers}",
+            "-fno-sanitize-recover=all",
+            *sanitized.flags(isa),
+            f'-DFT_ISA="{isa}"',
+        ]
         command = [compiler, *flags, *sources, "-o", str(target), "-lpthread", "-ldl"]
         compilers.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
     errors = [run.communicate()[1] for run in compilers]
@@ -49,20 +55,48 @@ def build() -> Path:
     shutil.rmtree(folder)
 
 
-# One thread alone takes the same path in every build.
-@pytest.mark.parametrize(("isa", "threads"), [*((isa, "3") for isa in ISAS), (ISAS[0], "1")])
-def test_the_grid(build: Path, isa: str, threads: str) -> None:
+@pytest.fixture(scope="module")
+def with_asan() -> Iterator[Path]:
+    yield from build("address,undefined", ISAS)
+
+
+@pytest.fixture(scope="module")
+def with_tsan() -> Iterator[Path]:
+    yield from build("thread", ISAS[:1])
+
+
+def run(folder: Path, preload: tuple[str, ...], module: str, *arguments: str, **more: str) -> str:
+    """What a module prints that runs on a core of this folder."""
     compiler = os.environ.get("CXX") or "g++"
     environment = os.environ | {
-        "LD_PRELOAD": f"{library_of(compiler, 'libasan.so')} {library_of(compiler, 'libubsan.so')}",
+        "LD_PRELOAD": " ".join(library_of(compiler, name) for name in preload),
         # Python itself leaks; fresh memory is 0xff, which is NaN in every dtype.
         "ASAN_OPTIONS": "detect_leaks=0:max_malloc_fill_size=1073741824:malloc_fill_byte=255",
-        "UBSAN_OPTIONS": "print_stacktrace=1",
-        "FLASHTILE_NATIVE_DIR": str(build / isa),
+        "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+        "TSAN_OPTIONS": "halt_on_error=1:ignore_noninstrumented_modules=1",
+        "FLASHTILE_NATIVE_DIR": str(folder),
         "OPENBLAS_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]),
     }
-    command = [sys.executable, "-m", "tests.backends.native.sanitized", threads]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert run.returncode == 0, run.stderr[-6000:]
-    assert "runtime error" not in run.stderr and "cases" in run.stdout
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment | more, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert "runtime error" not in done.stderr and "WARNING: ThreadSanitizer" not in done.stderr, done.stderr[-6000:]
+    return done.stdout
+
+
+# One thread alone takes the same path in every build.
+@pytest.mark.parametrize(("isa", "threads"), [*((isa, "3") for isa in ISAS), (ISAS[0], "1")])
+def test_the_grid(with_asan: Path, isa: str, threads: str) -> None:
+    assert "cases" in run(with_asan / isa, ("libasan.so", "libubsan.so"), "tests.backends.native.sanitized", threads)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_random_problems(with_asan: Path, isa: str) -> None:
+    """Other ones each time, and for as long as FLASHTILE_FUZZ_MINUTES says."""
+    minutes, first = os.environ.get("FLASHTILE_FUZZ_MINUTES", "2"), str(int(time.time()) * 1000)
+    assert "problems" in run(with_asan / isa, ("libasan.so", "libubsan.so"), "tests.fuzz", minutes, first)
+
+
+def test_many_callers(with_tsan: Path) -> None:
+    assert "calls" in run(with_tsan / ISAS[0], ("libtsan.so",), "tests.backends.native.callers")

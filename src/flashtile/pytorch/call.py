@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from flashtile.band import Band
 from flashtile.checks import ARRAYS, TEXT, check_ends, check_numbers
@@ -79,6 +80,12 @@ class Call(NamedTuple):
             "threads": self.threads,
         }
         return {name: x for name, x in every.items() if x is not None}
+
+
+def tensors_of(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> dict[str, Tensor]:
+    """All tensors of a call, by name; what is given in their place is left to others to refuse."""
+    given = {"q": q, "k": k, "v": v, **{name: options[name] for name in TENSORS if name in options}}
+    return {name: x for name, x in given.items() if isinstance(x, Tensor)}
 
 
 _WHOLE = ("window", "band", "seed", "threads")  # whole numbers, or made of them

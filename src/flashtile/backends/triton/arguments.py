@@ -5,11 +5,11 @@ from __future__ import annotations
 import struct
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
 from flashtile import dropout
+from flashtile.backends.triton import gpu
 from flashtile.backends.triton.cuts import NEAR
 from flashtile.backends.triton.steady import STEADY
 from flashtile.backends.triton.tuning import Config
@@ -174,8 +174,7 @@ def precision(p: Problem) -> str:
     """float32 products are exact to float32, unless torch was told that its own need not be."""
     if INTERPRETED:
         return "wide"
-    loose = p.dtype == "float32" and torch.get_float32_matmul_precision() != "highest"
-    return "tf32" if loose else "ieee"
+    return "tf32" if p.dtype == "float32" and gpu.tf32() else "ieee"
 
 
 def block(dim: int) -> int:

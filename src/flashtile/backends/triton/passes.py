@@ -20,6 +20,8 @@ from flashtile.results import Grads
 class Passes:
     """A call without its numbers: what is launched for tensors of these shapes, strides, dtypes and alignments."""
 
+    anywhere = False  # kernels are compiled for alignments
+
     def __init__(self, problem: Problem) -> None:
         self._device = problem.q.device
         self._index = index_of(self._device)

@@ -12,7 +12,7 @@ from flashtile.problem import describe
 from flashtile.pytorch import autocast, call, eight_bits, kernel, ops, prepared
 from flashtile.pytorch.autograd import record, reject_forward_mode, reject_gradients
 from flashtile.pytorch.call import Settings
-from flashtile.pytorch.watch import left_alone, unwatched
+from flashtile.pytorch.watch import left_alone, reject_shards, unwatched
 
 _ARRAYS = ("cu_q", "cu_k", *ARRAYS)
 
@@ -53,6 +53,7 @@ def _for_the_first_time(
     q: Tensor, k: Tensor, v: Tensor, backend: str, return_lse: bool, options: dict[str, Any]
 ) -> Any:
     """Of a call that is not known; one that is watched never is."""
+    reject_shards()
     q, k, v, options = _as_operators_take_them(q, k, v, options)
     names = _tensors_among(options)
     tensors = [q, k, v, *(options[name] for name in names)]

@@ -241,6 +241,21 @@ def check_numbers(
     )
 
 
+def is_tensor(x: Any) -> bool:
+    """Of torch's, which need not be there."""
+    return hasattr(x, "__torch_function__")
+
+
+def check_seed(seed: Any, q: Any) -> None:
+    """Of a seed in a tensor: that it is one number of 64 bits, where q is or on the host."""
+    if name_of(seed.dtype) != "int64":
+        raise DTypeError(f"seed: expected int64, got {name_of(seed.dtype)}")
+    if tuple(seed.shape) not in ((), (1,)):
+        raise ShapeError(f"seed: expected shape () or (1,), got {tuple(seed.shape)}")
+    if seed.device != q.device and seed.device.type != "cpu":
+        raise DTypeError(f"seed: expected a tensor on {q.device} like q, or on a CPU, got one on {seed.device}")
+
+
 def check_descale(descale: Any, q: Any) -> tuple[Any, Any, Any]:
     """The factors of q, k and v, each a number or a float32 tensor of no axes or two."""
     if not isinstance(descale, Sequence) or isinstance(descale, TEXT) or len(descale) != 3:

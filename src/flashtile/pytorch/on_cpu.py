@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from flashtile import dispatch, threads
-from flashtile.checks import elements_across
+from flashtile.checks import check_seed, elements_across
 from flashtile.dtypes import narrow
 from flashtile.inputs import Inputs
 from flashtile.problem import Problem, check_lengths, describe
 from flashtile.pytorch.bridge import Memory, to_numpy, to_torch
-from flashtile.pytorch.call import TENSORS
+from flashtile.pytorch.call import TENSORS, number_of
 
 _GUARDS: Any = torch._C._dynamo.guards
 
@@ -34,6 +34,9 @@ def chosen(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any
         raise
     if options.get("threads") is None:
         options["threads"] = _threads()
+    if isinstance(seed := options.get("seed"), Tensor):
+        check_seed(seed, q)
+        options["seed"] = number_of(seed)
     problem = describe(*arrays, **options)
     return problem, dispatch.choose(problem, backend, "cpu")
 
@@ -114,7 +117,8 @@ class Small:
         lengths = () if x.kv_lengths is None else x.kv_lengths.tolist()
         if lengths and not 0 <= min(lengths) <= max(lengths) <= self._keys:
             check_lengths(np.array(lengths), self._keys)
-        self._core(self._threads or _threads(), x.seed, q, k, v, out, lse, others, lengths)
+        seed = x.seed if x.seed.__class__ is int else number_of(x.seed)
+        self._core(self._threads or _threads(), seed, q, k, v, out, lse, others, lengths)
         return None
 
 

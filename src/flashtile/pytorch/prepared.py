@@ -167,17 +167,17 @@ def _key(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any])
         if x is None and name in _MAY_BE_NONE:
             continue
         kind = x.__class__
-        if name == "seed":
-            if kind is not int or not 0 <= x < 1 << 64:
+        if kind is int and name == "seed":
+            if not 0 <= x < 1 << 64:
                 return None, (q, k, v)
         elif kind is bool or kind is float or kind is torch.dtype:  # as most are
             key += name, x, kind
-        elif name in TENSORS and isinstance(x, Tensor):
+        elif (name in TENSORS or name == "seed") and isinstance(x, Tensor):
             if x.is_nested:
                 return None, (q, k, v)
             key.append(name)
             tensors.append(x)
-        elif (part := part_of_key(name, x)) is not None:
+        elif name != "seed" and (part := part_of_key(name, x)) is not None:
             key += part
         else:
             return None, (q, k, v)

@@ -42,7 +42,7 @@ class Options(TypedDict, total=False):
     sink: Any
     scale: float | None
     dropout: float
-    seed: int
+    seed: Any
     kv_lengths: Any
     descale: Any
     out_dtype: Any
@@ -65,7 +65,7 @@ def attention(
     sink: Any = None,
     scale: float | None = None,
     dropout: float = 0.0,
-    seed: int = 0,
+    seed: Any = 0,
     kv_lengths: Any = None,
     descale: Any = None,
     return_lse: bool = False,
@@ -90,7 +90,9 @@ def attention(
     sink         (heads,): one more logit a row, which takes probability and gives no value
     scale        dim ** -0.5 unless given
     dropout      probability of dropping a weight
-    seed         decides which weights are dropped, the same on every backend: give another one at every training step
+    seed         decides which weights are dropped, the same on every backend: give another one at every training step.
+                 64 bits: a number, or an int64 tensor of one, whose negative values stand for the large numbers of the
+                 same bits. Of a tensor on a GPU only the kernels read the value: for torch.compile and CUDA graphs
     kv_lengths   (batch,): how many keys of each sequence are in use; causal and window align to their end
     descale      of torch.float8_e4m3fn inputs, the factors of q, k and v: numbers, or float32 tensors of shape () or
                  (batch, kv_heads); what counts is q * descale[0], and so on. Such inputs have no gradient

@@ -71,6 +71,22 @@ def check_dense(tensors: Mapping[str, Any]) -> None:
             raise DTypeError(f"{name}: expected a dense tensor, got {'a nested one' if x.is_nested else x.layout}")
 
 
+def elements_across(x: Any) -> int:
+    """From the first element of a tensor in memory to the last one."""
+    return 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+
+
+def check_stored(tensors: Mapping[str, Any]) -> None:
+    """Of torch's: that the storage of each, which may have been freed or shrunk since, still holds all of it."""
+    for name, x in tensors.items():
+        size, begin = len(x.untyped_storage()), x.storage_offset() * x.element_size()
+        if x.is_contiguous() and begin + x.nbytes <= size:  # at once, for backward passes look each time
+            continue
+        needed = begin + elements_across(x) * x.element_size()
+        if x.numel() and size < needed:
+            raise ShapeError(f"{name}: expected a storage of at least {needed} bytes, for its shape, got one of {size}")
+
+
 def check_numpy(q: Any, options: Mapping[str, Any], /, **others: Any) -> None:
     """That all of them, and those among the options, are NumPy arrays."""
     if library(q, **others, **{name: options.get(name) for name in ARRAYS}) != "numpy":
@@ -188,7 +204,7 @@ def to_host(name: str, x: Any) -> Any:
         return x
     if x.device.type == "meta":
         raise DTypeError(f"{name}: expected a tensor with values, got one on {x.device}")
-    return x.cpu().numpy()
+    return x.to("cpu", copy=True).numpy()  # which fixes the size of a storage, and so not of that of the caller
 
 
 def check_ends(causal: Any, window: Any, band: Any, most: int | None = FAR) -> tuple[Any, ...]:
@@ -223,6 +239,21 @@ def check_numbers(
         check_flag("deterministic", deterministic),
         None if threads is None else _integer("threads", threads, 1, MOST_THREADS),
     )
+
+
+def is_tensor(x: Any) -> bool:
+    """Of torch's, which need not be there."""
+    return hasattr(x, "__torch_function__")
+
+
+def check_seed(seed: Any, q: Any) -> None:
+    """Of a seed in a tensor: that it is one number of 64 bits, where q is or on the host."""
+    if name_of(seed.dtype) != "int64":
+        raise DTypeError(f"seed: expected int64, got {name_of(seed.dtype)}")
+    if tuple(seed.shape) not in ((), (1,)):
+        raise ShapeError(f"seed: expected shape () or (1,), got {tuple(seed.shape)}")
+    if seed.device != q.device and seed.device.type != "cpu":
+        raise DTypeError(f"seed: expected a tensor on {q.device} like q, or on a CPU, got one on {seed.device}")
 
 
 def check_descale(descale: Any, q: Any) -> tuple[Any, Any, Any]:

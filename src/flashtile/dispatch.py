@@ -39,6 +39,7 @@ class Backend:
     about: str
     generation: int | None = None  # of NVIDIA's GPUs, by their compute capability; None: any GPU, or none
     eight_bits: bool = False  # multiplies 8-bit tensors as they are; the others are given wider ones
+    given_memory: bool = False  # its results may lie in memory that is made for it
 
     def load(self) -> ModuleType:
         return _module(self.module)
@@ -68,15 +69,29 @@ class Backend:
         """Why this backend cannot run this problem here; None where it can."""
         return (self.missing() if device == self.device else None) or self.objection(problem, device)
 
-    def forward(self, problem: Problem) -> tuple[Any, Any]:
-        """Output (rank 4) and lse (rank 3)."""
-        result: tuple[Any, Any] = self.load().forward(problem)
+    def forward(self, problem: Problem, memory: Any = None) -> tuple[Any, Any]:
+        """Output (rank 4) and lse (rank 3). memory: what makes them, in NumPy's place, if this backend can be told."""
+        result: tuple[Any, Any] = self.load().forward(problem, **self._more(memory))
         return result
 
-    def backward(self, problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Grads:
+    def backward(
+        self,
+        problem: Problem,
+        dout: Any,
+        out: Any,
+        lse: Any,
+        dlse: Any,
+        *,
+        bias_grad: bool = True,
+        memory: Any = None,
+    ) -> Grads:
         """Gradients of rank 4; bias_grad=False saves that of the bias, which is N x N where nothing else is."""
-        result: Grads = self.load().backward(problem, dout, out, lse, dlse, bias_grad=bias_grad)
+        more = self._more(memory)
+        result: Grads = self.load().backward(problem, dout, out, lse, dlse, bias_grad=bias_grad, **more)
         return result
+
+    def _more(self, memory: Any) -> dict[str, Any]:
+        return {"memory": memory} if self.given_memory and memory is not None else {}
 
     def small(self, problem: Problem) -> Any:
         """What runs this problem, and again all that differ from it in numbers alone; None where that gains nothing."""
@@ -89,7 +104,7 @@ class Backend:
 
 
 TABLE = (
-    Backend("native", "flashtile.backends.native", "cpu", "C++ core, queries in the SIMD lanes"),
+    Backend("native", "flashtile.backends.native", "cpu", "C++ core, queries in the SIMD lanes", given_memory=True),
     Backend("tiles", "flashtile.backends.tiles", "cpu", "NumPy, tile by tile: the one to read"),
     Backend("reference", "flashtile.backends.reference", "cpu", "NumPy, N x N, float64: the oracle"),
     Backend("gluon", "flashtile.backends.gluon", "cuda", "Gluon kernels for Hopper", generation=9, eight_bits=True),

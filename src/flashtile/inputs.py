@@ -8,7 +8,10 @@ from flashtile.problem import Problem
 
 
 class Inputs(NamedTuple):
-    """The tensors may be as the caller gave them or views of a Problem: they count by where they begin."""
+    """The tensors may be as the caller gave them or views of a Problem: they count by where they begin.
+
+    seed: a number, or on a GPU also a tensor of one, which only the kernels read.
+    """
 
     q: Any
     k: Any
@@ -21,7 +24,7 @@ class Inputs(NamedTuple):
     cu_q: Any
     cu_k: Any
     descale: Any
-    seed: int
+    seed: Any
 
     @classmethod
     def of(cls, p: Problem) -> Inputs:

@@ -13,7 +13,7 @@ import numpy as np
 from flashtile import dispatch, traffic
 from flashtile.backends import tiles
 from flashtile.band import FAR, Band, Kind, ceil_div, cuts
-from flashtile.checks import check_dtype, check_hardware, check_shape, to_host
+from flashtile.checks import check_dtype, check_hardware, check_shape, is_tensor, to_host
 from flashtile.dtypes import EIGHT_BITS, ITEMSIZE, Array, accumulator, carrier, wider
 from flashtile.hardware import Hardware, Rates
 from flashtile.problem import Problem, describe
@@ -107,6 +107,8 @@ def plan(
         if isinstance(stand_ins.get(key), (tuple, list)):
             stand_ins[key] = stand_in(check_shape(key, stand_ins[key]), kind)
     stand_ins.pop("descale", None)  # whose numbers change nothing that is planned
+    if is_tensor(stand_ins.get("seed")):  # nor does that, and it may be on a GPU
+        del stand_ins["seed"]
     stand_ins |= {"cu_q": cu_q, "cu_k": cu_k}
     for key in ("cu_q", "cu_k", "kv_lengths"):
         stand_ins[key] = to_host(key, stand_ins.get(key))

@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 
 from flashtile.band import FAR, Band
-from flashtile.checks import INTEGERS, LARGEST, check_ends, check_numbers, dtype_of, name_of_any
+from flashtile.checks import (
+    INTEGERS,
+    LARGEST,
+    check_ends,
+    check_numbers,
+    check_seed,
+    dtype_of,
+    is_tensor,
+    name_of_any,
+)
 from flashtile.dtypes import EIGHT_BITS, FLOATS, accumulator, name_of
 from flashtile.errors import DTypeError, ShapeError
 
@@ -48,7 +57,7 @@ class Problem:
     scale: float
     softcap: float
     dropout: float
-    seed: int
+    seed: Any  # a number; or a tensor of one, beside tensors of a GPU
     deterministic: bool
     threads: int | None
 
@@ -109,7 +118,7 @@ def describe(
     sink: Any = None,
     scale: float | None = None,
     dropout: float = 0.0,
-    seed: int = 0,
+    seed: Any = 0,
     kv_lengths: Any = None,
     out_dtype: Any = None,
     deterministic: bool = False,
@@ -138,8 +147,11 @@ def describe(
     known = not packed or _on_host(cu_q)
     causal, left, right, offset = check_ends(causal, window, band)
     given_band = Band(FAR if left is None else left, 0 if causal else FAR if right is None else right, offset or 0)
+    unread = seed if is_tensor(seed) and is_tensor(q) else None
+    if unread is not None:
+        check_seed(unread, q)
     scale, softcap, dropout, seed, deterministic, threads = check_numbers(
-        scale, softcap, dropout, seed, deterministic, threads
+        scale, softcap, dropout, 0 if unread is not None else seed, deterministic, threads
     )
     scale = dim**-0.5 if scale is None else scale
     _check_factors(scale, softcap, accumulator(dtype))
@@ -190,7 +202,7 @@ def describe(
         scale,
         softcap,
         dropout,
-        seed,
+        seed if unread is None else unread,
         deterministic,
         threads,
     )

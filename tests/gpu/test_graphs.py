@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import flashtile as ft
+from flashtile.backends.gluon import tickets
 from flashtile.backends.triton import tensors
 from tests.gpu.oracle import standard
 from tests.gpu.placing import same_bits
@@ -108,7 +109,7 @@ def test_the_place_of_an_lse_that_nobody_wants_outlives_the_graph_it_was_made_in
     q = torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16)
     want = ft.attention(q, q, q)
     ft.attention(q, q, q)
-    tensors.dump.cache_clear()
+    tensors._dumps.clear()
     first = torch.cuda.CUDAGraph()
     with torch.cuda.graph(first):
         out = ft.attention(q, q, q)
@@ -125,6 +126,36 @@ def test_the_place_of_an_lse_that_nobody_wants_outlives_the_graph_it_was_made_in
         others = [torch.zeros(1 << 16, device="cuda") for _ in range(20)]  # as large as that place
         assert same_bits(ft.attention(q, q, q), want) and same_bits(out, want)
         assert not any(x.any() for x in others)
+
+
+def test_what_is_kept_is_not_overwritten_by_what_torch_compile_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warmed up in the memory of its graphs, with nothing kept from before."""
+    monkeypatch.setattr(tensors, "_dumps", {})
+    for name in ("_of_stream", "_banks", "_taken"):
+        monkeypatch.setattr(tickets, name, {})
+    q = torch.randn(2, 8, 2048, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def step(q: Tensor) -> Tensor:
+        loss: Tensor = ft.attention(q, q, q, causal=True).float().square().sum()
+        return loss
+
+    (want,) = torch.autograd.grad(step(q), q)
+    tensors._dumps.clear()
+    for each in (tickets._of_stream, tickets._banks, tickets._taken):
+        each.clear()
+    compiled = torch.compile(step, mode="reduce-overhead")
+    for _ in range(8):
+        torch.compiler.cudagraph_mark_step_begin()
+        (found,) = torch.autograd.grad(compiled(q), q)
+        others = [torch.zeros(1 << 16, device="cuda", dtype=torch.int32) for _ in range(20)]
+        torch.testing.assert_close(found, want, rtol=2e-2, atol=2e-2)
+        assert not any(x.any() for x in others)
+    kept = [x.pair for free in tickets._of_stream.values() for x in free]
+    kept += [*tensors._dumps.values(), *(bank for banks in tickets._banks.values() for bank in banks)]
+    segments = torch.cuda.memory_snapshot()
+    for x in kept:
+        (segment,) = (s for s in segments if s["address"] <= x.data_ptr() < s["address"] + s["total_size"])
+        assert tuple(segment["segment_pool_id"]) == (0, 0)
 
 
 @pytest.mark.parametrize(("n_q", "work"), [(1, "forward"), (65, "forward"), (65, "step")])

@@ -1,6 +1,10 @@
-"""Tensors and arrays share their memory."""
+"""Arrays share the memory of tensors, which stays the tensors' own: they may be resized as before."""
 
 from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,8 +13,12 @@ pytest.importorskip("torch")
 
 import torch
 
-from flashtile.dtypes import BFLOAT16, FLOATS, name_of
-from flashtile.pytorch.bridge import to_numpy, to_torch
+import flashtile as ft
+from flashtile import dispatch
+from flashtile.backends import native
+from flashtile.dtypes import BFLOAT16, FLOATS, carrier, name_of
+from flashtile.pytorch.bridge import Memory, to_numpy, to_torch
+from tests.pytorch.samples import BACKENDS, every_backend, randn
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -23,9 +31,94 @@ def test_there_and_back(dtype: str, spread: object) -> None:
     assert array.__array_interface__["data"][0] == x.data_ptr()
     again = to_torch(array)
     assert torch.equal(again, x) and again.is_contiguous()
-    assert (again.data_ptr() == x.data_ptr()) == x.is_contiguous()
+    assert again.data_ptr() != x.data_ptr() and not again.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64])
+def test_other_types(dtype: torch.dtype) -> None:
+    x = torch.arange(6).reshape(2, 3).to(dtype)
+    np.testing.assert_array_equal(to_numpy(x), x.numpy())
+    assert to_numpy(x).dtype == x.numpy().dtype
+    with pytest.raises(TypeError):
+        to_numpy(torch.zeros(2, dtype=torch.float8_e4m3fn))
+
+
+@pytest.mark.parametrize("shape", [(), (0, 4), (3, 0)])
+def test_one_number_and_none(shape: tuple[int, ...]) -> None:
+    x = torch.ones(shape)
+    assert to_numpy(x).shape == shape and to_torch(to_numpy(x)).shape == shape
 
 
 def test_bfloat16_is_told_from_integers() -> None:
     assert to_numpy(torch.ones(2, dtype=torch.bfloat16)).dtype == BFLOAT16
     assert to_torch(np.full(2, 0x3F80, np.uint16).view(BFLOAT16)).tolist() == [1, 1]
+
+
+def test_an_array_keeps_its_tensor() -> None:
+    x = torch.ones(3)
+    gone = weakref.ref(x)
+    array = to_numpy(x)[1:]
+    del x
+    gc.collect()
+    assert gone() is not None
+    del array
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_memory_of_a_tensor_comes_back_as_one(dtype: str) -> None:
+    made = Memory.empty((1, 2, 3, 4), carrier(dtype)).swapaxes(1, 2)
+    address = made.__array_interface__["data"][0]
+    assert name_of(made.dtype) == dtype
+    found = to_torch(made[0].swapaxes(0, 1))
+    assert found.data_ptr() == address and found.shape == (2, 3, 4) and not found._is_view()
+    assert found.dtype is getattr(torch, dtype) and found.is_contiguous()
+    part = to_torch(Memory.zeros((2, 2), np.float32)[:1])
+    assert part.tolist() == [[0, 0]] and part.untyped_storage().nbytes() == 8
+
+
+LARGE = (1, 1, native.MOST_ROWS + 1, 2)  # more rows than a call has that is remembered
+
+
+@every_backend
+@pytest.mark.parametrize("shape", [(1, 2, 9, 8), (9, 8), LARGE], ids=str)
+def test_tensors_of_the_caller_can_be_resized_afterwards(shape: tuple[int, ...], backend: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        given = [randn(*shape, dtype=dtype, requires_grad=True) for _ in range(3)]
+        keys = shape[-2] if shape != LARGE else 1
+        bias = randn(keys, dtype=torch.float32, requires_grad=shape != LARGE)
+        given[1:] = [x.detach()[..., :keys, :].clone().requires_grad_() for x in given[1:]]
+        out, lse = ft.attention(*given, bias=bias, backend=backend, return_lse=True)
+        out.sum().backward()
+        for x in (*given, bias, out, lse, *(y.grad for y in (*given, bias))):
+            if x is not None:
+                x.untyped_storage().resize_(0)
+
+
+def test_so_can_those_of_packed_calls_and_of_plans() -> None:
+    x = randn(9, 2, 8, dtype=torch.float32, requires_grad=True)
+    starts = torch.tensor([0, 4, 9])
+    lengths = torch.tensor([3, 5])
+    out = ft.attention_packed(x, x, x, starts, starts, kv_lengths=lengths)
+    out.sum().backward()
+    ft.plan((9, 2, 8), (9, 2, 8), cu_q=starts, cu_k=starts, kv_lengths=lengths)
+    for y in (x, x.grad, out, starts, lengths):
+        y.untyped_storage().resize_(0)
+
+
+@pytest.mark.skipif("native" not in BACKENDS, reason="no compiled core")
+def test_results_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large ones would notice."""
+    made: list[int] = []
+    plain = native.forward
+
+    def listen(*args: Any, **more: Any) -> Any:
+        found = plain(*args, **more)
+        made.extend(x.__array_interface__["data"][0] for x in found)
+        return found
+
+    monkeypatch.setattr(dispatch.TABLE[0].load(), "forward", listen)
+    q = randn(*LARGE, dtype=torch.float32)
+    found = ft.attention(q, q[:, :, :1], q[:, :, :1], return_lse=True)
+    assert [x.data_ptr() for x in found] == made

@@ -44,6 +44,7 @@ CALLS = {
         threads=1,
         deterministic=True,
     ),
+    "a seed in a tensor": lambda: some(dropout=0.2, seed=torch.tensor(-5)),
     "no gradients": lambda: some(grad=False),
     "packed": lambda: call.of(
         *(randn(*shape, requires_grad=True) for shape in ((9, 4, 8), (11, 2, 8), (11, 2, 6))),
@@ -77,8 +78,8 @@ def test_opcheck_of_the_way_back(backend: str) -> None:
 def test_schema_and_call_name_the_same_arguments() -> None:
     assert tuple(argument.name for argument in ops.ATTENTION._schema.arguments) == call.Call._fields
     tensors = re.findall(r"Tensor\??\s(\w+)", call.SCHEMA)
-    assert tuple(tensors) == call.Call._fields[: call.N_TENSORS] == ("q", "k", "v", *call.TENSORS)
-    assert set(tensors) == set(inputs.TENSORS)
+    assert tuple(tensors) == call.Call._fields[: call.N_TENSORS] == ("q", "k", "v", *call.TENSORS, "seed_tensor")
+    assert {*tensors} - {"seed_tensor"} == set(inputs.TENSORS)
 
 
 def test_a_call_is_its_options_again() -> None:
@@ -180,6 +181,11 @@ WRONG = {
     "dropout": (ft.ShapeError, "dropout", {"dropout": 1.0}),
     "seed": (ft.ShapeError, "seed", {"seed": -1}),
     "large seed": (ft.ShapeError, "seed", {"seed": 2**64}),
+    "seed of 32 bits": (ft.DTypeError, "seed", {"seed": torch.tensor(1, dtype=torch.int32)}),
+    "fraction as seed": (ft.DTypeError, "seed", {"seed": torch.tensor(1.0)}),
+    "seeds": (ft.ShapeError, "seed", {"seed": torch.tensor([1, 2])}),
+    "no seed": (ft.ShapeError, "seed", {"seed": torch.zeros(0, dtype=torch.int64)}),
+    "seed elsewhere": (ft.DTypeError, "seed", {"seed": torch.zeros((), dtype=torch.int64, device="meta")}),
     "causal": (ft.DTypeError, "causal", {"causal": 1}),
     "window": (ft.ShapeError, "window", {"window": (1, 2, 3)}),
     "window below 0": (ft.ShapeError, "window", {"window": (-1, 2)}),

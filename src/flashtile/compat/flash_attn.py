@@ -210,7 +210,7 @@ def _options(
     if len(window_size) != 2:
         raise ShapeError(f"window_size: expected two numbers, (left, right), got {window_size!r}")
     left, right = (None if n < 0 else n for n in window_size)
-    options: dict[str, Any] = {"causal": causal, "scale": softmax_scale, "softcap": softcap, **dropped(dropout_p)}
+    options: dict[str, Any] = {"causal": causal, "scale": softmax_scale, "softcap": softcap, **dropped(dropout_p, q)}
     if left is not None or right is not None:
         options["window"] = (left, right)
     if alibi_slopes is not None and q.dtype == torch.float64:

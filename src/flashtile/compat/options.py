@@ -10,10 +10,13 @@ from torch import Tensor
 from flashtile.errors import DTypeError
 
 
-def dropped(probability: Any) -> dict[str, Any]:
+def dropped(probability: Any, q: Tensor) -> dict[str, Any]:
     """Of a call that drops weights, as torch's generator decides; none, and no number drawn, if it drops nothing."""
     if probability == 0:
         return {}
+    if torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        # A graph draws another one each time it runs, and nobody waits for it.
+        return {"dropout": probability, "seed": torch.randint(2**63 - 1, (), device=q.device)}
     return {"dropout": probability, "seed": int(torch.randint(2**63 - 1, ()))}
 
 

@@ -29,7 +29,7 @@ def scaled_dot_product_attention(
     if not enable_gqa and query.ndim > 2 and query.ndim == key.ndim and query.shape[-3] != key.shape[-3]:
         heads = f"{query.shape[-3]} and {key.shape[-3]} heads"
         raise ShapeError(f"enable_gqa: expected True, because query and key have {heads}, got False")
-    options: dict[str, Any] = {"scale": scale, **dropped(dropout_p)}
+    options: dict[str, Any] = {"scale": scale, **dropped(dropout_p, query)}
     if is_causal:
         options["band"] = Band(right=0)
     lead = query.shape[:-3]

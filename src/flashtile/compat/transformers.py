@@ -40,7 +40,7 @@ def forward(
     **_others: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls for a layer: (batch, heads, rows, dim) in, (batch, rows, heads, dim) out; no weights."""
-    options: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0, "sink": s_aux, **dropped(dropout)}
+    options: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0, "sink": s_aux, **dropped(dropout, query)}
     if attention_mask is not None:  # all that a row may see, causal and window included
         options |= masked("attention_mask", attention_mask[..., : key.shape[2]])
     else:

@@ -12,7 +12,7 @@ from flashtile.problem import describe
 from flashtile.pytorch import autocast, call, eight_bits, kernel, ops, prepared
 from flashtile.pytorch.autograd import record, reject_forward_mode, reject_gradients
 from flashtile.pytorch.call import Settings
-from flashtile.pytorch.watch import left_alone, unwatched
+from flashtile.pytorch.watch import left_alone, reject_shards, unwatched
 
 _ARRAYS = ("cu_q", "cu_k", *ARRAYS)
 
@@ -26,6 +26,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, backend: str, return_lse: bool, o
         # call.of() checks the numbers, the operator's fake the tensors
         out, lse = ops.ATTENTION(*call.of(q, k, v, backend, **options))
         return (out, lse) if return_lse else out
+    if "seed" in options:
+        options["seed"] = call.settled_seed(options["seed"])
     known = prepared.recall(q, k, v, backend, options)
     if known is None:
         return _for_the_first_time(q, k, v, backend, return_lse, options)
@@ -53,8 +55,9 @@ def _for_the_first_time(
     q: Tensor, k: Tensor, v: Tensor, backend: str, return_lse: bool, options: dict[str, Any]
 ) -> Any:
     """Of a call that is not known; one that is watched never is."""
+    reject_shards()
     q, k, v, options = _as_operators_take_them(q, k, v, options)
-    names = _tensors_among(options)
+    names = call.tensors_among(options)
     tensors = [q, k, v, *(options[name] for name in names)]
     if not unwatched(tensors):
         check_dense(dict(zip(("q", "k", "v", *names), tensors, strict=True)))
@@ -78,12 +81,8 @@ def _recorded(
     known: prepared.Known | None = None,
 ) -> Any:
     """For autograd, of a call that nobody else watches."""
-    names = _tensors_among(options)
+    names = call.tensors_among(options) if options else []
     if names or q.dtype is eight_bits.DTYPE:  # before anything is computed
         reject_gradients(q, "alibi" in names and options["alibi"].requires_grad)
     out, lse = record(Settings(backend, options, names, known), q, k, v, *(options[name] for name in names))
     return (out, lse) if return_lse else out
-
-
-def _tensors_among(options: dict[str, Any]) -> list[str]:
-    return [name for name, x in options.items() if x is not None and name in call.TENSORS] if options else []

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.checks import check_stored
 from flashtile.dtypes import name_of, narrow
 from flashtile.problem import check_gradients, describe
 from flashtile.pytorch import eight_bits, on_cpu, prepared
-from flashtile.pytorch.bridge import to_numpy, to_torch
+from flashtile.pytorch.bridge import Memory, to_numpy, to_torch
+from flashtile.pytorch.call import tensors_of
 from flashtile.pytorch.watch import left_alone
 
 Grads = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
@@ -52,6 +54,7 @@ def _found(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any
 
 def _widened(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """forward() of 8-bit tensors where the backend does not multiply them as they are."""
+    check_stored(tensors_of(q, k, v, options))
     problem = describe(q, k, v, **options)
     (q, k, v), more = eight_bits.widened(problem)
     out, lse = forward(q, k, v, backend, {**options, **more})
@@ -72,14 +75,19 @@ def backward(
     options: dict[str, Any],
 ) -> Grads:
     """dq, dk, dv, dbias, dsink, each contiguous and like its input; None where there is none to give."""
+    named = {"dout": dout, "out": out, "lse": lse}
+    if dlse is not None:
+        named["dlse"] = dlse
+    check_stored(named)
     if not q.is_cpu:
         run, inputs = prepared.find(q, k, v, backend, options)
         grads = run.backward(inputs, dout, out, lse, dlse, bias_grad=bias_grad)
         dq, dk, dv = grads[:3]
     else:
+        check_stored(tensors_of(q, k, v, options))
         problem, row = on_cpu.chosen(q, k, v, backend, options)
         given = (None if x is None else to_numpy(x) for x in (dout, out, lse, dlse))
-        grads = row.backward(problem, *check_gradients(problem, *given), bias_grad=bias_grad)
+        grads = row.backward(problem, *check_gradients(problem, *given), bias_grad=bias_grad, memory=Memory)
         dq, dk, dv = (on_cpu.given(problem, x, problem.dtype) for x in grads[:3])
     return dq, dk, dv, _like(options.get("bias"), grads.dbias), _like(options.get("sink"), grads.dsink)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from operator import and_
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,12 @@ import torch
 from torch import Tensor
 
 from flashtile import dispatch, threads
+from flashtile.checks import check_seed, elements_across
 from flashtile.dtypes import narrow
 from flashtile.inputs import Inputs
 from flashtile.problem import Problem, check_lengths, describe
-from flashtile.pytorch.bridge import to_numpy, to_torch
-from flashtile.pytorch.call import TENSORS
+from flashtile.pytorch.bridge import Memory, to_numpy, to_torch
+from flashtile.pytorch.call import TENSORS, number_of
 
 _GUARDS: Any = torch._C._dynamo.guards
 
@@ -32,6 +34,9 @@ def chosen(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any
         raise
     if options.get("threads") is None:
         options["threads"] = _threads()
+    if isinstance(seed := options.get("seed"), Tensor):
+        check_seed(seed, q)
+        options["seed"] = number_of(seed)
     problem = describe(*arrays, **options)
     return problem, dispatch.choose(problem, backend, "cpu")
 
@@ -55,7 +60,8 @@ def work_out(
         "v": v,
         **{name: options[name] for name in (*core.others, "kv_lengths") if name in options},
     }
-    return Small(core, problem, options.get("threads") is not None), Inputs.of(problem)._replace(**tensors), True
+    given = Inputs.of(problem)._replace(**tensors)
+    return Small(core, problem, given, options.get("threads") is not None), given, True
 
 
 class Whole:
@@ -68,22 +74,27 @@ class Whole:
 
     def forward(self, x: Inputs) -> tuple[Tensor, Tensor]:
         p = self._problem
-        out, lse = self._row.forward(p)
+        out, lse = self._row.forward(p, Memory)
         return given(p, out, p.out_dtype), given(p, lse, p.accumulator)
 
     def output(self, x: Inputs) -> Tensor:
-        out, _ = self._row.forward(self._problem)
+        out, _ = self._row.forward(self._problem, Memory)
         return given(self._problem, out, self._problem.out_dtype)
 
 
 class Small:
-    """Calls like one that its backend has prepared."""
+    """Calls like one that its backend has prepared, wherever their tensors lie."""
 
-    __slots__ = ("_core", "_keys", "_lse", "_out", "_threads")
+    __slots__ = ("_core", "_item", "_items", "_keys", "_lse", "_out", "_threads")
+    anywhere = True
 
-    def __init__(self, core: Any, p: Problem, by_threads: bool) -> None:
+    def __init__(self, core: Any, p: Problem, x: Inputs, by_threads: bool) -> None:
         """by_threads: the call says how many; if not, torch has the last word each time."""
         self._core, self._threads, self._keys = core, p.threads if by_threads else None, p.n_k
+        self._item = x.q.element_size() - 1  # the bits of an address that lies between elements
+        self._items = [getattr(x, name).element_size() - 1 for name in core.others]
+        if not any(self._items):  # bytes
+            self._items = []
         shape = p.out_shape()[4 - p.rank :]
         self._out, self._lse = _maker(shape, p.out_dtype), _maker(shape[:-1], p.accumulator)
 
@@ -98,12 +109,24 @@ class Small:
         return out, lse
 
     def _run(self, x: Inputs, out: int, lse: int | None) -> None:
+        q, k, v = x.q.data_ptr(), x.k.data_ptr(), x.v.data_ptr()
         others = [getattr(x, name).data_ptr() for name in self._core.others] if self._core.others else ()
+        if (q | k | v) & self._item or (self._items and any(map(and_, others, self._items))):
+            moved: Any = {n: _between_no_elements(getattr(x, n)) for n in ("q", "k", "v", *self._core.others)}
+            return self._run(x._replace(**moved), out, lse)
         lengths = () if x.kv_lengths is None else x.kv_lengths.tolist()
         if lengths and not 0 <= min(lengths) <= max(lengths) <= self._keys:
             check_lengths(np.array(lengths), self._keys)
-        given = x.q.data_ptr(), x.k.data_ptr(), x.v.data_ptr()
-        self._core(self._threads or _threads(), x.seed, *given, out, lse, others, lengths)
+        seed = x.seed if x.seed.__class__ is int else number_of(x.seed)
+        self._core(self._threads or _threads(), seed, q, k, v, out, lse, others, lengths)
+        return None
+
+
+def _between_no_elements(x: Tensor) -> Tensor:
+    """x, or a copy with the same strides if its address is no multiple of an element's size."""
+    if not x.data_ptr() % x.element_size():
+        return x
+    return x.as_strided((elements_across(x),), (1,)).clone().as_strided(x.shape, x.stride())
 
 
 def _threads() -> int:

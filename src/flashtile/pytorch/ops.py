@@ -13,7 +13,7 @@ from torch import Tensor
 from flashtile.problem import check_gradients, describe
 from flashtile.pytorch import kernel
 from flashtile.pytorch.call import SCHEMA, Call, Settings
-from flashtile.pytorch.watch import unwatched
+from flashtile.pytorch.watch import reject_shards, unwatched
 
 LIBRARY: Any = torch.library.Library("flashtile", "DEF")  # type: ignore[no-untyped-call]
 LIBRARY.define(f"attention({SCHEMA}) -> (Tensor out, Tensor lse)")
@@ -31,6 +31,7 @@ Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 # One kernel for every device: the dispatch table says which backend runs there, or why none does.
 @torch.library.impl(LIBRARY, "attention", "CompositeExplicitAutograd")
 def _attention(*args: Any) -> Two:
+    reject_shards()  # of a graph too, wherever that was compiled
     call = Call(*args)
     return kernel.forward(call.q, call.k, call.v, call.backend, call.options())
 

@@ -10,10 +10,13 @@ from torch._C._dynamo.guards import TensorGuards
 
 from flashtile import dispatch
 from flashtile.again import part_of_key
+from flashtile.backends.triton.gpu import tf32
+from flashtile.checks import check_stored, elements_across
 from flashtile.dtypes import EIGHT_BITS
 from flashtile.inputs import TENSORS, Inputs
 from flashtile.problem import describe
 from flashtile.pytorch import on_cpu
+from flashtile.pytorch.call import tensors_of
 from flashtile.pytorch.watch import left_alone, never_hears, quiet, unwatched
 
 MOST = 2048  # calls remembered; a cache that grows by a token a step would otherwise fill the memory
@@ -30,11 +33,14 @@ class Known(NamedTuple):
     """What runs a call, and how a call like it is told.
 
     alike is torch's own look at tensors: types, devices, dtypes, shapes, strides, which of them need gradients, and
-    what the dispatcher would do with them. It does not see where they lie: off is _off() of them.
+    what the dispatcher would do with them. It does not see where they lie: off is _off() of them, where that matters to
+    what runs the call; reach: how many elements there are from the first to the last one, and the bytes of each.
     """
 
     alike: Any
+    anywhere: bool
     off: tuple[int, ...] | None
+    reach: tuple[tuple[int, int], ...]
     run: Any
     with_others: bool  # whether any tensor comes with q, k and v
     needs_gradients: bool
@@ -58,6 +64,7 @@ def find(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any])
     known = _recall(key, tensors)
     if known is not None:
         return known.run, known.inputs(q, k, v, options)
+    check_stored(tensors_of(q, k, v, options))
     run, inputs, lasting = (on_cpu.work_out if q.is_cpu else _on_gpu)(q, k, v, backend, options)
     if lasting:
         _remember(key, tensors, run, any(x is not None for x in inputs[3:-1]))
@@ -88,7 +95,11 @@ def recall(q: Any, k: Any, v: Any, backend: str, options: dict[str, Any]) -> Kno
 
 def _recall(key: Any, tensors: tuple[Tensor, ...]) -> Known | None:
     for known in _known.get(key, _NO_ONE):
-        if known.alike.check(*tensors) and known.off == _off(tensors):
+        if (
+            known.alike.check(*tensors)
+            and (known.anywhere or known.off == _off(tensors))
+            and _stored(tensors, known.reach)
+        ):
             return known
     return None
 
@@ -100,7 +111,9 @@ def _remember(key: Any, tensors: tuple[Tensor, ...], run: Any, with_others: bool
         _known.clear()
     known = Known(
         TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None),
+        run.anywhere,
         _off(tensors),
+        tuple((elements_across(x), x.element_size()) for x in tensors),
         run,
         with_others,
         any(x.requires_grad for x in tensors),
@@ -121,14 +134,29 @@ def _off(tensors: tuple[Tensor, ...]) -> tuple[int, ...] | None:
     return tuple(x.data_ptr() % ALIGNED for x in tensors)
 
 
+def _stored(tensors: tuple[Tensor, ...], reach: tuple[tuple[int, int], ...]) -> bool:
+    """Whether the storage of each holds it: it may have been freed, or shrunk, since the tensor was made."""
+    if len(tensors) == 3:  # as of most calls; a loop takes longer
+        (q, k, v), ((of_q, size), (of_k, _), (of_v, _)) = tensors, reach
+        return (
+            len(q.untyped_storage()) >= (q.storage_offset() + of_q) * size
+            and len(k.untyped_storage()) >= (k.storage_offset() + of_k) * size
+            and len(v.untyped_storage()) >= (v.storage_offset() + of_v) * size
+        )
+    for x, (across, size) in zip(tensors, reach, strict=True):
+        if len(x.untyped_storage()) < (x.storage_offset() + across) * size:
+            return False
+    return True
+
+
 def _key(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Any, tuple[Tensor, ...]]:
     """All that decides what runs: what is not in the tensors, and the tensors, each once.
 
     Lengths are in both, so that few calls have the same key. None for a call that is not remembered: an option of it is
-    wrong, or may have another value by the next time.
+    wrong, or may have another value by the next time, or a tensor is nested, which is more than guards can look at.
     """
-    precise = torch.get_float32_matmul_precision() if q.dtype is torch.float32 else None
-    if backend.__class__ is not str:
+    precise = None if q.is_cpu or q.dtype is not torch.float32 else tf32()
+    if backend.__class__ is not str or v.is_nested:
         return None, (q, k, v)
     apart = q is not k and k is not v and q is not v
     if apart and not options:
@@ -139,15 +167,17 @@ def _key(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any])
         if x is None and name in _MAY_BE_NONE:
             continue
         kind = x.__class__
-        if name == "seed":
-            if kind is not int or not 0 <= x < 1 << 64:
+        if kind is int and name == "seed":
+            if not 0 <= x < 1 << 64:
                 return None, (q, k, v)
         elif kind is bool or kind is float or kind is torch.dtype:  # as most are
             key += name, x, kind
-        elif name in TENSORS and isinstance(x, Tensor):
+        elif (name in TENSORS or name == "seed") and isinstance(x, Tensor):
+            if x.is_nested:
+                return None, (q, k, v)
             key.append(name)
             tensors.append(x)
-        elif (part := part_of_key(name, x)) is not None:
+        elif name != "seed" and (part := part_of_key(name, x)) is not None:
             key += part
         else:
             return None, (q, k, v)

@@ -34,7 +34,8 @@ class Fold:
     def call(self, call: Call, mapped: Call) -> Call:
         ranks = {"q": 4, "k": 4, "v": 4, "mask": 4, "bias": 4, "alibi": 2, "kv_lengths": 1, "descale": 3}
         return call._replace(
-            **{name: self.fold(getattr(call, name), getattr(mapped, name), rank) for name, rank in ranks.items()}
+            seed_tensor=None,  # nothing is dropped
+            **{name: self.fold(getattr(call, name), getattr(mapped, name), rank) for name, rank in ranks.items()},
         )
 
     def unfold(self, x: Tensor, shape: Sequence[int]) -> Tensor:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C._dynamo import eval_frame
 from torch.autograd import forward_ad
+from torch.nn import functional
+
+from flashtile.errors import UnsupportedError
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -44,7 +48,40 @@ def never_hears(x: Tensor) -> bool:
 
 def quiet() -> bool:
     """No mode is on, no derivative is on its way forward, and nothing is cast: none of these needs show on tensors."""
-    return not (_function_modes() or _dispatch_modes() or _autocast() or forward_ad._current_level >= 0)
+    return not (
+        _function_modes()
+        or _dispatch_modes()
+        or _autocast()
+        or forward_ad._current_level >= 0
+        or (functional.scaled_dot_product_attention is not _SDPA and _in_context_parallel())
+    )
+
+
+_mode_stack: Any = torch.overrides._get_current_function_mode_stack
+_SDPA: Any = torch._C._nn.scaled_dot_product_attention
+# Where torch keeps what it has put in the place of that, in one release or another.
+_SHARDING = (
+    "torch.distributed.tensor.experimental._attention",
+    "torch.distributed.tensor.experimental._context_parallel._attention",
+)
+
+
+def _in_context_parallel() -> bool:
+    """Whether torch's context_parallel() is on: torch's own attention is then another function, or seen by a mode."""
+    found: Any = functional.scaled_dot_product_attention
+    modules = [sys.modules[name] for name in _SHARDING if name in sys.modules]
+    return any(found in getattr(module, "_replaced_functions", ()) for module in modules) or any(
+        type(mode).__name__ == "DistributeFunction" and type(mode).__module__ in _SHARDING for mode in _mode_stack()
+    )
+
+
+def reject_shards() -> None:
+    """Under torch's context_parallel() each rank has a part of the sequences, which it would take for all of them."""
+    if _in_context_parallel():
+        raise UnsupportedError(
+            "q, k, v: expected whole sequences, got a rank's part of them, as inside torch's context_parallel(), "
+            "which flashtile does not know yet"
+        )
 
 
 _LEAVE = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)

@@ -1,10 +1,12 @@
-"""Tickets: who shares them, who has them alone."""
+"""Tickets: who shares them, who has them alone, and where their memory comes from."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import pairwise
+from threading import get_ident
 from time import sleep
 from types import SimpleNamespace
 from typing import Any
@@ -23,14 +25,35 @@ plain_zeros = torch.zeros
 
 
 class Machine:
-    """A GPU as tickets() sees it."""
+    """A GPU as tickets() sees it, and torch's allocator: which streams are captured, which threads have a pool."""
 
     def __init__(self) -> None:
         self.stream, self.capturing, self.cleared = 1, False, 0
+        self.pooled: set[int] = set()  # threads, by torch.cuda.use_mem_pool() or a warm-up of torch.compile
+        self.of_pools: list[Any] = []
+        self.caller = get_ident()
+        self.waited = 0
 
-    def zeros(self, shape: Any, **_: Any) -> Any:
+    def zeros(self, shape: Any, dtype: Any, device: Any) -> Any:
         self.cleared += 1
-        return plain_zeros(shape, dtype=torch.int32)
+        made = plain_zeros(shape, dtype=dtype)
+        if get_ident() in self.pooled or self.is_capturing():
+            self.of_pools.append(made)
+        return made
+
+    def is_capturing(self) -> bool:
+        """Another thread begins on the default stream."""
+        return self.capturing and get_ident() == self.caller
+
+    def current_stream(self) -> Any:
+        def synchronize() -> None:
+            assert not self.capturing and get_ident() != self.caller, "it may not wait"
+            self.waited += 1
+
+        return SimpleNamespace(synchronize=synchronize)
+
+    def is_of_a_pool(self, x: Any) -> bool:
+        return any(x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() for y in self.of_pools)
 
 
 @pytest.fixture
@@ -40,6 +63,8 @@ def gpu() -> Iterator[Machine]:
         mock.patch.multiple(module, _of_stream={}, _banks={}, _taken={}, BANK=SMALL),
         mock.patch.object(torch, "zeros", machine.zeros),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: machine.capturing),
+        mock.patch.object(torch.cuda, "current_stream", machine.current_stream),
+        mock.patch.object(torch.cuda, "device", lambda device: nullcontext()),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda _: machine.stream, create=True),
     ):
         yield machine
@@ -128,6 +153,26 @@ def test_tickets_made_in_inference_mode_are_good_for_all(gpu: Machine) -> None:
     first.give_back()
     gpu.capturing = True
     tickets(GPU).pair.zero_()
+
+
+def test_what_is_kept_comes_from_no_pool(gpu: Machine) -> None:
+    """Of a first call in the warm-up of torch.compile(mode="reduce-overhead"): the next graph overwrites that."""
+    gpu.pooled = {get_ident()}
+    assert gpu.is_of_a_pool(torch.zeros((1,), dtype=torch.int32, device="cuda"))
+    first = tickets(GPU)
+    assert gpu.waited == gpu.cleared - 1 == 2  # the bank's, and those of the stream
+    first.give_back()
+    gpu.capturing = True
+    own = tickets(GPU)
+    assert not any(map(gpu.is_of_a_pool, (first.pair, first.marks, own.pair, *module._banks[0])))
+
+
+def test_of_a_graph_that_was_captured_before_any_call_nothing_is_kept(gpu: Machine) -> None:
+    gpu.capturing = True
+    own = tickets(GPU)
+    assert gpu.is_of_a_pool(own.pair)
+    own.give_back()
+    assert not module._banks and not module._of_stream
 
 
 def test_without_a_gpu() -> None:

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flashtile.backends.triton import permanent
+
 COUNT = 2
 APART = 4  # 16 bytes: a Series goes on with kernels that were compiled for pointers aligned so
 BANK = 1 << 14  # pairs for launches in graphs, made at a time
@@ -42,19 +44,19 @@ def tickets(device: Any) -> Tickets:
     from a bank that was cleared before: clearing it here would be one more node of the graph.
     """
     if device.type != "cuda":  # kernels are compiled without a GPU too
-        return Tickets(_zeros((COUNT,), device), None, None)
+        return Tickets(_cleared_here(device), None, None)
     index = device.index
     if torch.cuda.is_current_stream_capturing():
         return Tickets(_of_a_graph(device), None, None)
     if _taken.get(index, BANK) > BANK // 2:
         with _lock:
-            _banks.setdefault(index, []).append(_zeros((BANK, APART), device))
+            _banks.setdefault(index, []).append(permanent.zeros((BANK, APART), torch.int32, device))
             _taken[index] = 0
     key = (index, torch._C._cuda_getCurrentRawStream(index))
     try:
         return _of_stream[key].pop()
     except (KeyError, IndexError):
-        memory = _zeros((APART + MOST_MARKS,), device)
+        memory = permanent.zeros((APART + MOST_MARKS,), torch.int32, device)
         return Tickets(memory[:COUNT], memory[APART:], _of_stream.setdefault(key, []))
 
 
@@ -63,12 +65,11 @@ def _of_a_graph(device: Any) -> Any:
     with _lock:
         taken = _taken.get(index, BANK)
         if taken == BANK:
-            return _zeros((COUNT,), device)
+            return _cleared_here(device)
         _taken[index] = taken + 1
         return _banks[index][-1][taken, :COUNT]
 
 
-def _zeros(shape: tuple[int, ...], device: Any) -> Any:
-    """Also for calls that come later: a tensor that was made in inference mode could not be cleared outside of it."""
-    with torch.inference_mode(False):
-        return torch.zeros(shape, dtype=torch.int32, device=device)
+def _cleared_here(device: Any) -> Any:
+    """A pair for one launch, or for one graph, to which the clearing belongs."""
+    return torch.zeros((COUNT,), dtype=torch.int32, device=device)

@@ -30,10 +30,10 @@ _Tensor = tuple[int, ...]  # address, and strides of sequence, head, row and col
 _ABSENT: _Tensor = (0, 0, 0, 0, 0)
 
 
-def forward(problem: Problem) -> tuple[Array, Array]:
-    """Output (rank 4, rounded to out_dtype) and lse (rank 3)."""
-    out = _empty(problem, problem.out_shape(), problem.out_dtype)
-    lse = _empty(problem, problem.out_shape()[:-1], problem.accumulator)
+def forward(problem: Problem, memory: Any = np) -> tuple[Array, Array]:
+    """Output (rank 4, rounded to out_dtype) and lse (rank 3). memory: what makes arrays, as NumPy does."""
+    out = _empty(problem, problem.out_shape(), problem.out_dtype, memory)
+    lse = _empty(problem, problem.out_shape()[:-1], problem.accumulator, memory)
     alive: list[Array] = []
     _check(library.load().ft_forward(_packed(problem, out, lse, alive)))
     return out, lse
@@ -64,10 +64,12 @@ def _packed(p: Problem, out: Array, lse: Array, alive: list[Array]) -> bytes:
     return _STRUCT.pack(*fields)
 
 
-def backward(problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Grads:
-    """Gradients; those of q, k and v rounded to the dtype of the problem."""
-    dq, dk, dv = (_empty(problem, x.shape, problem.dtype) for x in (problem.q, problem.k, problem.v))
-    dbias = None if problem.bias is None or not bias_grad else np.zeros(problem.bias.shape, problem.accumulator)
+def backward(
+    problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True, memory: Any = np
+) -> Grads:
+    """Gradients; those of q, k and v rounded to the dtype of the problem. memory: as in forward()."""
+    dq, dk, dv = (_empty(problem, x.shape, problem.dtype, memory) for x in (problem.q, problem.k, problem.v))
+    dbias = None if problem.bias is None or not bias_grad else memory.zeros(problem.bias.shape, problem.accumulator)
     dsink = None if problem.sink is None else np.empty(problem.sink.shape, problem.accumulator)
     alive: list[Array] = []
     fields = _given(problem, alive)
@@ -156,11 +158,11 @@ def _plain(x: Array, dtype: str, alive: list[Array]) -> int:
     return address(x)
 
 
-def _empty(p: Problem, shape: tuple[int, ...], dtype: str) -> Array:
+def _empty(p: Problem, shape: tuple[int, ...], dtype: str, memory: Any = np) -> Array:
     """An array of this shape; packed ones lie as (rows, heads, ...) in memory."""
     if not p.packed:
-        return np.empty(shape, carrier(dtype))
-    packed: Array = np.empty((1, shape[2], shape[1], *shape[3:]), carrier(dtype)).swapaxes(1, 2)
+        return memory.empty(shape, carrier(dtype))  # type: ignore[no-any-return]
+    packed: Array = memory.empty((1, shape[2], shape[1], *shape[3:]), carrier(dtype)).swapaxes(1, 2)
     return packed
 
 

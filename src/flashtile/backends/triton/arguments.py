@@ -5,11 +5,11 @@ from __future__ import annotations
 import struct
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
 from flashtile import dropout
+from flashtile.backends.triton import gpu
 from flashtile.backends.triton.cuts import NEAR
 from flashtile.backends.triton.steady import STEADY
 from flashtile.backends.triton.tuning import Config
@@ -82,8 +82,8 @@ class Rule(NamedTuple):
     alibi_sequence: int
     alibi_head: int
     alibi_offset: int  # of the band, where it is not None; steady()
-    seed_low: int | None  # of dropout, in two steady() halves
-    seed_high: int
+    seed_low: Any  # of dropout, in two steady() halves; or a pointer to all of it
+    seed_high: int | None  # None beside a pointer
     threshold: int
     keep_scale: int  # of 1 / (1 - dropout)
     heads: int  # steady()
@@ -130,9 +130,9 @@ def rule(p: Problem) -> Rule:
     if p.alibi is not None:
         at = max(-NEAR.value, min(offset, NEAR.value))
         alibi = (p.alibi, 0 if p.alibi.shape[0] == 1 else p.alibi.stride(0), p.alibi.stride(1), steady(at))
-    drop: tuple[Any, int, int, int, int] = (None, 0, 0, 0, 0)
+    drop: tuple[Any, Any, int, int, int] = (None, 0, 0, 0, 0)
     if p.dropout:
-        drop = (*halves(p.seed), dropout.threshold(p.dropout), bits(1 / (1 - p.dropout)), steady(p.heads))
+        drop = (*parts(p.seed), dropout.threshold(p.dropout), bits(1 / (1 - p.dropout)), steady(p.heads))
     return Rule(
         bits(p.scale),
         None if p.scale > 0 else 0,
@@ -152,7 +152,7 @@ def rule_of(a_rule: Rule, x: Inputs) -> Rule:
     """The rule with the tensors and the seed of this call."""
     if x.mask is None and x.bias is None and x.alibi is None and x.descale is None and a_rule.seed_low is None:
         return a_rule
-    low, high = (None, 0) if a_rule.seed_low is None else halves(x.seed)
+    low, high = (None, 0) if a_rule.seed_low is None else parts(x.seed)
     return a_rule._replace(mask=x.mask, bias=x.bias, alibi=x.alibi, seed_low=low, seed_high=high, descale=x.descale)
 
 
@@ -174,8 +174,7 @@ def precision(p: Problem) -> str:
     """float32 products are exact to float32, unless torch was told that its own need not be."""
     if INTERPRETED:
         return "wide"
-    loose = p.dtype == "float32" and torch.get_float32_matmul_precision() != "highest"
-    return "tf32" if loose else "ieee"
+    return "tf32" if p.dtype == "float32" and gpu.tf32() else "ieee"
 
 
 def block(dim: int) -> int:
@@ -197,9 +196,9 @@ def length(n: int) -> int:
     return n if n % ALIGNED == 0 else steady(n)
 
 
-def halves(seed: int) -> tuple[int, int]:
-    """The low and the high half of a seed."""
-    return steady(seed & 0xFFFFFFFF), steady(seed >> 32)
+def parts(seed: Any) -> tuple[Any, int | None]:
+    """The low and the high half of a seed; or the tensor that it is in."""
+    return (steady(seed & 0xFFFFFFFF), steady(seed >> 32)) if isinstance(seed, int) else (seed, None)
 
 
 def bits(x: float) -> int:

@@ -1,4 +1,4 @@
-"""The GPU of a call: its architecture, its processors, and how it becomes the current one."""
+"""The GPU of a call: its architecture, its processors, its precision, and how it becomes the current one."""
 
 from __future__ import annotations
 
@@ -26,6 +26,20 @@ def processors(device: Any) -> int:
     if device.type != "cuda":
         return 8  # so that the interpreter meets splits too
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+_by_backend: Any = getattr(torch._C, "_get_fp32_precision_getter", None)  # from torch 2.9 on
+
+
+def tf32() -> bool:
+    """Whether torch was told that its own products of float32 may be rounded to TF32.
+
+    The older question, get_float32_matmul_precision(), is an error where the answer was given by fp32_precision; the
+    newer one knows both answers.
+    """
+    if _by_backend is None:
+        return torch.get_float32_matmul_precision() != "highest"
+    return bool(_by_backend("cuda", "matmul") == "tf32")
 
 
 def index_of(device: Any) -> int | None:

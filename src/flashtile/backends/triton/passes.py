@@ -20,10 +20,13 @@ from flashtile.results import Grads
 class Passes:
     """A call without its numbers: what is launched for tensors of these shapes, strides, dtypes and alignments."""
 
+    anywhere = False  # kernels are compiled for alignments
+
     def __init__(self, problem: Problem) -> None:
         self._device = problem.q.device
         self._index = index_of(self._device)
-        self._problem = replace(problem, **{name: outline(getattr(problem, name)) for name in TENSORS})
+        seed = problem.seed if isinstance(problem.seed, int) else outline(problem.seed)
+        self._problem = replace(problem, seed=seed, **{name: outline(getattr(problem, name)) for name in TENSORS})
         self._aligned = {name: aligned(getattr(problem, name)) for name in "qkv"}
         self._forward: Callable[[Inputs, bool], tuple[Any, Any]]
         self._ways_back: dict[Any, tuple[Callable[..., Grads], bool]] = {}

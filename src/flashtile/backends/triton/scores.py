@@ -133,7 +133,10 @@ def kept(rule, sequence, o_h, o_i, j0, BLOCK_I: tl.constexpr, BLOCK_J: tl.conste
     c0 = tl.broadcast_to(quads, (BLOCK_I, BLOCK_J // 4))
     c1 = tl.broadcast_to(o_i, (BLOCK_I, BLOCK_J // 4))
     c2 = tl.broadcast_to(sequence * plain(rule.heads) + o_h, (BLOCK_I, BLOCK_J // 4))
-    seed = half_of_seed(rule.seed_high) << 32 | half_of_seed(rule.seed_low)
+    if rule.seed_high is None:
+        seed = tl.load(rule.seed_low).to(tl.uint64)
+    else:
+        seed = half_of_seed(rule.seed_high) << 32 | half_of_seed(rule.seed_low)
     r0, r1, r2, r3 = tl.philox(seed, c0, c1, c2, c0 * 0)
     bits = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), (BLOCK_I, BLOCK_J))
     return bits >= tl.cast(rule.threshold, tl.uint32)

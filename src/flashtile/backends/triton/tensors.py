@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from flashtile.backends.triton import permanent
 from flashtile.backends.triton.arguments import block
 from flashtile.backends.triton.tuning import Config
 from flashtile.problem import Problem
@@ -19,6 +20,7 @@ FEW_ROWS = 512
 FARTHEST = 1 << 23  # elements: offsets within a tile, of 256 rows at most, have 32 bits
 DUMPED = 1 << 16  # elements: larger results that nobody wants have memory of their own
 _GUARDS: Any = torch._C._dynamo.guards
+_dumps: dict[Any, Any] = {}
 
 
 def laid_out(p: Problem) -> Problem:
@@ -92,10 +94,12 @@ def empty(shape: tuple[int, ...], dtype: Any, device: Any) -> Callable[[], Any]:
     return partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
 
 
-@cache
 def dump(dtype: Any, device: Any) -> Any:
     """Memory that all launches may write to, on whichever stream, because none reads it. Graphs rely on it for ever."""
-    return torch.empty(DUMPED, dtype=dtype, device=device)
+    made = permanent.zeros((DUMPED,), dtype, device)
+    if made is None:  # a graph that is captured before any call has such memory for itself
+        return torch.empty(DUMPED, dtype=dtype, device=device)
+    return _dumps.setdefault((dtype, device), made)  # not a second one, which would be given up while in use
 
 
 class Result:
@@ -114,7 +118,10 @@ class Result:
 
     def dump(self) -> Any:
         """A place for the result where nobody wants it: as empty(), but a small one costs nothing."""
-        return dump(self.dtype, self.device) if self.numel <= DUMPED else self.empty()
+        if self.numel > DUMPED:
+            return self.empty()
+        found = _dumps.get((self.dtype, self.device))
+        return dump(self.dtype, self.device) if found is None else found
 
     def parts(self, *count: int, dtype: Any) -> Callable[[], Any]:
         """What makes the same a number of times, along another axis."""

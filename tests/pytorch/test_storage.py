@@ -1,0 +1,156 @@
+"""Tensors whose storage was freed or shrunk, and nested ones, are refused by name, also by a call that is known."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+import flashtile as ft
+from flashtile.pytorch import prepared
+from tests.pytorch.samples import every_backend
+
+NAMES = ("q", "k", "v", "mask", "bias", "alibi", "sink", "kv_lengths")
+
+
+def tensors() -> dict[str, Any]:
+    rng = torch.Generator().manual_seed(0)
+    given = {name: torch.randn(2, 4, 20, 16, generator=rng) for name in ("q", "k", "v")}
+    return given | {
+        "mask": torch.ones(2, 1, 1, 20, dtype=torch.bool),
+        "bias": torch.zeros(20, 20),
+        "alibi": torch.rand(4, generator=rng),
+        "sink": torch.randn(4, generator=rng),
+        "kv_lengths": torch.tensor([20, 20]),
+    }
+
+
+def attention(given: dict[str, Any], **more: Any) -> Any:
+    return ft.attention(**given, **more)
+
+
+def shrink(x: Any, share: float) -> None:
+    storage = x.untyped_storage()
+    storage.resize_(int(storage.nbytes() * share))
+
+
+@pytest.mark.parametrize("share", [0, 0.5])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("options", ["none", "all"])
+def test_a_storage_that_was_shrunk(options: str, name: str, share: float) -> None:
+    given = tensors() if options == "all" else {n: tensors()[n] for n in {"q", "k", "v", name}}
+    for _ in range(2):
+        out = attention(given)
+    shrink(given[name], share)
+    needed = "16" if name in ("alibi", "sink", "kv_lengths") else r"\d+"
+    with pytest.raises(ft.ShapeError, match=rf"^{name}: expected a storage of at least {needed} bytes, for its shape"):
+        attention(given)
+    prepared._known.clear()
+    with pytest.raises(ft.ShapeError, match=rf"^{name}: expected a storage"):
+        attention(given)
+    assert torch.equal(attention({n: tensors()[n] for n in given}), out)
+
+
+@every_backend
+def test_by_every_backend(backend: str) -> None:
+    given = tensors()
+    shrink(given["v"], 0)
+    with pytest.raises(ft.ShapeError, match=r"^v: expected a storage"):
+        attention(given, backend=backend)
+
+
+def test_a_view_of_a_storage_that_was_shrunk_is_told_by_where_it_ends() -> None:
+    """All three lie in one storage, of which the first part is still there."""
+    whole = torch.randn(3, 2, 4, 20, 16)
+    q, k, v = whole
+    for _ in range(2):
+        ft.attention(q, k, v)
+    shrink(whole, 2 / 3)
+    ft.attention(q, k, k.clone())
+    with pytest.raises(ft.ShapeError, match=rf"^v: expected a storage of at least {whole.numel() * 4} bytes"):
+        ft.attention(q, k, v)
+    whole.untyped_storage().resize_(whole.numel() * 4)
+    whole.normal_()
+    assert torch.equal(ft.attention(q, k, v), ft.attention(q, k, v.clone()))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "out"])
+def test_between_the_two_passes(name: str) -> None:
+    given = {n: tensors()[n].requires_grad_() for n in ("q", "k", "v", "bias")}
+    for _ in range(2):
+        out = attention(given)
+    loss = out.sum()
+    shrink({"out": out, **given}[name], 0)
+    with pytest.raises(ft.ShapeError, match=rf"^{name}: expected a storage"):
+        loss.backward()
+
+
+def test_an_empty_tensor_needs_none() -> None:
+    q = torch.randn(1, 2, 3, 8)
+    k = torch.empty(1, 2, 0, 8)
+    k.untyped_storage().resize_(0)
+    for _ in range(2):
+        assert not ft.attention(q, k, k).any()
+
+
+def test_factors_of_8_bits() -> None:
+    q = torch.randn(1, 2, 3, 8).to(torch.float8_e4m3fn)
+    shrink(q, 0)
+    with pytest.raises(ft.ShapeError, match=r"^q: expected a storage of at least 48 bytes"):
+        ft.attention(q, q, q)
+
+
+NESTED = """
+import warnings
+import torch, flashtile as ft
+from tests.pytorch.test_storage import attention, tensors
+warnings.simplefilter("ignore")
+for name in {names}:
+    given = tensors() | dict.fromkeys(("alibi", "sink", "kv_lengths")) | ({{"bias": None}} if name == "mask" else {{}})
+    given = {{n: x for n, x in given.items() if n in ("q", "k", "v", name)}}
+    for _ in range(2):
+        attention(given)
+    x = given[name]
+    given[name] = torch.nested.nested_tensor([*x[None]] if x.ndim < 3 else [*x])
+    for training in (False, True):
+        try:
+            attention({{n: y.requires_grad_(training) if n == "q" else y for n, y in given.items()}})
+        except ft.DTypeError as error:
+            print(error)
+"""
+
+
+def test_nested_tensors_in_the_place_of_others() -> None:
+    """In a process of its own: torch's guards ended it."""
+    names = ("q", "k", "v", "mask", "bias")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", NESTED.format(names=names)], capture_output=True, text=True, env=environment
+    )
+    assert not done.returncode, done.stderr
+    wanted = [f"{name}: expected a dense tensor, got a nested one" for name in names for _ in range(2)]
+    assert done.stdout.splitlines() == wanted
+
+
+def test_tensors_between_elements() -> None:
+    """A call that is known runs them too, from a copy."""
+    given = {name: tensors()[name] for name in ("q", "k", "v", "bias")}
+    out = attention(given)
+    for name, x in given.items():
+        room = torch.zeros(x.numel() * 4 + 1, dtype=torch.uint8)
+        numbers = torch.frombuffer(room.numpy()[1:], dtype=torch.float32)
+        shifted = numbers.view(x.shape).copy_(x)
+        assert shifted.data_ptr() % 4
+        assert torch.equal(attention(given | {name: shifted}), out)
+    rows = torch.frombuffer(bytearray(1 + 4 * 16), dtype=torch.float32, offset=1).normal_()
+    k = rows.expand(2, 4, 20, 16)
+    prepared._known.clear()
+    attention({**given, "k": rows.clone().expand(2, 4, 20, 16)})
+    assert torch.equal(attention({**given, "k": k}), attention({**given, "k": k.clone()}))

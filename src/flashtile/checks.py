@@ -33,7 +33,7 @@ def library_of(q: Any, first: str = "q") -> str:
             got = f"a NumPy array of {EIGHT_BITS}, which NumPy cannot read"
             raise DTypeError(f"{first}: expected a torch tensor, got {got}")
         return "numpy"
-    if hasattr(q, "__torch_function__") or type(q).__module__.partition(".")[0] == "torch":
+    if hasattr(q, "__torch_function__"):
         return "torch"
     raise DTypeError(f"{first}: expected a NumPy array or a torch tensor, got {type(q).__name__}")
 
@@ -47,7 +47,7 @@ def library(q: Any, first: str = "q", /, **others: Any) -> str:
             continue
         if x is None and name not in ("k", "v"):
             continue
-        if isinstance(x, np.ndarray) != numpy or not hasattr(x, "shape"):
+        if isinstance(x, np.ndarray) != numpy or not (numpy or hasattr(x, "__torch_function__")):
             wanted = "a NumPy array" if numpy else "a torch tensor"
             raise DTypeError(f"{name}: expected {wanted} like {first}, got {type(x).__name__}")
         _reject_kin(name, x)
@@ -114,6 +114,18 @@ def check_starts(cu_q: Any, cu_k: Any) -> None:
     for name, x in (("cu_q", cu_q), ("cu_k", cu_k)):
         if x is None:
             raise ShapeError(f"{name}: expected the starts of the sequences, got None")
+
+
+def listed(name: str, x: Any, like: Any) -> Any:
+    """Starts or lengths, if in a list, as an array of the library of `like` and where that is."""
+    if not isinstance(x, list | tuple):
+        return x
+    integers = [_integer(name, n, 0, FAR) for n in x]
+    if library_of(like) == "numpy":
+        return np.array(integers, np.int64)
+    import torch
+
+    return torch.tensor(integers, dtype=torch.int64, device=like.device)
 
 
 def check_head(**arrays: Any) -> None:
@@ -184,6 +196,8 @@ def check_hardware(hardware: Any) -> None:
 
 def to_host(name: str, x: Any) -> Any:
     """Starts or lengths that may be in a tensor on any device, where describe() looks at their values."""
+    if isinstance(x, list | tuple):
+        return np.array([_integer(name, n, 0, FAR) for n in x], np.int64)
     if not hasattr(x, "cpu") or name_of(x.dtype) not in INTEGERS:
         return x
     if x.device.type == "meta":

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flashtile.checks import ARRAYS, check_dense, check_descale, library
+from flashtile.layout import doubt
 from flashtile.problem import describe
 from flashtile.pytorch import autocast, call, eight_bits, kernel, ops, prepared
 from flashtile.pytorch.autograd import record, reject_forward_mode, reject_gradients
@@ -17,8 +18,19 @@ from flashtile.pytorch.watch import left_alone, unwatched
 _ARRAYS = ("cu_q", "cu_k", *ARRAYS)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, backend: str, return_lse: bool, options: dict[str, Any]) -> Any:
-    """The torch side of flashtile.attention() and flashtile.attention_packed(). The options become its own."""
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    backend: str,
+    return_lse: bool,
+    options: dict[str, Any],
+    unsaid: bool = False,
+) -> Any:
+    """The torch side of flashtile.attention() and flashtile.attention_packed(). The options become its own.
+
+    unsaid: the caller does not say in which layout the tensors are.
+    """
     if torch.are_deterministic_algorithms_enabled() and options.get("deterministic", False) is False:
         options["deterministic"] = True
     if torch.compiler.is_compiling():
@@ -28,7 +40,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, backend: str, return_lse: bool, o
         return (out, lse) if return_lse else out
     known = prepared.recall(q, k, v, backend, options)
     if known is None:
-        return _for_the_first_time(q, k, v, backend, return_lse, options)
+        return _for_the_first_time(q, k, v, backend, return_lse, options, unsaid)
     if known.needs_gradients and torch.is_grad_enabled():
         return _recorded(q, k, v, backend, return_lse, options, known)
     return kernel.again(known, q, k, v, return_lse, options)
@@ -50,10 +62,12 @@ def _as_operators_take_them(
 
 @left_alone
 def _for_the_first_time(
-    q: Tensor, k: Tensor, v: Tensor, backend: str, return_lse: bool, options: dict[str, Any]
+    q: Tensor, k: Tensor, v: Tensor, backend: str, return_lse: bool, options: dict[str, Any], unsaid: bool
 ) -> Any:
     """Of a call that is not known; one that is watched never is."""
     q, k, v, options = _as_operators_take_them(q, k, v, options)
+    if unsaid:
+        doubt(q, k, bool(options.get("causal")), 5)
     names = _tensors_among(options)
     tensors = [q, k, v, *(options[name] for name in names)]
     if not unwatched(tensors):

@@ -160,7 +160,7 @@ def attention(
         options["threads"] = threads
     if return_lse is not False:
         return_lse = check_flag("return_lse", return_lse)
-    if layout is not None and axes.rows_first(layout):
+    if layout is not None and layout != "bhnd" and axes.rows_first(layout):
         q, k, v = axes.swapped(q, k, v)
         more: dict[str, Any] = {"backend": backend, "layout": "bhnd", "key_padding_mask": key_padding_mask}
         return axes.result(attention(q, k, v, return_lse=return_lse, **more, **options), return_lse)

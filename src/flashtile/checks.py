@@ -64,13 +64,6 @@ def _reject_kin(name: str, x: Any) -> None:
         raise DTypeError(f"{name}: expected a plain NumPy array, got a matrix, whose axes are always two")
 
 
-def check_dense(tensors: Mapping[str, Any]) -> None:
-    """Of torch's: that none is sparse or nested."""
-    for name, x in tensors.items():
-        if x.is_nested or str(x.layout) != "torch.strided":
-            raise DTypeError(f"{name}: expected a dense tensor, got {'a nested one' if x.is_nested else x.layout}")
-
-
 def check_numpy(q: Any, options: Mapping[str, Any], /, **others: Any) -> None:
     """That all of them, and those among the options, are NumPy arrays."""
     if library(q, **others, **{name: options.get(name) for name in ARRAYS}) != "numpy":
@@ -88,8 +81,9 @@ def check_merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> str:
     """That these are two results of the same queries; what library() says of them."""
     kind = library(out_a, "out_a", lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     if kind == "torch":
-        given = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
-        check_dense({name: x for name, x in given.items() if x is not None})
+        from flashtile.pytorch.kinds import check_plain
+
+        check_plain({"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b})
     whole = tuple(out_a.shape)
     if not whole:
         raise ShapeError("out_a: expected at least one axis, got shape ()")

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.checks import ARRAYS, check_dense, check_descale, library
+from flashtile.checks import ARRAYS, check_descale, library
 from flashtile.layout import doubt
 from flashtile.problem import describe
-from flashtile.pytorch import autocast, call, eight_bits, kernel, ops, prepared
+from flashtile.pytorch import autocast, call, eight_bits, kernel, kinds, ops, prepared
 from flashtile.pytorch.autograd import record, reject_forward_mode, reject_gradients
 from flashtile.pytorch.call import Settings
 from flashtile.pytorch.watch import left_alone, unwatched
@@ -52,6 +52,7 @@ def _as_operators_take_them(
     """Arguments that belong together, factors in one tensor, everything cast as autocast has it."""
     arrays = {name: x for name, x in options.items() if name in _ARRAYS} if options else options
     library(q, k=k, v=v, **arrays)
+    kinds.check_plain({"q": q, "k": k, "v": v, **arrays})
     if options and options.get("descale") is not None:
         options["descale"] = eight_bits.side_by_side(check_descale(options["descale"], q), q.device)
     if autocast.enabled(q):
@@ -71,7 +72,6 @@ def _for_the_first_time(
     names = _tensors_among(options)
     tensors = [q, k, v, *(options[name] for name in names)]
     if not unwatched(tensors):
-        check_dense(dict(zip(("q", "k", "v", *names), tensors, strict=True)))
         describe(q, k, v, **options)  # a wrong call should meet our words before torch's
         out, lse = ops.ATTENTION(*call.of(q, k, v, backend, **options))
         return (out, lse) if return_lse else out

@@ -135,7 +135,29 @@ WRONG: list[Wrong] = [
     ("attention", {"kv_lengths": np.array([1, 2, 3])}, SHAPE, "kv_lengths"),
     ("attention", {"kv_lengths": np.array([[1, 2]])}, SHAPE, "kv_lengths"),
     ("attention", {"kv_lengths": np.array([1.0, 2.0])}, DTYPE, "kv_lengths"),
-    ("attention", {"kv_lengths": [1, 2]}, DTYPE, "kv_lengths"),
+    ("attention", {"kv_lengths": [1, 2.0]}, DTYPE, "kv_lengths"),
+    ("attention", {"kv_lengths": (1, NK + 1)}, SHAPE, "kv_lengths"),
+    ("attention", {"kv_lengths": [[1, 2]]}, DTYPE, "kv_lengths"),
+    ("attention", {"kv_lengths": "12"}, DTYPE, "kv_lengths"),
+    # padding and layouts
+    ("attention", {"key_padding_mask": zeros(B, NK)}, DTYPE, "key_padding_mask"),
+    ("attention", {"key_padding_mask": zeros(B, NK, dtype=np.int64)}, DTYPE, "key_padding_mask"),
+    ("attention", {"key_padding_mask": [[True] * NK] * B}, DTYPE, "key_padding_mask"),
+    ("attention", {"key_padding_mask": zeros(NK, dtype=bool)}, SHAPE, "key_padding_mask"),
+    ("attention", {"key_padding_mask": zeros(B, NQ, dtype=bool)}, SHAPE, "key_padding_mask"),
+    ("attention", {"key_padding_mask": zeros(B, NK, dtype=bool), "mask": zeros(3, NK, dtype=bool)}, SHAPE, "mask"),
+    ("attention", {"key_padding_mask": zeros(B, NK, dtype=bool), "mask": zeros(NQ, NK)}, DTYPE, "mask"),
+    ("attention", {"key_padding_mask": zeros(B, NK, dtype=bool), "k": zeros(NK)}, SHAPE, "k"),
+    ("standard_attention", {"key_padding_mask": zeros(B, NK)}, DTYPE, "key_padding_mask"),
+    ("attention_packed", {"key_padding_mask": zeros(2, 4, dtype=bool)}, DTYPE, "key_padding_mask"),
+    ("attention_packed", {"layout": "bhnd"}, DTYPE, "layout"),
+    ("attention", {"layout": "nbhd"}, SHAPE, "layout"),
+    ("attention", {"layout": 4}, SHAPE, "layout"),
+    ("attention", {"layout": "bnhd"}, SHAPE, "k"),
+    ("attention", {"q": memoryview(zeros(B, H, NQ, D))}, DTYPE, "q"),
+    ("attention", {"v": memoryview(zeros(B, KV, NK, DV))}, DTYPE, "v"),
+    ("attention", {"q": np.float32}, DTYPE, "q"),
+    ("attention", {"k": np.dtype("float32")}, DTYPE, "k"),
     # numbers
     ("attention", {"scale": np.nan}, SHAPE, "scale"),
     ("attention", {"scale": np.inf}, SHAPE, "scale"),
@@ -208,7 +230,10 @@ WRONG: list[Wrong] = [
     ("attention_packed", {"cu_q": np.array([], np.int64)}, SHAPE, "cu_q"),
     ("attention_packed", {"cu_q": np.array([0.0, 2, 5])}, DTYPE, "cu_q"),
     ("attention_packed", {"cu_q": np.array([0, 2, 5], np.int8)}, DTYPE, "cu_q"),
-    ("attention_packed", {"cu_q": [0, 2, 5]}, DTYPE, "cu_q"),
+    ("attention_packed", {"cu_q": [0, 2, 4]}, SHAPE, "cu_q"),
+    ("attention_packed", {"cu_k": [0, -2, 7]}, SHAPE, "cu_k"),
+    ("attention_packed", {"cu_k": (0, 2.0, 7)}, DTYPE, "cu_k"),
+    ("attention_packed", {"cu_q": []}, SHAPE, "cu_q"),
     ("attention_packed", {"cu_q": None}, SHAPE, "cu_q"),
     ("attention_packed", {"cu_k": None}, SHAPE, "cu_k"),
     ("attention_packed", {"kv_lengths": np.array([3, 5])}, SHAPE, "kv_lengths"),
@@ -343,6 +368,26 @@ def test_unknown_options() -> None:
     for function, base in BASES.items():
         with pytest.raises(TypeError, match="casual"):
             call(function, base() | {"casual": True})
+
+
+def test_a_mask_that_is_something_else_is_told_what() -> None:
+    with pytest.raises(ft.DTypeError, match=r"^mask: .* got float32; numbers to be added to the scores are a bias"):
+        ft.attention(**good(), mask=zeros(NQ, NK))
+    with pytest.raises(ft.ShapeError, match=r"^mask: .* got \(2, 7\); a mask of \(batch, keys\) is key_padding_mask"):
+        ft.attention(**good(), mask=zeros(B, NK, dtype=bool))
+
+
+@pytest.mark.parametrize("n_k", [NQ, NK])
+def test_a_mask_of_which_nobody_knows_whether_its_rows_are_sequences(n_k: int) -> None:
+    q, k, mask = zeros(NQ, H, NQ, D), zeros(NQ, KV, n_k, D), zeros(NQ, n_k, dtype=bool)
+    with pytest.raises(
+        ft.ShapeError, match=r"^mask: expected four axes.*\(queries, keys\) or \(batch, keys\), got two"
+    ):
+        ft.attention(q, k, k, mask=mask)
+    ft.attention(q, k, k, mask=mask[None, None])
+    ft.attention(q, k, k, key_padding_mask=mask)
+    ft.attention(q[:3], k[:3], k[:3], mask=mask)
+    ft.attention(q[:1, :, :1], k[:1], k[:1], mask=mask[:1])  # means the same either way
 
 
 def test_backward_of_torch_is_autograd() -> None:

@@ -33,7 +33,7 @@ def library_of(q: Any, first: str = "q") -> str:
             got = f"a NumPy array of {EIGHT_BITS}, which NumPy cannot read"
             raise DTypeError(f"{first}: expected a torch tensor, got {got}")
         return "numpy"
-    if hasattr(q, "__torch_function__") or type(q).__module__.partition(".")[0] == "torch":
+    if hasattr(q, "__torch_function__"):
         return "torch"
     raise DTypeError(f"{first}: expected a NumPy array or a torch tensor, got {type(q).__name__}")
 
@@ -47,7 +47,7 @@ def library(q: Any, first: str = "q", /, **others: Any) -> str:
             continue
         if x is None and name not in ("k", "v"):
             continue
-        if isinstance(x, np.ndarray) != numpy or not hasattr(x, "shape"):
+        if isinstance(x, np.ndarray) != numpy or not (numpy or hasattr(x, "__torch_function__")):
             wanted = "a NumPy array" if numpy else "a torch tensor"
             raise DTypeError(f"{name}: expected {wanted} like {first}, got {type(x).__name__}")
         _reject_kin(name, x)
@@ -62,13 +62,6 @@ def _reject_kin(name: str, x: Any) -> None:
         raise DTypeError(f"{name}: expected a plain NumPy array, got a masked one, whose mask nobody looks at")
     if isinstance(x, np.matrix):
         raise DTypeError(f"{name}: expected a plain NumPy array, got a matrix, whose axes are always two")
-
-
-def check_dense(tensors: Mapping[str, Any]) -> None:
-    """Of torch's: that none is sparse or nested."""
-    for name, x in tensors.items():
-        if x.is_nested or str(x.layout) != "torch.strided":
-            raise DTypeError(f"{name}: expected a dense tensor, got {'a nested one' if x.is_nested else x.layout}")
 
 
 def elements_across(x: Any) -> int:
@@ -109,7 +102,10 @@ def check_merge(*results: Any) -> str:
     out_a = results[0]
     kind = library(out_a, "out_a", **{name: x for name, x in given.items() if name != "out_a"})
     if kind == "torch":
-        check_dense({name: x for name, x in given.items() if x is not None})
+        from flashtile.pytorch.kinds import check_plain, check_whole
+
+        check_plain(given)
+        check_whole(given)
     whole = tuple(out_a.shape)
     if not whole:
         raise ShapeError("out_a: expected at least one axis, got shape ()")
@@ -130,6 +126,18 @@ def check_starts(cu_q: Any, cu_k: Any) -> None:
     for name, x in (("cu_q", cu_q), ("cu_k", cu_k)):
         if x is None:
             raise ShapeError(f"{name}: expected the starts of the sequences, got None")
+
+
+def listed(name: str, x: Any, like: Any) -> Any:
+    """Starts or lengths, if in a list, as an array of the library of `like` and where that is."""
+    if not isinstance(x, list | tuple):
+        return x
+    integers = [_integer(name, n, 0, FAR) for n in x]
+    if library_of(like) == "numpy":
+        return np.array(integers, np.int64)
+    import torch
+
+    return torch.tensor(integers, dtype=torch.int64, device=like.device)
 
 
 def check_head(**arrays: Any) -> None:
@@ -200,6 +208,8 @@ def check_hardware(hardware: Any) -> None:
 
 def to_host(name: str, x: Any) -> Any:
     """Starts or lengths that may be in a tensor on any device, where describe() looks at their values."""
+    if isinstance(x, list | tuple):
+        return np.array([_integer(name, n, 0, FAR) for n in x], np.int64)
     if not hasattr(x, "cpu") or name_of(x.dtype) not in INTEGERS:
         return x
     if x.device.type == "meta":

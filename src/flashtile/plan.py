@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashtile import dispatch, traffic
+from flashtile.api import Options
 from flashtile.backends import tiles
 from flashtile.band import FAR, Band, Kind, ceil_div, cuts
 from flashtile.checks import check_dtype, check_hardware, check_shape, is_tensor, to_host
 from flashtile.dtypes import EIGHT_BITS, ITEMSIZE, Array, accumulator, carrier, wider
 from flashtile.hardware import Hardware, Rates
+from flashtile.keywords import check_keywords
 from flashtile.problem import Problem, describe
 from flashtile.tiling import Tiling
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from flashtile.api import Options
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,7 @@ def plan(
     what the least time is there, and which tile that GPU would get. A device is "cpu", "cuda" or torch's own, whose
     number does not matter.
     """
+    check_keywords("plan", options, Options.__annotations__)
     name, device = check_dtype(dtype), str(device).partition(":")[0]
     given = {"q_shape": q_shape, "k_shape": k_shape, "v_shape": k_shape if v_shape is None else v_shape}
     shapes = [check_shape(key, shape) for key, shape in given.items()]

@@ -22,6 +22,7 @@ from flashtile.dtypes import EIGHT_BITS, FLOATS, accumulator, name_of
 from flashtile.errors import DTypeError, ShapeError
 
 MAX_DIM = 512
+_PADDING = "a mask of (batch, keys) is key_padding_mask"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +158,14 @@ def describe(
     _check_factors(scale, softcap, accumulator(dtype))
     if mask is not None:
         if (kind := dtype_of("mask", mask)) != "bool":
-            raise DTypeError(f"mask: expected a boolean array, True where a query may attend, got {kind}")
-        mask = _broadcastable("mask", mask, pairs, known)
+            more = "; numbers to be added to the scores are a bias" if kind in FLOATS else ""
+            raise DTypeError(f"mask: expected a boolean array, True where a query may attend, got {kind}{more}")
+        if not packed:
+            _check_meaning(mask, pairs)
+        mask = broadcastable("mask", mask, pairs, known)
     if bias is not None:
         _like_q("bias", bias, dtype)
-        bias = _broadcastable("bias", bias, pairs, known)
+        bias = broadcastable("bias", bias, pairs, known)
     if alibi is not None:
         _like_q("alibi", alibi, dtype)
         if tuple(alibi.shape) not in ((heads,), (sequences, heads)):
@@ -275,8 +279,10 @@ def _check_shapes(q: Any, k: Any, v: Any, packed: bool) -> None:
     if k.shape[1] < 1 or heads < 1 or heads % k.shape[1]:
         # Most often these are lengths: heads and lengths were given in each other's place.
         call, axes = ("attention_packed", "total, heads, dim") if packed else ("attention", "batch, heads, length, dim")
+        hint = "" if packed else ', or (batch, length, heads, dim) with layout="bnhd"'
         raise ShapeError(
-            f"k: expected a number of heads that divides q's {heads}, got {k.shape[1]}; in {call}() axes are ({axes})"
+            f"k: expected a number of heads that divides q's {heads}, got {k.shape[1]}; "
+            f"in {call}() axes are ({axes}){hint}"
         )
     if v.shape[1] != k.shape[1]:
         raise ShapeError(f"v: expected {k.shape[1]} heads like k, got {v.shape[1]}")
@@ -337,7 +343,7 @@ def _short(x: Any) -> str:
     return str(x) if np.ndim(x) == 0 else np.array2string(np.asarray(x), threshold=8)
 
 
-def _broadcastable(name: str, x: Any, pairs: tuple[int, ...], known: bool) -> Any:
+def broadcastable(name: str, x: Any, pairs: tuple[int, ...], known: bool) -> Any:
     """x with rank 4, every axis 1 or that of pairs, (sequences, heads, n_q, n_k).
 
     Unless the lengths of packed sequences are known, n_q and n_k are only what the longest cannot exceed.
@@ -348,12 +354,29 @@ def _broadcastable(name: str, x: Any, pairs: tuple[int, ...], known: bool) -> An
     whole = pairs[4 - len(shape) :] if len(shape) <= 4 else ()
     exact = len(shape) if known else len(shape) - 2
     if len(shape) > 4 or any(
-        n not in (1, m) and (axis < exact or n > m) for axis, (n, m) in enumerate(zip(shape, whole, strict=True))
+        not _fits(n, m) and (axis < exact or n > m) for axis, (n, m) in enumerate(zip(shape, whole, strict=True))
     ):
-        raise ShapeError(f"{name}: expected a shape that broadcasts to {tuple(pairs)}, got {shape}")
+        hint = f"; {_PADDING}" if name == "mask" and known and shape == (pairs[0], pairs[3]) else ""
+        raise ShapeError(f"{name}: expected a shape that broadcasts to {tuple(pairs)}, got {shape}{hint}")
     for _ in range(4 - len(shape)):
         x = x[None]
     return x
+
+
+def _fits(n: Any, m: Any) -> bool:
+    """Whether an axis of n broadcasts to m. Of lengths that depend on data torch.export can only tell that it is m."""
+    return (type(n) is int and n == 1) or bool(n == m or n == 1)
+
+
+def _check_meaning(mask: Any, pairs: tuple[int, ...]) -> None:
+    """That a mask of two axes cannot be (batch, keys) as well as (queries, keys)."""
+    batch, _, n_q, n_k = pairs
+    shape = tuple(getattr(mask, "shape", ()))
+    if len(shape) == 2 and isinstance(batch, int) and batch == n_q > 1 and shape == (n_q, n_k):
+        raise ShapeError(
+            f"mask: expected four axes, because {shape} may be (queries, keys) or (batch, keys), got two; "
+            f"{_PADDING}, one of (queries, keys) is mask[None, None]"
+        )
 
 
 def _check_factors(scale: float, softcap: float, real: str) -> None:

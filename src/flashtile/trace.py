@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flashtile.api import Options
 from flashtile.backends import tiles
 from flashtile.band import Band, Kind
 from flashtile.checks import check_choice, check_head, check_numpy, check_size
 from flashtile.dtypes import Array, narrow
+from flashtile.keywords import check_keywords
 from flashtile.problem import Problem, check_gradients, describe
 from flashtile.schedule import FORWARD, Event, Grid, Tile
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from flashtile.api import Options
 
 ORDERS = ("standard", *FORWARD, "backward")
 TILE_NUMBERS = ("S", "P", "factor", "m", "l", "O", "dP", "dS", "dQ", "dK", "dV")
@@ -74,6 +74,7 @@ def trace(
     order is "standard" (whole rows: block_k is not asked), "fa1", "fa2", or "backward" (which takes the gradient of the
     output as `dout`).
     """
+    check_keywords("trace", options, Options.__annotations__)
     check_choice("order", order, ORDERS)
     check_numpy(q, options, k=k, v=v, dout=dout)
     check_head(q=q, k=k, v=v)

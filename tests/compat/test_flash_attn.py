@@ -171,11 +171,12 @@ def agree(run: Callable[..., Any], want: Callable[..., tuple[Tensor, Tensor]], i
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signature(name: str) -> None:
     parameters = inspect.signature(getattr(fa, name)).parameters.values()
-    assert {p.kind for p in parameters} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    ours = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]  # behind all of theirs
+    assert ours == (["seqused_k", "out"] if name == "flash_attn_varlen_func" else [])
+    theirs = [p for p in parameters if p.name not in ours]
+    assert {p.kind for p in theirs} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
     empty = inspect.Parameter.empty
-    assert (
-        ", ".join(p.name if p.default is empty else f"{p.name}={p.default!r}" for p in parameters) == SIGNATURES[name]
-    )
+    assert ", ".join(p.name if p.default is empty else f"{p.name}={p.default!r}" for p in theirs) == SIGNATURES[name]
 
 
 class TestBatches:
@@ -321,6 +322,44 @@ class TestPackedSequences:
         close(out, want_out)
         close(lse, want_lse)
 
+    @pytest.mark.parametrize("pages", [False, True])
+    @some_options
+    def test_keys_in_use(self, pages: bool, options: dict[str, Any]) -> None:
+        """seqused_k, of keys of which the rest is NaN, and an output of the caller's."""
+        len_q, room, used = [3, 6], [10, 7], [8, 3]
+        k, v = randn(17, 2, 8, seed=1), randn(17, 2, 8, seed=2)
+        parts = [[x[:n] for x, n in zip(y.split(room), used, strict=True)] for y in (k, v)]
+        q, seqused = randn(9, 4, 8), torch.tensor(used, dtype=torch.int32)
+        want_out, want_lse = naive_varlen(q, torch.cat(parts[0]), torch.cat(parts[1]), len_q, used, **options)
+        how: dict[str, Any] = {"seqused_k": seqused, "return_attn_probs": True, **options}
+        if pages:
+            k_pages, v_pages, how["block_table"] = in_pages(parts, 4, 12)
+            given = q, k_pages, v_pages, starts(len_q), None, 6, 8
+        else:
+            for x in (k, v):
+                x[8:10] = x[13:] = torch.nan
+            given = q, k, v, starts(len_q), starts(room), 6, 10
+        found, lse, _ = fa.flash_attn_varlen_func(*given, **how)
+        close(found, want_out)
+        close(lse, want_lse)
+        mine = torch.full((9, 4, 8), torch.nan, dtype=torch.float64)
+        again, _, _ = fa.flash_attn_varlen_func(*given, **how, out=mine)
+        assert again is mine and torch.equal(mine, found)
+        assert fa.flash_attn_varlen_func(*given, **how | {"return_attn_probs": False}, out=mine) is mine
+
+    def test_an_output_that_does_not_fit(self) -> None:
+        q, two = randn(10, 2, 8), starts([5, 5])
+        for wrong, name in (
+            (torch.zeros(10, 2, 4).double(), "out: expected shape"),
+            (torch.zeros(10, 2, 8), "out: expected torch.float64"),
+        ):
+            with pytest.raises(RuntimeError, match=name):
+                fa.flash_attn_varlen_func(q, q, q, two, two, 5, 5, out=wrong)
+        with pytest.raises(RuntimeError, match="out: expected None, because a gradient is wanted"):
+            fa.flash_attn_varlen_func(q.requires_grad_(), q, q, two, two, 5, 5, out=torch.zeros(10, 2, 8).double())
+        with pytest.raises(RuntimeError, match="cu_seqlens_k: expected"):
+            fa.flash_attn_varlen_func(q, q, q, two, None, 5, 5)
+
 
 def in_pages(tensors: list[Any], page: int, room: int) -> tuple[Tensor, Tensor, Tensor]:
     """The keys and values of sequences on shuffled pages, NaN where there is nothing, and the table."""
@@ -431,6 +470,63 @@ class TestDropout:
             strict=True,
         ):
             close(found, right)
+
+    @pytest.mark.parametrize("sizes", [(9, 9), (3, 140), (130, 520)])
+    @pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 2.0}, {"window_size": (4, 1)}], ids=str)
+    def test_weights_that_were_asked_for(self, sizes: tuple[int, int], options: dict[str, Any]) -> None:
+        """The softmax, negative where dropped, rounded up to 128: what the output is made of."""
+        Sq, Sk = sizes
+        q, k, v = (randn(2, n, h, 8, seed=i, grad=True) for i, (n, h) in enumerate([(Sq, 4), (Sk, 2), (Sk, 2)]))
+        torch.manual_seed(2)
+        out, _, weights = fa.flash_attn_func(q, k, v, 0.3, return_attn_probs=True, **options)
+        assert weights.shape == (2, 4, -(-Sq // 128) * 128, -(-Sk // 128) * 128) and weights.dtype == q.dtype
+        assert not weights.requires_grad
+        torch.manual_seed(2)
+        assert torch.equal(fa.flash_attn_func(q, k, v, 0.3, **options), out)
+        self.are_those_of(weights, q, k, v, out, options)
+        assert not weights[:, :, Sq:].any() and not weights[..., Sk:].any()
+
+    def are_those_of(
+        self, weights: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, options: dict[str, Any]
+    ) -> None:
+        """Asserts that they are the softmax, and with 30% of it dropped make the output."""
+        Sq, Sk = q.shape[1], k.shape[1]
+        weights = weights[:, :, :Sq, :Sk]
+        eye = torch.eye(Sk, dtype=torch.float64)[None, :, None].expand(len(k), Sk, k.shape[2], Sk)
+        softmax = naive_batch(q, k, eye, **options)[0].transpose(1, 2)
+        assert_close(weights.abs(), softmax.detach(), rtol=1e-9, atol=1e-12)
+        dropped = weights < 0
+        assert abs(dropped.sum() / (softmax > 0).sum() - 0.3) < 0.15
+        kept = weights.masked_fill(dropped, 0) / 0.7
+        made = torch.einsum("bhij,bjhd->bihd", kept, v.repeat_interleave(2, 2))
+        assert_close(made, out, rtol=1e-9, atol=1e-9)
+
+    def test_weights_of_packed_sequences(self) -> None:
+        len_q, len_k = [5, 0, 9], [7, 3, 130]
+        q, k, v = (randn(n, h, 8, seed=i) for i, (n, h) in enumerate([(14, 4), (140, 2), (140, 2)]))
+        two = starts(len_q), starts(len_k), 9, 130
+        for options in ({}, {"causal": True}):
+            out, _, weights = fa.flash_attn_varlen_func(q, k, v, *two, 0.3, return_attn_probs=True, **options)
+            assert weights.shape == (3, 4, 128, 256)
+            sequences = zip(q.split(len_q), k.split(len_k), v.split(len_k), out.split(len_q), weights, strict=True)
+            for a, b, c, found, part in sequences:
+                if len(a):
+                    self.are_those_of(part[None], a[None], b[None], c[None], found[None], options)
+                assert not part[:, len(a) :].any() and not part[:, :, len(b) :].any()
+
+    def test_weights_by_every_other_function(self) -> None:
+        x, packed, cu = randn(2, 16, 3, 4, 8), randn(32, 3, 4, 8), starts([16, 16])
+        calls = [
+            lambda: fa.flash_attn_qkvpacked_func(x, 0.3, return_attn_probs=True),
+            lambda: fa.flash_attn_kvpacked_func(x[:, :, 0], x[:, :, 1:], 0.3, return_attn_probs=True),
+            lambda: fa.flash_attn_varlen_qkvpacked_func(packed, cu, 16, 0.3, return_attn_probs=True),
+            lambda: fa.flash_attn_varlen_kvpacked_func(
+                packed[:, 0], packed[:, 1:], cu, cu, 16, 16, 0.3, return_attn_probs=True
+            ),
+        ]
+        for call in calls:
+            weights = call()[2]
+            assert weights.shape == (2, 4, 128, 128) and (weights < 0).any()
 
 
 def turned(x: Tensor, place: int, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -593,6 +689,28 @@ class TestCache:
         cache = Cache([9, 2], D=32, **place)
         cache.check(randn(2, 3, 4, 32), k, v, angles(14, width), interleaved, **OPTIONS[name])
 
+    @every_place
+    @pytest.mark.parametrize("new", [1, 3])
+    @pytest.mark.parametrize("name", ["plain", "causal", "window", "slopes of each sequence"])
+    def test_rotation_with_padding_on_the_left(self, place: dict[str, Any], new: int, name: str) -> None:
+        """Angles are those of rows of the cache, padding included, as theirs: a sequence begins with a later one."""
+        k, v = randn(2, new, 2, 16, seed=1), randn(2, new, 2, 16, seed=2)
+        cache = Cache([8, 5], **place)
+        cache.check(randn(2, 3, 4, 16), k, v, angles(12, 16), leftpad=[3, 0], **OPTIONS[name])
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_rotation_is_rounded_once(self, dtype: torch.dtype) -> None:
+        cos, sin = (x.to(dtype) for x in angles(64, 64))
+        k = randn(1, 64, 2, 64, dtype=dtype)
+        k_cache, v_cache = (torch.zeros(1, 64, 2, 64, dtype=dtype) for _ in range(2))
+        fa.flash_attn_with_kvcache(k, k_cache, v_cache, k, k, cos, sin, 0, causal=True)
+        exact = torch.stack([turned(k[0, i].double(), i, cos.double(), sin.double(), True) for i in range(64)])
+        once = exact.float().to(dtype)  # but for sums that lie just between two numbers
+        assert (k_cache[0] == once).double().mean() > 0.999
+        assert_close(
+            (k_cache[0].double() - exact).abs().mean(), (once.double() - exact).abs().mean(), rtol=1e-3, atol=0
+        )
+
     def test_rotation_when_the_length_is_an_integer(self) -> None:
         k, v = randn(2, 3, 2, 16, seed=1), randn(2, 3, 2, 16, seed=2)
         Cache([4, 4]).check(randn(2, 3, 4, 16), k, v, angles(12, 16), lengths=4, causal=True)
@@ -648,10 +766,9 @@ class TestCache:
             place["page"] = draw(st.integers(1, 7))
         k, v = (randn(batch, new, 2, 16, seed=i) if new else None for i in (1, 2))
         extra: dict[str, Any] = draw(any_options(batch, 4))
-        choice = draw(st.sampled_from(["nothing", "rotary", "leftpad"]))
-        if choice == "rotary" and new:
+        if draw(st.booleans()) and new:
             extra |= {"rotary": angles(12, 16), "interleaved": draw(st.booleans())}
-        if choice == "leftpad":
+        if draw(st.booleans()):
             extra["leftpad"] = [draw(st.integers(0, n)) for n in lengths]
         Cache(lengths, **place).check(randn(batch, rows, 4, 16), k, v, **extra)
 
@@ -776,12 +893,6 @@ class TestErrorsOfTheCache:
     @pytest.mark.parametrize("lengths", [torch.tensor([2]).int(), torch.tensor([2, 2, 2]).int(), torch.tensor(2).int()])
     def test_lengths_of_another_batch(self, lengths: Tensor) -> None:
         self.refused(ft.ShapeError, "cache_seqlens", cache_seqlens=lengths, **self.new)
-
-    def test_rotation_with_padding(self) -> None:
-        cos, sin = angles(8, 16)
-        padded = {"cache_leftpad": torch.tensor([0, 1]).int()}
-        rotary = {"rotary_cos": cos, "rotary_sin": sin}
-        self.refused(ft.UnsupportedError, "cache_leftpad", cache_seqlens=2, **rotary, **padded, **self.new)
 
     @pytest.mark.parametrize("alone", ["k", "v"])
     def test_keys_without_values(self, alone: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -12,10 +14,12 @@ pytest.importorskip("torch")
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as theirs
 from torch.testing import assert_close
 
 import flashtile as ft
+from flashtile.compat import sdpa as compat
 from flashtile.compat.sdpa import scaled_dot_product_attention as sdpa
 
 LEADS = [(), (3,), (2, 3), (2, 1, 3), (1, 2, 2, 3)]
@@ -201,6 +205,45 @@ def test_any_call(data: st.DataObject) -> None:
     agree(tensors, mask, is_causal=kind == "causal", **options)
 
 
+DTYPES = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 5e-3}
+
+
+@given(data=st.data())
+def test_any_shapes_strides_and_dtypes(data: st.DataObject) -> None:
+    """Axes of one are broadcast, and axes may come in any order in memory, or not at all."""
+    draw = data.draw
+    whole = draw(st.lists(st.integers(1, 3), max_size=3))
+    dtype, seed = draw(st.sampled_from(list(DTYPES))), draw(st.integers(0, 99))
+    L, S, E, Ev = (draw(st.integers(1, 6)) for _ in range(4))
+    given = []
+    for place, tail in enumerate(((L, E), (S, E), (S, Ev))):
+        lead = tuple(n if draw(st.booleans()) else 1 for n in whole[draw(st.integers(0, len(whole))) :])
+        shape = (*lead, *tail)
+        x = laid(shape, tuple(draw(st.permutations(range(len(shape))))), seed + place).to(dtype)
+        if draw(st.booleans()):
+            x = x.repeat_interleave(2, -2)[..., ::2, :]
+        if draw(st.booleans()) and x.ndim > 2:
+            x = x.expand(*(m if n == 1 else n for n, m in zip(lead, whole[-len(lead) :], strict=True)), *tail)
+        given.append(x.detach().requires_grad_())
+    options: dict[str, Any] = {"scale": draw(st.none() | st.floats(-2, 2))}
+    kind = draw(st.sampled_from(["none", "causal", "bool", "float"]))
+    if kind in ("bool", "float"):
+        mask = (bool_mask if kind == "bool" else float_mask)(
+            draw(st.sampled_from([1, L])), draw(st.sampled_from([1, S]))
+        )
+        options["attn_mask"] = mask if kind == "bool" else mask.to(dtype)
+    options["is_causal"] = kind == "causal"
+    found, wanted = sdpa(*given, **options), theirs(*given, **options)
+    assert found.dtype == dtype and found.shape == wanted.shape
+    same_places(found, wanted)
+    tolerance = DTYPES[dtype]
+    assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+    if dtype in (torch.float64, torch.float32):
+        weight = torch.linspace(-1, 1, found.numel(), dtype=dtype).reshape(found.shape)
+        grads = [torch.autograd.grad((out * weight).sum(), given) for out in (found, wanted)]
+        assert_close(*grads, rtol=tolerance, atol=10 * tolerance)
+
+
 class TestDropout:
     def test_the_same_seed_gives_the_same_result(self) -> None:
         q, k, v = inputs((2, 3), 16, 16)
@@ -252,7 +295,343 @@ class TestDropout:
             sdpa(*inputs((2, 3), 5, 7), dropout_p=p)
 
 
+# Axes that are broadcast: shapes of query, key and value without lengths and dims, and whether heads are grouped
+
+BROADCAST = [
+    ((2, 4), (1, 4), (1, 4), False),
+    ((1, 4), (3, 4), (3, 4), False),
+    ((2, 4), (2, 1), (2, 1), False),
+    ((2, 1), (2, 4), (2, 4), False),
+    ((2, 4), (2, 1), (2, 4), False),
+    ((2, 4), (2, 4), (1, 1), False),
+    ((2, 4), (4,), (4,), False),
+    ((4,), (2, 4), (2, 4), False),
+    ((2, 4), (), (), False),
+    ((), (2, 4), (2, 4), False),
+    ((), (4,), (), False),
+    ((2, 1, 4), (3, 4), (1, 3, 1), False),
+    ((2, 8), (2, 2), (2, 4), True),
+    ((2, 6), (2, 2), (2, 3), True),
+    ((2, 8), (1, 2), (1, 2), True),
+    ((2, 8), (2,), (2, 2), True),
+    ((3, 1, 8), (2, 2), (1, 4), True),
+]
+
+
+@pytest.mark.parametrize("leads", BROADCAST, ids=str)
+@pytest.mark.parametrize("kind", ["none", "causal", "bool", "float"])
+def test_axes_that_are_broadcast(leads: Any, kind: str) -> None:
+    *shapes, grouped = leads
+    tensors = [
+        inputs(lead, n, n, 8, 6, seed=i)[place]
+        for i, (lead, n, place) in enumerate(zip(shapes, (5, 7, 7), (0, 1, 2), strict=True))
+    ]
+    mask = {"bool": bool_mask(5, 7), "float": float_mask(5, 7)}.get(kind)
+    agree(tensors, mask, is_causal=kind == "causal", enable_gqa=grouped)
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (4, 5, 7), (2, 1, 5, 7), (2, 4, 1, 7)])
+def test_axes_that_are_broadcast_under_a_mask(shape: tuple[int, ...]) -> None:
+    q, _, _ = inputs((2, 4), 5, 7)
+    _, k, v = inputs((1, 1), 5, 7, seed=1)
+    agree([q, k, v], float_mask(*shape))
+
+
+def test_a_mask_of_as_many_queries_as_sequences() -> None:
+    """It is (queries, keys), as ever."""
+    agree(inputs((5, 2), 5, 7), bool_mask(5, 7))
+    agree(inputs((5, 2), 5, 5), float_mask(5, 5))
+
+
+@pytest.mark.parametrize("number", [torch.tensor(0.3), torch.tensor(2), torch.tensor(0.7, dtype=torch.float64)])
+def test_scale_in_a_tensor(number: torch.Tensor) -> None:
+    agree(inputs((2, 3), 6, 8), scale=number)
+
+
+def test_scale_in_a_tensor_that_is_no_number() -> None:
+    for wrong in (torch.tensor([0.3]), torch.tensor(0.3, requires_grad=True)):
+        with pytest.raises(TypeError):
+            theirs(*inputs((2, 3), 5, 7), scale=wrong)
+        with pytest.raises(ft.DTypeError, match=r"^scale: "):
+            sdpa(*inputs((2, 3), 5, 7), scale=wrong)
+
+
+BEYOND: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
+    "a head dim is over 512": ((600, 8), {}),
+    "a head dim is 0": ((0, 8), {"is_causal": True}),
+    "every weight is dropped": ((8, 8), {"dropout_p": 1.0}),
+}
+
+
+@pytest.fixture
+def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "_said", set())
+
+
+@pytest.mark.usefixtures("nothing_said")
+@pytest.mark.parametrize("reason", BEYOND)
+def test_torchs_own_answers_where_there_is_no_kernel_and_says_so_once(reason: str) -> None:
+    (E, Ev), options = BEYOND[reason]
+    with pytest.warns(UserWarning, match=f"torch's own answers where {reason}") as caught:
+        agree(inputs((2, 3), 5, 7, E, Ev), **options)
+        agree(inputs((2, 3), 5, 7, Ev, E), **options)
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+
+@pytest.mark.usefixtures("nothing_said")
+def test_torchs_own_is_asked_also_where_its_name_leads_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
+    q, k, v = inputs((2, 3), 5, 5, 600)
+    with pytest.warns(UserWarning, match="over 512"):
+        assert sdpa(q, k, v, causal_lower_right(5, 5)).shape == (2, 3, 5, 8)
+
+
+# Where the output lies in memory
+
+
+def laid(shape: tuple[int, ...], order: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """A tensor whose axes come in this order in memory."""
+    fixed = torch.Generator().manual_seed(seed)
+    x = torch.randn([shape[axis] for axis in order], generator=fixed)
+    return x.permute([order.index(axis) for axis in range(len(shape))])
+
+
+LAYOUT_OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "mask": {"attn_mask": bool_mask(5, 7)},
+    "mask of four axes": {"attn_mask": bool_mask(2, 1, 5, 7)},
+    "mask of three axes": {"attn_mask": bool_mask(4, 5, 7)},
+    "mask with a gradient": {"attn_mask": float_mask(5, 7).float().requires_grad_()},
+    "dropout": {"dropout_p": 0.3},
+}
+
+
+@pytest.mark.parametrize("options", LAYOUT_OPTIONS.values(), ids=LAYOUT_OPTIONS.keys())
+@pytest.mark.parametrize("order", list(permutations(range(4))), ids=str)
+def test_the_output_lies_in_memory_as_theirs(order: tuple[int, ...], options: dict[str, Any]) -> None:
+    for L, E in ((5, 8), (1, 8), (5, 6)):
+        q, k, v = laid((2, 4, L, E), order), laid((2, 4, 7, E), (0, 2, 1, 3), 1), laid((2, 4, 7, 8), (0, 1, 2, 3), 2)
+        options = {n: x[..., :L, :] if isinstance(x, torch.Tensor) else x for n, x in options.items()}
+        same_places(sdpa(q, k, v, **options), theirs(q, k, v, **options))
+
+
+def same_places(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Of axes of one, nobody can tell."""
+    places = [[(n, s) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1] for x in (found, wanted)]
+    assert places[0] == places[1]
+
+
+def test_the_output_of_queries_that_are_parts_of_something() -> None:
+    k = laid((2, 4, 7, 8), (0, 1, 2, 3))
+    parts = torch.randn(2, 5, 3, 4, 8)[:, :, 0].transpose(1, 2)
+    for q in (
+        parts,
+        torch.randn(2, 4, 9, 8)[:, :, :5],
+        torch.randn(2, 4, 5, 16)[..., :8],
+        torch.randn(1, 4, 5, 8).expand(2, -1, -1, -1),
+        torch.randn(2, 1, 5, 8).expand(-1, 4, -1, -1),
+    ):
+        same_places(sdpa(q, k, k), theirs(q, k, k))
+        same_places(sdpa(q, k[:, :2], k[:, :2], enable_gqa=True), theirs(q, k[:, :2], k[:, :2], enable_gqa=True))
+    assert sdpa(parts, k, k).transpose(1, 2).view(2, 5, 32).shape == (2, 5, 32)
+    x = torch.randn(3, 2, 5, 4, 8).requires_grad_()
+    out = sdpa(*x.transpose(2, 3).unbind()).transpose(1, 2).view(2, 5, 32)
+    want = theirs(*x.transpose(2, 3).unbind()).transpose(1, 2).view(2, 5, 32)
+    weight = torch.randn(2, 5, 32)
+    assert_close(*(torch.autograd.grad((y * weight).sum(), x)[0] for y in (out, want)))
+
+
+# Biases that have no values, and nested tensors
+
+
+@pytest.mark.parametrize("sizes", [(5, 5), (5, 7), (7, 5)])
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+@pytest.mark.filterwarnings("ignore:Lower right causal bias")
+def test_triangles(make: Any, sizes: tuple[int, int]) -> None:
+    L, S = sizes
+    tensors = inputs((2, 3), L, S)
+    bias = make(L, S)
+    found = sdpa(*tensors, attn_mask=bias)
+    assert type(found) is torch.Tensor
+    if make is causal_lower_right and L > S:
+        seen = torch.ones(L, S, dtype=torch.bool).tril(S - L)
+        assert_close(found, theirs(*tensors, attn_mask=seen), rtol=1e-9, atol=1e-12)
+        assert not found[:, :, : L - S].any()
+    else:
+        weight = torch.randn_like(found)
+        wanted = theirs(*tensors, attn_mask=bias)
+        assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+        grads = [torch.autograd.grad((x * weight).sum(), tensors) for x in (found, wanted)]
+        assert_close(*grads, rtol=1e-9, atol=1e-12)
+
+
+def test_triangles_of_grouped_heads() -> None:
+    agree(inputs((2, 4), 5, 7, Hk=2), is_causal=True, enable_gqa=True)
+    tensors = inputs((2, 4), 5, 7, Hk=2)
+    for bias in (causal_upper_left(5, 7), causal_lower_right(5, 7)):
+        found, wanted = (f(*tensors, attn_mask=bias, enable_gqa=True) for f in (sdpa, theirs))
+        assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_a_triangle_of_another_size() -> None:
+    with pytest.raises(ft.ShapeError, match=r"^attn_mask: expected a CausalBias of 5 queries and 7 keys, got"):
+        sdpa(*inputs((2, 3), 5, 7), attn_mask=causal_lower_right(4, 7))
+    with pytest.raises(ft.ShapeError, match="is_causal"):
+        sdpa(*inputs((2, 3), 5, 5), attn_mask=causal_upper_left(5, 5), is_causal=True)
+
+
+def jagged(lengths: list[int], heads: int, dim: int = 8, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows, (total, heads, dim), and the nested tensor of them, (batch, heads, lengths, dim)."""
+    fixed = torch.Generator().manual_seed(seed)
+    rows = torch.randn(sum(lengths), heads, dim, generator=fixed, dtype=torch.float64, requires_grad=True)
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    return rows, torch.nested.nested_tensor_from_jagged(rows, starts).transpose(1, 2)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # of which torch's own makes some
+@pytest.mark.parametrize("lengths", [([3, 5, 1], [3, 5, 1]), ([3, 5, 1], [4, 2, 6])], ids=["self", "cross"])
+@pytest.mark.parametrize("options", [{}, {"scale": 0.3}], ids=str)
+def test_nested_tensors(lengths: tuple[list[int], list[int]], options: dict[str, Any]) -> None:
+    """A nested result, whose gradients reach the rows."""
+    results = []
+    for function in (sdpa, theirs):
+        rows, (q, k, v) = zip(*(jagged(lengths[i > 0], 4, seed=i) for i in range(3)), strict=True)
+        v = torch.nested.nested_tensor_from_jagged(rows[2], k.transpose(1, 2).offsets()).transpose(1, 2)
+        if lengths[0] == lengths[1]:
+            k, v = (
+                torch.nested.nested_tensor_from_jagged(x, q.transpose(1, 2).offsets()).transpose(1, 2) for x in rows[1:]
+            )
+        out = function(q, k, v, **options)
+        assert out.is_nested and out.layout is torch.jagged and out.shape == q.shape  # of the very same lengths
+        values = out.transpose(1, 2).values()
+        weight = torch.linspace(-1, 1, values.numel(), dtype=values.dtype).reshape(values.shape)
+        results.append((values, torch.autograd.grad((values * weight).sum(), rows)))
+    assert_close(*results, rtol=1e-9, atol=1e-12)
+
+
+def test_nested_tensors_with_causal_and_grouped_heads() -> None:
+    """Which torch takes on a GPU alone: here against one sequence after the other."""
+    _, q = jagged([3, 5, 1], 4)
+    _, k = jagged([4, 2, 6], 2, seed=1)
+    out = sdpa(q, k, k, is_causal=True, enable_gqa=True)
+    for a, b, found in zip(q.unbind(), k.unbind(), out.unbind(), strict=True):
+        assert_close(found, theirs(a, b, b, is_causal=True, enable_gqa=True), rtol=1e-9, atol=1e-12)
+    torch.manual_seed(0)
+    assert (sdpa(q, q, q, dropout_p=0.5).values() != sdpa(q, q, q).values()).any()
+
+
+def test_nested_by_heads() -> None:
+    """As torch has it: whatever axis is ragged, attention is over the last two."""
+    rows = torch.randn(9, 6, 8, dtype=torch.float64)
+    x = torch.nested.nested_tensor_from_jagged(rows, torch.tensor([0, 4, 9]))
+    assert_close(sdpa(x, x, x).values(), theirs(x, x, x).values(), rtol=1e-9, atol=1e-12)
+
+
+def test_nested_tensors_that_do_not_fit() -> None:
+    _, q = jagged([3, 5, 1], 4)
+    _, k = jagged([4, 2], 4)
+    _, few = jagged([3, 5, 1], 2)
+    dense = torch.randn(3, 4, 5, 8, dtype=torch.float64)
+    gaps = torch.nested.narrow(
+        torch.randn(3, 6, 4, 8).double(), 1, torch.tensor([0, 1, 2]), torch.tensor([3, 5, 1]), layout=torch.jagged
+    ).transpose(1, 2)
+    for tensors, argument, options in (
+        ((q, k, k), "cu_k", {}),
+        ((q, dense, dense), "key", {}),
+        ((dense, q, q), "query", {}),
+        ((q, few, few), "enable_gqa", {}),
+        ((gaps, gaps, gaps), "query", {}),
+        ((q, q, q), "attn_mask", {"attn_mask": bool_mask(5, 5)}),
+        ((q.transpose(1, 2), q, q), "query", {}),
+    ):
+        with pytest.raises(ft.FlashtileError, match=f"^{argument}: expected") as caught:
+            sdpa(*tensors, **options)
+        assert isinstance(caught.value, RuntimeError)
+
+
+@pytest.mark.usefixtures("nothing_said")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_of_the_old_layout_are_torchs_own() -> None:
+    x = torch.nested.nested_tensor([torch.randn(2, n, 8) for n in (3, 5)])
+    with pytest.warns(UserWarning, match="tensors are nested, and not of layout"):
+        found = sdpa(x, x, x)
+    for a, b in zip(found.unbind(), theirs(x, x, x).unbind(), strict=True):
+        assert_close(a, b)
+
+
+# Compilers
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+class TestCompilers:
+    @pytest.mark.filterwarnings("ignore:.*torch's own answers")
+    def test_one_graph(self) -> None:
+        q, k, v = (laid((2, 4, 6, 8), (0, 2, 1, 3), i) for i in range(3))
+        wide, seen = torch.randn(2, 4, 6, 600), bool_mask(6, 6)
+        for f in (
+            lambda q, k, v: sdpa(q, k, v, is_causal=True).transpose(1, 2).view(2, 6, 32),
+            lambda q, k, v: sdpa(q, k[:1], v[:1, :1]),
+            lambda q, k, v: sdpa(q, k[:, :2], v[:, :1], enable_gqa=True),
+            lambda q, k, v: sdpa(q, k, v, seen),
+            lambda q, k, v: sdpa(wide, wide, v),
+        ):
+            torch._dynamo.reset()
+            compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+            assert_close(compiled(q, k, v), f(q, k, v))
+
+    @pytest.mark.parametrize("strict", [False, True])
+    def test_exported_with_a_batch_that_depends_on_data(self, strict: bool) -> None:
+        class Layer(torch.nn.Module):
+            def forward(self, x: torch.Tensor, chosen: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+                rows = chosen.nonzero()[:, 0]
+                q = x[rows]
+                return sdpa(q, q, q, attn_mask=seen[rows]) + sdpa(q, q, q, attn_mask=seen[:1])
+
+        x, chosen = torch.randn(4, 2, 5, 8), torch.tensor([True, False, True, True])
+        seen = bool_mask(4, 1, 5, 5)
+        program = torch.export.export(Layer(), (x, chosen, seen), strict=strict)
+        for n in (3, 1):
+            chosen = torch.arange(4) < n
+            assert_close(program.module()(x, chosen, seen), Layer()(x, chosen, seen))
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_scripted(self) -> None:
+        def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return sdpa(q, k, v, attn_mask=mask, dropout_p=0.0, scale=0.4) + sdpa(q, k, v, is_causal=True)
+
+        q, k, v = (x.detach() for x in inputs((2, 3), 5, 7))
+        scripted = torch.jit.script(layer)
+        assert_close(scripted(q, k, v, bool_mask(5, 7)), layer(q, k, v, bool_mask(5, 7)))
+        traced = torch.jit.trace(layer, (q, k, v, bool_mask(5, 7)))
+        assert_close(traced(k, k, v, bool_mask(7, 7)), layer(k, k, v, bool_mask(7, 7)))
+
+
 class TestErrors:
+    def test_they_are_runtime_errors_too(self) -> None:
+        """As torch's own, which callers may catch."""
+        q, k, v = inputs((2, 3), 5, 7)
+        for tensors, options in (
+            ((q, k[..., :4], v), {}),
+            ((q, k.float(), v), {}),
+            ((q, k, v), {"attn_mask": torch.ones(5, 7, dtype=torch.int64)}),
+            ((q, k, v), {"dropout_p": 1.5}),
+            ((q, inputs((2, 2), 5, 7)[1], v), {}),
+        ):
+            for function, error in ((theirs, RuntimeError), (sdpa, RuntimeError), (sdpa, ft.FlashtileError)):
+                with pytest.raises(error):
+                    function(*tensors, **options)
+        with pytest.raises(ValueError, match="query"):  # and what they are in attention()
+            sdpa(q[0, 0, 0], k, v)
+
     def test_mask_together_with_causal(self) -> None:
         with pytest.raises(ft.ShapeError, match="is_causal"):
             sdpa(*inputs((2, 3), 5, 5), attn_mask=bool_mask(5, 5), is_causal=True)
@@ -277,8 +656,8 @@ class TestErrors:
 
     def test_batches_that_differ(self) -> None:
         q, _, _ = inputs((2, 3), 5, 7)
-        _, k, v = inputs((1, 3), 5, 7)
-        with pytest.raises(ft.ShapeError):
+        _, k, v = inputs((4, 3), 5, 7)
+        with pytest.raises(ft.ShapeError, match=r"^query, key, value: expected leading axes that broadcast"):
             sdpa(q, k, v)
 
     def test_too_few_axes(self) -> None:

@@ -1,7 +1,8 @@
 """The functions of flash_attn 2, by flashtile, on a CPU too.
 
 Tensors are (batch, rows, heads, dim), or (rows of all sequences, heads, dim) with the starts of sequences. Windows and
-causal are aligned at the end. Asked for probabilities, they give (output, lse, None): weights are never stored. The lse
+causal are aligned at the end. Asked for probabilities, they give (output, lse, weights), where weights are None unless
+some are dropped: then they are the softmax, negative where dropped, both sides rounded up to multiples of 128. The lse
 of a row that sees no key is +inf here.
 """
 
@@ -14,16 +15,19 @@ import torch
 from torch import Tensor
 
 from flashtile.api import attention, attention_packed
+from flashtile.compat import weights
+from flashtile.compat.errors import as_theirs
 from flashtile.compat.kv_cache import check_table, find, hidden, paged
 from flashtile.compat.options import dropped
 from flashtile.compat.rotary import rotated
-from flashtile.errors import ShapeError, UnsupportedError
+from flashtile.errors import DTypeError, ShapeError, UnsupportedError
 from flashtile.problem import describe
 
 Window = tuple[int, int]
 EVERYTHING: Window = (-1, -1)
 
 
+@as_theirs
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -39,9 +43,13 @@ def flash_attn_func(
 ) -> Any:
     options = _options(q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     _check_four(q=q, k=k, v=v)
-    return _dense(q, k, v, return_attn_probs, options, None)
+    found = _dense(q, k, v, return_attn_probs, options)
+    if not return_attn_probs:
+        return found
+    return *found, weights.dense(q.transpose(1, 2), k.transpose(1, 2), options) if "dropout" in options else None
 
 
+@as_theirs
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -59,6 +67,7 @@ def flash_attn_qkvpacked_func(
     return flash_attn_func(q, k, v, *tail)
 
 
+@as_theirs
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -77,12 +86,13 @@ def flash_attn_kvpacked_func(
     return flash_attn_func(q, k, v, *tail)
 
 
+@as_theirs
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float = 0.0,
@@ -94,18 +104,36 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
+    *,
+    seqused_k: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Any:
-    """With a block_table k and v are pages, (pages, rows of a page, heads, dim), copied into one piece here."""
+    """With a block_table k and v are pages, (pages, rows of a page, heads, dim), copied into one piece here.
+
+    As flash_attn's varlen_fwd() and vLLM's function have them: seqused_k, how many keys of each sequence count (with a
+    block_table, cu_seqlens_k may be None then), and out, which takes the output where no gradient is wanted.
+    """
     options = _options(q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    if seqused_k is not None:
+        options["kv_lengths"] = seqused_k
+    if cu_seqlens_k is None and (seqused_k is None or block_table is None):
+        raise ShapeError("cu_seqlens_k: expected starts of sequences, unless by seqused_k and block_table, got None")
     if block_table is not None:
-        check_table(block_table, len(cu_seqlens_k) - 1)
-        options["kv_lengths"] = cu_seqlens_k.diff()
+        check_table(block_table, len(cu_seqlens_q) - 1)
+        options.setdefault("kv_lengths", None if cu_seqlens_k is None else cu_seqlens_k.diff())
         k, v = paged(k, block_table), paged(v, block_table)
-        cu_seqlens_k = torch.arange(len(k) + 1, dtype=cu_seqlens_k.dtype, device=k.device) * k.shape[1]
+        cu_seqlens_k = torch.arange(len(k) + 1, dtype=cu_seqlens_q.dtype, device=k.device) * k.shape[1]
         k, v = k.flatten(0, 1), v.flatten(0, 1)
-    return _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, return_attn_probs, options)
+    _check_out(out, q, k, v)
+    found = _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), return_attn_probs, options)
+    if out is None:
+        return found
+    if not return_attn_probs:
+        return out.copy_(found)
+    return out.copy_(found[0]), *found[1:]
 
 
+@as_theirs
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -125,6 +153,7 @@ def flash_attn_varlen_qkvpacked_func(
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *tail)
 
 
+@as_theirs
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -147,6 +176,7 @@ def flash_attn_varlen_kvpacked_func(
     return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *tail)
 
 
+@as_theirs
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -181,9 +211,7 @@ def flash_attn_with_kvcache(
     cache = find(len(q), k_cache, v_cache, new, cache_seqlens, cache_batch_idx, block_table)
     if cache_leftpad is not None:
         options["mask"] = hidden(cache_leftpad, len(q), cache.room)
-    if rotary_cos is not None and rotary_sin is not None:
-        if cache_leftpad is not None:
-            raise UnsupportedError("cache_leftpad: expected None, because queries and keys are rotated, got a tensor")
+    if rotary_cos is not None and rotary_sin is not None:  # by rows of the cache, padding included
         moving = causal or tuple(window_size) != EVERYTHING
         turn = partial(rotated, cos=rotary_cos, sin=rotary_sin, lengths=cache.lengths, interleaved=rotary_interleaved)
         q, new = turn(q, moving=moving), None if new is None else (turn(new[0], moving=True), new[1])
@@ -224,13 +252,14 @@ def _parts(name: str, x: Tensor, count: int, axes: int) -> tuple[Tensor, ...]:
     return x.unbind(-3)
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, with_lse: bool, options: dict[str, Any], *after: None) -> Any:
-    """The output, or that, the lse, and what comes after it."""
-    found = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), return_lse=with_lse, **options)
+def _dense(q: Tensor, k: Tensor, v: Tensor, with_lse: bool, options: dict[str, Any]) -> Any:
+    """The output, or that and the lse."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    found = attention(q, k, v, return_lse=with_lse, layout="bhnd", **options)
     if not with_lse:
         return found.transpose(1, 2).contiguous()
     out, lse = found
-    return out.transpose(1, 2).contiguous(), _as_theirs(lse), *after
+    return out.transpose(1, 2).contiguous(), _as_theirs(lse)
 
 
 def _check_four(**given: Tensor) -> None:
@@ -240,10 +269,34 @@ def _check_four(**given: Tensor) -> None:
 
 
 def _packed(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, with_lse: bool, options: dict[str, Any]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Any,
+    longest: tuple[int, int],
+    with_lse: bool,
+    options: dict[str, Any],
 ) -> Any:
     found = attention_packed(q, k, v, cu_q, cu_k, return_lse=with_lse, **options)
-    return (found[0], _as_theirs(found[1].T), None) if with_lse else found
+    if not with_lse:
+        return found
+    out, lse = found
+    kept = weights.packed(q, k, cu_q, cu_k, *longest, options) if "dropout" in options else None
+    return out, _as_theirs(lse.T), kept
+
+
+def _check_out(out: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """That an output of the caller's can hold this call's."""
+    if out is None:
+        return
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        raise UnsupportedError("out: expected None, because a gradient is wanted, got a tensor")
+    wanted = (*q.shape[:-1], v.shape[-1])
+    if tuple(out.shape) != wanted:
+        raise ShapeError(f"out: expected shape {wanted}, got {tuple(out.shape)}")
+    if out.dtype != q.dtype or out.device != q.device:
+        raise DTypeError(f"out: expected {q.dtype} on {q.device} like q, got {out.dtype} on {out.device}")
 
 
 def _as_theirs(lse: Tensor) -> Tensor:

@@ -18,10 +18,11 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, lengths: Tensor, interleaved: b
     places = lengths.long()[:, None] + torch.arange(rows, device=x.device) * int(moving)
     if places.is_cpu and places.numel() and int(places.max()) >= len(cos):
         raise ShapeError(f"rotary_cos: expected {int(places.max()) + 1} positions or more, got {len(cos)}")
-    c, s = (angles[places][:, :, None].to(x.dtype) for angles in (cos, sin))
+    real = torch.promote_types(x.dtype, torch.float32)  # rounded once, after the sums
+    c, s = (angles[places][:, :, None].to(real) for angles in (cos, sin))
     width = 2 * cos.shape[1]
-    turned, rest = x[..., :width], x[..., width:]
+    turned, rest = x[..., :width].to(real), x[..., width:]
     a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
     a, b = a * c - b * s, a * s + b * c
     turned = torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1)
-    return torch.cat((turned, rest), -1)
+    return torch.cat((turned.to(x.dtype), rest), -1)

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashtile.api import attention
+from flashtile.api import attention, attention_packed
 from flashtile.band import Band
+from flashtile.compat.errors import theirs
 from flashtile.compat.options import dropped, masked
-from flashtile.errors import ShapeError
+from flashtile.errors import DTypeError, FlashtileError, ShapeError
+from flashtile.problem import MAX_DIM
+from flashtile.pytorch import kinds
+from flashtile.pytorch.ops import LIBRARY
+
+TORCHS = torch._C._nn.scaled_dot_product_attention  # also where torch.nn.functional has been given ours
+_said: set[str] = set()
+
+Three = tuple[Tensor, Tensor, Tensor]
 
 
 def scaled_dot_product_attention(
@@ -23,26 +34,223 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """is_causal lets the first query see the first key alone, as torch has it; attention() aligns the last ones."""
+    """is_causal lets the first query see the first key alone, as torch has it; attention() aligns the last ones.
+
+    What flashtile has no kernel for, torch's own answers, and a warning says so once.
+    """
+    try:
+        return _answer(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    except FlashtileError as error:
+        raise theirs(error) from None
+
+
+# For torch.jit.script, which cannot compile the function: there it is an operator.
+LIBRARY.define(
+    "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, "
+    "bool is_causal=False, float? scale=None, bool enable_gqa=False) -> Tensor"
+)
+LIBRARY.impl("scaled_dot_product_attention", scaled_dot_product_attention, "CompositeImplicitAutograd")
+torch.jit._builtins._register_builtin(scaled_dot_product_attention, "flashtile::scaled_dot_product_attention")
+
+
+def _answer(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
     if attn_mask is not None and is_causal:
         raise ShapeError("is_causal: expected False, because attn_mask is given, got True")
-    if not enable_gqa and query.ndim > 2 and query.ndim == key.ndim and query.shape[-3] != key.shape[-3]:
-        heads = f"{query.shape[-3]} and {key.shape[-3]} heads"
-        raise ShapeError(f"enable_gqa: expected True, because query and key have {heads}, got False")
+    if scale.__class__ is not float and isinstance(scale, Tensor):
+        scale = _number(scale)
+    nested = query.is_nested or key.is_nested or value.is_nested
+    if nested:
+        reason = _strangely_nested(query, key, value)
+    else:
+        shape, k, v = query.shape, key.shape, value.shape
+        reason = _beyond(shape, v, dropout_p)
+    if reason is not None:
+        return _torchs_own(reason, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     options: dict[str, Any] = {"scale": scale, **dropped(dropout_p, query)}
     if is_causal:
         options["band"] = Band(right=0)
-    lead = query.shape[:-3]
+    if nested:
+        return _nested(query, key, value, attn_mask, enable_gqa, options)
+    laid_like = None
+    if not query.is_contiguous() and _keeps_layout(query, key, value, attn_mask, dropout_p):
+        laid_like = query
+    if k != v or not len(shape) == 4 == len(k) or shape[0] != k[0] or shape[1] != k[1]:  # most often they are as one
+        query, key, value = _aligned(query, key, value, enable_gqa)
+        shape = query.shape
     if attn_mask is not None:
-        options |= masked("attn_mask", attn_mask if len(lead) < 2 else _flat(attn_mask, lead))
-    if len(lead) > 1:
-        query, key, value = (x.flatten(0, -4) if x.ndim > 4 else x for x in (query, key, value))
-    out: Tensor = attention(query, key, value, **options)
-    return out if len(lead) < 2 else out.reshape(*lead, *out.shape[1:])
+        options |= _mask(attn_mask, shape, k[-2])
+    if len(shape) > 4:
+        query, key, value = (x.flatten(0, -4) for x in (query, key, value))
+    out: Tensor = attention(query, key, value, layout="bhnd", **options)
+    if len(shape) > 4:
+        return out.reshape(*shape[:-3], *out.shape[1:])
+    return out if laid_like is None else _laid(out, laid_like)
 
 
-def _flat(mask: Tensor, lead: torch.Size) -> Tensor:
-    """A mask for leading axes that become one; of four axes at most."""
-    if mask.ndim < 4:
-        return mask
-    return mask.expand(*lead, *mask.shape[-3:]).flatten(0, len(lead) - 1)
+def _number(scale: Tensor) -> float:
+    if scale.ndim or scale.requires_grad:
+        raise DTypeError("scale: expected a number, or a tensor of no axes that wants no gradient, got another tensor")
+    return float(scale.item())
+
+
+def _beyond(query: torch.Size, value: torch.Size, dropout_p: float) -> str | None:
+    """Why no kernel here takes tensors of these shapes, where torch has an answer to them."""
+    if len(query) < 2 or len(value) < 2:
+        name, shape = ("query", query) if len(query) < 2 else ("value", value)
+        raise ShapeError(f"{name}: expected 2 axes or more, got shape {tuple(shape)}")
+    dim, dim_v = query[-1], value[-1]
+    if dim > MAX_DIM or dim_v > MAX_DIM:
+        return f"a head dim is over {MAX_DIM}"
+    if dim == 0 or dim_v == 0:
+        return "a head dim is 0"
+    return "every weight is dropped" if dropout_p == 1 else None
+
+
+def _strangely_nested(*tensors: Tensor) -> str | None:
+    every = all(x.is_nested and x.layout is torch.strided for x in tensors)
+    return "tensors are nested, and not of layout torch.jagged" if every else None
+
+
+def _torchs_own(
+    reason: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    if reason not in _said and not torch.compiler.is_compiling():
+        _said.add(reason)
+        warnings.warn(
+            f"scaled_dot_product_attention: torch's own answers where {reason}; flashtile has no kernel for it",
+            stacklevel=4,
+        )
+    if attn_mask is not None:
+        attn_mask = kinds.with_values(attn_mask, query.device)
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    out: Tensor = TORCHS(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    return out
+
+
+def _aligned(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> Three:
+    """All with the same leading axes, as torch broadcasts them; keys and values have as many heads or a fraction."""
+    q, k, v = query.shape, key.shape, value.shape
+    if len(k) < 2:
+        raise ShapeError(f"key: expected 2 axes or more, got shape {tuple(k)}")
+    if q[:-3] == k[:-3] == v[:-3] and (q[-3:-2] == k[-3:-2] == v[-3:-2] or (grouped and k[-3:-2] == v[-3:-2])):
+        return query, key, value
+    if grouped:
+        key, value = _same_heads(query, key, value)
+        if q[:-3] == k[:-3] == v[:-3]:
+            return query, key, value
+        k, v, begin = key.shape, value.shape, -3
+    else:
+        begin = -2
+        if min(len(q), len(k), len(v)) > 2 and len({q[-3], k[-3], v[-3]} - {1}) > 1:
+            heads = f"query, key and value have {q[-3]}, {k[-3]} and {v[-3]} heads"
+            raise ShapeError(f"enable_gqa: expected True, because {heads}, got False")
+    try:
+        lead = tuple(torch.broadcast_shapes(q[:begin], k[:begin], v[:begin]))  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        shapes = ", ".join(str(tuple(x)) for x in (q, k, v))
+        raise ShapeError(f"query, key, value: expected leading axes that broadcast, got shapes {shapes}") from None
+    few = lead
+    if not grouped and len(lead) > 0 and all(len(x) < 3 or x[-3] == 1 for x in (k, v)):
+        few = (*lead[:-1], 1)  # one head of keys for all is no other call
+    return (
+        query.expand(*lead, *q[begin:]),
+        key.expand(*few, *k[begin:]),
+        value.expand(*few, *v[begin:]),
+    )
+
+
+def _same_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of as many heads as each other, which divide those of the queries."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.ndim < 3:
+            raise ShapeError(f"{name}: expected 3 axes or more, because enable_gqa is given, got {tuple(x.shape)}")
+        if not x.shape[-3] or query.shape[-3] % x.shape[-3]:
+            found = f"{query.shape[-3]}, got {x.shape[-3]}"
+            raise ShapeError(f"{name}: expected a number of heads that divides query's {found}")
+    if key.shape[-3] == value.shape[-3]:
+        return key, value
+    heads = math.lcm(key.shape[-3], value.shape[-3])
+    return key.repeat_interleave(heads // key.shape[-3], -3), value.repeat_interleave(heads // value.shape[-3], -3)
+
+
+def _mask(mask: Tensor, shape: torch.Size, n_k: int) -> dict[str, Any]:
+    """As options, for queries of this shape."""
+    if mask.__class__ is not Tensor:
+        last = kinds.triangle(mask, shape[-2], n_k)
+        if last is not None:
+            return {"causal": True} if last else {"band": Band(right=0)}
+    if mask.__class__ is not Tensor or mask.layout is not torch.strided or mask.is_nested:
+        kinds.check_plain({"attn_mask": mask})
+    if mask.ndim < 2:
+        raise ShapeError(f"attn_mask: expected 2 axes or more, got shape {tuple(mask.shape)}")
+    if len(shape) > 4 and mask.ndim > 3:
+        lead = shape[:-3]
+        try:
+            mask = mask.expand(*lead, *mask.shape[-3:]).flatten(0, len(lead) - 1)
+        except RuntimeError:
+            wanted, got = (*shape[:-1], n_k), tuple(mask.shape)
+            raise ShapeError(f"attn_mask: expected a shape that broadcasts to {wanted}, got {got}") from None
+    elif mask.ndim == 2 and len(shape) > 3 and (torch.compiler.is_compiling() or shape[-2] == shape[-4] > 1):
+        mask = mask[None, None]  # (queries, keys) here, never (batch, keys)
+    return masked("attn_mask", mask)
+
+
+def _keeps_layout(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float) -> bool:
+    """Whether torch gives an output that lies in memory as the query does; it is contiguous otherwise.
+
+    Its fused kernels do so, which on a CPU take neither dropout nor a mask of three axes or with a gradient.
+    """
+    if query.ndim != 4 or query.shape[-1] != value.shape[-1] or not query.shape[0] == key.shape[0] == value.shape[0]:
+        return False
+    if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+        return False
+    return not query.is_cpu or (dropout_p == 0 and (mask is None or (mask.ndim != 3 and not mask.requires_grad)))
+
+
+def _laid(out: Tensor, query: Tensor) -> Tensor:
+    """The output with its axes in the order in memory that those of the query have, or of a copy where some overlap."""
+    strides = query.stride()
+    if 0 in strides:
+        strides = torch.empty_like(query, device="meta").stride()
+    order = sorted(range(3), key=strides.__getitem__, reverse=True)
+    if order == [0, 1, 2]:
+        return out
+    back = [order.index(axis) for axis in range(3)]
+    return out.permute(*order, 3).contiguous().permute(*back, 3)
+
+
+def _nested(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, grouped: bool, options: dict[str, Any]
+) -> Tensor:
+    """Sequences of many lengths, each by itself."""
+    if mask is not None:
+        raise DTypeError("attn_mask: expected None, because query is nested, got a mask")
+    if all(kinds.ragged_heads(x) for x in (query, key, value)):
+        inner: Tensor = attention(query.values(), key.values(), value.values(), layout="bhnd", **options)
+        return kinds.nested_as(inner, query)
+    (q, starts), (k, k_starts), (v, v_starts) = (
+        kinds.jagged(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+    )
+    if v_starts is not k_starts and not torch.equal(v_starts, k_starts):
+        raise ShapeError("value: expected sequences as long as those of key, got others")
+    if not grouped and q.shape[1] != k.shape[1]:
+        heads = f"query and key have {q.shape[1]} and {k.shape[1]} heads"
+        raise ShapeError(f"enable_gqa: expected True, because {heads}, got False")
+    return kinds.nested(attention_packed(q, k, v, starts, k_starts, **options), query)

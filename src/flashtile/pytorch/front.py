@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.checks import ARRAYS, check_dense, check_descale, library
+from flashtile.checks import ARRAYS, check_descale, library
+from flashtile.layout import doubt
 from flashtile.problem import describe
-from flashtile.pytorch import autocast, call, eight_bits, kernel, ops, prepared
+from flashtile.pytorch import autocast, call, eight_bits, kernel, kinds, ops, prepared
 from flashtile.pytorch.autograd import record, reject_forward_mode, reject_gradients
 from flashtile.pytorch.call import Settings
 from flashtile.pytorch.watch import left_alone, reject_shards, unwatched
@@ -17,8 +18,19 @@ from flashtile.pytorch.watch import left_alone, reject_shards, unwatched
 _ARRAYS = ("cu_q", "cu_k", *ARRAYS)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, backend: str, return_lse: bool, options: dict[str, Any]) -> Any:
-    """The torch side of flashtile.attention() and flashtile.attention_packed(). The options become its own."""
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    backend: str,
+    return_lse: bool,
+    options: dict[str, Any],
+    unsaid: bool = False,
+) -> Any:
+    """The torch side of flashtile.attention() and flashtile.attention_packed(). The options become its own.
+
+    unsaid: the caller does not say in which layout the tensors are.
+    """
     if torch.are_deterministic_algorithms_enabled() and options.get("deterministic", False) is False:
         options["deterministic"] = True
     if torch.compiler.is_compiling():
@@ -30,7 +42,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, backend: str, return_lse: bool, o
         options["seed"] = call.settled_seed(options["seed"])
     known = prepared.recall(q, k, v, backend, options)
     if known is None:
-        return _for_the_first_time(q, k, v, backend, return_lse, options)
+        return _for_the_first_time(q, k, v, backend, return_lse, options, unsaid)
     if known.needs_gradients and torch.is_grad_enabled():
         return _recorded(q, k, v, backend, return_lse, options, known)
     return kernel.again(known, q, k, v, return_lse, options)
@@ -42,6 +54,7 @@ def _as_operators_take_them(
     """Arguments that belong together, factors in one tensor, everything cast as autocast has it."""
     arrays = {name: x for name, x in options.items() if name in _ARRAYS} if options else options
     library(q, k=k, v=v, **arrays)
+    kinds.check_plain({"q": q, "k": k, "v": v, **arrays})
     if options and options.get("descale") is not None:
         options["descale"] = eight_bits.side_by_side(check_descale(options["descale"], q), q.device)
     if autocast.enabled(q):
@@ -52,15 +65,16 @@ def _as_operators_take_them(
 
 @left_alone
 def _for_the_first_time(
-    q: Tensor, k: Tensor, v: Tensor, backend: str, return_lse: bool, options: dict[str, Any]
+    q: Tensor, k: Tensor, v: Tensor, backend: str, return_lse: bool, options: dict[str, Any], unsaid: bool
 ) -> Any:
     """Of a call that is not known; one that is watched never is."""
     reject_shards()
     q, k, v, options = _as_operators_take_them(q, k, v, options)
+    if unsaid:
+        doubt(q, k, bool(options.get("causal")), 5)
     names = call.tensors_among(options)
     tensors = [q, k, v, *(options[name] for name in names)]
     if not unwatched(tensors):
-        check_dense(dict(zip(("q", "k", "v", *names), tensors, strict=True)))
         describe(q, k, v, **options)  # a wrong call should meet our words before torch's
         out, lse = ops.ATTENTION(*call.of(q, k, v, backend, **options))
         return (out, lse) if return_lse else out

@@ -1,0 +1,152 @@
+"""Tensors that do not hold their values plainly: refused by name at every door; those that do, in a way, work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.testing import assert_close
+
+import flashtile as ft
+from flashtile.compat.flash_attn import flash_attn_func
+from flashtile.compat.sdpa import scaled_dot_product_attention
+
+pytestmark = pytest.mark.filterwarnings(  # that these kinds are prototypes
+    "ignore:The PyTorch API of", "ignore:Sparse CSR tensor support"
+)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def plain() -> Tensor:
+    return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def masked() -> Tensor:
+    return torch.masked.masked_tensor(plain(), torch.ones(2, 3, 8, 8, dtype=torch.bool))
+
+
+def spread() -> Tensor:
+    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+    return DTensor.from_local(plain(), init_device_mesh("cpu", (1,)), [Replicate()])
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "upper left": (lambda: causal_upper_left(8, 8), "a CausalBias, which has no values"),
+    "lower right": (lambda: causal_lower_right(8, 8), "a CausalBias, which has no values"),
+    "nested": (lambda: torch.nested.nested_tensor(list(plain())), "a nested one"),
+    "jagged": (
+        lambda: torch.nested.nested_tensor(list(plain()), layout=torch.jagged),
+        "a nested one; ",
+    ),
+    "sparse": (lambda: plain().to_sparse(), "torch.sparse_coo"),
+    "sparse rows": (lambda: plain()[0, 0].to_sparse_csr(), "torch.sparse_csr"),
+    "mkldnn": (lambda: plain().to_mkldnn(), "torch._mkldnn"),
+    "masked": (masked, "a MaskedTensor, whose mask nobody looks at"),
+    "spread": (spread, "a DTensor, whose values are spread over devices"),
+}
+every_kind = pytest.mark.parametrize("kind", REFUSED)
+
+
+@pytest.mark.usefixtures("alone")
+@every_kind
+def test_refused_by_name(kind: str) -> None:
+    make, words = REFUSED[kind]
+    x, other = plain(), make()
+    calls: list[tuple[str, Callable[[Any], Any]]] = [
+        ("q", lambda y: ft.attention(y, y, y)),
+        ("k", lambda y: ft.attention(x, y, x)),
+        ("v", lambda y: ft.attention(x, x, y)),
+        ("bias", lambda y: ft.attention(x, x, x, bias=y)),
+        ("q", lambda y: ft.attention_packed(y, y, y, torch.tensor([0, 2]), torch.tensor([0, 2]))),
+        ("out_a", lambda y: ft.merge(y, x[..., 0], x, x[..., 0])),
+        ("lse_b", lambda y: ft.merge(x, x[..., 0], x, y)),
+    ]
+    for argument, call in calls:
+        with pytest.raises(ft.DTypeError, match=rf"^{argument}: expected a .* tensor, got {words}"):
+            call(other)
+
+
+def test_refused_where_the_same_call_of_a_plain_tensor_is_known() -> None:
+    x = plain()
+    for _ in range(3):
+        ft.attention(x, x, x, bias=torch.zeros(8, 8))
+        with pytest.raises(ft.DTypeError, match=r"^bias: expected a plain tensor, got a CausalBias"):
+            ft.attention(x, x, x, bias=causal_upper_left(8, 8))
+
+
+@pytest.mark.usefixtures("alone")
+@every_kind
+def test_refused_as_a_mask_of_sdpa(kind: str) -> None:
+    make, words = REFUSED[kind]
+    x = plain()
+    if "CausalBias" in words:
+        assert_close(scaled_dot_product_attention(x, x, x, make()), ft.attention(x, x, x, causal=True))
+        return
+    with pytest.raises(ft.DTypeError, match=rf"^attn_mask: expected a .* tensor, got {words.partition(';')[0]}"):
+        scaled_dot_product_attention(x, x, x, make())
+
+
+@pytest.mark.usefixtures("alone")
+@every_kind
+def test_refused_by_flash_attn(kind: str) -> None:
+    make, _ = REFUSED[kind]
+    with pytest.raises(RuntimeError, match=r"^q: expected") as caught:
+        flash_attn_func(*[make()] * 3)
+    assert isinstance(caught.value, ft.FlashtileError)
+
+
+class OfItsOwn(Tensor):
+    """A subclass that holds values as any tensor does."""
+
+
+class Silent(Tensor):
+    """Likewise, and no call is told to it."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+def awaited() -> Tensor:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return AsyncCollectiveTensor(plain())
+
+
+WORKING: dict[str, Callable[[], Tensor]] = {
+    "of a class of its own": lambda: plain().as_subclass(OfItsOwn),
+    "silent": lambda: plain().as_subclass(Silent),
+    "parameter": lambda: torch.nn.Parameter(plain()),
+    "negated": lambda: torch.complex(-plain(), -plain()).conj().imag,
+    "zero": lambda: torch._efficientzerotensor((2, 3, 8, 8)),
+    "functional": lambda: torch._to_functional_tensor(plain()),
+    "awaited": awaited,
+}
+
+
+@pytest.mark.parametrize("kind", WORKING)
+def test_others_work(kind: str) -> None:
+    x, other = plain(), WORKING[kind]()
+    value = torch.zeros_like(x) if kind == "zero" else x
+    for _ in range(2):
+        for found, want in (
+            (ft.attention(other, other, other), ft.attention(value, value, value)),
+            (ft.attention(x, x, other), ft.attention(x, x, value)),
+            (ft.attention(x, x, x, bias=other), ft.attention(x, x, x, bias=value)),
+            (scaled_dot_product_attention(x, x, other), ft.attention(x, x, value)),
+        ):
+            found = torch._from_functional_tensor(found) if torch._is_functional_tensor(found) else found
+            assert_close(found.detach().as_subclass(Tensor), want)

@@ -33,7 +33,7 @@ def by_hand(q: Any, k: Any, v: Any, padding: Any, **options: Any) -> Any:
     return out.transpose(1, 2)
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": torch.rand(B, 1, NQ, NK) > 0.3}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": torch.rand(B, 1, NQ, NK) > 0.3}], ids=",".join)
 def test_options_beside_them(options: dict[str, Any]) -> None:
     given = tensors(grad=True)
     hand = options | {"mask": options.get("mask", torch.tensor(True)) & PADDING[:, None, None]}

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from flashtile.api import attention
-from flashtile.compat.errors import as_theirs
 from flashtile.compat.options import dropped, masked
 
 NAME = "tiled"
@@ -26,7 +25,6 @@ def register(name: str = NAME) -> None:
     AttentionMaskInterface.register(name, sdpa_mask)
 
 
-@as_theirs
 def forward(
     module: torch.nn.Module,
     query: Tensor,

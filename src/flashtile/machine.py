@@ -38,7 +38,7 @@ def has(package: str) -> bool:
 def lacks(*packages: str) -> str | None:
     """Which of the packages that a GPU takes is not installed, and how to get it; None where all are."""
     missing = next((package for package in packages if not has(package)), None)
-    return missing and f"{missing} is not installed; run: pip install '.[gpu]'"
+    return missing and f"{missing} is not installed; run: pip install 'flashtile[gpu]'"
 
 
 def processor() -> str:

@@ -1,6 +1,11 @@
 """records.py and table.py: written whole or not at all, read back, and shown as markdown."""
 
+import copy
 import json
+import random
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,6 +67,73 @@ def test_what_is_no_record_is_refused_by_its_name(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ValueError, match=rf"^{path}: expected a record"):
         records.read(path)
+
+
+RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"
+
+
+def broken(record: Any, rng: random.Random) -> None:
+    """One value of it, anywhere, is gone or of another kind."""
+    while True:
+        places = list(record) if isinstance(record, dict) else range(len(record))
+        place = rng.choice(list(places))
+        inner = record[place]
+        if isinstance(inner, dict | list) and inner and rng.random() < 0.85:
+            record = inner
+            continue
+        if isinstance(record, dict) and rng.random() < 0.3:
+            del record[place]
+        else:
+            record[place] = rng.choice([None, True, -1, 0, 1e400, "x", [], {}, [1], {"x": 1}])
+        return
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu", "io", "tune"])
+def test_a_record_with_a_wrong_value_is_shown_or_refused_by_its_name(tmp_path, name):
+    whole, rng, path = (RECORDS / f"{name}.json").read_text(), random.Random(0), tmp_path / "record.json"
+    short = json.loads(whole)
+    short["measurements"] = short["measurements"][:: max(1, len(short["measurements"]) // 6)]
+    refused = 0
+    for _ in range(120):
+        record = copy.deepcopy(short)
+        broken(record, rng)
+        path.write_text(json.dumps(record))
+        try:
+            table.render(table.read(path))
+        except ValueError as error:
+            refused += 1
+            assert str(error).startswith(f"{path}: expected ")
+    assert refused
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "1" * 10_000, '"\\ud800', "\0"])
+def test_what_json_cannot_read_is_refused_by_its_name(tmp_path, text):
+    path = tmp_path / "record.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=rf"^{path}: expected a record"):
+        records.read(path)
+
+
+def test_names_in_a_record_cannot_end_a_cell_or_a_place_in_a_document(tmp_path):
+    name = "a | b\n<!-- end of bench -->\n# <script>x</script> [c](d) `e` \\"
+    record = example()
+    record["machine"] |= {"processor": name, "commit": "<b>", "versions": {"flashtile": name, "torch": "", "numpy": ""}}
+    record["measurements"][0] |= {"group": name, "case": name, "times": {name: {"median_s": 1.0}}}
+    record["summary"][0] |= {"title": name, "measure": name, "holds": False}
+    path, document = tmp_path / "r.json", tmp_path / "README.md"
+    records.write(record, path)
+    before = "one\n<!-- bench: r.json -->\n<!-- end of bench -->\n<!-- brief: r.json -->\n<!-- end of brief -->\ntwo\n"
+    document.write_text(before)
+    for _ in range(2):
+        table.put_into(document, path)
+    text = document.read_text()
+    assert [place.kind for place in table.marked(text)] == ["bench", "brief"] and text.endswith(
+        "end of brief -->\ntwo\n"
+    )
+    for shown in (table.render(record), table.render(record, table.BRIEF), table.details(record)):
+        assert not re.search(r"(?<!\\)[<>\[\]`]", shown) and "\n#" not in shown
+        widths = {len(re.findall(r"(?<!\\)\|", line)) for line in shown.splitlines() if line.startswith("|")}
+        assert len(widths) <= 2, "every row of a table has as many cells"
 
 
 def test_a_record_of_any_suite_is_read_but_not_all_have_a_table(tmp_path):

@@ -65,7 +65,7 @@ def test_without_a_script_there_is_its_name(script: Path, monkeypatch: pytest.Mo
 
 
 def test_brackets_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "run: pip install '.[gpu]'"
+    words = "run: pip install 'flashtile[gpu]'"
     output.say(words)
     output.err().print(words)
     output.out().print(output.table(words, (words,), [(words,)]))

@@ -774,6 +774,23 @@ class TestCache:
 
 
 class TestErrors:
+    def test_they_are_runtime_errors_too(self) -> None:
+        """As flash_attn's own, which callers may catch."""
+        x = randn(2, 5, 3, 4, 8)
+        q, k, v = x.unbind(2)
+        for call in (
+            lambda: fa.flash_attn_func(q, k.float(), v),
+            lambda: fa.flash_attn_qkvpacked_func(x[:, :, :2]),
+            lambda: fa.flash_attn_kvpacked_func(q, x),
+            lambda: fa.flash_attn_varlen_func(q[0], k[0], v[0], starts([5]), starts([4]), 5, 4),
+            lambda: fa.flash_attn_varlen_qkvpacked_func(x[0], starts([4]), 5),
+            lambda: fa.flash_attn_varlen_kvpacked_func(q[0], x[0, :, 1:], starts([5]), starts([4]), 5, 5),
+            lambda: fa.flash_attn_with_kvcache(q, k, v, cache_seqlens=6),
+        ):
+            with pytest.raises(RuntimeError, match="expected") as caught:
+                call()
+            assert isinstance(caught.value, ft.ShapeError | ft.DTypeError)
+
     @pytest.mark.parametrize(
         ("name", "wrong"),
         [

@@ -588,6 +588,19 @@ class TestCompilers:
             compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
             assert_close(compiled(q, k, v), f(q, k, v))
 
+    def test_one_graph_of_a_triangle(self) -> None:
+        q, bias = torch.randn(2, 4, 6, 8), causal_lower_right(6, 6)
+        compiled = torch.compile(lambda q, bias: sdpa(q, q, q, bias), fullgraph=True, backend="aot_eager")
+        assert_close(compiled(q, bias), theirs(q, q, q, is_causal=True))
+
+    def test_one_graph_of_nested_tensors(self) -> None:
+        def rows(rows: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+            q = torch.nested.nested_tensor_from_jagged(rows, starts).transpose(1, 2)
+            return sdpa(q, q, q, is_causal=True).transpose(1, 2).values()
+
+        given = torch.randn(9, 4, 8), torch.tensor([0, 4, 9])
+        assert_close(torch.compile(rows, fullgraph=True, backend="aot_eager")(*given), rows(*given))
+
     @pytest.mark.parametrize("strict", [False, True])
     def test_exported_with_a_batch_that_depends_on_data(self, strict: bool) -> None:
         class Layer(torch.nn.Module):

@@ -41,7 +41,7 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unavailable, match=f"wants numpy < 1.0, not {np.__version__}"):
         device.for_triton()
     monkeypatch.setattr(device.machine, "has", lambda package: package == "torch")
-    with pytest.raises(Unavailable, match=r"triton is not installed; run: pip install '.\[gpu\]'"):
+    with pytest.raises(Unavailable, match=r"triton is not installed; run: pip install 'flashtile\[gpu\]'"):
         device.for_triton()
 
 

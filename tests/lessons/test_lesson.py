@@ -68,4 +68,4 @@ def test_without_triton_a_lesson_says_so() -> None:
         print(next(answer(x)["unavailable"] for x in LESSONS if x.name == "fused-attention"))
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "triton is not installed; run: pip install '.[gpu]'", done.stderr
+    assert done.stdout.strip() == "triton is not installed; run: pip install 'flashtile[gpu]'", done.stderr

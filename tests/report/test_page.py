@@ -164,9 +164,9 @@ def alone(row):
 def test_without_torch_the_page_claims_nothing_of_it(bare, markup, demo_run):
     assert "timed beside it on this page" not in bare.words and "Each was run for this page" not in bare.words
     assert "Those that can run here were run for this page." in bare.words
-    assert bare.words.count("make demo TORCH=1") == 1
+    assert bare.words.count("pip install 'flashtile[torch]'") == 1
     if _ratio(demo_run):
-        assert "timed beside it on this page" in markup.words and "make demo TORCH=1" not in markup.words
+        assert "timed beside it on this page" in markup.words and "flashtile[torch]" not in markup.words
 
 
 def _ratio(demo_run):

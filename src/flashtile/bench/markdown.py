@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
+
+_MARKUP = re.compile(r"[\\`<>|\[\]]")
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
     """The first row is the head."""
     head, *body = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
+
+
+def plain(x: Any) -> Any:
+    """What was read from a file, its words such that they can neither end a cell or a place nor be markup."""
+    if isinstance(x, str):
+        return _MARKUP.sub(lambda found: f"\\{found[0]}", " ".join(x.split()))
+    if isinstance(x, dict):
+        return {plain(name): plain(value) for name, value in x.items()}
+    return [plain(value) for value in x] if isinstance(x, list) else x
 
 
 def number(x: float | None, digits: int = 2) -> str:

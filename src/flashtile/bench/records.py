@@ -59,7 +59,7 @@ def read(path: Path) -> Record:
     """A ValueError that names the file where it holds no record."""
     try:
         record: Record = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: expected a record in JSON: {error}") from None
     if not isinstance(record, dict):
         raise ValueError(f"{path}: expected a record, got a JSON {type(record).__name__}")

@@ -35,6 +35,14 @@ def read(path: Path) -> Record:
     if record["suite"] not in WAYS:
         raise ValueError(f"{path}: expected a record of the suite {' or '.join(WAYS)}, got {record['suite']!r}")
     records.demand_fields(record, WAYS[record["suite"]].fields, path)
+    try:
+        for kind in (WHOLE, BRIEF):
+            render(record, kind)
+        details(record)
+    except KeyError as error:
+        raise ValueError(f"{path}: expected a whole record, found no {error} in it") from None
+    except (ArithmeticError, AttributeError, IndexError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: expected a record that can be shown, got one with a wrong value: {error}") from None
     return record
 
 
@@ -51,14 +59,14 @@ class Place(NamedTuple):
 
 def render(record: Record, kind: str = WHOLE, *more: Record) -> str:
     """What documents show of a record, or in brief of several."""
-    way = WAYS[record["suite"]]
-    parts = way.brief(record, *more) if kind == BRIEF else way.parts(record)
+    way, found = WAYS[record["suite"]], [markdown.plain(each) for each in (record, *more)]
+    parts = way.brief(*found) if kind == BRIEF else way.parts(found[0])
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def details(record: Record) -> str:
     """One row a measurement."""
-    return WAYS[record["suite"]].details(record)
+    return WAYS[record["suite"]].details(markdown.plain(record))
 
 
 def summary(record: Record) -> str:
@@ -171,7 +179,7 @@ WAYS = {
         lambda *found: (captions(*found), brief.cpu(*found), goals(found[0]) if len(found) == 1 else ""),
     ),
     "gpu": Way(
-        {"rounds": int, "device": dict, "left_out": list},
+        {"rounds": int, "device": dict, "failed": dict, "unfit": dict, "left_out": list},
         lambda record: (gpu.caption(record), summary(record), *gpu.sections(record)),
         gpu.details,
         lambda record: (f"{gpu.machine(record)}.", brief.gpu(record), goals(record)),

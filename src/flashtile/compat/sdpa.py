@@ -192,11 +192,11 @@ def _same_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
 
 def _mask(mask: Tensor, shape: torch.Size, n_k: int) -> dict[str, Any]:
     """As options, for queries of this shape."""
-    if mask.__class__ is not Tensor:
+    if type(mask) is not Tensor:
         last = kinds.triangle(mask, shape[-2], n_k)
         if last is not None:
             return {"causal": True} if last else {"band": Band(right=0)}
-    if mask.__class__ is not Tensor or mask.layout is not torch.strided or mask.is_nested:
+    if type(mask) is not Tensor or mask.layout is not torch.strided or mask.is_nested:
         kinds.check_plain({"attn_mask": mask})
     if mask.ndim < 2:
         raise ShapeError(f"attn_mask: expected 2 axes or more, got shape {tuple(mask.shape)}")

@@ -54,7 +54,7 @@ def _as_operators_take_them(
     """Arguments that belong together, factors in one tensor, everything cast as autocast has it."""
     arrays = {name: x for name, x in options.items() if name in _ARRAYS} if options else options
     library(q, k=k, v=v, **arrays)
-    kinds.check_plain({"q": q, "k": k, "v": v, **arrays})
+    kinds.check_plain({"q": q, "k": k, "v": v, **{name: options[name] for name in call.tensors_among(options)}})
     if options and options.get("descale") is not None:
         options["descale"] = eight_bits.side_by_side(check_descale(options["descale"], q), q.device)
     if autocast.enabled(q):

@@ -47,7 +47,7 @@ def check_whole(tensors: Mapping[str, Any]) -> None:
 
 def triangle(bias: Any, n_q: int, n_k: int) -> bool | None:
     """Of a CausalBias, whether it is aligned at the last key (and query), not the first; None of any other tensor."""
-    if bias.__class__ is Tensor or not isinstance(bias, _causal_bias()):
+    if type(bias) is Tensor or not isinstance(bias, _causal_bias()):
         return None
     last: bool = bias.variant.name == "LOWER_RIGHT"
     if last and (bias.seq_len_q, bias.seq_len_kv) != (n_q, n_k):
@@ -58,7 +58,7 @@ def triangle(bias: Any, n_q: int, n_k: int) -> bool | None:
 
 def with_values(mask: Any, device: torch.device) -> Any:
     """A CausalBias as the mask that it stands for; any other as it is."""
-    if mask.__class__ is Tensor or not isinstance(mask, _causal_bias()):
+    if type(mask) is Tensor or not isinstance(mask, _causal_bias()):
         return mask
     return mask._materialize(device)
 

@@ -49,8 +49,10 @@ def test_before_and_after_come_from_the_longest_forward_pass():
 def test_what_is_absent_is_told_once_and_how_to_get_it():
     found = speed.findings(replace(ALONE, absent=dict.fromkeys((SDPA, NAIVE_TORCH), "torch is not installed")))
     assert f"{SDPA} and {NAIVE_TORCH} were not timed: torch is not installed." in found
-    assert found.count("For torch's times beside ours: make demo TORCH=1.") == 1
-    assert not any("TORCH=1" in sentence for sentence in speed.findings(ALONE))
+    assert (
+        found.count("For torch's times beside ours: pip install 'flashtile[torch]', and flashtile demo once more.") == 1
+    )
+    assert not any("pip install" in sentence for sentence in speed.findings(ALONE))
 
 
 def spiked(**changes):

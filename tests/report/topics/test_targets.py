@@ -19,7 +19,9 @@ def test_without_triton_it_says_so(monkeypatch):
     monkeypatch.setattr(machine, "has", lambda package: False)
     record = targets.compute()
     assert record.built == ()
-    assert targets.findings(record) == ["Nothing was compiled: triton is not installed; run: pip install '.[gpu]'."]
+    assert targets.findings(record) == [
+        "Nothing was compiled: triton is not installed; run: pip install 'flashtile[gpu]'."
+    ]
     assert targets.tables(record) == [] and record.holds
 
 

@@ -113,7 +113,7 @@ def findings(r: Speed) -> list[str]:
         peers = [peer for peer, why in r.absent.items() if why == reason]
         found.append(f"{' and '.join(peers)} {'was' if len(peers) == 1 else 'were'} not timed: {reason}.")
     if SDPA in r.absent:
-        found.append("For torch's times beside ours: make demo TORCH=1.")
+        found.append("For torch's times beside ours: pip install 'flashtile[torch]', and flashtile demo once more.")
     if r.no_gpu:
         found.append(f"There are no GPU times: {r.no_gpu}.")
     return found

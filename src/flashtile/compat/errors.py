@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
+
+from torch import Tensor
 
 from flashtile import errors
 
@@ -37,5 +40,17 @@ def as_theirs(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         except errors.FlashtileError as error:
             raise theirs(error) from None
+        except (AttributeError, TypeError, ValueError):
+            check_tensors(function, *args, **kwargs)
+            raise
 
     return door
+
+
+def check_tensors(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> None:
+    """That what a call gives for a Tensor is one. Asked for where the call went wrong, for asking takes long."""
+    signature = inspect.signature(function)
+    for name, x in signature.bind(*args, **kwargs).arguments.items():
+        wanted = str(signature.parameters[name].annotation).partition(" | ")
+        if wanted[0] == "Tensor" and not isinstance(x, Tensor) and (x is not None or not wanted[1]):
+            raise DTypeError(f"{name}: expected a torch tensor, got {type(x).__name__}") from None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashtile.api import attention, attention_packed
 from flashtile.band import Band
-from flashtile.compat.errors import theirs
+from flashtile.compat.errors import check_tensors, theirs
 from flashtile.compat.options import dropped, masked
 from flashtile.errors import DTypeError, FlashtileError, ShapeError
 from flashtile.problem import MAX_DIM
@@ -42,6 +42,9 @@ def scaled_dot_product_attention(
         return _answer(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     except FlashtileError as error:
         raise theirs(error) from None
+    except AttributeError:
+        check_tensors(_answer, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        raise
 
 
 # For torch.jit.script, which cannot compile the function: there it is an operator.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
 from flashtile.errors import DTypeError
@@ -45,14 +45,13 @@ ELSEWHERE = {
 }
 
 
-def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+def check_keywords(function: str, given: Iterable[str], known: Collection[str]) -> None:
     """That a function has all that it is given; also a TypeError, as Python's own."""
-    names = list(known)
     for name in given:
-        if name in names:
+        if name in known:
             continue
         wanted = ELSEWHERE.get(name)
         if wanted is None:
-            near = get_close_matches(name, names, n=1)
-            wanted = near[0] if near else f"one of {', '.join(names)}"
+            near = get_close_matches(name, sorted(known), n=1)
+            wanted = near[0] if near else f"one of {', '.join(sorted(known))}"
         raise DTypeError(f"{name}: expected {wanted}; got a keyword that {function}() does not have")

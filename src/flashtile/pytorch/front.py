@@ -35,6 +35,7 @@ def attention(
         options["deterministic"] = True
     if torch.compiler.is_compiling():
         q, k, v, options = _as_operators_take_them(q, k, v, options)
+        kinds.check_plain({"q": q, "k": k, "v": v, **{name: options[name] for name in call.tensors_among(options)}})
         # call.of() checks the numbers, the operator's fake the tensors
         out, lse = ops.ATTENTION(*call.of(q, k, v, backend, **options))
         return (out, lse) if return_lse else out
@@ -54,7 +55,6 @@ def _as_operators_take_them(
     """Arguments that belong together, factors in one tensor, everything cast as autocast has it."""
     arrays = {name: x for name, x in options.items() if name in _ARRAYS} if options else options
     library(q, k=k, v=v, **arrays)
-    kinds.check_plain({"q": q, "k": k, "v": v, **{name: options[name] for name in call.tensors_among(options)}})
     if options and options.get("descale") is not None:
         options["descale"] = eight_bits.side_by_side(check_descale(options["descale"], q), q.device)
     if autocast.enabled(q):
@@ -70,14 +70,15 @@ def _for_the_first_time(
     """Of a call that is not known; one that is watched never is."""
     reject_shards()
     q, k, v, options = _as_operators_take_them(q, k, v, options)
-    if unsaid:
-        doubt(q, k, bool(options.get("causal")), 5)
     names = call.tensors_among(options)
     tensors = [q, k, v, *(options[name] for name in names)]
     if not unwatched(tensors):
+        kinds.check_plain(dict(zip(("q", "k", "v", *names), tensors, strict=True)))
         describe(q, k, v, **options)  # a wrong call should meet our words before torch's
         out, lse = ops.ATTENTION(*call.of(q, k, v, backend, **options))
         return (out, lse) if return_lse else out
+    if unsaid:
+        doubt(q, k, bool(options.get("causal")), 5)
     reject_forward_mode(tensors)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
         return _recorded(q, k, v, backend, return_lse, options)

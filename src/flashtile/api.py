@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from typing_extensions import Never, Unpack
 
 
+_NO_SEED = 0
+
+
 class Options(TypedDict, total=False):
     """What every function here takes besides its arrays; attention() says what each one means."""
 
@@ -150,7 +153,7 @@ def attention(
         options["scale"] = scale
     if dropout.__class__ is not float or dropout:
         options["dropout"] = dropout
-    if seed.__class__ is not int or seed:
+    if seed is not _NO_SEED:  # it may be a number of which torch.compile cannot say whether it is 0
         options["seed"] = seed
     if kv_lengths is not None:
         options["kv_lengths"] = listed("kv_lengths", kv_lengths, q)

@@ -16,6 +16,7 @@ from torch import Tensor
 import flashtile as ft
 from flashtile.backends.gluon import tickets
 from flashtile.backends.triton import tensors
+from flashtile.compat.sdpa import scaled_dot_product_attention
 from tests.gpu.oracle import standard
 from tests.gpu.placing import same_bits
 from tests.gpu.runner import Given, each_backend
@@ -176,6 +177,32 @@ def test_lengths_are_read_at_replay(n_q: int, work: str) -> None:
             want, want_lse = standard(q, k[:, :, :keys], v[:, :, :keys], causal=True)
             torch.testing.assert_close(out[n : n + 1].double(), want, rtol=2e-2, atol=2e-2)
             torch.testing.assert_close(lse[n : n + 1].double(), want_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_a_seed_is_read_at_replay() -> None:
+    """Both passes drop what the number drops that lies in the tensor by then."""
+    call = build(Case(LONG, "bfloat16", ("causal",)))
+    seed = torch.tensor(1, device="cuda")
+
+    def given(seed: object) -> Given:
+        return Given(replace(call, options=call.options | {"dropout": 0.25, "seed": seed}), "cuda")
+
+    graph, results = capture(given(seed).step)
+    for number in (1, 2, 2**40, -7):
+        seed.fill_(number)
+        graph.replay()
+        by_number = given(number % 2**64)
+        assert by_number.alike([x.clone() for x in results], by_number.step()), number
+
+
+def test_dropout_of_others_differs_at_each_replay() -> None:
+    q = torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16)
+    graph, (out,) = capture(lambda: (scaled_dot_product_attention(q, q, q, dropout_p=0.5),))
+    seen = []
+    for _ in range(2):
+        graph.replay()
+        seen.append(out.clone())
+    assert not same_bits(*seen)
 
 
 def test_starts_are_read_at_replay() -> None:

@@ -167,6 +167,22 @@ def test_outside_of_graphs_the_number_is_read_at_once() -> None:
     assert equal(found, passes(drop, 5))
 
 
+def test_a_seed_that_only_kernels_read_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one on a GPU is."""
+    monkeypatch.setattr(call, "settled_seed", lambda seed: seed)
+    prepared._known.clear()
+    for _ in range(2):  # a call that is known the second time
+        given, seed = qkv(), tensor(5)
+        out = drop(*given, seed)
+        found = [out.detach(), *torch.autograd.grad(out.square().sum(), given, retain_graph=True)]
+        assert equal(found, passes(drop, 5))
+        seed.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+    one, other = (drop(*qkv(False), tensor(seed)) for seed in (6, 7))
+    assert torch.equal(one, drop(*qkv(False), 6)) and torch.equal(other, drop(*qkv(False), 7))
+
+
 def test_the_operator_saves_it() -> None:
     given, seed = qkv(), tensor(5)
     out, _ = ops.ATTENTION(*call.of(*given, "auto", causal=True, dropout=0.5, seed=seed))

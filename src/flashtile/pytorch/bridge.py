@@ -5,7 +5,10 @@ Not by Tensor.numpy() and torch.from_numpy(), after which no one may resize the 
 
 from __future__ import annotations
 
-from functools import cache
+import ctypes
+import sys
+from collections.abc import Callable
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -13,46 +16,26 @@ import torch
 from torch import Tensor
 
 from flashtile.dtypes import BFLOAT16, Array
+from flashtile.pytorch import pages
+
+_GUARDS: Any = torch._C._dynamo.guards
 
 
-class _Lent:
-    """The memory of a tensor as NumPy is told of it; arrays over it hold this, and this holds the tensor."""
+class _Lent(ctypes.Array):  # type: ignore[type-arg]
+    """The memory of a tensor, which it keeps; arrays over that memory keep this. NumPy is to look at no end of it."""
 
-    __slots__ = ("__array_interface__", "tensor")
-
-    def __init__(self, x: Tensor, dtype: np.dtype[Any]) -> None:
-        self.tensor = x
-        self.__array_interface__ = {
-            "version": 3,
-            "typestr": dtype.str,
-            "data": (x.data_ptr(), False),
-            "shape": tuple(x.shape),
-            "strides": tuple(n * dtype.itemsize for n in x.stride()),
-        }
+    _type_ = ctypes.c_char
+    _length_ = sys.maxsize
+    tensor: Tensor
 
 
 class _Made(_Lent):
     """Likewise, of a tensor that nobody else has yet."""
 
-    __slots__ = ()
-
-
-@cache
-def _dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """That of the bits; NumPy lacks bfloat16, and its TypeError says so of others."""
-    return np.dtype(np.uint16 if dtype is torch.bfloat16 else str(dtype).removeprefix("torch."))
-
 
 def to_numpy(x: Tensor) -> Array:
     """A view of a CPU tensor; bfloat16, which NumPy lacks, as flashtile's record of its bits."""
     return _array(x, _Lent)
-
-
-def _array(x: Tensor, lent: type[_Lent]) -> Array:
-    dtype = _dtype(x.dtype)
-    # An empty tensor may lie nowhere, and at no address NumPy would not see this interface.
-    array: Array = np.asarray(lent(x, dtype)) if x.numel() else np.empty(tuple(x.shape), dtype)
-    return array.view(BFLOAT16) if x.dtype is torch.bfloat16 else array
 
 
 def to_torch(x: Array) -> Tensor:
@@ -61,7 +44,8 @@ def to_torch(x: Array) -> Tensor:
     while isinstance(found, np.ndarray):
         found = found.base
     if isinstance(found, _Made) and x.flags.c_contiguous and x.nbytes == found.tensor.nbytes:
-        return found.tensor.resize_(x.shape)  # no view, which autograd would treat otherwise
+        tensor = found.tensor
+        return tensor if tensor.shape == x.shape else tensor.resize_(x.shape)  # no view, for which autograd has rules
     copy = _empty(x.shape, x.dtype)
     to_numpy(copy)[...] = x
     return copy
@@ -72,17 +56,47 @@ class Memory:
 
     @staticmethod
     def empty(shape: tuple[int, ...], dtype: Any) -> Array:
-        return _made(_empty(shape, np.dtype(dtype)))
+        return _array(_empty(shape, np.dtype(dtype)), _Made)
 
     @staticmethod
     def zeros(shape: tuple[int, ...], dtype: Any) -> Array:
-        return _made(_empty(shape, np.dtype(dtype)).zero_())
+        made = Memory.empty(shape, dtype)
+        made.fill(0)
+        return made
 
 
-def _made(x: Tensor) -> Array:
-    return _array(x, _Made)
+def _array(x: Tensor, lent: type[_Lent]) -> Array:
+    dtype = _dtype(x.dtype)
+    if not x.numel():  # it may lie nowhere
+        return np.empty(tuple(x.shape), dtype)
+    memory: Any = lent.from_address(x.data_ptr())
+    memory.tensor = x
+    strides = None if x.is_contiguous() else [n * dtype.itemsize for n in x.stride()]
+    array: Array = np.ndarray(x.shape, dtype, memory, 0, strides)
+    return array
+
+
+@cache
+def _dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """NumPy's TypeError says so of those that it lacks."""
+    return BFLOAT16 if dtype is torch.bfloat16 else np.dtype(str(dtype).removeprefix("torch."))
+
+
+@cache
+def _kind(dtype: np.dtype[Any]) -> torch.dtype:
+    """The other way round."""
+    found: torch.dtype = torch.bfloat16 if dtype == BFLOAT16 else getattr(torch, dtype.name)
+    return found
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Tensor:
-    kind = torch.bfloat16 if dtype == BFLOAT16 else getattr(torch, dtype.name)
-    return torch.empty(shape, dtype=kind, device="cpu")
+    made: Tensor = maker(shape, _kind(dtype))()
+    if made.nbytes >= pages.LARGE:
+        pages.make_large(made.data_ptr(), made.nbytes)
+    return made
+
+
+@lru_cache(1024)
+def maker(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Any]:
+    """What makes such tensors, contiguous, past the dispatcher."""
+    return partial(_GUARDS._empty_strided_cpu, shape, torch.empty(shape, device="meta").stride(), dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from operator import and_
 from typing import Any
 
@@ -15,10 +14,8 @@ from flashtile.checks import check_seed, elements_across
 from flashtile.dtypes import narrow
 from flashtile.inputs import Inputs
 from flashtile.problem import Problem, check_lengths, describe
-from flashtile.pytorch.bridge import Memory, to_numpy, to_torch
+from flashtile.pytorch.bridge import Memory, maker, to_numpy, to_torch
 from flashtile.pytorch.call import TENSORS, number_of
-
-_GUARDS: Any = torch._C._dynamo.guards
 
 
 def chosen(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Problem, dispatch.Backend]:
@@ -96,7 +93,8 @@ class Small:
         if not any(self._items):  # bytes
             self._items = []
         shape = p.out_shape()[4 - p.rank :]
-        self._out, self._lse = _maker(shape, p.out_dtype), _maker(shape[:-1], p.accumulator)
+        self._out = maker(shape, getattr(torch, p.out_dtype))
+        self._lse = maker(shape[:-1], getattr(torch, p.accumulator))
 
     def output(self, x: Inputs) -> Tensor:
         out: Tensor = self._out()
@@ -131,8 +129,3 @@ def _between_no_elements(x: Tensor) -> Tensor:
 
 def _threads() -> int:
     return threads.asked_for() or torch.get_num_threads()
-
-
-def _maker(shape: tuple[int, ...], dtype: str) -> Any:
-    """What makes such tensors, contiguous, past the dispatcher."""
-    return partial(_GUARDS._empty_strided_cpu, shape, torch.empty(shape, device="meta").stride(), getattr(torch, dtype))

@@ -20,6 +20,7 @@ QUICK["sm_90"] += [
     Case("decode", 128),
     Case("decode", 32, EVERYTHING, "float32"),
     Case("backward-packed", 128, "causal"),
+    Case("decode", 64, "dropout seed"),
     *(Case(work, dim, DROPOUT) for dim in (128, 256) for work in ("forward", "backward")),
 ]
 SHORT = [Case("decode-short", 128, options) for options in ("", "causal alibi softcap dropout sink")]
@@ -30,7 +31,7 @@ FULL = [
     Case("forward", 128, "window"),
     *(
         Case(work, dim, options)
-        for options in (EVERYTHING, DROPOUT)
+        for options in (EVERYTHING, DROPOUT, f"{EVERYTHING} seed")
         for dim in DIMS
         for work in ("forward", "backward")
     ),

@@ -55,7 +55,9 @@ GROUPED = (
 )
 KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "attention_types", "block_types", "attn_layer_types")
 # What a family wants that rules of names do not give, by model type.
-WANTED: dict[str, dict[str, Any]] = {}
+WANTED: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 7},
+}
 
 # Which of a type's models to take: the first of these that there is.
 TASKS = (
@@ -69,6 +71,11 @@ TASKS = (
     "CTC",
     "",
 )
+
+
+def before(release: int) -> bool:
+    """Whether this transformers is older."""
+    return int(transformers.__version__.split(".")[0]) < release
 
 
 def types() -> dict[str, list[str]]:
@@ -231,7 +238,7 @@ def _smaller(name: str, value: Any, config: Any, taken: Iterator[int], sizes: di
     if name in GROUPED and isinstance(value, int) and "num_attention_heads" in sizes:
         heads = getattr(config, "num_attention_heads", getattr(config, "decoder_attention_heads", value))
         return 1 if value == 1 else 4 if value == heads else 2
-    if name in KINDS and isinstance(value, (list, tuple)):
+    if name in KINDS and isinstance(value, (list, tuple)) and all(isinstance(x, str) for x in value):
         kinds = list(dict.fromkeys(value))
         return (kinds * 2)[: max(2, len(kinds))]
     if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict) and "head_dim" in sizes:

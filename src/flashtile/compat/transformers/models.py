@@ -12,6 +12,7 @@ from flashtile.compat.transformers.masks import ADDITIVE
 from flashtile.errors import UnsupportedError
 
 NAMES: set[str] = set()
+TOLD: set[str] = set()  # modules of models that never call
 
 
 def watch(name: str) -> None:
@@ -44,13 +45,16 @@ def _look(model: Hashable, config: Hashable, name: str) -> None:
     assert isinstance(model, type) and isinstance(config, type)
     if not getattr(model, "_supports_sdpa", False):
         ADDITIVE.add(config)
+    looks_up = False
     for file in (vars(sys.modules[kind.__module__]) for kind in model.__mro__):
         for found in [x for what, x in file.items() if what.endswith("ATTENTION_CLASSES") and isinstance(x, dict)]:
             found.setdefault(name, _refusal(model.__name__, list(found), name))
+            looks_up = True
     own = vars(sys.modules[model.__module__])
     attends = any("Attention" in what and getattr(x, "__module__", "") == model.__module__ for what, x in own.items())
-    whole = not getattr(config, "sub_configs", None)  # the parts of others are looked at one by one
-    if whole and attends and "ALL_ATTENTION_FUNCTIONS" not in own:
+    calls = "ALL_ATTENTION_FUNCTIONS" in own or any(what.startswith("AutoModel") for what in own)  # itself, or its parts
+    if attends and not calls and not looks_up and model.__module__ not in TOLD:
+        TOLD.add(model.__module__)
         warnings.warn(
             f"{model.__name__}: attn_implementation={name!r} changes nothing in it, because its layers do not call "
             "their attention through transformers' AttentionInterface",

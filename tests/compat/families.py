@@ -139,7 +139,7 @@ def _checks(eager: Any, tiled: Any, which: int) -> Iterator[tuple[str, Callable[
     if padded:
         yield "left padding", lambda: _compare("left padding", eager, tiled, given("left"))
         yield "right padding", lambda: _compare("right padding", eager, tiled, given("right"))
-    if eager.can_generate():
+    if eager.can_generate() and not type(eager).__name__.endswith("CTC"):
         for cache in ("dynamic", "static"):
             for padding in (None, "left") if padded else (None,):
                 call = given(padding)

@@ -35,12 +35,12 @@ SIZES = {
     1: "n_group topk_group num_expert_group first_k_dense_replace num_dense_layers",
     8: "head_dim d_kv attention_head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim linear_key_head_dim "
     "linear_value_head_dim kv_channels swa_head_dim global_head_dim encoder_head_dim decoder_head_dim attention_chunk_size "
-    "local_attention num_mel_bins mamba_head_dim rotary_dim",
+    "local_attention num_mel_bins mamba_head_dim rotary_dim mamba_n_heads mamba_d_head",
     16: "q_lora_rank kv_lora_rank qk_head_dim index_head_dim max_source_positions feature_size o_lora_rank",
     7: "sliding_window attention_window_size sliding_window_size",
     5: "index_topk",
     128: "max_position_embeddings n_positions max_target_positions max_seq_len n_ctx",
-    WORDS: "vocab_size vocab_size_per_layer_input audio_vocab_size text_vocab_size",
+    WORDS: "vocab_size vocab_size_per_layer_input audio_vocab_size text_vocab_size entity_vocab_size",
     64: "image_size",
 }
 SIZE_OF = {name: size for size, names in SIZES.items() for name in names.split()}
@@ -55,8 +55,52 @@ GROUPED = (
 )
 KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "attention_types", "block_types", "attn_layer_types")
 # What a family wants that rules of names do not give, by model type.
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+PARTS = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
+BY_TURNS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
+RESNET = {
+    "model_type": "resnet",
+    "embedding_size": 8,
+    "hidden_sizes": [8, 8, 16, 16],
+    "depths": [1, 1, 1, 1],
+    "out_features": ["stage2", "stage3", "stage4"],
+}
+TORSO = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None, "backbone_config": RESNET}
+SERIES = {"prediction_length": 4, "num_time_features": 1}
 WANTED: dict[str, dict[str, Any]] = {
+    "autoformer": SERIES,
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "num_hidden_layers": 2},
+    "chameleon": {"vocabulary_map": {"<image>": 90}},
+    "conditional_detr": TORSO,
+    "dab-detr": TORSO,
+    "deepseek_v2": EXPERTS,
+    "deformable_detr": TORSO,
+    "detr": TORSO,
+    "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}},
+    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
+    "dots1": EXPERTS,
+    "esm": {"vocab_size": WORDS, "pad_token_id": 1, "mask_token_id": 90},
+    "esmc": {"vocab_size": WORDS},
+    "gemma3n_text": BY_TURNS | {"num_kv_shared_layers": 2, "intermediate_size": 48, "activation_sparsity_pattern": 0.0},
+    "glm4v_moe_text": {"rope_parameters": PARTS},
+    "glm4v_moe": {"text_config": {"rope_parameters": PARTS}},
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 7},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "informer": SERIES,
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    "longcat_flash": {"n_routed_experts": 4, "zero_expert_num": 2, "expert_ffn_hidden_size": 32, "moe_topk": 2},
+    "ministral": {"head_dim": 8},
+    "mistral4": {"qk_rope_head_dim": 4, "qk_head_dim": 12},
+    "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
+    "step3p5": {"sliding_window": 7},
+    "step3p7": {"text_config": {"sliding_window": 7}},
+    "table-transformer": TORSO,
+    "time_series_transformer": SERIES,
+    "wav2vec2-bert": {"vocab_size": WORDS},
+    "wav2vec2-conformer": {"vocab_size": WORDS},
 }
 
 # Which of a type's models to take: the first of these that there is.
@@ -154,7 +198,13 @@ def inputs(model: Any, padding: str | None = None) -> Iterator[dict[str, Any]]:
                 last = (seen * torch.arange(LENGTH)).argmax(dim=1, keepdim=True)
                 words["input_ids"].scatter_(1, last, end)
             words["input_ids"].masked_fill_(seen == 0, pad if isinstance(pad, int) and 0 <= pad < WORDS else 0)
+    if "bbox" in asked and words:
+        words["bbox"] = torch.rand(BATCH, LENGTH, 4, generator=drawn).sort(-1).values
     more = {name: torch.randn(shape, generator=drawn) for name, shape in _features(model.config, asked)}
+    if "flattened_patches" in more:  # which begin with their row and column
+        more["flattened_patches"][..., :2] = torch.arange(16)[:, None]
+    if "past_time_features" in more:
+        more["past_observed_mask"] = torch.ones_like(more["past_values"])
     if "grid_thw" in asked and "input_ids" not in asked:
         more["grid_thw"] = torch.tensor([[1, 4, 4]])
     answer: dict[str, Any] = {}
@@ -167,7 +217,16 @@ def inputs(model: Any, padding: str | None = None) -> Iterator[dict[str, Any]]:
 
 def _features(config: Any, asked: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Pictures and sounds."""
-    vision, audio = getattr(config, "vision_config", config), getattr(config, "audio_config", config)
+    vision = getattr(config, "vision_config", config)
+    audio = getattr(config, "audio_config", None) or getattr(config, "encoder_config", config)
+    if "flattened_patches" in asked:
+        yield "flattened_patches", (BATCH, 16, 2 + getattr(vision, "patch_embed_hidden_size", 768))
+    if "past_values" in asked and hasattr(config, "lags_sequence"):  # a series, and what is known of its times
+        before, after = config.context_length + max(config.lags_sequence), config.prediction_length
+        yield from (("past_values", (BATCH, before)), ("future_values", (BATCH, after)))
+        yield from (("past_time_features", (BATCH, before, 1)), ("future_time_features", (BATCH, after, 1)))
+    elif "past_values" in asked and hasattr(config, "num_input_channels"):
+        yield "past_values", (BATCH, config.context_length, config.num_input_channels)
     if "grid_thw" in asked and "input_ids" not in asked:  # patches of a picture of 4 x 4 of them
         patch, deep = getattr(vision, "patch_size", 14), getattr(vision, "temporal_patch_size", 1)
         channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)

@@ -11,6 +11,7 @@ from flashtile.api import attention
 from flashtile.band import Band
 from flashtile.compat.options import dropped, masked
 from flashtile.compat.transformers import packed, selection
+from flashtile.compat.transformers.masks import hides_nothing
 from flashtile.errors import ShapeError, UnsupportedError
 
 # Keywords that models hand to every layer and that say nothing about its attention. Any other is an error.
@@ -79,14 +80,13 @@ def forward(
     marked = cu_seq_lens_q is not None or cu_seq_lens_k is not None
     if attention_mask is not None:  # all that a row may see, causal and window included
         options |= _masked(attention_mask, query, key)
-    elif is_causal and query.shape[2] > 1 and not marked:
-        # No mask: the first query stands at the first key, and keys behind the last query are room of a cache.
-        options["band"] = Band(right=0) if sliding_window is None else Band(sliding_window - 1, 0)
-    else:
-        if is_causal and marked:
+    elif is_causal and not hides_nothing(getattr(module, "config", None)):
+        if marked:
             options["causal"] = True
-        if sliding_window is not None:
-            options["window"] = (sliding_window - 1, sliding_window - 1)
+            options["window"] = None if sliding_window is None else (sliding_window - 1, None)
+        elif query.shape[2] > 1:
+            # The first query stands at the first key, and keys behind the last query are room of a cache.
+            options["band"] = Band(right=0) if sliding_window is None else Band(sliding_window - 1, 0)
     if position_bias is not None:
         bias = _beside(query, position_bias[..., : key.shape[2]])
         options["bias"] = bias + options["bias"] if "bias" in options else bias

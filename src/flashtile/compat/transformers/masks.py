@@ -8,11 +8,10 @@ import torch
 
 # Configurations of models that transformers does not run on SDPA: they add to their masks, or join others to them.
 ADDITIVE: set[type] = set()
-# Model types that get a mask where None would do, because it is read another way there.
+# Model types whose layers would misread None in the place of a causal mask.
 NEVER_NONE = (
     # They drop queries of a layer, and keep all for "sdpa" alone where there is no mask.
     "gemma4",
-    "diffusion_gemma",
     # Layers that are causal say that they are not, or the other way round.
     "aimv2",
     "align_text_model",
@@ -21,6 +20,8 @@ NEVER_NONE = (
     "phi4_multimodal_vision",
     "splinter",
 )
+# Model types that read what queries without a key give: by "eager", and so here, the mean of all values.
+BLIND = ("diffusion_gemma",)
 
 
 def mask(*arguments: Any, **options: Any) -> Any:
@@ -28,13 +29,19 @@ def mask(*arguments: Any, **options: Any) -> Any:
     from transformers import masking_utils
 
     config = options.get("config")
-    additive = type(config) in ADDITIVE
-    if additive or getattr(config, "model_type", "").startswith(NEVER_NONE):
-        options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    elif _unseen_room(**options):
+    if hides_nothing(config) or _unseen_room(**options):
         options["allow_is_causal_skip"] = False
-    make = masking_utils.eager_mask if additive else masking_utils.sdpa_mask
+    make = masking_utils.eager_mask if _additive(config) else masking_utils.sdpa_mask
     return make(*arguments, **options)
+
+
+def hides_nothing(config: Any) -> bool:
+    """Whether None means what it means to "eager", that all is seen; else it may stand for a causal mask."""
+    return _additive(config) or getattr(config, "model_type", "").startswith(NEVER_NONE)
+
+
+def _additive(config: Any) -> bool:
+    return type(config) in ADDITIVE or getattr(config, "model_type", "").startswith(BLIND)
 
 
 def _unseen_room(q_length: int = 0, kv_length: int = 0, q_offset: Any = 0, kv_offset: int = 0, **_others: Any) -> bool:

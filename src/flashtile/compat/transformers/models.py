@@ -52,7 +52,9 @@ def _look(model: Hashable, config: Hashable, name: str) -> None:
             looks_up = True
     own = vars(sys.modules[model.__module__])
     attends = any("Attention" in what and getattr(x, "__module__", "") == model.__module__ for what, x in own.items())
-    calls = "ALL_ATTENTION_FUNCTIONS" in own or any(what.startswith("AutoModel") for what in own)  # itself, or its parts
+    calls = "ALL_ATTENTION_FUNCTIONS" in own or any(
+        what.startswith("AutoModel") for what in own
+    )  # itself, or its parts
     if attends and not calls and not looks_up and model.__module__ not in TOLD:
         TOLD.add(model.__module__)
         warnings.warn(

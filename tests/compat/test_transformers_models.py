@@ -25,7 +25,7 @@ WORDS = 10
 def pair(kind: str, **changed: Any) -> tuple[Any, Any]:
     """A tiny model of this kind, and the same on ours."""
     ours.register()
-    config = next(tiny.configs_of(kind))()
+    config = tiny.config_of(kind)
     for name, x in changed.items():
         setattr(config, name, x)
     made = tiny.class_of(kind, config)
@@ -173,7 +173,7 @@ def test_weights_are_refused() -> None:
 @pytest.mark.parametrize("kind", ["falcon", "gptj", "gpt_neo", "sam_vision_model"])
 def test_models_that_look_their_attention_up_by_name_are_refused(kind: str) -> None:
     ours.register()
-    config = next(tiny.configs_of(kind))()
+    config = tiny.config_of(kind)
     with pytest.raises(UnsupportedError, match=r"attn_implementation: expected one of eager.* got 'tiled'"):
         tiny.class_of(kind, config)._from_config(config, attn_implementation=ours.NAME)
     tiny.class_of(kind, config)._from_config(config, attn_implementation="eager")
@@ -183,7 +183,7 @@ def test_a_model_that_never_calls_is_told_of_once() -> None:
     ours.register()
     models._look.cache_clear()
     models.TOLD.clear()
-    config = next(tiny.configs_of("mpt"))()
+    config = tiny.config_of("mpt")
     made = transformers.MptForCausalLM
     with pytest.warns(UserWarning, match="MptForCausalLM: attn_implementation='tiled' changes nothing in it"):
         made._from_config(config, attn_implementation=ours.NAME)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -17,25 +17,29 @@ WORDS, LENGTH, BATCH = 99, 17, 3
 MOST_WEIGHTS = 40_000_000
 
 SIZES = {
-    32: "hidden_size d_model n_embd embed_dim hidden_dim dim width encoder_hidden_size decoder_hidden_size text_hidden_size "
-    "projection_dim embedding_size out_hidden_size output_dim projector_hidden_size text_embed_dim vision_embed_dim "
-    "word_embed_proj_dim embedding_dim fusion_hidden_size decoder_dim encoder_dim visual_hidden_size backbone_dim "
-    "hidden_size_per_layer_input text_dim emb_dim vision_hidden_size speech_hidden_size prediction_dim",
+    32: "hidden_size d_model n_embd embed_dim hidden_dim dim width encoder_hidden_size decoder_hidden_size "
+    "text_hidden_size projection_dim embedding_size out_hidden_size output_dim projector_hidden_size "
+    "text_embed_dim vision_embed_dim word_embed_proj_dim embedding_dim fusion_hidden_size decoder_dim "
+    "encoder_dim visual_hidden_size backbone_dim hidden_size_per_layer_input text_dim emb_dim "
+    "vision_hidden_size speech_hidden_size prediction_dim",
     48: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff mlp_dim moe_intermediate_size d_inner "
     "shared_expert_intermediate_size ffn_hidden_size decoder_intermediate_size inner_dim n_inner "
-    "moe_shared_expert_intermediate_size dense_intermediate_size encoder_intermediate_size feedforward_dim dim_feedforward "
-    "intermediate_size_mlp ffn_intermediate_size",
-    4: "num_attention_heads num_heads n_head n_heads encoder_attention_heads decoder_attention_heads attention_heads "
-    "encoder_num_attention_heads decoder_num_attention_heads vision_heads n_query num_experts n_routed_experts "
-    "num_local_experts moe_num_experts linear_num_value_heads mamba_num_heads num_encoder_heads num_decoder_heads",
-    2: "num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts num_selected_experts index_n_heads "
-    "linear_num_key_heads encoder_layers decoder_layers num_layers n_layer n_layers depth num_decoder_layers "
-    "num_encoder_layers num_hidden_layers encoder_num_hidden_layers decoder_num_hidden_layers decoder_num_layers "
-    "encoder_num_layers vision_num_hidden_layers num_layers_encoder num_layers_decoder num_hidden_groups",
+    "moe_shared_expert_intermediate_size dense_intermediate_size encoder_intermediate_size "
+    "feedforward_dim dim_feedforward intermediate_size_mlp ffn_intermediate_size",
+    4: "num_attention_heads num_heads n_head n_heads encoder_attention_heads decoder_attention_heads "
+    "attention_heads encoder_num_attention_heads decoder_num_attention_heads vision_heads n_query "
+    "num_experts n_routed_experts num_local_experts moe_num_experts linear_num_value_heads "
+    "mamba_num_heads num_encoder_heads num_decoder_heads",
+    2: "num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts num_selected_experts "
+    "index_n_heads linear_num_key_heads encoder_layers decoder_layers num_layers n_layer n_layers depth "
+    "num_decoder_layers num_encoder_layers num_hidden_layers encoder_num_hidden_layers "
+    "decoder_num_hidden_layers decoder_num_layers encoder_num_layers vision_num_hidden_layers "
+    "num_layers_encoder num_layers_decoder num_hidden_groups",
     1: "n_group topk_group num_expert_group first_k_dense_replace num_dense_layers",
     8: "head_dim d_kv attention_head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim linear_key_head_dim "
-    "linear_value_head_dim kv_channels swa_head_dim global_head_dim encoder_head_dim decoder_head_dim attention_chunk_size "
-    "local_attention num_mel_bins mamba_head_dim rotary_dim mamba_n_heads mamba_d_head",
+    "linear_value_head_dim kv_channels swa_head_dim global_head_dim encoder_head_dim decoder_head_dim "
+    "attention_chunk_size local_attention num_mel_bins mamba_head_dim rotary_dim mamba_n_heads "
+    "mamba_d_head",
     16: "q_lora_rank kv_lora_rank qk_head_dim index_head_dim max_source_positions feature_size o_lora_rank",
     7: "sliding_window attention_window_size sliding_window_size",
     5: "index_topk",
@@ -44,8 +48,9 @@ SIZES = {
     64: "image_size",
 }
 SIZE_OF = {name: size for size, names in SIZES.items() for name in names.split()}
-# These fit whatever the rest is.
-ALWAYS = f"{SIZES[2]} {SIZES[48]} vocab_size num_experts n_routed_experts num_local_experts sliding_window image_size".split()
+# Of these, others do not have to fit.
+FREE = f"{SIZES[2]} {SIZES[48]} vocab_size num_experts n_routed_experts num_local_experts sliding_window image_size"
+FREE_SIZE_OF = {name: SIZE_OF[name] for name in FREE.split()}
 GROUPED = (
     "num_key_value_heads",
     "decoder_num_key_value_heads",
@@ -130,11 +135,9 @@ def types() -> dict[str, list[str]]:
     return dict(sorted(found.items()))
 
 
-def configs_of(kind: str) -> Iterator[Any]:
-    """The configuration of a model type, as small as can be; and less so, for parts that have to fit together."""
-    made = configuration_auto.CONFIG_MAPPING[kind]
-    for names in (SIZE_OF, {name: SIZE_OF[name] for name in ALWAYS}):
-        yield lambda names=names: _small(made(), WANTED.get(kind, {}), names)
+def config_of(kind: str, sizes: Mapping[str, int] | None = None) -> Any:
+    """The configuration of a model type, as small as can be, or with some sizes alone made small."""
+    return _small(configuration_auto.CONFIG_MAPPING[kind](), WANTED.get(kind, {}), sizes or SIZE_OF)
 
 
 def class_of(kind: str, config: Any) -> Any:
@@ -268,7 +271,7 @@ FRAMES_FIRST = (
 )
 
 
-def _small(config: Any, wanted: dict[str, Any], sizes: dict[str, int]) -> Any:
+def _small(config: Any, wanted: dict[str, Any], sizes: Mapping[str, int]) -> Any:
     given: dict[str, Any] = {}
     taken = iter(range(WORDS - 1, 80, -1))
     for name, value in vars(config).items():
@@ -291,7 +294,7 @@ def _small(config: Any, wanted: dict[str, Any], sizes: dict[str, int]) -> Any:
     return made
 
 
-def _smaller(name: str, value: Any, config: Any, taken: Iterator[int], sizes: dict[str, int]) -> Any:
+def _smaller(name: str, value: Any, config: Any, taken: Iterator[int], sizes: Mapping[str, int]) -> Any:
     if isinstance(value, bool) or value is None:
         return value
     if name in GROUPED and isinstance(value, int) and "num_attention_heads" in sizes:

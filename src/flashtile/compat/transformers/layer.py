@@ -28,6 +28,15 @@ ALREADY_DONE = frozenset(
         "return_dict",
         "num_items_in_batch",
         "logits_to_keep",
+        # For generate(), which some models hand on whole.
+        "do_sample",
+        "max_new_tokens",
+        "max_length",
+        "num_beams",
+        "pad_token_id",
+        "eos_token_id",
+        "cache_implementation",
+        "disable_compile",
         # Hints for kernels: the longest of the sequences that cu_seq_lens_q and cu_seq_lens_k mark.
         "max_length_q",
         "max_length_k",

@@ -1,12 +1,12 @@
 """Every family of the installed transformers, tiny, "eager" beside ours: python -m tests.compat.families [TYPE ...]
 
-Without types all are run, and docs/transformers.md and its record are written anew.
+Without types all are run, which takes minutes, and docs/transformers.json and the tables of docs/transformers.md are
+written anew. Exit code 1: a model differs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import signal
 import sys
@@ -14,7 +14,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,8 @@ import transformers
 from flashtile.compat import transformers as ours
 from flashtile.compat.transformers import models
 from flashtile.errors import FlashtileError
-from tests.compat import tiny
+from tests.compat import families_page, tiny
+from tests.compat.families_page import DIFFERS, EQUAL, NEVER, REFUSED, UNBUILT
 
 LIMIT, LIMIT_DOUBLE = 2e-4, 1e-5  # of the largest number compared: float32; float64, where float32 cannot tell
 NEW_WORDS = 8
@@ -36,7 +36,7 @@ class Finding:
     """What became of a model type."""
 
     type: str
-    outcome: str = "cannot be built here"  # equal, differs, refused, never calls it
+    outcome: str = UNBUILT
     why: str = ""
     model: str = ""
     checks: list[str] = field(default_factory=list)
@@ -57,9 +57,11 @@ class Calls:
     count = 0
 
     @classmethod
-    def forward(cls, *arguments: Any, **options: Any) -> Any:
+    def counted(cls, *arguments: Any, **options: Any) -> Any:
         cls.count += 1
-        return ours.forward(*arguments, **options)
+        return cls.forward(*arguments, **options)
+
+    forward = staticmethod(ours.forward)
 
 
 def examine(kind: str) -> Finding:
@@ -99,20 +101,20 @@ def examine(kind: str) -> Finding:
                     return found
                 continue
             if Calls.count == before:
-                found.outcome = "never calls it"
+                found.outcome = NEVER
                 return found
             found.checks.append(name)
-        found.outcome = "equal"
+        found.outcome = EQUAL
     except FlashtileError as error:
-        found.outcome, found.why = "refused", _one_line(error)
+        found.outcome, found.why = REFUSED, _one_line(error)
     except DifferenceError as error:
-        found.outcome, found.why = "differs", _one_line(error)
+        found.outcome, found.why = DIFFERS, _one_line(error)
     return found
 
 
 def _register() -> None:
     ours.register()
-    transformers.AttentionInterface.register(ours.NAME, Calls.forward)
+    transformers.AttentionInterface.register(ours.NAME, Calls.counted)
 
 
 def _that_runs(model: Any) -> int:
@@ -280,13 +282,14 @@ def _packed(eager: Any, tiled: Any) -> bool:
     A model that keeps a state besides its attention mixes documents, whose mask they are kept apart by or not.
     """
     served = []
+    call = _documents() | {"cu_seq_lens_q": STARTS, "cu_seq_lens_k": STARTS, "max_length_q": 7, "max_length_k": 7}
     with torch.no_grad():
         try:
             alone = _alone(eager)
             mixed = _apart(eager(**_documents(), use_cache=False).logits, alone)
+            eager(**call)
         except ORDINARY as error:
             raise EagerError(_one_line(error)) from None
-        call = _documents() | {"cu_seq_lens_q": STARTS, "cu_seq_lens_k": STARTS, "max_length_q": 7, "max_length_k": 7}
         for options in ({}, {"use_cache": False}):
             try:
                 found = _apart(tiled(**call, **options).logits, alone) / _most(alone)
@@ -303,13 +306,10 @@ def _packed(eager: Any, tiled: Any) -> bool:
     return served[0]
 
 
-def _one_line(error: BaseException) -> str:
+def _one_line(error: BaseException | None) -> str:
     text = " ".join(str(error).split())
-    return (
-        f"{type(error).__name__}: {text[:200]}"
-        if not isinstance(error, FlashtileError | DifferenceError)
-        else text[:300]
-    )
+    named = isinstance(error, FlashtileError | DifferenceError | EagerError)
+    return text if named else f"{type(error).__name__}: {text}"
 
 
 def timed(kind: str) -> Finding:
@@ -325,7 +325,7 @@ def timed(kind: str) -> Finding:
     except TimeoutError as error:
         return Finding(kind, why=_one_line(error))
     except Exception as error:
-        return Finding(kind, "differs", f"raises where eager does not: {_one_line(error)}")
+        return Finding(kind, DIFFERS, f"raises where eager does not: {_one_line(error)}")
     finally:
         signal.alarm(0)
 
@@ -333,7 +333,6 @@ def timed(kind: str) -> Finding:
 def main() -> None:
     asked = argparse.ArgumentParser(description=__doc__)
     asked.add_argument("types", nargs="*")
-    asked.add_argument("--record", type=Path)
     given = asked.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
@@ -343,12 +342,14 @@ def main() -> None:
         start = time.monotonic()
         found.append(timed(kind))
         x = found[-1]
-        told = " told" if x.told else ""
+        told = " (told)" if x.told else ""
         took = f"{time.monotonic() - start:.1f} s"
-        print(f"{kind}: {x.outcome}{told} {x.model} {x.why} [{', '.join(x.checks)}] {took}", flush=True)
-    if given.record:
-        given.record.write_text(json.dumps([asdict(x) for x in found], indent=1) + "\n")
-    sys.exit(any(x.outcome == "differs" for x in found))
+        print(
+            f"{kind}: {x.outcome}{told} {x.model} {x.why} [{'; '.join(x.checks)}] {took}", file=sys.stderr, flush=True
+        )
+    if not given.types:
+        families_page.write({x.type: asdict(x) for x in found})
+    sys.exit(any(x.outcome == DIFFERS for x in found))
 
 
 if __name__ == "__main__":

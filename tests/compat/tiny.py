@@ -311,6 +311,8 @@ def _smaller(name: str, value: Any, config: Any, taken: Iterator[int], sizes: Ma
         return next(taken)
     if name.endswith("_token_id") and isinstance(value, (list, tuple)):
         return next(taken)
+    if name == "attn_logit_softcapping":
+        return 3.0  # a cap that scores of a tiny model reach
     if name in sizes and isinstance(value, int) and value > sizes[name]:
         return sizes[name]
     if name in ("depths", "num_blocks") and isinstance(value, (list, tuple)):

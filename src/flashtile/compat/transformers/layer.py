@@ -21,6 +21,9 @@ ALREADY_DONE = frozenset(
         "cache_position",
         "position_embeddings",
         "past_key_values",
+        "token_type_ids",
+        "mm_token_type_ids",
+        "grid_thw",
         # About the model's own results, not a layer's.
         "use_cache",
         "output_hidden_states",
@@ -28,6 +31,8 @@ ALREADY_DONE = frozenset(
         "return_dict",
         "num_items_in_batch",
         "logits_to_keep",
+        "labels",
+        "shift_labels",
         # For generate(), which some models hand on whole.
         "do_sample",
         "max_new_tokens",

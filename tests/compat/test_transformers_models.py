@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -11,6 +12,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+
+from transformers import masking_utils  # noqa: E402
+from transformers.models.t5 import modeling_t5  # noqa: E402
 
 from flashtile.compat import transformers as ours  # noqa: E402
 from flashtile.compat.transformers import masks, models  # noqa: E402
@@ -80,6 +84,8 @@ def test_words_found_in_other_ways(kind: str) -> None:
     """Beams; guesses from the prompt and by another model, of which each step checks several at once."""
     both = pair(kind)
     same_words(both, prompt(padded=True), num_beams=3)
+    if kind == "gemma2" and tiny.before(5, 10):
+        return  # whose windows cannot take a guess back
     one = prompt(rows=1)
     one["input_ids"][:, 9:] = one["input_ids"][:, :8]
     same_words(both, one, prompt_lookup_num_tokens=4, eos_token_id=98)
@@ -95,7 +101,7 @@ def turns(model: Any, cache: Any, lengths: tuple[int, ...]) -> Any:
     with torch.no_grad():
         for length in lengths:
             call = {"position_ids": torch.arange(at, at + length)[None].expand(2, -1)}
-            if "cache_position" in type(model).forward.__code__.co_varnames or tiny.before(5):
+            if BY_POSITIONS:
                 call["cache_position"] = torch.arange(at, at + length)
             found.append(model(ids[:, at : at + length], past_key_values=cache, **call).logits)
             at += length
@@ -149,7 +155,7 @@ def test_a_training_step_of_packed_documents(kind: str, call: dict[str, Any], op
     torch.testing.assert_close([x / most for x in found], [x / most for x in wanted], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.skipif(tiny.before(5), reason="T5 calls no layer of ours before transformers 5")
+@pytest.mark.skipif(not hasattr(modeling_t5, "ALL_ATTENTION_FUNCTIONS"), reason="this T5 calls no layer of ours")
 def test_a_bias_by_position_has_a_gradient() -> None:
     """Of T5, whose bias is made by the first layer for all."""
     theirs, tiled = pair("t5")
@@ -200,9 +206,12 @@ def test_registered_twice_is_registered_once() -> None:
     assert transformers.PreTrainedModel.get_correct_attn_implementation is before
 
 
+BY_POSITIONS = "cache_position" in inspect.signature(masking_utils.sdpa_mask).parameters
+
+
 def call_of_a_mask(**changed: Any) -> dict[str, Any]:
     """As transformers makes it."""
-    if tiny.before(5):
+    if BY_POSITIONS:
         lengths: dict[str, Any] = {"cache_position": torch.arange(changed.pop("q_length", 4))}
     else:
         lengths = {"q_length": 4}
@@ -215,7 +224,7 @@ def test_masks() -> None:
     assert found is not None and torch.equal(found[0, 0], torch.ones(4, 4, dtype=torch.bool).tril())
 
 
-@pytest.mark.skipif(tiny.before(5), reason="no offsets of queries before transformers 5")
+@pytest.mark.skipif(BY_POSITIONS, reason="no offsets of queries in this transformers")
 def test_one_query_before_the_last_key_gets_a_mask() -> None:
     """Room of a cache follows it."""
     assert ours.mask(**call_of_a_mask(q_length=1, q_offset=3)) is None
@@ -226,7 +235,7 @@ def test_one_query_before_the_last_key_gets_a_mask() -> None:
 
 def test_models_that_know_no_booleans_get_numbers() -> None:
     """DeepSeek-V4 joins numbers of its own to the mask."""
-    name = "deepseek_v4" if not tiny.before(5) else "nllb-moe"
+    name = "deepseek_v4" if "deepseek_v4" in transformers.CONFIG_MAPPING else "nllb-moe"
     theirs, tiled = pair(name)
     assert type(tiled.config) in masks.ADDITIVE
     given = prompt(padded=True)

@@ -39,7 +39,7 @@ SIZES = {
     8: "head_dim d_kv attention_head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim linear_key_head_dim "
     "linear_value_head_dim kv_channels swa_head_dim global_head_dim encoder_head_dim decoder_head_dim "
     "attention_chunk_size local_attention num_mel_bins mamba_head_dim rotary_dim mamba_n_heads "
-    "mamba_d_head",
+    "mamba_d_head query_pre_attn_scalar",
     16: "q_lora_rank kv_lora_rank qk_head_dim index_head_dim max_source_positions feature_size o_lora_rank",
     7: "sliding_window attention_window_size sliding_window_size",
     5: "index_topk",
@@ -122,9 +122,9 @@ TASKS = (
 )
 
 
-def before(release: int) -> bool:
+def before(*release: int) -> bool:
     """Whether this transformers is older."""
-    return int(transformers.__version__.split(".")[0]) < release
+    return tuple(int(n) for n in transformers.__version__.split(".")[: len(release)]) < release
 
 
 def types() -> dict[str, list[str]]:
@@ -313,6 +313,8 @@ def _smaller(name: str, value: Any, config: Any, taken: Iterator[int], sizes: Ma
         return next(taken)
     if name == "attn_logit_softcapping":
         return 3.0  # a cap that scores of a tiny model reach
+    if name == "attention_multiplier":
+        return 8**-0.5  # for heads of 8
     if name in sizes and isinstance(value, int) and value > sizes[name]:
         return sizes[name]
     if name in ("depths", "num_blocks") and isinstance(value, (list, tuple)):

@@ -1,8 +1,8 @@
-"""Models of transformers with our attention beside their own; and what a layer's call becomes, without transformers."""
+"""What a layer's call becomes, without transformers."""
 
 from __future__ import annotations
 
-from copy import deepcopy
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,50 +13,132 @@ import flashtile as ft
 torch = pytest.importorskip("torch")
 
 from flashtile.compat import transformers as ours  # noqa: E402
+from flashtile.errors import DTypeError, ShapeError, UnsupportedError  # noqa: E402
 
 LAYER = SimpleNamespace(is_causal=True)
+ENCODER = SimpleNamespace(is_causal=False)
 
 
-def tensors(queries: int, keys: int) -> tuple[Any, Any, Any]:
-    shapes = ((2, 6, queries, 8), (2, 2, keys, 8), (2, 2, keys, 8))
-    return tuple(torch.randn(shape, dtype=torch.float64) for shape in shapes)  # type: ignore[return-value]
+def tensors(queries: int, keys: int, batch: int = 2) -> tuple[Any, Any, Any]:
+    shapes = ((batch, 6, queries, 8), (batch, 2, keys, 8), (batch, 2, keys, 8))
+    return tuple(torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)  # type: ignore[return-value]
 
 
-def check(layer: Any, given: tuple[Any, Any, Any], call: dict[str, Any], **options: Any) -> None:
-    out, weights = ours.forward(layer, *given, **call)
+def upper_left(queries: int, keys: int) -> Any:
+    return torch.ones(queries, keys, dtype=torch.bool).tril()
+
+
+def eager(given: Any, *added: Any, hidden: Any = None, sinks: Any = None) -> Any:
+    """Attention as transformers' models write it out, of scores with these numbers added, and some hidden."""
+    q, k, v = (x.repeat_interleave(6 // x.shape[1], dim=1) for x in given)
+    scores = q @ k.mT / math.sqrt(8)
+    for x in added:
+        scores = scores + x
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    whole = scores if sinks is None else torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+    return (whole.softmax(-1)[..., : scores.shape[-1]] @ v).transpose(1, 2)
+
+
+def check(layer: Any, given: Any, call: dict[str, Any], wanted: Any) -> None:
+    """The output, and the gradients of all that wants one."""
+    out, weights = ours.forward(layer, *given, **({"attention_mask": None} | call))
     assert weights is None and out.is_contiguous()
-    torch.testing.assert_close(out, ft.attention(*given, **options).transpose(1, 2))
+    torch.testing.assert_close(out, wanted)
+    leaves = [x for x in (*given, *call.values()) if isinstance(x, torch.Tensor) and x.requires_grad]
+    grad = torch.randn_like(out)
+    for found, right in zip(*(torch.autograd.grad(x, leaves, grad) for x in (out, wanted)), strict=True):
+        torch.testing.assert_close(found, right)
 
 
-def test_layers_are_causal_unless_they_say_otherwise() -> None:
+@pytest.mark.parametrize(("queries", "keys"), [(7, 7), (7, 12), (7, 4)])
+def test_without_a_mask_the_first_query_stands_at_the_first_key(queries: int, keys: int) -> None:
+    """As in an empty cache with room for more, behind the last query."""
+    given = tensors(queries, keys)
+    for layer, call in ((LAYER, {}), (SimpleNamespace(), {}), (ENCODER, {"is_causal": True})):
+        check(layer, given, call, eager(given, hidden=~upper_left(queries, keys)))
+    for layer, call in ((ENCODER, {}), (LAYER, {"is_causal": False})):
+        check(layer, given, call, eager(given))
+
+
+def test_a_model_whose_none_hides_nothing() -> None:
     given = tensors(7, 7)
-    check(LAYER, given, {"attention_mask": None}, causal=True)
-    check(SimpleNamespace(), given, {"attention_mask": None}, causal=True)
-    check(SimpleNamespace(is_causal=False), given, {"attention_mask": None})
-    check(LAYER, given, {"attention_mask": None, "is_causal": False})
-    check(LAYER, tensors(1, 9), {"attention_mask": None})
+    layer = SimpleNamespace(is_causal=True, config=SimpleNamespace(model_type="splinter"))
+    check(layer, given, {}, eager(given))
+
+
+def test_room_of_a_cache_may_hold_anything() -> None:
+    q, k, v = (x.detach() for x in tensors(5, 9))
+    k[:, :, 5:] = v[:, :, 5:] = torch.nan
+    out, _ = ours.forward(LAYER, q, k, v, None)
+    torch.testing.assert_close(out, ours.forward(LAYER, q, k[:, :, :5], v[:, :, :5], None)[0])
+
+
+def test_one_query_sees_all() -> None:
+    given = tensors(1, 9)
+    check(LAYER, given, {}, eager(given))
 
 
 def test_windows() -> None:
-    call = {"attention_mask": None, "sliding_window": 3}
-    check(LAYER, tensors(7, 7), call, causal=True, window=(2, 0))
-    check(LAYER, tensors(1, 9), call, window=(2, 0))
-    check(SimpleNamespace(is_causal=False), tensors(7, 7), call, window=(2, 2))
+    """Beside a causal pattern alone: elsewhere transformers gives a mask wherever a window hides something."""
+    far = torch.arange(7)[:, None] - torch.arange(9)
+    given = tensors(7, 9)
+    check(LAYER, given, {"sliding_window": 3}, eager(given, hidden=(far >= 3) | (far < 0)))
+    check(ENCODER, given, {"sliding_window": 3}, eager(given))
+    given = tensors(1, 9)
+    check(LAYER, given, {"sliding_window": 3}, eager(given))
 
 
 def test_a_mask_says_it_all() -> None:
     given = tensors(5, 9)
     mask = torch.rand(2, 1, 5, 12) > 0.3  # a cache with more room than keys
-    check(LAYER, given, {"attention_mask": mask, "sliding_window": 2, "is_causal": True}, mask=mask[..., :9])
-    bias = torch.randn(2, 1, 5, 9, dtype=torch.float64)
-    check(LAYER, given, {"attention_mask": bias}, bias=bias)
+    mask[..., 0] = True
+    call = {"attention_mask": mask, "sliding_window": 2, "is_causal": True}
+    check(LAYER, given, call, eager(given, hidden=~mask[..., :9]))
+    bias = torch.randn(2, 1, 5, 9, dtype=torch.float64, requires_grad=True)
+    check(LAYER, given, {"attention_mask": bias}, eager(given, bias))
+    low = bias.detach().float()
+    check(LAYER, given, {"attention_mask": low}, eager(given, low))
 
 
-def test_other_options() -> None:
+@pytest.mark.parametrize("shape", [(5, 9), (2, 9), (2, 5, 9)])
+def test_a_mask_of_fewer_axes_is_refused(shape: tuple[int, ...]) -> None:
+    """(batch, keys) would be taken for (queries, keys)."""
+    with pytest.raises(ShapeError, match="attention_mask: expected 4 axes"):
+        ours.forward(LAYER, *tensors(5, 9), attention_mask=torch.ones(shape, dtype=torch.bool))
+
+
+def test_a_mask_of_integers_is_refused() -> None:
+    with pytest.raises(DTypeError, match="attention_mask"):
+        ours.forward(LAYER, *tensors(5, 9), attention_mask=torch.ones(2, 1, 5, 9, dtype=torch.long))
+
+
+def test_position_bias() -> None:
+    """Beside no mask, causal or not, booleans, and numbers; with a gradient."""
     given = tensors(5, 9)
-    sink = torch.randn(6, dtype=torch.float64)
-    call = {"attention_mask": None, "scaling": 0.3, "softcap": 5.0, "s_aux": sink, "position_ids": None}
-    check(LAYER, given, call, causal=True, scale=0.3, softcap=5.0, sink=sink)
+    bias = torch.randn(1, 6, 5, 9, dtype=torch.float64, requires_grad=True)
+    mask = torch.rand(2, 1, 5, 9) > 0.3
+    mask[..., 0] = True
+    more = torch.randn(2, 1, 5, 9, dtype=torch.float64)
+    check(ENCODER, given, {"position_bias": bias}, eager(given, bias))
+    check(LAYER, given, {"position_bias": bias}, eager(given, bias, hidden=~upper_left(5, 9)))
+    check(LAYER, given, {"position_bias": bias, "attention_mask": mask}, eager(given, bias, hidden=~mask))
+    check(LAYER, given, {"position_bias": bias, "attention_mask": more}, eager(given, bias, more))
+
+
+def test_sinks() -> None:
+    """One logit a head, or one a row."""
+    given, hidden = tensors(5, 5), ~upper_left(5, 5)
+    a_head = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    a_row = torch.randn(2, 6, 5, 1, dtype=torch.float64, requires_grad=True)
+    check(LAYER, given, {"s_aux": a_head}, eager(given, hidden=hidden, sinks=a_head.view(1, 6, 1, 1)))
+    check(LAYER, given, {"sinks": a_row}, eager(given, hidden=hidden, sinks=a_row))
+
+
+def test_scale_and_softcap() -> None:
+    given = tensors(5, 5)
+    out, _ = ours.forward(LAYER, *given, attention_mask=None, scaling=0.3, softcap=5.0)
+    torch.testing.assert_close(out, ft.attention(*given, causal=True, scale=0.3, softcap=5.0).transpose(1, 2))
 
 
 def test_dropout_goes_by_torch() -> None:
@@ -68,45 +150,91 @@ def test_dropout_goes_by_torch() -> None:
     assert torch.equal(a, c) and not torch.equal(a, b)
 
 
-# A model for each of: plain heads, a window, softcap and windows by turns, sinks.
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"sliding_window": 7},
-    "gemma2": {"head_dim": 8, "sliding_window": 7, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 8},
-    "gpt_oss": {"head_dim": 8, "sliding_window": 7, "num_local_experts": 2, "num_experts_per_tok": 1},
-}
-SMALL = {
-    "vocab_size": 99,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
+@pytest.mark.parametrize("name", ["cache", "head_mask", "layer_head_mask", "block_table", "anything"])
+def test_what_is_not_known_is_refused_by_name(name: str) -> None:
+    given = tensors(5, 5)
+    with pytest.raises(UnsupportedError, match=f"^{name}: expected None"):
+        ours.forward(LAYER, *given, attention_mask=None, **{name: torch.ones(3)})
+    check(LAYER, given, {name: None}, eager(given, hidden=~upper_left(5, 5)))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model(name: str) -> None:
-    """Logits, gradients, and words, of sequences padded on the left, beside transformers' own attention."""
-    transformers = pytest.importorskip("transformers")
-    ours.register()
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(name, **SMALL, **MODELS[name])
-    make = transformers.AutoModelForCausalLM.from_config
-    theirs, tiled = (make(deepcopy(config), attn_implementation=kind).eval() for kind in ("eager", ours.NAME))
-    tiled.load_state_dict(theirs.state_dict())
-    assert tiled.config._attn_implementation == ours.NAME
-    ids, mask = torch.randint(5, 99, (3, 17)), torch.ones(3, 17, dtype=torch.long)
-    mask[0, :6] = mask[1, :2] = 0
-    labels = ids.masked_fill((mask == 0) | (mask.roll(1, 1) == 0), -100)  # what follows padding is nobody's guess
-    found = []
-    for model in (theirs, tiled):
-        got = model(ids, attention_mask=mask, labels=labels)
-        got.loss.backward()
-        grads = [x.grad for x in model.parameters() if x.grad is not None]
-        words = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0)
-        found.append((got.logits[mask.bool()], grads, words))
-    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-4, atol=1e-6)
-    assert torch.equal(found[1][2], found[0][2])
+def test_what_says_nothing_of_a_layer_is_not_refused() -> None:
+    given = tensors(5, 5)
+    call = {"use_cache": True, "cache_position": torch.arange(5), "output_attentions": False, "max_length_q": 5}
+    check(LAYER, given, call, eager(given, hidden=~upper_left(5, 5)))
+
+
+def test_weights_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="output_attentions: expected False"):
+        ours.forward(LAYER, *tensors(5, 5), attention_mask=None, output_attentions=True)
+
+
+# Documents of 4, 1 and 7 tokens.
+STARTS = torch.tensor([0, 4, 5, 12], dtype=torch.int32)
+ROWS = torch.tensor([0] * 4 + [1] + [2] * 7)
+APART = ROWS[:, None] != ROWS
+BACK = torch.tensor([[0, 1, 2, 3, 0, 0, 1, 2, 3, 4, 5, 6]])
+MARKED = {"cu_seq_lens_q": STARTS, "cu_seq_lens_k": STARTS, "max_length_q": 7, "max_length_k": 7}
+
+
+@pytest.mark.parametrize("call", [MARKED, {"position_ids": BACK}], ids=["starts", "positions"])
+def test_documents_do_not_see_each_other(call: dict[str, Any]) -> None:
+    given = tensors(12, 12, batch=1)
+    far = torch.arange(12)[:, None] - torch.arange(12)
+    check(LAYER, given, call, eager(given, hidden=APART | (far < 0)))
+    check(LAYER, given, call | {"sliding_window": 3}, eager(given, hidden=APART | (far < 0) | (far >= 3)))
+    wide = (far < 5).expand(1, 1, 12, 12)  # a mask that knows nothing of documents
+    check(LAYER, given, call | {"attention_mask": wide}, eager(given, hidden=APART | (far >= 5)))
+    bias = torch.randn(1, 6, 12, 12, dtype=torch.float64, requires_grad=True)
+    check(LAYER, given, call | {"position_bias": bias}, eager(given, bias, hidden=APART | (far < 0)))
+    sinks = torch.randn(1, 6, 12, 1, dtype=torch.float64, requires_grad=True)
+    check(LAYER, given, call | {"sinks": sinks}, eager(given, hidden=APART | (far < 0), sinks=sinks))
+
+
+def test_documents_of_encoders_and_of_several_rows() -> None:
+    given = tensors(12, 12, batch=1)
+    check(ENCODER, given, MARKED, eager(given, hidden=APART))
+    check(ENCODER, given, {"position_ids": BACK}, eager(given))
+    given = tensors(6, 6)
+    starts = torch.tensor([0, 4, 6, 9, 12], dtype=torch.int32)
+    first, second = (torch.tensor(x) for x in ([0, 0, 0, 0, 1, 1], [0, 0, 0, 1, 1, 1]))
+    apart = torch.stack([x[:, None] != x for x in (first, second)])[:, None] | ~upper_left(6, 6)
+    check(LAYER, given, {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}, eager(given, hidden=apart))
+
+
+def test_positions_are_read_anew_when_they_change() -> None:
+    given, positions = tensors(12, 12, batch=1), BACK.clone()
+    before, _ = ours.forward(LAYER, *given, attention_mask=None, position_ids=positions)
+    positions.copy_(torch.arange(12))
+    after, _ = ours.forward(LAYER, *given, attention_mask=None, position_ids=positions)
+    torch.testing.assert_close(after, eager(given, hidden=~upper_left(12, 12)))
+    assert not torch.allclose(before, after)
+
+
+def test_starts_that_do_not_fit_are_refused() -> None:
+    given = tensors(12, 12, batch=1)
+    with pytest.raises(ShapeError, match="expected both or none"):
+        ours.forward(LAYER, *given, attention_mask=None, cu_seq_lens_q=STARTS)
+    with pytest.raises(ShapeError, match="cu_seq_lens_k: expected to end at 12, the rows given, got 5"):
+        ours.forward(LAYER, *given, attention_mask=None, cu_seq_lens_q=STARTS, cu_seq_lens_k=STARTS[:3])
+    chunks = SimpleNamespace(is_causal=True, config=SimpleNamespace(attention_chunk_size=4))
+    whole = upper_left(12, 12).expand(1, 1, 12, 12)
+    with pytest.raises(UnsupportedError, match="a mask that keeps documents apart beside attention in chunks"):
+        ours.forward(chunks, *given, attention_mask=whole, **MARKED)
+    check(chunks, given, MARKED | {"attention_mask": whole & ~APART}, eager(given, hidden=APART | ~whole[0, 0]))
+
+
+def test_keys_that_an_indexer_chose() -> None:
+    given, seen = tensors(5, 9), upper_left(5, 9)
+    chosen = torch.rand(2, 5, 9).topk(4).indices
+    chosen[..., 0] = 0  # of which one is always visible
+    none = torch.ones(2, 1, 5, 9, dtype=torch.bool).scatter(-1, chosen[:, None], False)
+    for call in ({}, {"attention_mask": seen.expand(2, 1, 5, 9)}):
+        check(LAYER, given, call | {"indices": chosen.int()}, eager(given, hidden=none | ~seen))
+    blocks = torch.tensor([[[[0, -1]] * 5, [[0, 1]] * 5]] * 2)  # of 4 keys, for the first three heads and the others
+    kept = torch.arange(9) < torch.tensor([4, 4, 4, 8, 8, 8])[:, None, None]
+    layer = SimpleNamespace(is_causal=False, indexer=SimpleNamespace(block_size=4))
+    check(layer, given, {"block_indices": blocks}, eager(given, hidden=~kept))
+    with pytest.raises(UnsupportedError, match="beside keys that an indexer chose"):
+        apart = {"cu_seq_lens_q": torch.tensor([0, 3, 10]), "cu_seq_lens_k": torch.tensor([0, 3, 10])}
+        ours.forward(LAYER, *tensors(5, 5), attention_mask=None, indices=torch.zeros(2, 5, 2).long() + 3, **apart)

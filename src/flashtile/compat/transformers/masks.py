@@ -1,0 +1,51 @@
+"""Masks for layers: booleans as for torch's SDPA, or the numbers of "eager" for models that know no others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# Configurations of models that transformers does not run on SDPA: they add to their masks, or join others to them.
+ADDITIVE: set[type] = set()
+# Model types whose layers would misread None in the place of a causal mask.
+NEVER_NONE = (
+    # They drop queries of a layer, and keep all for "sdpa" alone where there is no mask.
+    "gemma4",
+    # Layers that are causal say that they are not, or the other way round.
+    "aimv2",
+    "align_text_model",
+    "bert-generation",
+    "clap_text_model",
+    "phi4_multimodal_vision",
+    "splinter",
+)
+# Model types that read what queries without a key give: by "eager", and so here, the mean of all values.
+BLIND = ("diffusion_gemma",)
+
+
+def mask(*arguments: Any, **options: Any) -> Any:
+    """What transformers' masks come to, for these arguments of its mask functions."""
+    from transformers import masking_utils
+
+    config = options.get("config")
+    if hides_nothing(config) or _unseen_room(**options):
+        options["allow_is_causal_skip"] = False
+    make = masking_utils.eager_mask if _additive(config) else masking_utils.sdpa_mask
+    return make(*arguments, **options)
+
+
+def hides_nothing(config: Any) -> bool:
+    """Whether None means what it means to "eager", that all is seen; else it may stand for a causal mask."""
+    return _additive(config) or getattr(config, "model_type", "").startswith(NEVER_NONE)
+
+
+def _additive(config: Any) -> bool:
+    return type(config) in ADDITIVE or getattr(config, "model_type", "").startswith(BLIND)
+
+
+def _unseen_room(q_length: int = 0, kv_length: int = 0, q_offset: Any = 0, kv_offset: int = 0, **_others: Any) -> bool:
+    """Whether one query stands before the last key: without a mask it would see what follows it."""
+    if q_length != 1 or kv_length == 1:
+        return False
+    return isinstance(q_offset, torch.Tensor) or q_offset + 1 < kv_offset + kv_length

@@ -1,0 +1,76 @@
+"""Models as they are made: what looks its attention up by name is refused with a reason, what calls none is told of."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Hashable
+from functools import cache, wraps
+from typing import Any, NoReturn
+
+from flashtile.compat.transformers.masks import ADDITIVE
+from flashtile.errors import UnsupportedError
+
+NAMES: set[str] = set()
+TOLD: set[str] = set()  # modules of models that never call
+
+
+def watch(name: str) -> None:
+    """From now on, look at every model that asks for attention by this name."""
+    from transformers import PreTrainedModel
+
+    if not NAMES:
+        check = "get_correct_attn_implementation"
+        setattr(PreTrainedModel, check, _looking(getattr(PreTrainedModel, check)))
+    NAMES.add(name)
+
+
+def _looking(check: Callable[..., str]) -> Callable[..., str]:
+    """transformers' own check of the name, which each model makes, outer and inner, before it has layers."""
+
+    @wraps(check)
+    def looking(self: Any, *arguments: Any, **options: Any) -> str:
+        name = check(self, *arguments, **options)
+        if name in NAMES:
+            model: Any = type(self)
+            config: Any = type(self.config)
+            _look(model, config, name)
+        return name
+
+    return looking
+
+
+@cache
+def _look(model: Hashable, config: Hashable, name: str) -> None:
+    assert isinstance(model, type) and isinstance(config, type)
+    if not getattr(model, "_supports_sdpa", False):
+        ADDITIVE.add(config)
+    looks_up = False
+    for file in (vars(sys.modules[kind.__module__]) for kind in model.__mro__):
+        for found in [x for what, x in file.items() if what.endswith("ATTENTION_CLASSES") and isinstance(x, dict)]:
+            found.setdefault(name, _refusal(model.__name__, list(found), name))
+            looks_up = True
+    own = vars(sys.modules[model.__module__])
+    attends = any("Attention" in what and getattr(x, "__module__", "") == model.__module__ for what, x in own.items())
+    calls = "ALL_ATTENTION_FUNCTIONS" in own or any(
+        what.startswith("AutoModel") for what in own
+    )  # itself, or its parts
+    if attends and not calls and not looks_up and model.__module__ not in TOLD:
+        TOLD.add(model.__module__)
+        warnings.warn(
+            f"{model.__name__}: attn_implementation={name!r} changes nothing in it, because its layers do not call "
+            "their attention through transformers' AttentionInterface",
+            stacklevel=2,
+        )
+
+
+def _refusal(model: str, known: list[str], name: str) -> Callable[..., NoReturn]:
+    """In the place of a class: models that look one up by name do not call transformers' AttentionInterface."""
+
+    def refuse(*_arguments: Any, **_options: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"attn_implementation: expected one of {', '.join(known)} for {model}, which has a class for each and does "
+            f"not call transformers' AttentionInterface, got {name!r}"
+        )
+
+    return refuse

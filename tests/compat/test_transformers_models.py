@@ -1,0 +1,247 @@
+"""Models of transformers with our attention beside their own: words, gradients, packed documents, refusals."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from transformers import masking_utils  # noqa: E402
+from transformers.models.t5 import modeling_t5  # noqa: E402
+
+from flashtile.compat import transformers as ours  # noqa: E402
+from flashtile.compat.transformers import masks, models  # noqa: E402
+from flashtile.errors import UnsupportedError  # noqa: E402
+from tests.compat import tiny  # noqa: E402
+
+# Plain heads, a window, softcap and windows by turns, sinks.
+KINDS = ("llama", "mistral", "gemma2", "gpt_oss")
+WORDS = 10
+
+
+def pair(kind: str, **changed: Any) -> tuple[Any, Any]:
+    """A tiny model of this kind, and the same on ours."""
+    ours.register()
+    config = tiny.config_of(kind)
+    for name, x in changed.items():
+        setattr(config, name, x)
+    made = tiny.class_of(kind, config)
+    theirs, tiled = (tiny.build(made, config, name) for name in ("eager", ours.NAME))
+    tiled.load_state_dict(theirs.state_dict())
+    assert tiled.config._attn_implementation == ours.NAME
+    for model in (theirs, tiled):
+        model.generation_config.eos_token_id = None
+    return theirs, tiled
+
+
+def prompt(rows: int = 3, length: int = 17, padded: bool = False) -> dict[str, Any]:
+    drawn = torch.Generator().manual_seed(1)
+    seen = torch.ones(rows, length, dtype=torch.long)
+    if padded:
+        seen[0, :6] = seen[1, :2] = 0
+    return {"input_ids": torch.randint(5, 80, (rows, length), generator=drawn), "attention_mask": seen}
+
+
+def same_words(models: tuple[Any, Any], given: dict[str, Any], **options: Any) -> None:
+    call = given | {"max_new_tokens": WORDS, "do_sample": False, "pad_token_id": 0} | options
+    a, b = (model.generate(**call) for model in models)
+    assert a.shape[1] > given["input_ids"].shape[1] and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_gradients(kind: str) -> None:
+    given = prompt(padded=True)
+    seen = given["attention_mask"].bool()
+    labels = given["input_ids"].masked_fill(~seen | ~seen.roll(1, 1), -100)  # what follows padding is nobody's guess
+    found = []
+    for model in pair(kind):
+        got = model(**given, labels=labels)
+        got.loss.backward()
+        found.append((got.logits[seen], [x.grad for x in model.parameters() if x.grad is not None]))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-4, atol=1e-4)
+    most = max(x.abs().max() for x in found[0][1])
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-3, atol=1e-4 * float(most))
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_words(kind: str, cache: str | None, padded: bool) -> None:
+    same_words(pair(kind), prompt(padded=padded), cache_implementation=cache)
+    if cache == "static":
+        same_words(pair(kind), prompt(length=1), cache_implementation=cache)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_words_found_in_other_ways(kind: str) -> None:
+    """Beams; guesses from the prompt and by another model, of which each step checks several at once."""
+    both = pair(kind)
+    same_words(both, prompt(padded=True), num_beams=3)
+    if kind == "gemma2" and tiny.before(5, 10):
+        return  # whose windows cannot take a guess back
+    one = prompt(rows=1)
+    one["input_ids"][:, 9:] = one["input_ids"][:, :8]
+    same_words(both, one, prompt_lookup_num_tokens=4, eos_token_id=98)
+    helper, _ = pair(kind, num_hidden_layers=1)
+    helper.config.vocab_size = both[0].config.vocab_size
+    same_words(both, one, assistant_model=helper, eos_token_id=98)
+
+
+def turns(model: Any, cache: Any, lengths: tuple[int, ...]) -> Any:
+    """The logits of a chat, turn after turn on one cache."""
+    ids = prompt(rows=2, length=sum(lengths))["input_ids"]
+    found, at = [], 0
+    with torch.no_grad():
+        for length in lengths:
+            call = {"position_ids": torch.arange(at, at + length)[None].expand(2, -1)}
+            if BY_POSITIONS:
+                call["cache_position"] = torch.arange(at, at + length)
+            found.append(model(ids[:, at : at + length], past_key_values=cache, **call).logits)
+            at += length
+    return torch.cat(found, dim=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_turns_of_a_chat_on_one_cache(kind: str, static: bool) -> None:
+    lengths = (5, 1, 6, 1, 1, 9)
+
+    def cache(model: Any) -> Any:
+        if static:
+            return transformers.StaticCache(config=model.config, max_cache_len=40)
+        return transformers.DynamicCache(config=model.config)
+
+    theirs, tiled = pair(kind)
+    wanted = turns(theirs, cache(theirs), lengths)
+    torch.testing.assert_close(turns(tiled, cache(tiled), lengths), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_decoder_made_to_look_both_ways() -> None:
+    theirs, tiled = pair("llama", is_causal=False)
+    given = prompt()
+    torch.testing.assert_close(tiled(**given).logits, theirs(**given).logits, rtol=1e-4, atol=1e-4)
+
+
+STARTS = torch.tensor([0, 4, 11, 17], dtype=torch.int32)
+STATED = {"cu_seq_lens_q": STARTS, "cu_seq_lens_k": STARTS, "max_length_q": 7, "max_length_k": 7}
+BACK = {"position_ids": torch.cat([torch.arange(int(n)) for n in STARTS.diff()])[None]}
+
+
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}], ids=["cached", "uncached"])
+@pytest.mark.parametrize("call", [STATED | BACK, BACK], ids=["starts", "positions"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_training_step_of_packed_documents(kind: str, call: dict[str, Any], options: dict[str, Any]) -> None:
+    """The gradients are those of the documents one by one."""
+    ids = prompt(rows=1)["input_ids"]
+
+    def step(model: Any, losses: Callable[[Any], Any]) -> Any:
+        losses(model.train()).backward()
+        return [x.grad for x in model.parameters() if x.grad is not None]
+
+    def loss(logits: Any) -> Any:
+        return (logits * torch.arange(logits.shape[-1])).square().sum()
+
+    theirs, tiled = pair(kind)
+    wanted = step(theirs, lambda m: sum(loss(m(x).logits) for x in ids.split(STARTS.diff().tolist(), dim=1)))
+    found = step(tiled, lambda m: loss(m(ids, **call, **options).logits))
+    most = max(float(x.abs().max()) for x in wanted)
+    torch.testing.assert_close([x / most for x in found], [x / most for x in wanted], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.skipif(not hasattr(modeling_t5, "ALL_ATTENTION_FUNCTIONS"), reason="this T5 calls no layer of ours")
+def test_a_bias_by_position_has_a_gradient() -> None:
+    """Of T5, whose bias is made by the first layer for all."""
+    theirs, tiled = pair("t5")
+    drawn = torch.Generator().manual_seed(1)
+    given = prompt(padded=True) | {"decoder_input_ids": torch.randint(5, 80, (3, 9), generator=drawn)}
+    grads = []
+    for model in (theirs, tiled):
+        model(**given).logits.square().sum().backward()
+        grads.append({n: x.grad for n, x in model.named_parameters() if "relative_attention_bias" in n})
+    assert len(grads[0]) == 2 and all(x.abs().max() > 0 for x in grads[0].values())
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-3, atol=1e-2)
+
+
+def test_weights_are_refused() -> None:
+    """An error of ours, or of transformers' own, where that looks first."""
+    _, tiled = pair("llama")
+    with pytest.raises((UnsupportedError, ValueError, UserWarning), match="output_attentions"):
+        tiled(**prompt(), output_attentions=True)
+
+
+@pytest.mark.parametrize("kind", ["falcon", "gptj", "gpt_neo", "sam_vision_model"])
+def test_models_that_look_their_attention_up_by_name_are_refused(kind: str) -> None:
+    ours.register()
+    config = tiny.config_of(kind)
+    with pytest.raises(UnsupportedError, match=r"attn_implementation: expected one of eager.* got 'tiled'"):
+        tiny.class_of(kind, config)._from_config(config, attn_implementation=ours.NAME)
+    tiny.class_of(kind, config)._from_config(config, attn_implementation="eager")
+
+
+def test_a_model_that_never_calls_is_told_of_once() -> None:
+    ours.register()
+    models._look.cache_clear()
+    models.TOLD.clear()
+    config = tiny.config_of("mpt")
+    made = transformers.MptForCausalLM
+    with pytest.warns(UserWarning, match="MptForCausalLM: attn_implementation='tiled' changes nothing in it"):
+        made._from_config(config, attn_implementation=ours.NAME)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made._from_config(config, attn_implementation=ours.NAME)
+        pair("llama")
+
+
+def test_registered_twice_is_registered_once() -> None:
+    ours.register()
+    before = transformers.PreTrainedModel.get_correct_attn_implementation
+    ours.register("tiles")
+    assert transformers.PreTrainedModel.get_correct_attn_implementation is before
+
+
+BY_POSITIONS = "cache_position" in inspect.signature(masking_utils.sdpa_mask).parameters
+
+
+def call_of_a_mask(**changed: Any) -> dict[str, Any]:
+    """As transformers makes it."""
+    if BY_POSITIONS:
+        lengths: dict[str, Any] = {"cache_position": torch.arange(changed.pop("q_length", 4))}
+    else:
+        lengths = {"q_length": 4}
+    return {"batch_size": 2, "kv_length": 4, "config": SimpleNamespace(), "dtype": torch.float32} | lengths | changed
+
+
+def test_masks() -> None:
+    assert ours.mask(**call_of_a_mask()) is None
+    found = ours.mask(**call_of_a_mask(config=SimpleNamespace(model_type="gemma4_text")))
+    assert found is not None and torch.equal(found[0, 0], torch.ones(4, 4, dtype=torch.bool).tril())
+
+
+@pytest.mark.skipif(BY_POSITIONS, reason="no offsets of queries in this transformers")
+def test_one_query_before_the_last_key_gets_a_mask() -> None:
+    """Room of a cache follows it."""
+    assert ours.mask(**call_of_a_mask(q_length=1, q_offset=3)) is None
+    for offset in (1, torch.tensor(1)):
+        found = ours.mask(**call_of_a_mask(q_length=1, q_offset=offset))
+        assert found is not None and found[0, 0, 0].tolist() == [True, True, False, False]
+
+
+def test_models_that_know_no_booleans_get_numbers() -> None:
+    """DeepSeek-V4 joins numbers of its own to the mask."""
+    name = "deepseek_v4" if "deepseek_v4" in transformers.CONFIG_MAPPING else "nllb-moe"
+    theirs, tiled = pair(name)
+    assert type(tiled.config) in masks.ADDITIVE
+    given = prompt(padded=True)
+    if tiled.config.is_encoder_decoder:
+        given["decoder_input_ids"] = given["input_ids"][:, :9]
+    seen = given["attention_mask"].bool() if "decoder_input_ids" not in given else slice(None)
+    with torch.no_grad():
+        found, wanted = (model(**given).logits[seen] for model in (tiled, theirs))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)

@@ -33,7 +33,7 @@ def chosen(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any
     if options.get("threads") is None:
         options["threads"] = _threads()
     problem = describe(*arrays, **options)
-    return problem, dispatch.choose(problem, backend, "cpu")
+    return problem, dispatch.choose(problem, backend, "cpu", tensors=True)
 
 
 def given(problem: Problem, x: Any, dtype: str) -> Tensor:

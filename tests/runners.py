@@ -1,11 +1,16 @@
-"""Every way to run a call that this machine has: each backend of the table, and tiles in both orders and odd sizes."""
+"""Every way to run a call that this machine has: each backend of the table, and tiles in both orders and odd sizes.
+
+Of a backend that takes tensors only, arrays become tensors and results arrays again.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 
 import flashtile as ft
@@ -27,6 +32,7 @@ class Runner:
     forward: Callable[[Call], tuple[Any, Any]]
     backward: Callable[[Call, Any, Any], ft.Grads]
     refusal: Callable[[Call], str | None] = lambda call: None
+    same_bits: bool = True  # where numbers differ that a result does not depend on
 
 
 def public(name: str, **more: Any) -> Runner:
@@ -55,6 +61,46 @@ def public(name: str, **more: Any) -> Runner:
     return Runner(name, forward, backward)
 
 
+def by_torch(name: str) -> Runner:
+    """A call that the backend does not take is an error that says why, and skips its test."""
+    row = next(row for row in dispatch.TABLE if row.name == name)
+
+    def given(call: Call) -> tuple[list[Any], dict[str, Any]]:
+        from tests.pytorch.samples import tensor
+
+        options = {
+            key: tensor(x) if isinstance(x, np.ndarray) else x for key, x in (call.packed | call.options).items()
+        }
+        return [tensor(x) for x in (call.q, call.k, call.v)], options
+
+    def refusal(call: Call) -> str | None:
+        return row.why_not(call.problem(), "cpu", tensors=True)
+
+    def forward(call: Call) -> tuple[Any, Any]:
+        from flashtile.pytorch.bridge import to_numpy
+        from tests.pytorch.samples import run
+
+        tensors, options = given(call)
+        if reason := refusal(call):
+            with pytest.raises(ft.UnsupportedError, match=re.escape(f"backend: {name} cannot run this: {reason}")):
+                run(*tensors, backend=name, **options)
+            pytest.skip(reason)
+        out, lse = run(*tensors, backend=name, **options)
+        return to_numpy(out), to_numpy(lse)
+
+    def backward(call: Call, out: Any, lse: Any) -> ft.Grads:
+        from flashtile.pytorch import kernel
+        from flashtile.pytorch.bridge import to_numpy
+        from tests.pytorch.samples import tensor
+
+        tensors, options = given(call)
+        dout, dlse, out, lse = (None if x is None else tensor(x) for x in (call.dout, call.dlse, out, lse))
+        grads = kernel.backward(dout, dlse, out, lse, True, *tensors, name, options)
+        return ft.Grads(*(None if x is None else to_numpy(x) for x in grads))
+
+    return Runner(name, forward, backward, refusal, same_bits=False)
+
+
 def tiled(order: str, block_q: int, block_k: int) -> Runner:
     def forward(call: Call) -> tuple[Any, Any]:
         problem = call.problem()
@@ -76,7 +122,7 @@ def tiled(order: str, block_q: int, block_k: int) -> Runner:
 
 
 RUNNERS = (
-    *(public(row.name) for row in dispatch.TABLE if row.device == "cpu"),
+    *((by_torch if row.tensors_only else public)(row.name) for row in dispatch.TABLE if row.device == "cpu"),
     tiled("fa1", 16, 24),
     tiled("fa2", 7, 50),
 )
@@ -98,3 +144,5 @@ def or_skip(runner: Runner) -> Any:
 
 
 every_runner = pytest.mark.parametrize("runner", [or_skip(r) for r in RUNNERS])
+TENSORS_ONLY = {row.name for row in dispatch.TABLE if row.tensors_only}
+every_runner_of_arrays = pytest.mark.parametrize("runner", [or_skip(r) for r in RUNNERS if r.name not in TENSORS_ONLY])

@@ -87,6 +87,12 @@ def everything(runner: Runner, call: Call) -> dict[str, Any]:
     return {name: widen(x, np.float64) for name, x in found.items() if x is not None}
 
 
+def same(runner: Runner, found: Any, expected: Any, name: str) -> None:
+    """The same bits; of a runner that sends such numbers elsewhere, numbers as near as 16 bits allow."""
+    most = 0.0 if runner.same_bits else 0.05
+    np.testing.assert_allclose(found, expected, rtol=most, atol=most, err_msg=name)
+
+
 def by_key_head(seen: Any, call: Call) -> Any:
     """(batch, kv_heads, group, n_q, n_k)"""
     B, H, n_q, n_k = seen.shape
@@ -124,7 +130,7 @@ def test_hidden_things_have_no_effect(size: str, hider: str, dtype: str, poison:
     expected, found = everything(runner, clean), everything(runner, poisoned)
     for name, x in expected.items():
         assert np.isfinite(x).all() or name == "lse"
-        np.testing.assert_array_equal(found[name], x, name)
+        same(runner, found[name], x, name)
 
 
 @every_runner
@@ -175,7 +181,7 @@ def test_visible_things_reach_those_who_see_them(
         may = np.broadcast_to(may, clean[name].shape)
         rows = may.any(axis=-1, keepdims=True) if name in ("out", "dq", "dk", "dv") else may
         rows = np.broadcast_to(rows, may.shape)
-        np.testing.assert_array_equal(found[name][~rows], clean[name][~rows], f"{name} where nobody sees it")
+        same(runner, found[name][~rows], clean[name][~rows], f"{name} where nobody sees it")
         beside = rows & ~may  # other columns of a row: the same numbers, perhaps summed in another order
         np.testing.assert_allclose(found[name][beside], clean[name][beside], atol=2e-6, err_msg=f"{name} beside it")
         if poison == "nan" and "dropout" not in call.options:
@@ -223,7 +229,7 @@ def test_a_bias_of_minus_infinity_is_a_mask(size: str, dtype: str, runner: Runne
     assert not biased["out"][:, :, ::3].any() and np.isneginf(biased["lse"][:, :, ::3]).all()
     assert not biased["dq"][:, :, ::3].any()
     for name, x in masked.items():
-        np.testing.assert_allclose(biased[name], x, atol=1e-6 if dtype == "float32" else 0.05, err_msg=name)
+        np.testing.assert_allclose(biased[name], x, atol=2e-6 if dtype == "float32" else 0.05, err_msg=name)
     assert not biased["dbias"][~mask].any()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -40,6 +41,7 @@ class Backend:
     generation: int | None = None  # of NVIDIA's GPUs, by their compute capability; None: any GPU, or none
     eight_bits: bool = False  # multiplies 8-bit tensors as they are; the others are given wider ones
     given_memory: bool = False  # its results may lie in memory that is made for it
+    tensors_only: bool = False  # takes torch tensors and no NumPy arrays
 
     def load(self) -> ModuleType:
         return _module(self.module)
@@ -49,10 +51,12 @@ class Backend:
         reason: str | None = getattr(self.load(), "missing", lambda: None)()
         return reason
 
-    def objection(self, problem: Problem, device: str) -> str | None:
-        """Why this backend could not run this problem on any machine; None where it could."""
+    def objection(self, problem: Problem, device: str, tensors: bool = False) -> str | None:
+        """Why this backend could not run this problem on any machine; None where it could. tensors: of torch's."""
         if device != self.device:
             return f"it runs on {self.device}, the tensors are on {device}"
+        if self.tensors_only and not tensors:
+            return "it takes torch tensors only"
         reason: str | None = getattr(self.load(), "why_not", _nothing)(problem)
         return reason
 
@@ -65,9 +69,10 @@ class Backend:
         fit: bool = getattr(self.load(), "suits", _always)(problem)
         return fit
 
-    def why_not(self, problem: Problem, device: str) -> str | None:
+    def why_not(self, problem: Problem, device: str, tensors: bool = False) -> str | None:
         """Why this backend cannot run this problem here; None where it can."""
-        return (self.missing() if device == self.device else None) or self.objection(problem, device)
+        asked = device == self.device and (tensors or not self.tensors_only)
+        return (self.missing() if asked else None) or self.objection(problem, device, tensors)
 
     def forward(self, problem: Problem, memory: Any = None) -> tuple[Any, Any]:
         """Output (rank 4) and lse (rank 3). memory: what makes them, in NumPy's place, if this backend can be told."""
@@ -105,6 +110,9 @@ class Backend:
 
 TABLE = (
     Backend("native", "flashtile.backends.native", "cpu", "C++ core, queries in the SIMD lanes", given_memory=True),
+    Backend(
+        "sdpa", "flashtile.backends.sdpa", "cpu", "torch's own attention, where there is no core", tensors_only=True
+    ),
     Backend("tiles", "flashtile.backends.tiles", "cpu", "NumPy, tile by tile: the one to read"),
     Backend("reference", "flashtile.backends.reference", "cpu", "NumPy, N x N, float64: the oracle"),
     Backend("gluon", "flashtile.backends.gluon", "cuda", "Gluon kernels for Hopper", generation=9, eight_bits=True),
@@ -118,17 +126,22 @@ def check_name(backend: object) -> None:
         raise UnsupportedError(f"backend: expected one of {', '.join(NAMES)}, got {backend!r}")
 
 
-def choose(problem: Problem, backend: str = "auto", device: str = "cpu") -> Backend:
-    """The row that will run this problem. An explicit backend never falls back silently."""
+def choose(problem: Problem, backend: str = "auto", device: str = "cpu", tensors: bool = False) -> Backend:
+    """The row that will run this problem. An explicit backend never falls back silently.
+
+    tensors: of torch's, also where the problem sees them as NumPy arrays.
+    """
     check_name(backend)
     reasons: dict[str, str] = {}
     rows = [row for row in TABLE if backend in ("auto", row.name)]
-    chosen = preferred(problem, _able(rows, problem, device, reasons))
+    chosen = preferred(problem, _able(rows, problem, device, tensors, reasons))
     if chosen is not None:
+        if chosen.name == "tiles" and backend == "auto":
+            _warn_of_numpy(reasons)
         return chosen
     if backend == "auto":
         raise UnsupportedError(f"backend: none can run this on {device}: {_listed(reasons)}")
-    able = [row.name for row in TABLE if row.why_not(problem, device) is None]
+    able = [row.name for row in TABLE if row.why_not(problem, device, tensors) is None]
     could = f"could: {', '.join(able)}" if able else "no other backend could"
     raise UnsupportedError(f"backend: {backend} cannot run this: {reasons[backend]}; {could}")
 
@@ -142,14 +155,33 @@ def preferred(problem: Problem, able: Iterable[Backend]) -> Backend | None:
     return row
 
 
-def _able(rows: Iterable[Backend], problem: Problem, device: str, reasons: dict[str, str]) -> Iterator[Backend]:
+def _able(
+    rows: Iterable[Backend], problem: Problem, device: str, tensors: bool, reasons: dict[str, str]
+) -> Iterator[Backend]:
     """Of these rows, those that can run a problem here; into reasons goes why the others cannot."""
     for row in rows:
-        reason = row.why_not(problem, device)
+        reason = row.why_not(problem, device, tensors)
         if reason is None:
             yield row
         else:
             reasons[row.name] = reason
+
+
+_told_of_numpy = False
+
+
+def _warn_of_numpy(reasons: dict[str, str]) -> None:
+    """Once a process: the answer is right, but takes many times as long as it has to."""
+    global _told_of_numpy
+    if not _told_of_numpy:
+        _told_of_numpy = True
+        warnings.warn(
+            f"flashtile: this call runs on NumPy, many times slower than on the C++ core ({_listed(reasons)}). To get "
+            "the core, install a C++ compiler, then run: pip install --force-reinstall --no-deps --no-cache-dir "
+            "--no-binary flashtile flashtile",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _listed(reasons: dict[str, str]) -> str:

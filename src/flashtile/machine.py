@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 from importlib import metadata
 from importlib.util import find_spec
@@ -12,7 +13,8 @@ from typing import Any
 
 from flashtile.threads import cores
 
-PACKAGES = ("flashtile", "numpy", "torch", "triton", "typer", "rich")
+PACKAGES = ("flashtile", "numpy", "torch", "triton", "transformers", "typer", "rich")
+OLDEST = {"torch": "2.8", "triton": "3.6", "transformers": "4.57"}  # that are supported: docs/versions.md
 
 
 def versions() -> dict[str, str | None]:
@@ -33,6 +35,19 @@ def _version(name: str) -> str | None:
 
 def has(package: str) -> bool:
     return find_spec(package) is not None
+
+
+def too_old(package: str, version: str | None = None) -> str | None:
+    """What is wrong with this version, the installed one by default; None where nothing is, or none is installed."""
+    version, oldest = version or _version(package), OLDEST[package]
+    if version is None or _release(version) >= _release(oldest):
+        return None
+    return f"{package}: expected {oldest} or newer, got {version}; run: pip install --upgrade {package}"
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """(2, 13) of "2.13.0+cpu"."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
 def lacks(*packages: str) -> str | None:

@@ -96,9 +96,10 @@ def plan(
 
     Takes every option of attention(); mask, bias, alibi and sink may be given as shapes. With `hardware` it also says
     what the least time is there, and which tile that GPU would get. A device is "cpu", "cuda" or torch's own, whose
-    number does not matter.
+    number does not matter. On a CPU a device or dtype of torch's stands for tensors, any other for NumPy arrays.
     """
     check_keywords("plan", options, Options.__annotations__)
+    tensors = any(type(x).__module__.partition(".")[0] == "torch" for x in (dtype, device))
     name, device = check_dtype(dtype), str(device).partition(":")[0]
     given = {"q_shape": q_shape, "k_shape": k_shape, "v_shape": k_shape if v_shape is None else v_shape}
     shapes = [check_shape(key, shape) for key, shape in given.items()]
@@ -118,10 +119,11 @@ def plan(
     problem = describe(*(stand_in(shape, name) for shape in shapes), **stand_ins)
     capability = None if hardware is None else hardware.capability
     asked = problem if device == "cpu" else _outlined(problem)
-    chosen, reasons = _choose(asked, backend, device)
+    tensors = tensors or device != "cpu"
+    chosen, reasons = _choose(asked, backend, device, tensors)
     owner = chosen
     if chosen is None or (backend == "auto" and device != "cpu" and capability is not None):
-        owner = _but_for_this_machine(asked, device, capability)
+        owner = _but_for_this_machine(asked, device, tensors, capability)
     tile = _tile(_as_given_to(owner, problem, device), owner, capability)
     counts = _Counts.of(problem, tile)
     flops = counts.pairs * traffic.forward_flops_a_pair(problem.dim, problem.dim_v)
@@ -223,12 +225,16 @@ def _outlined(problem: Problem) -> Problem:
     return replace(problem, q=q, k=k, v=v)
 
 
-def _choose(problem: Problem, backend: str, device: str) -> tuple[dispatch.Backend | None, dict[str, str]]:
+def _choose(
+    problem: Problem, backend: str, device: str, tensors: bool
+) -> tuple[dispatch.Backend | None, dict[str, str]]:
     """The row that would run, and for every other row the reason why it would not."""
     dispatch.check_name(backend)
-    said = {row.name: row.why_not(problem, device) for row in dispatch.TABLE}
+    said = {row.name: row.why_not(problem, device, tensors) for row in dispatch.TABLE}
     able = [row for row in dispatch.TABLE if said[row.name] is None]
-    chosen = dispatch.preferred(problem, able) if backend == "auto" else dispatch.choose(problem, backend, device)
+    chosen = (
+        dispatch.preferred(problem, able) if backend == "auto" else dispatch.choose(problem, backend, device, tensors)
+    )
     later = False
     for row in able:
         later = later or row is chosen
@@ -237,9 +243,13 @@ def _choose(problem: Problem, backend: str, device: str) -> tuple[dispatch.Backe
     return chosen, {name: str(reason) for name, reason in said.items() if chosen is None or name != chosen.name}
 
 
-def _but_for_this_machine(problem: Problem, device: str, capability: tuple[int, int] | None) -> dispatch.Backend | None:
+def _but_for_this_machine(
+    problem: Problem, device: str, tensors: bool, capability: tuple[int, int] | None
+) -> dispatch.Backend | None:
     """The row that would run on such a GPU, if that and all else it needs were here."""
-    able = (row for row in dispatch.TABLE if row.made_for(capability) and row.objection(problem, device) is None)
+    able = (
+        row for row in dispatch.TABLE if row.made_for(capability) and row.objection(problem, device, tensors) is None
+    )
     return dispatch.preferred(problem, able)
 
 

@@ -223,6 +223,8 @@ NUMPY_FROM_OUTSIDE: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", NUMPY)
 def test_numbers_of_numpy(name: str) -> None:
+    if torch.__version__ < (2, 9) and name in ("window", "seed", "threads"):
+        pytest.skip("torch 2.8 leaves the graph at a whole number of NumPy's")
     assert same(lambda q: ft.attention(q, q, q, **NUMPY[name]()), qkv(9, 11)[:1]) == 1
 
 

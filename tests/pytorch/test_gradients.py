@@ -141,7 +141,10 @@ def test_gradients_of_slopes_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     ft.attention(q, q, q, alibi=slopes.detach())
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+FIRST_DUAL = pytest.mark.filterwarnings("ignore:.torch.jit.script")  # torch's own, on the first such call
+
+
+@FIRST_DUAL
 def test_forward_mode_is_refused() -> None:
     with forward_ad.dual_level():
         q = forward_ad.make_dual(randn(5, 4), randn(5, 4))
@@ -162,7 +165,7 @@ def test_there_is_a_backend_to_test() -> None:
     assert "tiles" in BACKENDS
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch's own, on the first such call
+@FIRST_DUAL
 def test_forward_mode_is_refused_where_it_is_compiled() -> None:
     """There, too, tangents would be lost without a word."""
     x = torch.randn(2, 5, 8)

@@ -15,7 +15,7 @@ import flashtile as ft
 from flashtile import dispatch
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.6")
 
 from flashtile.backends.triton import gpu  # noqa: E402
 from flashtile.backends.triton.start import Series  # noqa: E402

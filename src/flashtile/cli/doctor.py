@@ -42,6 +42,7 @@ def backends() -> dict[str, Any]:
 def examine() -> dict[str, Any]:
     return {
         "versions": machine.versions(),
+        "too_old": [reason for package in machine.OLDEST if (reason := machine.too_old(package))],
         "commit": machine.commit(),
         "devices": machine.devices(),
         "threads": {"cores": threads.cores(), **{name: os.environ.get(name) for name in threads.VARIABLES}},
@@ -60,6 +61,8 @@ def _show(found: dict[str, Any]) -> None:
     out = output.out()
     versions = [(name, version or "not installed") for name, version in found["versions"].items()]
     out.print(output.facts("Versions", versions))
+    for reason in found["too_old"]:
+        output.say(reason)
     for device in found["devices"]:
         about = ", ".join(f"{key} {value}" for key, value in device.items() if key != "device" and value is not None)
         output.say(f"{device['device']}: {about}")

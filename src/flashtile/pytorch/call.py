@@ -183,7 +183,7 @@ def of(
     threads: int | None = None,
 ) -> Call:
     """The call that options stand for, its numbers Python's own; describe() judges the tensors."""
-    if isinstance(window, tuple | list) and len(window) == 2:
+    if isinstance(window, (tuple, list)) and len(window) == 2:  # torch.compile knows no tuple | list before torch 2.10
         window = _whole(window[0]), _whole(window[1])
     causal, left, right, offset = check_ends(_whole(causal), window, band, None)
     seed_tensor = None

@@ -16,7 +16,8 @@ DTYPE: torch.dtype = getattr(torch, EIGHT_BITS)
 def side_by_side(factors: tuple[Any, Any, Any], device: torch.device) -> Tensor:
     """Those of q, k and v: (batch, kv_heads, 3), or (1, 1, 3) where all are single numbers."""
     parts = [x if isinstance(x, Tensor) else torch.full((), x, dtype=torch.float32, device=device) for x in factors]
-    whole = next((x.shape for x in parts if x.ndim), torch.Size((1, 1)))
+    shapes = [x.shape for x in parts if x.ndim]  # torch.compile cannot follow next() before torch 2.9
+    whole = shapes[0] if shapes else torch.Size((1, 1))
     return torch.stack([x if x.ndim else x.expand(whole) for x in parts], -1)
 
 

@@ -35,7 +35,7 @@ def chosen(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any
         check_seed(seed, q)
         options["seed"] = number_of(seed)
     problem = describe(*arrays, **options)
-    return problem, dispatch.choose(problem, backend, "cpu")
+    return problem, dispatch.choose(problem, backend, "cpu", tensors=True)
 
 
 def given(problem: Problem, x: Any, dtype: str) -> Tensor:

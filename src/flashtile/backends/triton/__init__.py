@@ -18,7 +18,7 @@ LONGEST = 1 << 28
 @cache
 def missing() -> str | None:
     """Why these kernels cannot run on this machine; None where they can."""
-    if reason := machine.lacks("torch", "triton"):
+    if reason := machine.lacks("torch", "triton") or machine.too_old("torch") or machine.too_old("triton"):
         return reason
     import torch
 

@@ -1,0 +1,66 @@
+"""torch's own attention on a CPU (SDPA), for tensors where there is no C++ core: many times as fast as NumPy."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from flashtile import machine
+from flashtile.problem import Problem
+from flashtile.results import Grads
+from flashtile.tiling import Tiling
+
+KEYS = 512  # that torch has in a tile, and the rows of one for so many queries
+ROWS = ((768, 256), (192, 64), (0, 32))
+
+
+@cache
+def missing() -> str | None:
+    """Why torch cannot run on this machine; None where it can. It is not imported."""
+    if not machine.has("torch"):
+        return "torch is not installed; run: pip install torch"
+    return machine.too_old("torch")
+
+
+def why_not(problem: Problem) -> str | None:
+    """What torch's kernel does not do, or not as exactly as it is done here."""
+    p = problem
+    for name, given in (
+        ("packed sequences", p.packed),
+        ("kv_lengths", p.kv_lengths is not None),
+        ("alibi", p.alibi is not None),
+        ("softcap", p.softcap),
+        ("sink", p.sink is not None),
+        ("dropout", p.dropout),
+    ):
+        if given:
+            return f"it takes no {name}"
+    if p.scale <= 0:
+        return "it takes a positive scale"
+    if not (p.q.size and p.k.size):
+        return "it takes at least one query and one key"
+    band = p.band_for(p.n_q, p.n_k)
+    if band.begin(p.n_q - 1) > 0:
+        return "it takes no window"
+    if band.end(p.n_q - 1) <= 0:
+        return "it takes no band in which nobody sees a key"
+    return None
+
+
+def tile(problem: Problem, capability: object = None) -> Tiling:
+    """As torch's source has it."""
+    return Tiling(next(rows for least, rows in ROWS if problem.n_q >= least), KEYS)
+
+
+def forward(problem: Problem) -> tuple[Any, Any]:
+    """Output (rank 4) and lse (rank 3)."""
+    from flashtile.backends.sdpa import passes
+
+    return passes.forward(problem)
+
+
+def backward(problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Grads:
+    """Gradients of rank 4."""
+    from flashtile.backends.sdpa import passes
+
+    return passes.backward(problem, dout, out, lse, dlse, bias_grad=bias_grad)

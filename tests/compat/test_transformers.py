@@ -109,8 +109,9 @@ def test_a_mask_of_fewer_axes_is_refused(shape: tuple[int, ...]) -> None:
 
 
 def test_a_mask_of_integers_is_refused() -> None:
-    with pytest.raises(DTypeError, match="attention_mask"):
+    with pytest.raises(DTypeError, match="attention_mask") as found:
         ours.forward(LAYER, *tensors(5, 9), attention_mask=torch.ones(2, 1, 5, 9, dtype=torch.long))
+    assert isinstance(found.value, RuntimeError), "as torch's would be"
 
 
 def test_position_bias() -> None:

@@ -17,6 +17,7 @@ from flashtile.errors import DTypeError, FlashtileError, ShapeError
 from flashtile.problem import MAX_DIM
 from flashtile.pytorch import kinds
 from flashtile.pytorch.ops import LIBRARY
+from flashtile.pytorch.watch import reject_shards
 
 TORCHS = torch._C._nn.scaled_dot_product_attention  # also where torch.nn.functional has been given ours
 _said: set[str] = set()
@@ -134,6 +135,7 @@ def _torchs_own(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
+    reject_shards()
     if reason not in _said and not torch.compiler.is_compiling():
         _said.add(reason)
         warnings.warn(

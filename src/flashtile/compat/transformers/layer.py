@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flashtile.api import attention
 from flashtile.band import Band
+from flashtile.compat.errors import as_theirs
 from flashtile.compat.options import dropped, masked
 from flashtile.compat.transformers import packed, selection
 from flashtile.compat.transformers.masks import hides_nothing
@@ -51,6 +52,7 @@ ALREADY_DONE = frozenset(
 )
 
 
+@as_theirs
 def forward(
     module: torch.nn.Module,
     query: Tensor,
@@ -115,9 +117,9 @@ def forward(
         starts = (cu_seq_lens_q, cu_seq_lens_k)
         out, lse = packed.attend(query, key, value, starts, before, sinks is not None, options)
     elif sinks is None:
-        out, lse = attention(query, key, value, **options), None
+        out, lse = attention(query, key, value, layout="bhnd", **options), None
     else:
-        out, lse = attention(query, key, value, return_lse=True, **options)
+        out, lse = attention(query, key, value, layout="bhnd", return_lse=True, **options)
     if lse is not None and sinks is not None:
         out = _sunk(out, lse, sinks)
     return out.transpose(1, 2).contiguous(), None

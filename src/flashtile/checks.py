@@ -214,6 +214,7 @@ def to_host(name: str, x: Any) -> Any:
         return x
     if x.device.type == "meta":
         raise DTypeError(f"{name}: expected a tensor with values, got one on {x.device}")
+    check_stored({name: x})
     return x.to("cpu", copy=True).numpy()  # which fixes the size of a storage, and so not of that of the caller
 
 

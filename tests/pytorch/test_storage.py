@@ -100,6 +100,13 @@ def test_an_empty_tensor_needs_none() -> None:
         assert not ft.attention(q, k, k).any()
 
 
+def test_lengths_of_a_plan() -> None:
+    lengths = torch.tensor([3])
+    shrink(lengths, 0)
+    with pytest.raises(ft.ShapeError, match=r"^kv_lengths: expected a storage of at least 8 bytes"):
+        ft.plan((1, 2, 3, 8), (1, 2, 3, 8), kv_lengths=lengths)
+
+
 def test_factors_of_8_bits() -> None:
     q = torch.randn(1, 2, 3, 8).to(torch.float8_e4m3fn)
     shrink(q, 0)

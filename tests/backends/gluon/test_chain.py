@@ -17,8 +17,8 @@ from tests.backends.gluon.offline import Case, start_call
     [
         (Case(128, "causal"), ["forward", "mend_forward"]),
         (Case(128, "causal descale", "float8_e4m3fn"), ["transpose", "forward", "mend_forward"]),
-        (Case(128, "causal", work="backward"), ["begin", "backward", "finish", "mend_backward"]),
-        (Case(256, "packed", work="backward"), ["begin", "backward", "finish", "mend_backward"]),
+        (Case(128, "causal", work="backward"), ["begin", "backward", "finish", "mend_sums", "mend_backward"]),
+        (Case(256, "packed", work="backward"), ["begin", "backward", "finish", "mend_sums", "mend_backward"]),
     ],
     ids=["forward", "8 bits", "backward", "packed"],
 )

@@ -91,7 +91,8 @@ def _timed(group: str, case: Case, threads: int, seconds: float, ours_alone: boo
 def _grown(direction: str, threads: int) -> dict[str, Any]:
     """Peak growth of a fresh process, ours and SDPA's."""
     row: dict[str, Any] = {"group": "memory", **MEMORY.to_dict(), "direction": direction, "grown": {}}
-    row["backend"] = dispatch.TABLE[0].name if dispatch.TABLE[0].missing() is None else dispatch.TABLE[1].name
+    able = (row for row in dispatch.TABLE if row.missing() is None and not (row.tensors_only and peers.absent()))
+    row["backend"] = next(able).name
     if not peers.absent():
         row["grown"] = {name: memory.growth(name, MEMORY, direction, threads) for name in (OURS, SDPA)}
     elif direction == FORWARD:

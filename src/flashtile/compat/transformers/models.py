@@ -34,14 +34,14 @@ def _looking(check: Callable[..., str]) -> Callable[..., str]:
         if name in NAMES:
             model: Any = type(self)
             config: Any = type(self.config)
-            _look(model, config, name)
+            _look(model, config, bool(getattr(self.config, "sub_configs", None)), name)
         return name
 
     return looking
 
 
 @cache
-def _look(model: Hashable, config: Hashable, name: str) -> None:
+def _look(model: Hashable, config: Hashable, composite: bool, name: str) -> None:
     assert isinstance(model, type) and isinstance(config, type)
     if not getattr(model, "_supports_sdpa", False):
         ADDITIVE.add(config)
@@ -52,9 +52,8 @@ def _look(model: Hashable, config: Hashable, name: str) -> None:
             looks_up = True
     own = vars(sys.modules[model.__module__])
     attends = any("Attention" in what and getattr(x, "__module__", "") == model.__module__ for what, x in own.items())
-    calls = "ALL_ATTENTION_FUNCTIONS" in own or any(
-        what.startswith("AutoModel") for what in own
-    )  # itself, or its parts
+    parts = composite and any(what.startswith("AutoModel") for what in own)  # which are looked at one by one
+    calls = parts or "ALL_ATTENTION_FUNCTIONS" in own
     if attends and not calls and not looks_up and model.__module__ not in TOLD:
         TOLD.add(model.__module__)
         warnings.warn(

@@ -12,6 +12,7 @@ from flashtile.compat.transformers.masks import ADDITIVE
 from flashtile.errors import UnsupportedError
 
 NAMES: set[str] = set()
+LISTS = ("ATTENTION_CLASSES", "ATTENTION_FUNCTION")  # what is looked up by name, by the ends of its own
 TOLD: set[str] = set()  # modules of models that never call
 
 
@@ -47,7 +48,7 @@ def _look(model: Hashable, config: Hashable, composite: bool, name: str) -> None
         ADDITIVE.add(config)
     looks_up = False
     for file in (vars(sys.modules[kind.__module__]) for kind in model.__mro__):
-        for found in [x for what, x in file.items() if what.endswith("ATTENTION_CLASSES") and isinstance(x, dict)]:
+        for found in [x for what, x in file.items() if what.endswith(LISTS) and isinstance(x, dict)]:
             found.setdefault(name, _refusal(model.__name__, list(found), name))
             looks_up = True
     own = vars(sys.modules[model.__module__])

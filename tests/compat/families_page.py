@@ -20,7 +20,7 @@ EQUAL, DIFFERS, REFUSED, NEVER, UNBUILT = OUTCOMES = (
     "cannot be built here",
 )
 # A family of several types is what the first of these says of one.
-WORST_FIRST = (DIFFERS, EQUAL, REFUSED, NEVER, UNBUILT)
+WORST_FIRST = (DIFFERS, REFUSED, EQUAL, NEVER, UNBUILT)
 
 Types = dict[str, dict[str, Any]]
 
@@ -62,7 +62,7 @@ def tables(record: dict[str, Any]) -> str:
     groups: dict[str, list[str]] = {}
     for family, outcome in sorted_by.items():
         if outcome == EQUAL:
-            checks = dict.fromkeys(check for row in families[family] if row[3] == EQUAL for check in row[5])
+            checks = sorted({check for row in families[family] for check in row[5]}, key=_place)
             groups.setdefault("; ".join(checks), []).append(family)
     text += "\n### Equal, in what was compared\n| compared | families |\n|---|---|\n"
     for checks, names in sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])):
@@ -72,7 +72,10 @@ def tables(record: dict[str, Any]) -> str:
         if rows:
             text += f"\n### {title}\n| model type | |\n|---|---|\n"
             text += "".join(f"| {row[0]} | {_cell(row[4])} |\n" for row in rows)
-    for title, told in (("Never calls it, and is told of", True), ("Never calls it, and has no such attention", False)):
+    for title, told in (
+        ("Never calls it, and is told of", True),
+        ("Never calls it, and is not told of: most have no such attention", False),
+    ):
         rows = [row for row in record["types"] if row[3] == NEVER and row[6] is told]
         text += f"\n### {title}\n" + textwrap.fill(", ".join(row[0] for row in rows), 120) + "\n"
     text += "\n### Cannot be built here\n| family | by which error |\n|---|---|\n"
@@ -80,6 +83,10 @@ def tables(record: dict[str, Any]) -> str:
         if outcome == UNBUILT:
             text += f"| {family} | {_cell(families[family][0][4])} |\n"
     return text
+
+
+def _place(check: str) -> tuple[bool, bool, str]:
+    return check != "prefill", "cache" in check or "packed" in check, check
 
 
 def _cell(text: str) -> str:

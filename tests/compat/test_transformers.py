@@ -63,7 +63,7 @@ def test_without_a_mask_the_first_query_stands_at_the_first_key(queries: int, ke
 
 def test_a_model_whose_none_hides_nothing() -> None:
     given = tensors(7, 7)
-    layer = SimpleNamespace(is_causal=True, config=SimpleNamespace(model_type="splinter"))
+    layer = SimpleNamespace(is_causal=True, config=SimpleNamespace(model_type="doge"))
     check(layer, given, {}, eager(given))
 
 

@@ -129,6 +129,16 @@ def test_a_decoder_made_to_look_both_ways() -> None:
     torch.testing.assert_close(tiled(**given).logits, theirs(**given).logits, rtol=1e-4, atol=1e-4)
 
 
+def test_compiled_as_one_graph() -> None:
+    theirs, tiled = pair("llama")
+    compiled = torch.compile(tiled, fullgraph=True, backend="aot_eager", dynamic=False)
+    for given in (prompt(), prompt(padded=True)):
+        seen = given["attention_mask"].bool()
+        with torch.no_grad():
+            found, wanted = (model(**given).logits[seen] for model in (compiled, theirs))
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
 STARTS = torch.tensor([0, 4, 11, 17], dtype=torch.int32)
 STATED = {"cu_seq_lens_q": STARTS, "cu_seq_lens_k": STARTS, "max_length_q": 7, "max_length_k": 7}
 BACK = {"position_ids": torch.cat([torch.arange(int(n)) for n in STARTS.diff()])[None]}

@@ -12,6 +12,8 @@ ADDITIVE: set[type] = set()
 NEVER_NONE = (
     # They drop queries of a layer, and keep all for "sdpa" alone where there is no mask.
     "gemma4",
+    # They make a mask of their own, in which None leaves nothing out.
+    "doge",
     # Layers that are causal say that they are not, or the other way round.
     "aimv2",
     "align_text_model",

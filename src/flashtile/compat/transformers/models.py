@@ -12,6 +12,7 @@ from flashtile.compat.transformers.masks import ADDITIVE
 from flashtile.errors import UnsupportedError
 
 NAMES: set[str] = set()
+LISTS = ("ATTENTION_CLASSES", "ATTENTION_FUNCTION")  # what is looked up by name, by the ends of its own
 TOLD: set[str] = set()  # modules of models that never call
 
 
@@ -34,27 +35,26 @@ def _looking(check: Callable[..., str]) -> Callable[..., str]:
         if name in NAMES:
             model: Any = type(self)
             config: Any = type(self.config)
-            _look(model, config, name)
+            _look(model, config, bool(getattr(self.config, "sub_configs", None)), name)
         return name
 
     return looking
 
 
 @cache
-def _look(model: Hashable, config: Hashable, name: str) -> None:
+def _look(model: Hashable, config: Hashable, composite: bool, name: str) -> None:
     assert isinstance(model, type) and isinstance(config, type)
     if not getattr(model, "_supports_sdpa", False):
         ADDITIVE.add(config)
     looks_up = False
     for file in (vars(sys.modules[kind.__module__]) for kind in model.__mro__):
-        for found in [x for what, x in file.items() if what.endswith("ATTENTION_CLASSES") and isinstance(x, dict)]:
+        for found in [x for what, x in file.items() if what.endswith(LISTS) and isinstance(x, dict)]:
             found.setdefault(name, _refusal(model.__name__, list(found), name))
             looks_up = True
     own = vars(sys.modules[model.__module__])
     attends = any("Attention" in what and getattr(x, "__module__", "") == model.__module__ for what, x in own.items())
-    calls = "ALL_ATTENTION_FUNCTIONS" in own or any(
-        what.startswith("AutoModel") for what in own
-    )  # itself, or its parts
+    parts = composite and any(what.startswith("AutoModel") for what in own)  # which are looked at one by one
+    calls = parts or "ALL_ATTENTION_FUNCTIONS" in own
     if attends and not calls and not looks_up and model.__module__ not in TOLD:
         TOLD.add(model.__module__)
         warnings.warn(

@@ -21,7 +21,7 @@ def starts(positions: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
     global _last
     if query.shape[0] != 1 or query.shape[2] < 2 or query.shape[2] != key.shape[2]:
         return None
-    if positions.shape != (1, query.shape[2]) or torch.compiler.is_compiling():
+    if positions.shape != (1, query.shape[2]) or positions.is_meta or torch.compiler.is_compiling():
         return None
     if _last is None or _last[0]() is not positions or _last[1] != positions._version:
         later = (positions[0, 1:] == 0).nonzero().flatten().to(torch.int32) + 1

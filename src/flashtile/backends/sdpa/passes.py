@@ -20,8 +20,8 @@ from flashtile.problem import Problem
 from flashtile.pytorch.bridge import to_numpy
 from flashtile.pytorch.merge import merge
 from flashtile.results import Grads
+from flashtile.softmax import COARSE
 
-COARSE = 64.0  # from here on an lse has lost too much of the logarithm of the sum
 _forward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 

@@ -134,14 +134,14 @@ def test_values_near_the_largest_number(dtype: str, size: str, runner: Runner) -
     v = call.v.copy()
     v[..., 1], v[..., 2] = big, -big
     v[..., 3] = np.where(np.arange(v[..., 3].size).reshape(v[..., 3].shape) % 2, big, -big)
-    v[..., 4] = np.float32(1e-30)
+    v[..., 4] = np.float32(1e-27)
     out, lse = runner.forward(replace(call, v=v))
     eased = v.copy()
     eased[..., 1:4] *= 2.0**-10
     expected, expected_lse = runner.forward(replace(call, v=eased))
     expected[..., 1:4] *= 2.0**10
     assert np.isfinite(out).all()
-    grain = 2e-6 if dtype == "float32" else 1e-14
+    grain = 2e-6 if dtype == "float32" else 1e-13
     columns = np.abs(expected).max(axis=tuple(range(expected.ndim - 1)))
     assert (np.abs(out / columns - expected / columns) < grain).all()
     np.testing.assert_allclose(lse, expected_lse, rtol=grain, atol=grain)

@@ -78,8 +78,13 @@ def _array(x: Tensor, lent: type[_Lent]) -> Array:
 
 @cache
 def _dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """NumPy's TypeError says so of those that it lacks."""
-    return BFLOAT16 if dtype is torch.bfloat16 else np.dtype(str(dtype).removeprefix("torch."))
+    """A TypeError says so of those that NumPy lacks, though the ml_dtypes package may have taught it their names."""
+    if dtype is torch.bfloat16:
+        return BFLOAT16
+    found = np.dtype(str(dtype).removeprefix("torch."))
+    if found.isbuiltin != 1:
+        raise TypeError(f"NumPy has no {dtype}")
+    return found
 
 
 @cache

@@ -129,10 +129,12 @@ def test_the_place_of_an_lse_that_nobody_wants_outlives_the_graph_it_was_made_in
         assert not any(x.any() for x in others)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when its compiler is imported
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch's, of one in which its memory is set up
 def test_what_is_kept_is_not_overwritten_by_what_torch_compile_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Warmed up in the memory of its graphs, with nothing kept from before."""
     monkeypatch.setattr(tensors, "_dumps", {})
-    for name in ("_of_stream", "_banks", "_taken"):
+    for name in ("_of_stream", "_banks", "_taken", "_clearing"):
         monkeypatch.setattr(tickets, name, {})
     q = torch.randn(2, 8, 2048, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
@@ -142,7 +144,7 @@ def test_what_is_kept_is_not_overwritten_by_what_torch_compile_captures(monkeypa
 
     (want,) = torch.autograd.grad(step(q), q)
     tensors._dumps.clear()
-    for each in (tickets._of_stream, tickets._banks, tickets._taken):
+    for each in (tickets._of_stream, tickets._banks, tickets._taken, tickets._clearing):
         each.clear()
     compiled = torch.compile(step, mode="reduce-overhead")
     for _ in range(8):

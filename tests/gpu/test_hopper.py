@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,8 +25,8 @@ from torch import Tensor
 
 import flashtile as ft
 from flashtile import dispatch
+from flashtile.backends.gluon import output, tickets
 from flashtile.backends.triton import gpu
-from flashtile.backends.triton.mend import MendForward
 from flashtile.band import FAR
 from flashtile.dtypes import narrow
 from flashtile.problem import describe
@@ -163,19 +164,18 @@ def jump(call: Call, runner: Runner = CUDA) -> None:
 def marks() -> Iterator[list[Tensor]]:
     """The marks of the calls that are made meanwhile: not 0 where a tile was spoiled and made anew."""
     made: list[Tensor] = []
-    begin = MendForward.__init__
 
-    def watched(self: MendForward, *args: Any, **options: Any) -> None:
-        begin(self, *args, **options)
-        make = self.make
+    def lent(device: torch.device) -> Any:
+        found = tickets.tickets(device)
+        found.marks.zero_()
 
-        def kept() -> Any:
-            made.append(make())
-            return made[-1]
+        def give_back() -> None:
+            made.append(found.marks.clone())
+            found.give_back()
 
-        self.make = kept
+        return SimpleNamespace(pair=found.pair, marks=found.marks, give_back=give_back)
 
-    with unprepared(), mock.patch.object(MendForward, "__init__", watched):
+    with mock.patch.object(output, "tickets", lent):
         yield made
 
 

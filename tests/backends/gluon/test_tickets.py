@@ -32,7 +32,7 @@ class Machine:
         self.pooled: set[int] = set()  # threads, by torch.cuda.use_mem_pool() or a warm-up of torch.compile
         self.of_pools: list[Any] = []
         self.caller = get_ident()
-        self.waited = 0
+        self.waited, self.is_clearing = 0, False
 
     def zeros(self, shape: Any, dtype: Any, device: Any) -> Any:
         self.cleared += 1
@@ -45,12 +45,21 @@ class Machine:
         """Another thread begins on the default stream."""
         return self.capturing and get_ident() == self.caller
 
-    def current_stream(self) -> Any:
-        def synchronize() -> None:
-            assert not self.capturing and get_ident() != self.caller, "it may not wait"
+    def event(self) -> Any:
+        """Of what another thread began."""
+        assert get_ident() != self.caller
+        return SimpleNamespace(record=lambda: None, query=self.is_over)
+
+    def is_over(self) -> bool:
+        assert not self.capturing, "it may not be asked"
+        return not self.is_clearing
+
+    def current_stream(self, device: Any) -> Any:
+        def wait_event(_: Any) -> None:
+            assert device is GPU and not self.capturing and get_ident() == self.caller
             self.waited += 1
 
-        return SimpleNamespace(synchronize=synchronize)
+        return SimpleNamespace(wait_event=wait_event)
 
     def is_of_a_pool(self, x: Any) -> bool:
         return any(x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() for y in self.of_pools)
@@ -60,14 +69,21 @@ class Machine:
 def gpu() -> Iterator[Machine]:
     machine = Machine()
     with (
-        mock.patch.multiple(module, _of_stream={}, _banks={}, _taken={}, BANK=SMALL),
+        mock.patch.multiple(module, _of_stream={}, _banks={}, _taken={}, _clearing={}, BANK=SMALL),
         mock.patch.object(torch, "zeros", machine.zeros),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: machine.capturing),
+        mock.patch.object(torch.cuda, "Event", machine.event),
         mock.patch.object(torch.cuda, "current_stream", machine.current_stream),
         mock.patch.object(torch.cuda, "device", lambda device: nullcontext()),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda _: machine.stream, create=True),
     ):
         yield machine
+
+
+def fill_bank() -> None:
+    """As a warm-up does: the second call finds that the bank of the first is cleared."""
+    for _ in range(2):
+        tickets(GPU).give_back()
 
 
 def apart(found: list[Tickets]) -> bool:
@@ -100,6 +116,7 @@ def test_nobody_has_what_was_not_given_back(gpu: Machine) -> None:
 
 
 def test_launches_in_graphs_have_their_own_and_clear_nothing(gpu: Machine) -> None:
+    fill_bank()
     shared = tickets(GPU)
     gpu.capturing, cleared = True, gpu.cleared
     own = [tickets(GPU) for _ in range(SMALL)]
@@ -118,16 +135,27 @@ def test_an_empty_bank_is_filled_before_the_next_graph(gpu: Machine) -> None:
     assert tickets(GPU).pair.tolist() == [0, 0]  # there is no bank yet: a node of the graph clears them
     assert gpu.cleared == 1
     gpu.capturing = False
-    tickets(GPU)
+    fill_bank()
     gpu.capturing, cleared = True, gpu.cleared
     own = [tickets(GPU) for _ in range(SMALL + 1)]
     assert gpu.cleared == cleared + 1  # the last one found none left
     gpu.capturing = False
-    tickets(GPU)
+    fill_bank()
     gpu.capturing, cleared = True, gpu.cleared
     assert apart([*own, tickets(GPU)])
     assert gpu.cleared == cleared
     assert len(module._banks[0]) == 2  # graphs still point into the first
+
+
+def test_no_graph_has_pairs_that_are_still_being_cleared(gpu: Machine) -> None:
+    """On the stream that it is captured on they are awaited, but a graph may be replayed on another."""
+    gpu.is_clearing = True
+    for cleared in (False, True):
+        fill_bank()
+        gpu.capturing, before = True, gpu.cleared
+        tickets(GPU)
+        assert gpu.cleared == before + (not cleared)
+        gpu.capturing = gpu.is_clearing = False
 
 
 class Slow(dict[int, int]):
@@ -140,7 +168,7 @@ class Slow(dict[int, int]):
 
 
 def test_threads_that_capture_at_once_have_their_own(gpu: Machine) -> None:
-    tickets(GPU)
+    fill_bank()
     gpu.capturing = True
     with mock.patch.object(module, "_taken", Slow(module._taken)), ThreadPoolExecutor(SMALL) as pool:
         assert apart([*pool.map(tickets, [GPU] * SMALL)])
@@ -151,6 +179,8 @@ def test_tickets_made_in_inference_mode_are_good_for_all(gpu: Machine) -> None:
         first = tickets(GPU)
     first.marks.zero_()
     first.give_back()
+    with torch.inference_mode():
+        fill_bank()
     gpu.capturing = True
     tickets(GPU).pair.zero_()
 
@@ -162,6 +192,7 @@ def test_what_is_kept_comes_from_no_pool(gpu: Machine) -> None:
     first = tickets(GPU)
     assert gpu.waited == gpu.cleared - 1 == 2  # the bank's, and those of the stream
     first.give_back()
+    fill_bank()
     gpu.capturing = True
     own = tickets(GPU)
     assert not any(map(gpu.is_of_a_pool, (first.pair, first.marks, own.pair, *module._banks[0])))

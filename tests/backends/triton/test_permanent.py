@@ -1,4 +1,4 @@
-"""What is kept for good is made by another thread, whose memory comes from no pool, and is complete when it comes."""
+"""What is kept for good is made by another thread, whose memory comes from no pool, and the caller's stream waits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ class Machine:
         self.capturing, self.plain = False, torch.zeros
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         monkeypatch.setattr(torch.cuda, "device", lambda device: self.say(f"device {device.index}"))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: self.say("wait")))
+        event = SimpleNamespace(record=lambda: self.say("record"), query=lambda: True)
+        monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+        stream = SimpleNamespace(wait_event=lambda cleared: self.say("wait") if cleared is event else None)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream if device is GPU else None)
         monkeypatch.setattr(torch, "zeros", self.zeros)
         empty = torch.empty
         monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: empty(*shape, dtype=dtype))
@@ -51,29 +54,34 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(monkeypatch)
 
 
-def test_another_thread_makes_it_and_waits(gpu: Machine) -> None:
-    made = permanent.zeros((3,), torch.int32, GPU)
-    assert made.tolist() == [0, 0, 0]
-    assert [event for event, _ in gpu.events] == ["device 1", "zeros", "wait"]
-    assert len({thread for _, thread in gpu.events}) == 1 and gpu.events[0][1] != get_ident()
+def zeros(device: Any) -> Any:
+    made, _ = permanent.zeros((3,), torch.int32, device)
+    return made
+
+
+def test_another_thread_makes_it_and_this_stream_waits(gpu: Machine) -> None:
+    made, cleared = permanent.zeros((3,), torch.int32, GPU)
+    assert made.tolist() == [0, 0, 0] and cleared.query()
+    assert [event for event, _ in gpu.events] == ["device 1", "zeros", "record", "wait"]
+    *there, here = (thread for _, thread in gpu.events)
+    assert len({*there}) == 1 and there[0] != get_ident() == here
 
 
 def test_it_is_good_for_all_though_made_in_inference_mode(gpu: Machine) -> None:
     for device in (GPU, torch.device("cpu")):
         with torch.inference_mode():
-            made = permanent.zeros((3,), torch.int32, device)
+            made = zeros(device)
         made.add_(1)
 
 
 def test_no_mode_of_the_caller_sees_it(gpu: Machine) -> None:
     """As torch.compile's warm-up, which has the device of new tensors in one."""
     with torch.device("meta"):
-        assert permanent.zeros((3,), torch.int32, GPU).device.type == "cpu"
+        assert zeros(GPU).device.type == "cpu"
 
 
 def test_while_a_stream_is_captured_nothing_is_kept(gpu: Machine) -> None:
     gpu.capturing = True
-    assert permanent.zeros((3,), torch.int32, GPU) is None
     first, second = (tensors.dump(torch.float32, GPU) for _ in range(2))
     assert first.numel() == tensors.DUMPED and first.data_ptr() != second.data_ptr()
     assert not tensors._dumps

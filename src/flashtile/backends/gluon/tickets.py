@@ -16,6 +16,7 @@ MOST_MARKS = 1 << 14  # beside the tickets of a stream: those of a million rows
 _of_stream: dict[tuple[int, int], list[Tickets]] = {}  # those that nobody has
 _banks: dict[int, list[Any]] = {}  # by device; graphs point into them, so none is ever given up
 _taken: dict[int, int] = {}  # pairs of the last bank
+_clearing: dict[int, Any] = {}  # by device: an event, before which no graph may have pairs of the last bank
 _lock = Lock()  # threads that capture graphs at once have a pair each
 
 
@@ -50,13 +51,16 @@ def tickets(device: Any) -> Tickets:
         return Tickets(_of_a_graph(device), None, None)
     if _taken.get(index, BANK) > BANK // 2:
         with _lock:
-            _banks.setdefault(index, []).append(permanent.zeros((BANK, APART), torch.int32, device))
+            bank, _clearing[index] = permanent.zeros((BANK, APART), torch.int32, device)
+            _banks.setdefault(index, []).append(bank)
             _taken[index] = 0
+    elif _clearing and (event := _clearing.get(index)) is not None and event.query():
+        _clearing.pop(index, None)
     key = (index, torch._C._cuda_getCurrentRawStream(index))
     try:
         return _of_stream[key].pop()
     except (KeyError, IndexError):
-        memory = permanent.zeros((APART + MOST_MARKS,), torch.int32, device)
+        memory, _ = permanent.zeros((APART + MOST_MARKS,), torch.int32, device)
         return Tickets(memory[:COUNT], memory[APART:], _of_stream.setdefault(key, []))
 
 
@@ -64,7 +68,7 @@ def _of_a_graph(device: Any) -> Any:
     index = device.index
     with _lock:
         taken = _taken.get(index, BANK)
-        if taken == BANK:
+        if taken == BANK or index in _clearing:  # whose event may not be asked for while a stream is captured
             return _cleared_here(device)
         _taken[index] = taken + 1
         return _banks[index][-1][taken, :COUNT]

@@ -53,3 +53,10 @@ def on_device(index: int | None, run: Callable[..., T], *args: Any) -> T:
         return run(*args)
     with torch.cuda.device(index):
         return run(*args)
+
+
+def bind_context() -> None:
+    """Gives this thread the GPU's context, without which no descriptor can be encoded. A new thread has none before its
+    first call into CUDA's runtime; this is one that changes nothing, and is allowed while a stream is captured.
+    """
+    torch.cuda.is_current_stream_capturing()

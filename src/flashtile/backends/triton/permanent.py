@@ -14,21 +14,25 @@ from typing import Any
 import torch
 
 
-def zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
-    """Zeros for launches on all streams, now and later; None where this one is being captured, and so may not wait."""
+def zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> tuple[Any, Any]:
+    """Zeros for the launches that follow on this stream, and, once the event beside them is over, for those on others.
+
+    Not while this stream is being captured. Nobody waits on the host: what follows on this stream waits on the GPU.
+    """
     if device.type != "cuda":
-        return _zeros(shape, dtype, device)
-    if torch.cuda.is_current_stream_capturing():
-        return None
+        return _zeros(shape, dtype, device), None
     with ThreadPoolExecutor(1) as thread:  # of its own are also its modes and its current device
-        return thread.submit(_complete, shape, dtype, device).result()
+        made, cleared = thread.submit(_cleared, shape, dtype, device).result()
+    torch.cuda.current_stream(device).wait_event(cleared)
+    return made, cleared
 
 
-def _complete(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
+def _cleared(shape: tuple[int, ...], dtype: Any, device: Any) -> tuple[Any, Any]:
     with torch.cuda.device(device):
         made = _zeros(shape, dtype, device)
-        torch.cuda.current_stream().synchronize()  # no other stream waits for this one
-    return made
+        cleared = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        cleared.record()
+    return made, cleared
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:

@@ -9,6 +9,7 @@ import triton
 from triton.runtime import driver
 
 from flashtile.backends.triton.arguments import INTERPRETED, Rows
+from flashtile.backends.triton.gpu import bind_context
 from flashtile.backends.triton.launcher import Launcher, can_launch
 
 Strides = tuple[int, int, int]
@@ -57,6 +58,8 @@ class Start:
         found = [*args]
         for n, strides in self.rows.items():
             found[n] = Rows(found[n], *strides)
+        if self.blocks:
+            bind_context()
         for n, make in self.blocks.items():
             found[n] = make(found[n])
         for n in self.absent:

@@ -71,7 +71,9 @@ class Machine:
 
 
 class Forward(Machine):
-    """O, m and l live in SRAM as an OnlineSoftmax; in HBM, O is normalized."""
+    """O, m and l live in SRAM as an OnlineSoftmax; in HBM, O is normalized. finite: so far, all of O is."""
+
+    finite = True
 
     def zero(self, name: str, n: int) -> None:
         rows = self.grid.rows(n)
@@ -96,7 +98,8 @@ class Forward(Machine):
         rows, state = self.grid.rows(n), self._state()
         match name:
             case "O":
-                self.hbm["O"][rows] = state.normalized()
+                self.hbm["O"][rows] = O = state.normalized()
+                self.finite &= bool(np.isfinite(O).all())
             case "L":
                 self.hbm["L"][rows] = state.lse()
             case _:
@@ -183,9 +186,9 @@ def forward(
     observe: Observer | None = None,
 ) -> tuple[Array, Array]:
     """Output and lse, rank 4 and 3, in accumulator precision."""
-    out, lse = _forward(problem, order, block_q, block_k, observe)
-    over = ~np.isfinite(out)
-    if over.any():  # the sum may have been too large where the mean is not: once more, of smaller values
+    out, lse, finite = _forward(problem, order, block_q, block_k, observe)
+    if not finite:  # a sum may have been too large where the mean is not: once more, of smaller values
+        over = ~np.isfinite(out)
         small = replace(problem, v=widen(problem.v, out.dtype) * out.dtype.type(SHRINK))
         out[over] = _forward(small, order, block_q, block_k)[0][over] / out.dtype.type(SHRINK)
     return out, lse
@@ -193,8 +196,9 @@ def forward(
 
 def _forward(
     problem: Problem, order: str, block_q: int, block_k: int, observe: Observer | None = None
-) -> tuple[Array, Array]:
-    real = np.dtype(problem.accumulator).type
+) -> tuple[Array, Array, bool]:
+    """Output and lse, and whether all of the output is finite."""
+    real, finite = np.dtype(problem.accumulator).type, True
     out = np.zeros(problem.out_shape(), real)
     lse = np.zeros(problem.out_shape()[:-1], real)
     for head in heads(problem):
@@ -208,7 +212,8 @@ def _forward(
         machine.run(schedule.FORWARD[order](head.band, grid), observe)
         if order == "fa1":
             L[...] = OnlineSoftmax(hbm["m"], hbm["l"], O).lse()
-    return out, lse
+        finite &= machine.finite
+    return out, lse, finite
 
 
 def standard(problem: Problem, block_q: int = BLOCK, observe: Observer | None = None) -> tuple[Array, Array]:
@@ -268,9 +273,9 @@ def backward(
 
 def _statistics(head: Head, grid: Grid, lse: Array) -> tuple[Array, Array | None]:
     """L, and the tops that go with it; None where no lse is coarse."""
-    coarse = is_coarse(lse)
-    if not coarse.any():
+    if not any(is_coarse(lse[grid.rows(i)]).any() for i in range(grid.shape[0])):
         return lse, None
+    coarse = is_coarse(lse)
     hbm = {"Q": head.queries(head.problem.q), "K": head.keys(head.problem.k), "V": head.keys(head.problem.v)[:, :0]}
     hbm |= {"O": lse[:, None][:, :0], "m": np.zeros_like(lse), "L": np.zeros_like(lse)}
     Sums(head, grid, lse.dtype.type, hbm).run(schedule.fa2_forward(head.band, grid))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import pytest
 
@@ -17,6 +15,7 @@ from torch import Tensor
 import flashtile as ft
 from tests.gpu.runner import DIFFERENTIABLE, Given, each_backend
 from tests.gpu.sizes import DECODE, LONG, PACKED, RAGGED
+from tests.gpu.waiting import no_waiting
 from tests.grid import OPTIONS, Case, build
 from tests.pytorch.samples import run
 
@@ -30,19 +29,6 @@ VARIED = [
     Case(RAGGED, "float32", ("causal",)),
     Case(DECODE, "float32", ("causal",)),
 ]
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Operations of torch that wait for the device are errors."""
-    torch.cuda.synchronize()
-    try:  # which holds the setting too: it is made before the warning is raised
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that it may miss some
-            torch.cuda.set_sync_debug_mode("error")
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_waiting_is_noticed() -> None:

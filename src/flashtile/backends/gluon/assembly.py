@@ -169,3 +169,11 @@ def pack_quarters(a, b, c, d):
         is_pure=True,
         pack=1,
     )
+
+
+@gluon.jit
+def fence_async_global():
+    """What this thread has seen of memory comes before what it has the copy engine do there."""
+    gl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )

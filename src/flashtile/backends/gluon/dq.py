@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from flashtile.backends.gluon.assembly import added, arrive
+from flashtile.backends.gluon.assembly import added, arrive, fence_async_global
 from flashtile.backends.gluon.columns import CUT, DQ_AT, GO, HEAD, SEQUENCE, TURN, board_of, get, order_of, told
 from flashtile.backends.gluon.loading import EVERYONE, KV_FREE
 from flashtile.backends.gluon.words import add_tile, reinterpreted, thread_barrier
@@ -90,6 +90,7 @@ def write_tiles(t, shared, board, dq, turns, complete, kv_heads, ME: gl.constexp
         if turns is not None:  # most often its turn comes while the warpgroup is still at work on it
             turn = get(shared.orders, order_of(t) + TURN)
             await_count(turns + at // 16, gl.maximum(turn, 0), 0)
+            fence_async_global()
         for part in gl.static_range(C.PARTS):
             n = t * C.PARTS + part
             buffer = buffer_of(n, ME, C)
@@ -100,8 +101,8 @@ def write_tiles(t, shared, board, dq, turns, complete, kv_heads, ME: gl.constexp
         if turns is not None:
             added()
             thread_barrier()
-            # No fence: sums are made in the L2, one after the other, and nobody reads them here.
-            gl.atomic_add(turns + at // 16, (turn >= 0).to(gl.int32), sem="relaxed")
+            # Released: without that a few sectors of this tile were sometimes added after those of the next task.
+            gl.atomic_add(turns + at // 16, (turn >= 0).to(gl.int32), sem="release")
         t += 1
     if complete is not None:
         added()

@@ -59,4 +59,5 @@ def bind_context() -> None:
     """Gives this thread the GPU's context, without which no descriptor can be encoded. A new thread has none before its
     first call into CUDA's runtime; this is one that changes nothing, and is allowed while a stream is captured.
     """
-    torch.cuda.is_current_stream_capturing()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.is_current_stream_capturing()

@@ -96,7 +96,7 @@ def empty(shape: tuple[int, ...], dtype: Any, device: Any) -> Callable[[], Any]:
 
 def dump(dtype: Any, device: Any) -> Any:
     """Memory that all launches may write to, on whichever stream, because none reads it. Graphs rely on it for ever."""
-    if torch.cuda.is_current_stream_capturing():  # a graph that is captured before any call has it for itself
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # a graph before any call has it for itself
         return torch.empty(DUMPED, dtype=dtype, device=device)
     made, _ = permanent.zeros((DUMPED,), dtype, device)
     return _dumps.setdefault((dtype, device), made)  # not a second one, which would be given up while in use

@@ -255,6 +255,7 @@ OTHERS: dict[int, Any] = {
         (assembly.pack_halves, _pack_halves),
         (assembly.pack_quarters, _pack_quarters),
         (assembly.added, processor.await_copies),
+        (assembly.fence_async_global, _nothing),  # sums are made at once here, whoever asks
         (chain.follow, lambda chained: me().program.launch.follow() if chained else None),
         (chain.lead, lambda chained: me().program.launch.lead(me().program) if chained else None),
         (chain.await_count, _await_count),

@@ -1,23 +1,33 @@
-"""Versions of this package beside each other on a GPU, in one process and in turns.
+"""Versions of this package beside each other, in one process and in turns.
 
 python -m tests.compare OTHER... --only WORDS: OTHER is a commit, or a folder that holds a package `flashtile`; the rows
-are those of `flashtile bench gpu`. Prints its time / the time of the tree as it is.
+are those of `flashtile bench gpu`. Prints its time / the time of the package that is installed.
+
+With --cpu the cases are those of `flashtile bench cpu` and a small training step. OTHER, a commit, is compiled first.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import random
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from io import BytesIO
 from pathlib import Path
 from tarfile import TarFile
 from tempfile import TemporaryDirectory
 
+from flashtile.backends.native import library
+from flashtile.bench import peers as on_cpu
+from flashtile.bench.cases import CPU, TRAINING, Case, Group
 from flashtile.bench.gpu import device, peers, rows
 from flashtile.bench.gpu.suite import Bench
+from flashtile.bench.timing import Call, alternate, geometric_mean
 from tests.tree import ROOT
 
 NAME = re.compile(r"\bflashtile\b")
@@ -63,10 +73,81 @@ def compare(others: list[str], only: list[str], rounds: int) -> None:
             print(f"{row.name}: {found['times'][peers.OURS]['median_s'] * 1e6:.1f} us; {told}", found["absent"] or "")
 
 
+SMALL_STEP = Group("small-training", "a small training step", (Case(128, 128, 64, 4, 4, 2, direction=TRAINING),), bar=1)
+
+
+def compiled(other: str, package: Path) -> None:
+    """Put the C++ core of a commit where its renamed package looks for it."""
+    with TemporaryDirectory() as folder:
+        command = ("git", "archive", other)
+        with TarFile(fileobj=BytesIO(subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout)) as tar:
+            tar.extractall(folder, filter="data")
+        build = f"{folder}/build"
+        for command in (
+            ("cmake", "-S", folder, "-B", build, f"-DFLASHTILE_ISA={library.candidates()[0]}"),
+            ("cmake", "--build", build, "--parallel"),
+        ):
+            subprocess.run(command, check=True, capture_output=True)
+        for core in Path(build).glob("libflashtile-*.so"):
+            shutil.copy(core, package / "backends" / "native")
+
+
+def contender(name: str, group: Group, case: Case, threads: int) -> Call | None:
+    """A case run by such a package, by what its own benchmark calls; None if that has no such case."""
+    module = import_module(f"{name}.bench.peers")
+    known = (x for x in import_module(f"{name}.bench.cases").CPU if x.name == group.name or group is SMALL_STEP)
+    if group is not SMALL_STEP and all(case.to_dict() != x.to_dict() for found in known for x in found.cases):
+        return None
+    found: Call = module.contenders(module.Workload(case, threads), ours_alone=True)[module.OURS]
+    return found
+
+
+def compare_on_cpu(others: list[str], only: list[str], seconds: float) -> Iterator[tuple[str, str, dict[str, float]]]:
+    """Of each case: our time / the time of each other."""
+    if "FLASHTILE_NATIVE_DIR" in os.environ:
+        raise SystemExit("FLASHTILE_NATIVE_DIR names one core for all versions: unset it, and install this tree")
+    threads = on_cpu.default_threads()
+    with TemporaryDirectory() as folder:
+        sys.path.insert(0, folder)
+        names = {other: f"flashtile_{n}" for n, other in enumerate(others)}
+        for other, name in names.items():
+            renamed(other, name, Path(folder))
+            compiled(other, Path(folder, name))
+        for group in (*CPU, SMALL_STEP):
+            if only and not any(word in group.name for word in only):
+                continue
+            for case in group.cases:
+                calls = {name: contender(name, group, case, threads) for name in ("flashtile", *names.values())}
+                able = {name: call for name, call in calls.items() if call is not None}
+                times = alternate(able, seconds=seconds, warm_up=3, min_rounds=5, shuffle=random.Random(0))
+                ratios = {
+                    other: times["flashtile"].median / times[name].median
+                    for other, name in names.items()
+                    if name in times
+                }
+                yield group.name, case.name, ratios
+
+
+def tell_cpu(others: list[str], only: list[str], seconds: float) -> None:
+    """A line a case, and one a group with the geometric mean."""
+    groups: dict[str, list[dict[str, float]]] = {}
+    for group, case, ratios in compare_on_cpu(others, only, seconds):
+        groups.setdefault(group, []).append(ratios)
+        print(f"{group}: {case}:", *(f"{other} {ratio:.3f}" for other, ratio in ratios.items()), flush=True)
+    for group, rows_of in groups.items():
+        means = {other: [row[other] for row in rows_of if other in row] for other in others}
+        print(f"{group}:", *(f"{other} {geometric_mean(each):.3f}" for other, each in means.items() if each))
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("others", nargs="+", metavar="OTHER")
     parser.add_argument("--only", action="append", default=[], metavar="WORDS")
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--rounds", type=int, default=11, help="on a GPU")
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--seconds", type=float, default=4.0, help="for a case on a CPU")
     asked = parser.parse_args()
-    compare(asked.others, asked.only, asked.rounds)
+    if asked.cpu:
+        tell_cpu(asked.others, asked.only, asked.seconds)
+    else:
+        compare(asked.others, asked.only, asked.rounds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -39,3 +40,12 @@ def test_a_folder_under_another_name(folder: Path) -> None:
 @pytest.mark.skipif(not (ROOT / ".git").exists() or not shutil.which("git"), reason="not a checkout")
 def test_a_commit() -> None:
     assert set(compare.files_of("HEAD")) >= {"__init__.py", "api.py", "backends/gluon/forward_kernel.py"}
+
+
+def test_cases_on_a_cpu() -> None:
+    small = next(group for group in compare.CPU if group.name == "small")
+    unknown = replace(small, cases=(replace(small.cases[0], n_q=129),))
+    assert compare.contender("flashtile", unknown, unknown.cases[0], 1) is None
+    for group in (small, compare.SMALL_STEP):
+        call = compare.contender("flashtile", group, group.cases[0], 1)
+        assert call is not None and call() is not None

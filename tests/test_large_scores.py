@@ -142,6 +142,8 @@ def test_values_near_the_largest_number(dtype: str, size: str, runner: Runner) -
     expected[..., 1:4] *= 2.0**10
     assert np.isfinite(out).all()
     grain = 2e-6 if dtype == "float32" else 1e-13
+    if runner.name == "sdpa" and dtype == "float32":
+        grain = 4e-6  # of the exponentials that torch's kernel has on processors with AVX-512
     columns = np.abs(expected).max(axis=tuple(range(expected.ndim - 1)))
     assert (np.abs(out / columns - expected / columns) < grain).all()
     np.testing.assert_allclose(lse, expected_lse, rtol=grain, atol=grain)

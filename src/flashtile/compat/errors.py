@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
+from types import MappingProxyType
 from typing import ParamSpec, TypeVar
 
 from torch import Tensor
@@ -23,15 +24,17 @@ class DTypeError(errors.DTypeError, RuntimeError):
     """An argument is of the wrong type, dtype or library."""
 
 
-def theirs(error: errors.FlashtileError) -> Exception:
-    """The same error as such a one. (An UnsupportedError is a RuntimeError by itself.)"""
-    for kind, both in ((errors.ShapeError, ShapeError), (errors.DTypeError, DTypeError)):
+def theirs(error: errors.FlashtileError, names: Mapping[str, str]) -> Exception:
+    """The same error as such a one, of arguments by these names. (An UnsupportedError is a RuntimeError by itself.)"""
+    both: type[Exception] = type(error)
+    for kind, one in ((errors.ShapeError, ShapeError), (errors.DTypeError, DTypeError)):
         if isinstance(error, kind):
-            return both(*error.args).with_traceback(error.__traceback__)
-    return error
+            both = one
+    name, colon, rest = str(error).partition(": ")
+    return both(f"{names.get(name, name)}{colon}{rest}").with_traceback(error.__traceback__)
 
 
-def as_theirs(function: Callable[P, R]) -> Callable[P, R]:
+def as_theirs(function: Callable[P, R], names: Mapping[str, str] = MappingProxyType({})) -> Callable[P, R]:
     """The function, with such errors."""
 
     @wraps(function)
@@ -39,7 +42,7 @@ def as_theirs(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except errors.FlashtileError as error:
-            raise theirs(error) from None
+            raise theirs(error, names) from None
         except (AttributeError, TypeError, ValueError):
             check_tensors(function, *args, **kwargs)
             raise

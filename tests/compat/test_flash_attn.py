@@ -861,6 +861,18 @@ class TestErrors:
         with pytest.raises(ft.ShapeError, match=rf"\b{name}\b"):
             fa.flash_attn_func(*(torch.zeros(shape) for shape in shapes))
 
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+    def test_tensors_that_do_not_hold_their_values(self) -> None:
+        """By name, though torch refuses to transpose some of them."""
+        x, q = randn(2, 5, 2, 4, 8), randn(2, 5, 4, 8)
+        freed = x.clone()
+        freed.untyped_storage().resize_(0)
+        nested = torch.nested.nested_tensor([*x.unbind()])
+        for wrong, error in ((freed, "a storage of at least"), (nested, "a dense tensor")):
+            with pytest.raises(ft.FlashtileError, match=f"^kv: expected {error}") as caught:
+                fa.flash_attn_kvpacked_func(q, wrong)
+            assert isinstance(caught.value, RuntimeError)
+
     @pytest.mark.parametrize("shape", [(2, 5, 2, 4, 8), (5, 3, 4, 8), (2, 5, 12, 8)])
     def test_qkv(self, shape: tuple[int, ...]) -> None:
         with pytest.raises(ft.ShapeError, match="qkv"):

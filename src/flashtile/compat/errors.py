@@ -11,6 +11,7 @@ from typing import ParamSpec, TypeVar
 from torch import Tensor
 
 from flashtile import errors
+from flashtile.pytorch import kinds
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,8 +44,9 @@ def as_theirs(function: Callable[P, R], names: Mapping[str, str] = MappingProxyT
             return function(*args, **kwargs)
         except errors.FlashtileError as error:
             raise theirs(error, names) from None
-        except (AttributeError, TypeError, ValueError):
+        except (AttributeError, RuntimeError, TypeError, ValueError):
             check_tensors(function, *args, **kwargs)
+            check_held(function, *args, **kwargs)
             raise
 
     return door
@@ -57,3 +59,14 @@ def check_tensors(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -
         wanted = str(signature.parameters[name].annotation).partition(" | ")
         if wanted[0] == "Tensor" and not isinstance(x, Tensor) and (x is not None or not wanted[1]):
             raise DTypeError(f"{name}: expected a torch tensor, got {type(x).__name__}") from None
+
+
+def check_held(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> None:
+    """That the tensors of a call hold their values, and plainly; likewise."""
+    given = inspect.signature(function).bind(*args, **kwargs).arguments
+    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    try:
+        kinds.check_plain(tensors)
+        kinds.check_whole(tensors)
+    except errors.FlashtileError as error:
+        raise theirs(error, {}) from None

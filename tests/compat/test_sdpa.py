@@ -474,6 +474,15 @@ def same_places(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert places[0] == places[1]
 
 
+@pytest.mark.parametrize("heads", [(4, 1, 1), (4, 4, 1), (4, 1, 4), (1, 4, 4), (4, 2, 1), (4, 2, 2)], ids=str)
+def test_the_output_of_heads_that_are_shared(heads: tuple[int, int, int]) -> None:
+    """Theirs is contiguous where heads are broadcast, and as the query where enable_gqa groups them alike."""
+    grouped = 2 in heads
+    q = laid((2, heads[0], 5, 8), (0, 2, 1, 3) if heads[0] > 1 else (2, 0, 1, 3))
+    k, v = (torch.randn(2, n, 7, 8) for n in heads[1:])
+    same_places(sdpa(q, k, v, enable_gqa=grouped), theirs(q, k, v, enable_gqa=grouped))
+
+
 def test_the_output_of_queries_that_are_parts_of_something() -> None:
     k = laid((2, 4, 7, 8), (0, 1, 2, 3))
     parts = torch.randn(2, 5, 3, 4, 8)[:, :, 0].transpose(1, 2)

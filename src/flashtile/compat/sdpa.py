@@ -98,7 +98,7 @@ def _answer(
     if nested:
         return _nested(query, key, value, attn_mask, enable_gqa, options)
     laid_like = None
-    if not _in_order(query) and _keeps_layout(query, key, value, attn_mask, dropout_p):
+    if not _in_order(query) and _keeps_layout(query, key, value, attn_mask, dropout_p, enable_gqa):
         laid_like = query
     if k != v or not len(shape) == 4 == len(k) or shape[0] != k[0] or shape[1] != k[1]:  # most often they are as one
         query, key, value = _aligned(query, key, value, enable_gqa)
@@ -243,12 +243,17 @@ def _mask(mask: Tensor, query: Tensor, n_k: int) -> dict[str, Any]:
     return masked("attn_mask", mask)
 
 
-def _keeps_layout(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float) -> bool:
+def _keeps_layout(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, grouped: bool
+) -> bool:
     """Whether torch gives an output that lies in memory as the query does; it is contiguous otherwise.
 
-    Its fused kernels do so, which on a CPU take neither dropout nor a mask of three axes or with a gradient.
+    Its fused kernels do so, which broadcast nothing, and on a CPU take neither dropout nor a mask of three axes or with
+    a gradient.
     """
     if query.ndim != 4 or query.shape[-1] != value.shape[-1] or not query.shape[0] == key.shape[0] == value.shape[0]:
+        return False
+    if key.shape[1] != value.shape[1] or (key.shape[1] != query.shape[1] and not grouped):
         return False
     if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
         return False

@@ -1039,6 +1039,17 @@ class TestErrorsOfTheCache:
         used, more = (8, self.new) if new else (9, {})
         self.refused(ft.ShapeError, "block_table", cache_seqlens=used, block_table=table, **more)
 
+    @pytest.mark.parametrize("name", ["k", "v", "cache_batch_idx", "cache_seqlens"])
+    def test_tensors_elsewhere(self, name: str) -> None:
+        """Values on the meta device were written to no place, without a word."""
+        numbers = torch.tensor([1, 2], dtype=torch.int32)
+        given = {**self.new, "cache_batch_idx": numbers, "cache_seqlens": numbers}
+        self.refused(ft.DTypeError, name, **given | {name: given[name].to("meta")})
+
+    def test_fewer_values_than_keys(self) -> None:
+        for shape in ((2, 8, 2, 16), (3, 7, 2, 16), (3, 8, 1, 16)):
+            self.refused(ft.ShapeError, "v_cache", v_cache=randn(*shape), cache_seqlens=2, **self.new)
+
     def test_a_table_of_no_integers(self) -> None:
         self.refused(ft.DTypeError, "block_table", cache_seqlens=2, block_table=torch.tensor([[0.0], [2.0]]))
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from flashtile.api import attention, attention_packed
-from flashtile.checks import check_flag
+from flashtile.checks import check_flag, library
 from flashtile.compat import weights
 from flashtile.compat.errors import as_theirs
-from flashtile.compat.kv_cache import check_table, find, hidden, paged, used_pages
+from flashtile.compat.kv_cache import check_alike, check_integers, check_table, find, hidden, paged, used_pages
 from flashtile.compat.options import dropped
 from flashtile.compat.rotary import rotated
 from flashtile.errors import DTypeError, ShapeError, UnsupportedError
@@ -138,9 +138,13 @@ def flash_attn_varlen_func(
     if cu_seqlens_k is None and (seqused_k is None or block_table is None):
         raise ShapeError("cu_seqlens_k: expected starts of sequences, unless by seqused_k and block_table, got None")
     if block_table is not None:
-        _check_memory(k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_table=block_table)
-        _check_memory(seqused_k=seqused_k)
+        starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        _check_memory(q, k=k, v=v, **starts, block_table=block_table, seqused_k=seqused_k)
         _check_four(k=k, v=v)
+        check_alike("k", k, "v", v)
+        for name, x in starts.items():
+            if x is not None:
+                check_integers(name, x, cu_seqlens_q.shape[:1])
         check_table(block_table, len(cu_seqlens_q) - 1)
         options.setdefault("kv_lengths", None if cu_seqlens_k is None else cu_seqlens_k.diff())
         block_table = used_pages(block_table, k, options["kv_lengths"])
@@ -232,7 +236,7 @@ def flash_attn_with_kvcache(
     if return_softmax_lse is not False:
         return_softmax_lse = check_flag("return_softmax_lse", return_softmax_lse)
     _check_memory(
-        q=q,
+        q,
         k_cache=k_cache,
         v_cache=v_cache,
         k=k,
@@ -246,6 +250,7 @@ def flash_attn_with_kvcache(
         alibi_slopes=alibi_slopes,
     )
     _check_four(q=q, k_cache=k_cache, v_cache=v_cache)
+    check_alike("k_cache", k_cache, "v_cache", v_cache)
     for name, x, other, y in (("v", v, "k", k), ("rotary_sin", rotary_sin, "rotary_cos", rotary_cos)):
         if (x is None) != (y is None):
             raise ShapeError(f"{name}, {other}: expected both or none, got one of them")
@@ -306,11 +311,12 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, with_lse: bool, options: dict[str, A
     return out.transpose(1, 2).contiguous(), _as_theirs(lse)
 
 
-def _check_memory(**given: Any) -> None:
-    """That tensors which something here reads or writes hold their values, and plainly."""
-    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
-    kinds.check_plain(tensors)
-    kinds.check_whole(tensors)
+def _check_memory(q: Tensor, **others: Any) -> None:
+    """That tensors which something here reads or writes are where q is, and hold their values, and plainly."""
+    tensors = {name: x for name, x in others.items() if isinstance(x, Tensor)}
+    library(q, **tensors)
+    for look in (kinds.check_plain, kinds.check_whole):
+        look({"q": q, **tensors})
 
 
 def _check_four(**given: Tensor) -> None:
@@ -341,7 +347,7 @@ def _check_out(out: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> None:
     """That an output of the caller's can hold this call's."""
     if out is None:
         return
-    _check_memory(out=out)
+    _check_memory(q, out=out)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         raise UnsupportedError("out: expected None, because a gradient is wanted, got a tensor")
     wanted = (*q.shape[:-1], *v.shape[-1:])

@@ -70,7 +70,7 @@ def find(
     if rows is not None:
         if table is not None:
             raise UnsupportedError("cache_batch_idx: expected None, because block_table says where rows are, got both")
-        _check_integers("cache_batch_idx", rows, (batch,))
+        check_integers("cache_batch_idx", rows, (batch,))
         _check_range("cache_batch_idx", rows, len(keys) - 1)
     elif table is None and len(keys) < batch:
         raise ShapeError(f"k_cache: expected {batch} sequences or more, like q, got {len(keys)}")
@@ -89,7 +89,7 @@ def find(
             raise ShapeError(f"cache_seqlens: expected from 0 to {room - more}, got {number}")
         lengths = torch.full((batch,), number, dtype=torch.int32, device=keys.device)
     else:
-        _check_integers("cache_seqlens", lengths, (batch,))
+        check_integers("cache_seqlens", lengths, (batch,))
         _check_range("cache_seqlens", lengths, room - more)
     if table is not None:
         table = used_pages(table, keys, lengths + more)
@@ -98,7 +98,7 @@ def find(
 
 def hidden(padding: Tensor, batch: int, room: int) -> Tensor:
     """The mask that hides the first keys of each sequence."""
-    _check_integers("cache_leftpad", padding, (batch,))
+    check_integers("cache_leftpad", padding, (batch,))
     _check_range("cache_leftpad", padding, room)
     return (torch.arange(room, device=padding.device) >= padding[:, None])[:, None, None]
 
@@ -116,6 +116,19 @@ def used_pages(table: Tensor, pages: Tensor, lengths: Tensor) -> Tensor:
     return used.long()
 
 
+def check_alike(name: str, keys: Tensor, other: str, values: Tensor) -> None:
+    """That there are as many values as keys, in the same places."""
+    if keys.shape[:3] != values.shape[:3]:
+        wanted = f"expected shape {(*keys.shape[:3], values.shape[3])} like {name}"
+        raise ShapeError(f"{other}: {wanted}, got {tuple(values.shape)}")
+
+
+def check_integers(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
+    """That there are so many."""
+    _check_dtype(name, x)
+    _check_shape(name, x, shape)
+
+
 def check_table(table: Tensor, batch: int) -> None:
     _check_dtype("block_table", table)
     if table.ndim != 2 or len(table) != batch:
@@ -131,11 +144,6 @@ def _check_dtype(name: str, x: Tensor) -> None:
         raise DTypeError(f"{name}: expected a torch tensor, got {type(x).__name__}")
     if x.dtype not in (torch.int32, torch.int64):
         raise DTypeError(f"{name}: expected int32 or int64, got {x.dtype}")
-
-
-def _check_integers(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
-    _check_dtype(name, x)
-    _check_shape(name, x, shape)
 
 
 def _check_shape(name: str, x: Tensor, shape: tuple[int, ...]) -> None:

@@ -235,20 +235,18 @@ def flash_attn_with_kvcache(
     options = _options(q, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
     if return_softmax_lse is not False:
         return_softmax_lse = check_flag("return_softmax_lse", return_softmax_lse)
-    _check_memory(
-        q,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        k=k,
-        v=v,
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
-        cache_seqlens=cache_seqlens,
-        cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad,
-        block_table=block_table,
-        alibi_slopes=alibi_slopes,
-    )
+    beside = {
+        "k": k,
+        "v": v,
+        "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin,
+        "cache_batch_idx": cache_batch_idx,
+        "cache_leftpad": cache_leftpad,
+        "block_table": block_table,
+        "alibi_slopes": alibi_slopes,
+    }
+    if any(x is not None for x in beside.values()):  # if none, attention() is the first to look into the cache
+        _check_memory(q, k_cache=k_cache, v_cache=v_cache, cache_seqlens=cache_seqlens, **beside)
     _check_four(q=q, k_cache=k_cache, v_cache=v_cache)
     check_alike("k_cache", k_cache, "v_cache", v_cache)
     for name, x, other, y in (("v", v, "k", k), ("rotary_sin", rotary_sin, "rotary_cos", rotary_cos)):
@@ -291,6 +289,7 @@ def _options(
     if left is not None or right is not None:
         options["window"] = (left, right)
     if alibi_slopes is not None and q.dtype == torch.float64:
+        kinds.check_whole({"alibi_slopes": alibi_slopes})
         alibi_slopes = alibi_slopes.double()  # theirs are always of float32
     return {**options, "alibi": alibi_slopes, "deterministic": deterministic}
 

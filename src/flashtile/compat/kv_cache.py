@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile.checks import check_stored
 from flashtile.errors import DTypeError, ShapeError, UnsupportedError
 from flashtile.pytorch.watch import readable
 
@@ -152,5 +153,8 @@ def _check_shape(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def _check_range(name: str, x: Tensor, most: int) -> None:
-    if x.numel() and readable(x) and not 0 <= int(x.min()) <= int(x.max()) <= most:
+    if not (x.numel() and readable(x)):
+        return
+    check_stored({name: x})
+    if not 0 <= int(x.min()) <= int(x.max()) <= most:
         raise ShapeError(f"{name}: expected numbers from 0 to {most}, got {x.tolist()}")

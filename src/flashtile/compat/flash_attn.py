@@ -204,7 +204,6 @@ def flash_attn_varlen_kvpacked_func(
 
 
 @_door
-@torch.no_grad()
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -232,6 +231,10 @@ def flash_attn_with_kvcache(
 
     The cache is (batch, rows, heads, dim), of which cache_batch_idx may choose sequences; or pages, by a block_table.
     """
+    q, k_cache, v_cache = (x.detach() if x.requires_grad else x for x in (q, k_cache, v_cache))
+    k, v, rotary_cos, rotary_sin = (
+        x.detach() if x is not None and x.requires_grad else x for x in (k, v, rotary_cos, rotary_sin)
+    )
     options = _options(q, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
     if return_softmax_lse is not False:
         return_softmax_lse = check_flag("return_softmax_lse", return_softmax_lse)

@@ -119,7 +119,7 @@ def used_pages(table: Tensor, pages: Tensor, lengths: Tensor) -> Tensor:
 
 def check_alike(name: str, keys: Tensor, other: str, values: Tensor) -> None:
     """That there are as many values as keys, in the same places."""
-    if keys.shape[:3] != values.shape[:3]:
+    if keys.shape != values.shape and keys.shape[:3] != values.shape[:3]:
         wanted = f"expected shape {(*keys.shape[:3], values.shape[3])} like {name}"
         raise ShapeError(f"{other}: {wanted}, got {tuple(values.shape)}")
 
@@ -156,5 +156,6 @@ def _check_range(name: str, x: Tensor, most: int) -> None:
     if not (x.numel() and readable(x)):
         return
     check_stored({name: x})
-    if not 0 <= int(x.min()) <= int(x.max()) <= most:
+    numbers = x.flatten().tolist()  # sooner than x.min() and x.max() for as few as these are
+    if not 0 <= min(numbers) <= max(numbers) <= most:
         raise ShapeError(f"{name}: expected numbers from 0 to {most}, got {x.tolist()}")

@@ -133,7 +133,8 @@ def _beyond(query: torch.Size, value: torch.Size, dropout_p: float) -> str | Non
         return f"a head dim is over {MAX_DIM}"
     if dim == 0 or dim_v == 0:
         return "a head dim is 0"
-    if not torch.compiler.is_compiling() and (0 in query[-3:-2] or 0 in value[-3:-2]):
+    empty = not torch.compiler.is_compiling() and (0 in query or 0 in value)  # in a graph each would be a guard
+    if empty and 0 in (*query[-3:-2], *value[-3:-2]):
         return "there are no heads"
     return "every weight is dropped" if dropout_p == 1 else None
 

@@ -168,7 +168,11 @@ def attention(
     if return_lse is not False:
         return_lse = check_flag("return_lse", return_lse)
     if layout is not None and layout != "bhnd" and axes.rows_first(layout):
-        q, k, v = axes.swapped(q, k, v)
+        try:
+            q, k, v = axes.swapped(q, k, v)
+        except RuntimeError:  # torch's, which does not say of which
+            axes.check_held(q=q, k=k, v=v)
+            raise
         more: dict[str, Any] = {"backend": backend, "layout": "bhnd", "key_padding_mask": key_padding_mask}
         return axes.result(attention(q, k, v, return_lse=return_lse, **more, **options), return_lse)
     if key_padding_mask is not None:

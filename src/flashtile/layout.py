@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flashtile.checks import check_choice, library
+from flashtile.checks import check_choice, is_tensor, library
 from flashtile.dtypes import name_of
 from flashtile.errors import DTypeError, ShapeError
 from flashtile.problem import broadcastable
@@ -34,9 +34,20 @@ def swapped_lse(*arrays: Any) -> tuple[Any, ...]:
     return tuple(x.swapaxes(-2, -1) if len(getattr(x, "shape", ())) > 1 else x for x in arrays)
 
 
+def check_held(**arrays: Any) -> None:
+    """Of tensors: that they hold their values, and plainly, where something is done with them before a call asks."""
+    tensors = {name: x for name, x in arrays.items() if is_tensor(x)}
+    if tensors:
+        from flashtile.pytorch import kinds
+
+        kinds.check_plain(tensors)
+        kinds.check_whole(tensors)
+
+
 def with_padding(q: Any, k: Any, mask: Any, padding: Any) -> Any:
     """The mask that also hides padded keys."""
     library(q, k=k, mask=mask, key_padding_mask=padding)
+    check_held(mask=mask, key_padding_mask=padding)
     if (kind := _name_of(padding.dtype)) != "bool":
         raise DTypeError(f"key_padding_mask: expected booleans, True where a key may be attended, got {kind}")
     if not 2 <= len(q.shape) == len(k.shape) <= 4:

@@ -739,6 +739,36 @@ class TestCache:
         close(torch.cat(rows, 1), naive_batch(q, k, v, causal=True)[0])
         assert torch.equal(k_cache, k) and torch.equal(v_cache, v)
 
+    @every_place
+    def test_entries_of_pages_that_nobody_uses(self, place: dict[str, Any]) -> None:
+        """The rest of a table may be anything, as there."""
+        cache = Cache([2, 4], **place)
+        if cache.table is not None:
+            used = torch.tensor([[-(-n // cache.k.shape[1])] for n in (5, 7)])
+            cache.table[torch.arange(cache.table.shape[1]) >= used] = -(2**31)
+        cache.check(randn(2, 2, 4, 16), *(randn(2, 3, 2, 16, seed=i) for i in (1, 2)), causal=True)
+
+    def test_no_gradients(self) -> None:
+        """As theirs has none; a cache that took part in one would keep all that it was made of."""
+        q, k, v = (randn(2, 3, 2, 16, seed=i).requires_grad_() for i in range(3))
+        k_cache, v_cache = torch.zeros(2, 8, 2, 16).double(), torch.zeros(2, 8, 2, 16).double()
+        out = fa.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=0)
+        assert not (out.requires_grad or k_cache.requires_grad or v_cache.requires_grad)
+
+    def test_one_graph(self) -> None:
+        def step(q: Tensor, cache: Tensor, k: Tensor, lengths: Tensor) -> Tensor:
+            cos, sin = angles(8, 16)
+            rotary: Any = {"rotary_cos": cos, "rotary_sin": sin, "cache_leftpad": lengths // 2}
+            return fa.flash_attn_with_kvcache(q, cache, cache, k, k, cache_seqlens=lengths, causal=True, **rotary)
+
+        torch._dynamo.reset()
+        q, k, lengths = randn(2, 1, 4, 16), randn(2, 1, 2, 16), torch.tensor([2, 4], dtype=torch.int32)
+        caches = [torch.zeros(2, 8, 2, 16).double() for _ in range(2)]
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+        for n in range(3):
+            close(compiled(q, caches[0], k, lengths + n), step(q, caches[1], k, lengths + n))
+        close(*caches)
+
     def test_number_of_splits_has_no_effect(self) -> None:
         q, k, v = (randn(2, 9, 2, 8, seed=i) for i in range(3))
         outs = [fa.flash_attn_with_kvcache(q, k, v, num_splits=n) for n in (0, 1, 4)]
@@ -799,8 +829,13 @@ class TestErrors:
             ("window_size", {"window_size": (1, 2, 3)}),
             ("alibi", {"alibi_slopes": torch.ones(3)}),
             ("alibi", {"alibi_slopes": torch.ones(3, 4)}),
-            ("dropout", {"dropout_p": 2.0}),
-            ("scale", {"softmax_scale": float("nan")}),
+            ("dropout_p", {"dropout_p": 2.0}),
+            ("softmax_scale", {"softmax_scale": float("nan")}),
+            ("window_size", {"window_size": 3}),
+            ("window_size", {"window_size": (None, 0)}),
+            ("window_size", {"window_size": (1.5, 0)}),
+            ("alibi_slopes", {"alibi_slopes": torch.ones(5)}),
+            ("return_attn_probs", {"return_attn_probs": 1}),
         ],
     )
     def test_options(self, name: str, wrong: dict[str, Any]) -> None:
@@ -825,6 +860,18 @@ class TestErrors:
     def test_shapes(self, name: str, shapes: list[tuple[int, ...]]) -> None:
         with pytest.raises(ft.ShapeError, match=rf"\b{name}\b"):
             fa.flash_attn_func(*(torch.zeros(shape) for shape in shapes))
+
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+    def test_tensors_that_do_not_hold_their_values(self) -> None:
+        """By name, though torch refuses to transpose some of them."""
+        x, q = randn(2, 5, 2, 4, 8), randn(2, 5, 4, 8)
+        freed = x.clone()
+        freed.untyped_storage().resize_(0)
+        nested = torch.nested.nested_tensor([*x.unbind()])
+        for wrong, error in ((freed, "a storage of at least"), (nested, "a dense tensor")):
+            with pytest.raises(ft.FlashtileError, match=f"^kv: expected {error}") as caught:
+                fa.flash_attn_kvpacked_func(q, wrong)
+            assert isinstance(caught.value, RuntimeError)
 
     @pytest.mark.parametrize("shape", [(2, 5, 2, 4, 8), (5, 3, 4, 8), (2, 5, 12, 8)])
     def test_qkv(self, shape: tuple[int, ...]) -> None:
@@ -867,6 +914,28 @@ class TestErrors:
         pages, q = torch.zeros(4, 3, 2, 8), torch.zeros(10, 2, 8)
         with pytest.raises(ft.ShapeError, match="block_table"):
             fa.flash_attn_varlen_func(q, pages, pages, starts([5, 5]), starts([5, 5]), 5, 5, block_table=table)
+
+    @pytest.mark.parametrize("wrong", [-1, 4, 99])
+    def test_pages_that_are_not_there(self, wrong: int) -> None:
+        pages, q = torch.zeros(4, 3, 2, 8), torch.zeros(10, 2, 8)
+        table = torch.tensor([[0, wrong], [1, 2]], dtype=torch.int32)
+        with pytest.raises(ft.ShapeError, match=r"^block_table: expected numbers from 0 to 3"):
+            fa.flash_attn_varlen_func(q, pages, pages, starts([5, 5]), starts([5, 5]), 5, 5, block_table=table)
+
+    @pytest.mark.parametrize("name", ["k", "v", "block_table", "out", "seqused_k"])
+    def test_memory_that_was_freed(self, name: str) -> None:
+        given: dict[str, Any] = {
+            "k": torch.zeros(4, 3, 2, 8),
+            "v": torch.zeros(4, 3, 2, 8),
+            "block_table": torch.tensor([[0, 3], [1, 2]], dtype=torch.int32),
+            "out": torch.zeros(10, 2, 8),
+            "seqused_k": torch.tensor([5, 5], dtype=torch.int32),
+        }
+        given[name].untyped_storage().resize_(4)
+        with pytest.raises(ft.ShapeError, match=f"^{name}: expected a storage of at least"):
+            fa.flash_attn_varlen_func(
+                torch.zeros(10, 2, 8), given.pop("k"), given.pop("v"), starts([5, 5]), None, 5, 5, **given
+            )
 
     def test_sequence_longer_than_its_pages(self) -> None:
         pages, q = torch.zeros(4, 3, 2, 8), torch.zeros(10, 2, 8)
@@ -948,6 +1017,65 @@ class TestErrorsOfTheCache:
 
     def test_cache_of_too_few_sequences(self) -> None:
         self.refused(ft.ShapeError, "cache", k_cache=randn(1, 8, 2, 16), v_cache=randn(1, 8, 2, 16), cache_seqlens=2)
+
+    @pytest.mark.parametrize("lengths", [2.5, [2, 3], torch.tensor([2.0, 3.0]), torch.tensor([True, False])])
+    def test_lengths_that_are_no_integers(self, lengths: Any) -> None:
+        self.refused(ft.DTypeError, "cache_seqlens", cache_seqlens=lengths, **self.new)
+
+    @pytest.mark.parametrize("name", ["cache_batch_idx", "cache_leftpad"])
+    @pytest.mark.parametrize("numbers", [torch.tensor([1.0, 0.5]), torch.tensor([True, False])])
+    def test_places_that_are_no_integers(self, name: str, numbers: Tensor) -> None:
+        self.refused(ft.DTypeError, name, cache_seqlens=2, **{name: numbers}, **self.new)
+
+    @pytest.mark.parametrize("padding", [[-1, 0], [0, 9]])
+    def test_padding_beyond_the_cache(self, padding: list[int]) -> None:
+        given = torch.tensor(padding, dtype=torch.int32)
+        self.refused(ft.ShapeError, "cache_leftpad", cache_seqlens=2, cache_leftpad=given, **self.new)
+
+    @pytest.mark.parametrize("wrong", [-1, 3, 99])
+    @pytest.mark.parametrize("new", [False, True])
+    def test_pages_that_are_not_there(self, wrong: int, new: bool) -> None:
+        table = torch.tensor([[0, wrong], [1, 2]], dtype=torch.int32)
+        used, more = (8, self.new) if new else (9, {})
+        self.refused(ft.ShapeError, "block_table", cache_seqlens=used, block_table=table, **more)
+
+    @pytest.mark.parametrize("name", ["k", "v", "cache_batch_idx", "cache_seqlens"])
+    def test_tensors_elsewhere(self, name: str) -> None:
+        """Values on the meta device were written to no place, without a word."""
+        numbers = torch.tensor([1, 2], dtype=torch.int32)
+        given = {**self.new, "cache_batch_idx": numbers, "cache_seqlens": numbers}
+        self.refused(ft.DTypeError, name, **given | {name: given[name].to("meta")})
+
+    def test_fewer_values_than_keys(self) -> None:
+        for shape in ((2, 8, 2, 16), (3, 7, 2, 16), (3, 8, 1, 16)):
+            self.refused(ft.ShapeError, "v_cache", v_cache=randn(*shape), cache_seqlens=2, **self.new)
+
+    def test_a_table_of_no_integers(self) -> None:
+        self.refused(ft.DTypeError, "block_table", cache_seqlens=2, block_table=torch.tensor([[0.0], [2.0]]))
+
+    def test_a_cache_that_overlaps_itself(self) -> None:
+        x = randn(1, 8, 2, 16).expand(3, -1, -1, -1)
+        self.refused(ft.ShapeError, "k_cache", k_cache=x, cache_seqlens=2, **self.new)
+        self.refused(ft.ShapeError, "v_cache", v_cache=x, cache_seqlens=2, **self.new)
+
+    @pytest.mark.parametrize(
+        "name", ["q", "k_cache", "v_cache", "k", "v", "cache_seqlens", "rotary_cos", "alibi_slopes"]
+    )
+    def test_memory_that_was_freed(self, name: str) -> None:
+        cos, sin = angles(8, 16)
+        given: dict[str, Any] = {
+            "q": randn(2, 3, 4, 16),
+            "k_cache": randn(2, 8, 2, 16),
+            "v_cache": randn(2, 8, 2, 16),
+            "cache_seqlens": torch.tensor([2, 3], dtype=torch.int32),
+            "rotary_cos": cos,
+            "rotary_sin": sin,
+            "alibi_slopes": torch.ones(2, 4),
+            **self.new,
+        }
+        given[name].untyped_storage().resize_(8 if name != "cache_seqlens" else 4)
+        with pytest.raises(ft.ShapeError, match=f"^{name}: expected a storage of at least"):
+            fa.flash_attn_with_kvcache(**given)
 
     @pytest.mark.parametrize("name", ["k", "v"])
     @pytest.mark.parametrize("shape", [(1, 3, 2, 16), (2, 2, 2, 16), (2, 3, 1, 16), (2, 3, 2, 8), (2, 3, 32)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterator
 from itertools import permutations
 from typing import Any
@@ -14,6 +15,8 @@ pytest.importorskip("torch")
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as theirs
 from torch.testing import assert_close
@@ -289,6 +292,30 @@ class TestDropout:
         found = torch.autograd.grad((out * weight).sum(), (q, k, v))
         assert_close(found, torch.autograd.grad((want * weight).sum(), (q, k, v)), rtol=1e-9, atol=1e-12)
 
+    @pytest.mark.filterwarnings("ignore")
+    def test_graphs_of_torchs_tracers_draw_anew(self) -> None:
+        q = torch.randn(1, 2, 9, 8)
+
+        def dropped(q: torch.Tensor) -> torch.Tensor:
+            return sdpa(q, q, q, dropout_p=0.5)
+
+        for graph in (torch.jit.trace(dropped, (q,), check_trace=False), make_fx(dropped)(q)):
+            assert not torch.equal(graph(q), graph(q))
+
+    def test_of_tensors_without_values(self) -> None:
+        q = torch.randn(3, 2, 4, 8)
+        with FakeTensorMode() as mode:
+            fake = mode.from_tensor(q)
+            assert sdpa(fake, fake, fake, dropout_p=0.5).shape == q.shape
+        with torch.device("meta"):  # which is where new tensors go, and none of these
+            assert sdpa(q, q, q, dropout_p=0.5).device == q.device
+
+    @pytest.mark.parametrize("randomness", ["same", "different"])
+    def test_under_vmap(self, randomness: str) -> None:
+        q = torch.randn(1, 2, 9, 8).expand(2, -1, -1, -1)
+        a, b = torch.func.vmap(lambda q: sdpa(q, q, q, dropout_p=0.5), randomness=randomness)(q)
+        assert torch.equal(a, b) == (randomness == "same")
+
     @pytest.mark.parametrize("p", [1.5, -1, -0.1])
     def test_wrong_values(self, p: float) -> None:
         with pytest.raises(ft.FlashtileError, match="dropout"):
@@ -343,6 +370,23 @@ def test_a_mask_of_as_many_queries_as_sequences() -> None:
     agree(inputs((5, 2), 5, 5), float_mask(5, 5))
 
 
+@pytest.mark.parametrize("shape", [(), (7,), (1,)])
+def test_a_mask_of_fewer_axes_than_scores(shape: tuple[int, ...]) -> None:
+    """As torch's maths has it; its kernels for a CPU refuse them."""
+    q, k, v = inputs((2, 3), 5, 7)
+    agree([q, k, v], float_mask(*shape))
+    seen = bool_mask(*shape)
+    assert_close(sdpa(q, k, v, seen), theirs(q, k, v, seen.expand(5, 7)))
+    q, k, v = inputs((2, 3), 5, 7, 600)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_close(sdpa(q, k, v, seen), theirs(q, k, v, seen.expand(5, 7)))
+
+
+def test_a_mask_of_float32_beside_float64() -> None:
+    agree(inputs((2, 3), 5, 7), float_mask(2, 1, 5, 7).float())
+
+
 @pytest.mark.parametrize("number", [torch.tensor(0.3), torch.tensor(2), torch.tensor(0.7, dtype=torch.float64)])
 def test_scale_in_a_tensor(number: torch.Tensor) -> None:
     agree(inputs((2, 3), 6, 8), scale=number)
@@ -376,6 +420,14 @@ def test_torchs_own_answers_where_there_is_no_kernel_and_says_so_once(reason: st
         agree(inputs((2, 3), 5, 7, E, Ev), **options)
         agree(inputs((2, 3), 5, 7, Ev, E), **options)
     assert len(caught) == 1 and caught[0].filename == __file__
+
+
+@pytest.mark.usefixtures("nothing_said")
+@pytest.mark.parametrize("leads", [((2, 0),) * 3, ((0,),) * 3, ((2, 1), (2, 0), (2, 0))])
+def test_no_heads(leads: Any) -> None:
+    tensors = [inputs(lead, 5, 5)[0] for lead in leads]
+    with pytest.warns(UserWarning, match="torch's own answers where there are no heads"):
+        agree(tensors)
 
 
 @pytest.mark.usefixtures("nothing_said")
@@ -420,6 +472,15 @@ def same_places(found: torch.Tensor, wanted: torch.Tensor) -> None:
     """Of axes of one, nobody can tell."""
     places = [[(n, s) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1] for x in (found, wanted)]
     assert places[0] == places[1]
+
+
+@pytest.mark.parametrize("heads", [(4, 1, 1), (4, 4, 1), (4, 1, 4), (1, 4, 4), (4, 2, 1), (4, 2, 2)], ids=str)
+def test_the_output_of_heads_that_are_shared(heads: tuple[int, int, int]) -> None:
+    """Theirs is contiguous where heads are broadcast, and as the query where enable_gqa groups them alike."""
+    grouped = 2 in heads
+    q = laid((2, heads[0], 5, 8), (0, 2, 1, 3) if heads[0] > 1 else (2, 0, 1, 3))
+    k, v = (torch.randn(2, n, 7, 8) for n in heads[1:])
+    same_places(sdpa(q, k, v, enable_gqa=grouped), theirs(q, k, v, enable_gqa=grouped))
 
 
 def test_the_output_of_queries_that_are_parts_of_something() -> None:
@@ -616,6 +677,22 @@ class TestCompilers:
             chosen = torch.arange(4) < n
             assert_close(program.module()(x, chosen, seen), Layer()(x, chosen, seen))
 
+    @pytest.mark.parametrize("strict", [False, True])
+    @pytest.mark.parametrize("axis", [1, 2])
+    def test_exported_with_a_share_that_depends_on_data(self, axis: int, strict: bool) -> None:
+        class Layer(torch.nn.Module):
+            def forward(self, x: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+                n = share.item()
+                torch._check(n >= 2)
+                torch._check(n <= 4)
+                q = x[:, :n] if axis == 1 else x[:, :, :n]
+                return sdpa(q, x, x) if axis == 2 else sdpa(q, q, q)
+
+        x = torch.randn(2, 4, 5, 8)
+        program = torch.export.export(Layer(), (x, torch.tensor(3)), strict=strict)
+        for n in (2, 4):
+            assert_close(program.module()(x, torch.tensor(n)), Layer()(x, torch.tensor(n)))
+
     @pytest.mark.filterwarnings("ignore")
     def test_scripted(self) -> None:
         def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -644,6 +721,27 @@ class TestErrors:
                     function(*tensors, **options)
         with pytest.raises(ValueError, match="query"):  # and what they are in attention()
             sdpa(q[0, 0, 0], k, v)
+
+    @pytest.mark.parametrize(
+        ("name", "wrong"),
+        [
+            ("query", {"query": torch.zeros(2, 3, 5, 8, dtype=torch.int64)}),
+            ("key", {"key": torch.zeros(2, 3, 7, 8)}),
+            ("value", {"value": torch.zeros(2, 3, 6, 8).double()}),
+            ("attn_mask", {"attn_mask": bool_mask(5, 6)}),
+            ("attn_mask", {"attn_mask": float_mask(5, 6)}),
+            ("attn_mask", {"attn_mask": float_mask(5, 7).half()}),
+            ("dropout_p", {"dropout_p": 1.5}),
+            ("is_causal", {"is_causal": None}),
+            ("is_causal", {"is_causal": 1}),
+            ("is_causal", {"is_causal": torch.tensor(True)}),
+            ("enable_gqa", {"enable_gqa": None}),
+        ],
+    )
+    def test_arguments_have_the_names_of_torch(self, name: str, wrong: dict[str, Any]) -> None:
+        right = dict(zip(("query", "key", "value"), inputs((2, 3), 5, 7), strict=True))
+        with pytest.raises(ft.FlashtileError, match=rf"^{name}: expected"):
+            sdpa(**right | wrong)
 
     def test_mask_together_with_causal(self) -> None:
         with pytest.raises(ft.ShapeError, match="is_causal"):

@@ -58,6 +58,28 @@ def test_a_storage_that_was_shrunk(options: str, name: str, share: float) -> Non
     assert torch.equal(attention({n: tensors()[n] for n in given}), out)
 
 
+def test_a_mask_that_meets_another_before_the_call() -> None:
+    q, k, v = torch.randn(3, 2, 4, 6, 8)
+    mask, padding = torch.ones(2, 4, 6, 6, dtype=torch.bool), torch.ones(2, 6, dtype=torch.bool)
+    for name, wrong in (("mask", mask), ("key_padding_mask", padding)):
+        given = {"mask": mask, "key_padding_mask": padding} | {name: wrong.clone()}
+        shrink(given[name], 0.5)
+        with pytest.raises(ft.ShapeError, match=f"^{name}: expected a storage of at least"):
+            ft.attention(q, k, v, **given)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_in_the_other_layout() -> None:
+    q, k, v = torch.randn(3, 2, 4, 6, 8)
+    k = k.clone()
+    shrink(k, 0)
+    with pytest.raises(ft.ShapeError, match=r"^k: expected a storage of at least"):
+        ft.attention(q, k, v, layout="bnhd")
+    nested = torch.nested.nested_tensor([*q.unbind()])
+    with pytest.raises(ft.DTypeError, match=r"^q: expected a dense tensor"):
+        ft.attention(nested, nested, nested, layout="bnhd")
+
+
 @every_backend
 def test_by_every_backend(backend: str) -> None:
     given = tensors()

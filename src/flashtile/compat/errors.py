@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
+from types import MappingProxyType
 from typing import ParamSpec, TypeVar
 
 from torch import Tensor
 
 from flashtile import errors
+from flashtile.pytorch import kinds
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -23,15 +25,17 @@ class DTypeError(errors.DTypeError, RuntimeError):
     """An argument is of the wrong type, dtype or library."""
 
 
-def theirs(error: errors.FlashtileError) -> Exception:
-    """The same error as such a one. (An UnsupportedError is a RuntimeError by itself.)"""
-    for kind, both in ((errors.ShapeError, ShapeError), (errors.DTypeError, DTypeError)):
+def theirs(error: errors.FlashtileError, names: Mapping[str, str]) -> Exception:
+    """The same error as such a one, of arguments by these names. (An UnsupportedError is a RuntimeError by itself.)"""
+    both: type[Exception] = type(error)
+    for kind, one in ((errors.ShapeError, ShapeError), (errors.DTypeError, DTypeError)):
         if isinstance(error, kind):
-            return both(*error.args).with_traceback(error.__traceback__)
-    return error
+            both = one
+    name, colon, rest = str(error).partition(": ")
+    return both(f"{names.get(name, name)}{colon}{rest}").with_traceback(error.__traceback__)
 
 
-def as_theirs(function: Callable[P, R]) -> Callable[P, R]:
+def as_theirs(function: Callable[P, R], names: Mapping[str, str] = MappingProxyType({})) -> Callable[P, R]:
     """The function, with such errors."""
 
     @wraps(function)
@@ -39,9 +43,10 @@ def as_theirs(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except errors.FlashtileError as error:
-            raise theirs(error) from None
-        except (AttributeError, TypeError, ValueError):
+            raise theirs(error, names) from None
+        except (AttributeError, RuntimeError, TypeError, ValueError):
             check_tensors(function, *args, **kwargs)
+            check_held(function, *args, **kwargs)
             raise
 
     return door
@@ -54,3 +59,14 @@ def check_tensors(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -
         wanted = str(signature.parameters[name].annotation).partition(" | ")
         if wanted[0] == "Tensor" and not isinstance(x, Tensor) and (x is not None or not wanted[1]):
             raise DTypeError(f"{name}: expected a torch tensor, got {type(x).__name__}") from None
+
+
+def check_held(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> None:
+    """That the tensors of a call hold their values, and plainly; likewise."""
+    given = inspect.signature(function).bind(*args, **kwargs).arguments
+    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    try:
+        kinds.check_plain(tensors)
+        kinds.check_whole(tensors)
+    except errors.FlashtileError as error:
+        raise theirs(error, {}) from None

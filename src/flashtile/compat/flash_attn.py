@@ -8,26 +8,45 @@ of a row that sees no key is +inf here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from flashtile.api import attention, attention_packed
+from flashtile.checks import check_flag, library
 from flashtile.compat import weights
 from flashtile.compat.errors import as_theirs
-from flashtile.compat.kv_cache import check_table, find, hidden, paged
+from flashtile.compat.kv_cache import check_alike, check_integers, check_table, find, hidden, paged, used_pages
 from flashtile.compat.options import dropped
 from flashtile.compat.rotary import rotated
 from flashtile.errors import DTypeError, ShapeError, UnsupportedError
 from flashtile.problem import describe
+from flashtile.pytorch import kinds
 
 Window = tuple[int, int]
 EVERYTHING: Window = (-1, -1)
+NAMES = {  # of arguments, in attention() and here
+    "window": "window_size",
+    "scale": "softmax_scale",
+    "alibi": "alibi_slopes",
+    "dropout": "dropout_p",
+    "cu_q": "cu_seqlens_q",
+    "cu_k": "cu_seqlens_k",
+    "kv_lengths": "seqused_k",
+    "return_lse": "return_attn_probs",
+}
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-@as_theirs
+def _door(function: Callable[P, R]) -> Callable[P, R]:
+    return as_theirs(function, NAMES)
+
+
+@_door
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -49,7 +68,7 @@ def flash_attn_func(
     return *found, weights.dense(q.transpose(1, 2), k.transpose(1, 2), options) if "dropout" in options else None
 
 
-@as_theirs
+@_door
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -67,7 +86,7 @@ def flash_attn_qkvpacked_func(
     return flash_attn_func(q, k, v, *tail)
 
 
-@as_theirs
+@_door
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -86,7 +105,7 @@ def flash_attn_kvpacked_func(
     return flash_attn_func(q, k, v, *tail)
 
 
-@as_theirs
+@_door
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -119,8 +138,16 @@ def flash_attn_varlen_func(
     if cu_seqlens_k is None and (seqused_k is None or block_table is None):
         raise ShapeError("cu_seqlens_k: expected starts of sequences, unless by seqused_k and block_table, got None")
     if block_table is not None:
+        starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        _check_memory(q, k=k, v=v, **starts, block_table=block_table, seqused_k=seqused_k)
+        _check_four(k=k, v=v)
+        check_alike("k", k, "v", v)
+        for name, x in starts.items():
+            if x is not None:
+                check_integers(name, x, cu_seqlens_q.shape[:1])
         check_table(block_table, len(cu_seqlens_q) - 1)
         options.setdefault("kv_lengths", None if cu_seqlens_k is None else cu_seqlens_k.diff())
+        block_table = used_pages(block_table, k, options["kv_lengths"])
         k, v = paged(k, block_table), paged(v, block_table)
         cu_seqlens_k = torch.arange(len(k) + 1, dtype=cu_seqlens_q.dtype, device=k.device) * k.shape[1]
         k, v = k.flatten(0, 1), v.flatten(0, 1)
@@ -133,7 +160,7 @@ def flash_attn_varlen_func(
     return out.copy_(found[0]), *found[1:]
 
 
-@as_theirs
+@_door
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -153,7 +180,7 @@ def flash_attn_varlen_qkvpacked_func(
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *tail)
 
 
-@as_theirs
+@_door
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -176,7 +203,7 @@ def flash_attn_varlen_kvpacked_func(
     return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *tail)
 
 
-@as_theirs
+@_door
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -200,10 +227,31 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """New keys and values go into the cache, in place, behind the cache_seqlens that are there; q then sees all of it.
 
+    Nothing has a gradient, as there.
+
     The cache is (batch, rows, heads, dim), of which cache_batch_idx may choose sequences; or pages, by a block_table.
     """
+    q, k_cache, v_cache = (x.detach() if x.requires_grad else x for x in (q, k_cache, v_cache))
+    k, v, rotary_cos, rotary_sin = (
+        x.detach() if x is not None and x.requires_grad else x for x in (k, v, rotary_cos, rotary_sin)
+    )
     options = _options(q, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
+    if return_softmax_lse is not False:
+        return_softmax_lse = check_flag("return_softmax_lse", return_softmax_lse)
+    beside = {
+        "k": k,
+        "v": v,
+        "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin,
+        "cache_batch_idx": cache_batch_idx,
+        "cache_leftpad": cache_leftpad,
+        "block_table": block_table,
+        "alibi_slopes": alibi_slopes,
+    }
+    if any(x is not None for x in beside.values()):  # if none, attention() is the first to look into the cache
+        _check_memory(q, k_cache=k_cache, v_cache=v_cache, cache_seqlens=cache_seqlens, **beside)
     _check_four(q=q, k_cache=k_cache, v_cache=v_cache)
+    check_alike("k_cache", k_cache, "v_cache", v_cache)
     for name, x, other, y in (("v", v, "k", k), ("rotary_sin", rotary_sin, "rotary_cos", rotary_cos)):
         if (x is None) != (y is None):
             raise ShapeError(f"{name}, {other}: expected both or none, got one of them")
@@ -216,10 +264,12 @@ def flash_attn_with_kvcache(
         turn = partial(rotated, cos=rotary_cos, sin=rotary_sin, lengths=cache.lengths, interleaved=rotary_interleaved)
         q, new = turn(q, moving=moving), None if new is None else (turn(new[0], moving=True), new[1])
     if new is not None:
-        like = (
-            torch.empty((len(q), cache.room, *x.shape[2:]), dtype=x.dtype, device="meta") for x in (k_cache, v_cache)
-        )
-        describe(*(x.transpose(1, 2) for x in (q, *like)), **options)  # before anything is written
+        if not torch.compiler.is_compiling():  # before anything is written; of a graph, while it is made
+            like = (
+                torch.empty((len(q), cache.room, *x.shape[2:]), dtype=x.dtype, device="meta")
+                for x in (k_cache, v_cache)
+            )
+            describe(*(x.transpose(1, 2) for x in (q, *like)), **options)
         cache = cache.append(*new)
     return _dense(q, *cache.whole(), return_softmax_lse, {**options, "kv_lengths": cache.lengths})
 
@@ -235,13 +285,14 @@ def _options(
     deterministic: bool,
 ) -> dict[str, Any]:
     """Those of attention()."""
-    if len(window_size) != 2:
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2 or None in window_size:
         raise ShapeError(f"window_size: expected two numbers, (left, right), got {window_size!r}")
     left, right = (None if n < 0 else n for n in window_size)
     options: dict[str, Any] = {"causal": causal, "scale": softmax_scale, "softcap": softcap, **dropped(dropout_p, q)}
     if left is not None or right is not None:
         options["window"] = (left, right)
     if alibi_slopes is not None and q.dtype == torch.float64:
+        kinds.check_whole({"alibi_slopes": alibi_slopes})
         alibi_slopes = alibi_slopes.double()  # theirs are always of float32
     return {**options, "alibi": alibi_slopes, "deterministic": deterministic}
 
@@ -260,6 +311,14 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, with_lse: bool, options: dict[str, A
         return found.transpose(1, 2).contiguous()
     out, lse = found
     return out.transpose(1, 2).contiguous(), _as_theirs(lse)
+
+
+def _check_memory(q: Tensor, **others: Any) -> None:
+    """That tensors which something here reads or writes are where q is, and hold their values, and plainly."""
+    tensors = {name: x for name, x in others.items() if isinstance(x, Tensor)}
+    library(q, **tensors)
+    for look in (kinds.check_plain, kinds.check_whole):
+        look({"q": q, **tensors})
 
 
 def _check_four(**given: Tensor) -> None:
@@ -290,9 +349,10 @@ def _check_out(out: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> None:
     """That an output of the caller's can hold this call's."""
     if out is None:
         return
+    _check_memory(q, out=out)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         raise UnsupportedError("out: expected None, because a gradient is wanted, got a tensor")
-    wanted = (*q.shape[:-1], v.shape[-1])
+    wanted = (*q.shape[:-1], *v.shape[-1:])
     if tuple(out.shape) != wanted:
         raise ShapeError(f"out: expected shape {wanted}, got {tuple(out.shape)}")
     if out.dtype != q.dtype or out.device != q.device:

@@ -7,7 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile.checks import check_stored
 from flashtile.errors import DTypeError, ShapeError, UnsupportedError
+from flashtile.pytorch.watch import readable
 
 
 class Cache(NamedTuple):
@@ -40,7 +42,7 @@ class Cache(NamedTuple):
         places = self.lengths.long()[:, None] + torch.arange(k.shape[1], device=k.device)
         if self.table is not None:
             page = self.keys.shape[1]
-            at = (self.table.long().gather(1, places // page), places % page)
+            at = (self.table.gather(1, places // page), places % page)
         else:
             rows = torch.arange(len(k), device=k.device) if self.rows is None else self.rows.long()
             at = (rows[:, None], places)
@@ -60,10 +62,16 @@ def find(
     """That of a call, which is to take these new rows. Numbers are looked at only where they are on the host."""
     if table is not None:
         check_table(table, batch)
+    if new is not None:
+        for name, x in (("k_cache", keys), ("v_cache", values)):
+            if any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride(), strict=True)):
+                raise ShapeError(
+                    f"{name}: expected memory of its own for each row, because k is given, got shared rows"
+                )
     if rows is not None:
         if table is not None:
             raise UnsupportedError("cache_batch_idx: expected None, because block_table says where rows are, got both")
-        _check_shape("cache_batch_idx", rows, (batch,))
+        check_integers("cache_batch_idx", rows, (batch,))
         _check_range("cache_batch_idx", rows, len(keys) - 1)
     elif table is None and len(keys) < batch:
         raise ShapeError(f"k_cache: expected {batch} sequences or more, like q, got {len(keys)}")
@@ -82,23 +90,48 @@ def find(
             raise ShapeError(f"cache_seqlens: expected from 0 to {room - more}, got {number}")
         lengths = torch.full((batch,), number, dtype=torch.int32, device=keys.device)
     else:
-        _check_shape("cache_seqlens", lengths, (batch,))
+        check_integers("cache_seqlens", lengths, (batch,))
         _check_range("cache_seqlens", lengths, room - more)
+    if table is not None:
+        table = used_pages(table, keys, lengths + more)
     return Cache(keys, values, lengths, rows, table)
 
 
 def hidden(padding: Tensor, batch: int, room: int) -> Tensor:
     """The mask that hides the first keys of each sequence."""
-    _check_shape("cache_leftpad", padding, (batch,))
+    check_integers("cache_leftpad", padding, (batch,))
+    _check_range("cache_leftpad", padding, room)
     return (torch.arange(room, device=padding.device) >= padding[:, None])[:, None, None]
 
 
 def paged(pages: Tensor, table: Tensor) -> Tensor:
     """The pages of each sequence one after the other: (batch, rows, heads, dim), a copy."""
-    return pages[table.long()].flatten(1, 2)
+    return pages[table].flatten(1, 2)
+
+
+def used_pages(table: Tensor, pages: Tensor, lengths: Tensor) -> Tensor:
+    """The table with the first page where sequences of these lengths have none: what is there may be anything."""
+    begins = torch.arange(table.shape[1], device=table.device) * pages.shape[1]
+    used = torch.where(begins < lengths[:, None], table, 0)
+    _check_range("block_table", used, len(pages) - 1)
+    return used.long()
+
+
+def check_alike(name: str, keys: Tensor, other: str, values: Tensor) -> None:
+    """That there are as many values as keys, in the same places."""
+    if keys.shape != values.shape and keys.shape[:3] != values.shape[:3]:
+        wanted = f"expected shape {(*keys.shape[:3], values.shape[3])} like {name}"
+        raise ShapeError(f"{other}: {wanted}, got {tuple(values.shape)}")
+
+
+def check_integers(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
+    """That there are so many."""
+    _check_dtype(name, x)
+    _check_shape(name, x, shape)
 
 
 def check_table(table: Tensor, batch: int) -> None:
+    _check_dtype("block_table", table)
     if table.ndim != 2 or len(table) != batch:
         raise ShapeError(f"block_table: expected shape ({batch}, pages of a sequence), got {tuple(table.shape)}")
 
@@ -107,11 +140,22 @@ def _room(keys: Tensor, table: Tensor | None) -> int:
     return keys.shape[1] * (1 if table is None else table.shape[1])
 
 
+def _check_dtype(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise DTypeError(f"{name}: expected a torch tensor, got {type(x).__name__}")
+    if x.dtype not in (torch.int32, torch.int64):
+        raise DTypeError(f"{name}: expected int32 or int64, got {x.dtype}")
+
+
 def _check_shape(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
     if tuple(x.shape) != shape:
         raise ShapeError(f"{name}: expected shape {shape}, got {tuple(x.shape)}")
 
 
 def _check_range(name: str, x: Tensor, most: int) -> None:
-    if x.is_cpu and x.numel() and not 0 <= int(x.min()) <= int(x.max()) <= most:
+    if not (x.numel() and readable(x)):
+        return
+    check_stored({name: x})
+    numbers = x.flatten().tolist()  # sooner than x.min() and x.max() for as few as these are
+    if not 0 <= min(numbers) <= max(numbers) <= most:
         raise ShapeError(f"{name}: expected numbers from 0 to {most}, got {x.tolist()}")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flashtile.errors import DTypeError
+from flashtile.pytorch.watch import readable
 
 
 def dropped(probability: Any, q: Tensor) -> dict[str, Any]:
@@ -17,7 +18,8 @@ def dropped(probability: Any, q: Tensor) -> dict[str, Any]:
     if torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         # A graph draws another one each time it runs, and nobody waits for it.
         return {"dropout": probability, "seed": torch.randint(2**63 - 1, (), device=q.device)}
-    return {"dropout": probability, "seed": int(torch.randint(2**63 - 1, ()))}
+    drawn = torch.randint(2**63 - 1, (), device="cpu")
+    return {"dropout": probability, "seed": int(drawn) if readable(drawn) else drawn}
 
 
 def masked(name: str, mask: Tensor) -> dict[str, Any]:

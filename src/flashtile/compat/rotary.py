@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.errors import ShapeError
+from flashtile.errors import DTypeError, ShapeError
+from flashtile.pytorch.watch import readable
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, lengths: Tensor, interleaved: bool, moving: bool) -> Tensor:
@@ -15,8 +16,11 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, lengths: Tensor, interleaved: b
         raise ShapeError(f"rotary_cos: expected shape (positions, {dim // 2} or fewer), got {tuple(cos.shape)}")
     if sin.shape != cos.shape:
         raise ShapeError(f"rotary_sin: expected shape {tuple(cos.shape)} like rotary_cos, got {tuple(sin.shape)}")
+    for name, angles in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if not angles.is_floating_point():
+            raise DTypeError(f"{name}: expected floating-point numbers, got {angles.dtype}")
     places = lengths.long()[:, None] + torch.arange(rows, device=x.device) * int(moving)
-    if places.is_cpu and places.numel() and int(places.max()) >= len(cos):
+    if places.numel() and readable(places) and int(places.max()) >= len(cos):
         raise ShapeError(f"rotary_cos: expected {int(places.max()) + 1} positions or more, got {len(cos)}")
     real = torch.promote_types(x.dtype, torch.float32)  # rounded once, after the sums
     c, s = (angles[places][:, :, None].to(real) for angles in (cos, sin))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from flashtile.api import attention, attention_packed
 from flashtile.band import Band
+from flashtile.checks import check_flag
 from flashtile.compat.errors import check_tensors, theirs
 from flashtile.compat.options import dropped, masked
 from flashtile.errors import DTypeError, FlashtileError, ShapeError
@@ -21,6 +23,15 @@ from flashtile.pytorch.watch import reject_shards
 
 TORCHS = torch._C._nn.scaled_dot_product_attention  # also where torch.nn.functional has been given ours
 _said: set[str] = set()
+NAMES = {  # of arguments, here and in attention()
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "q, k, v": "query, key, value",
+    "mask": "attn_mask",
+    "bias": "attn_mask",
+    "dropout": "dropout_p",
+}
 
 Three = tuple[Tensor, Tensor, Tensor]
 
@@ -42,8 +53,8 @@ def scaled_dot_product_attention(
     try:
         return _answer(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     except FlashtileError as error:
-        raise theirs(error) from None
-    except AttributeError:
+        raise theirs(error, NAMES) from None
+    except (AttributeError, TypeError):
         check_tensors(_answer, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         raise
 
@@ -67,6 +78,8 @@ def _answer(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
+    if is_causal.__class__ is not bool or enable_gqa.__class__ is not bool:
+        is_causal, enable_gqa = _flag("is_causal", is_causal), _flag("enable_gqa", enable_gqa)
     if attn_mask is not None and is_causal:
         raise ShapeError("is_causal: expected False, because attn_mask is given, got True")
     if scale.__class__ is not float and isinstance(scale, Tensor):
@@ -85,19 +98,23 @@ def _answer(
     if nested:
         return _nested(query, key, value, attn_mask, enable_gqa, options)
     laid_like = None
-    if not query.is_contiguous() and _keeps_layout(query, key, value, attn_mask, dropout_p):
+    if not _in_order(query) and _keeps_layout(query, key, value, attn_mask, dropout_p, enable_gqa):
         laid_like = query
     if k != v or not len(shape) == 4 == len(k) or shape[0] != k[0] or shape[1] != k[1]:  # most often they are as one
         query, key, value = _aligned(query, key, value, enable_gqa)
         shape = query.shape
     if attn_mask is not None:
-        options |= _mask(attn_mask, shape, k[-2])
+        options |= _mask(attn_mask, query, k[-2])
     if len(shape) > 4:
         query, key, value = (x.flatten(0, -4) for x in (query, key, value))
     out: Tensor = attention(query, key, value, layout="bhnd", **options)
     if len(shape) > 4:
         return out.reshape(*shape[:-3], *out.shape[1:])
     return out if laid_like is None else _laid(out, laid_like)
+
+
+def _flag(name: str, value: Any) -> bool:
+    return bool(value) if isinstance(value, torch.SymBool) else check_flag(name, value)
 
 
 def _number(scale: Tensor) -> float:
@@ -116,6 +133,9 @@ def _beyond(query: torch.Size, value: torch.Size, dropout_p: float) -> str | Non
         return f"a head dim is over {MAX_DIM}"
     if dim == 0 or dim_v == 0:
         return "a head dim is 0"
+    empty = not torch.compiler.is_compiling() and (0 in query or 0 in value)  # in a graph each would be a guard
+    if empty and 0 in (*query[-3:-2], *value[-3:-2]):
+        return "there are no heads"
     return "every weight is dropped" if dropout_p == 1 else None
 
 
@@ -143,7 +163,7 @@ def _torchs_own(
             stacklevel=4,
         )
     if attn_mask is not None:
-        attn_mask = kinds.with_values(attn_mask, query.device)
+        attn_mask = _two_axes(kinds.with_values(attn_mask, query.device))
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     out: Tensor = TORCHS(query, key, value, attn_mask, dropout_p, is_causal, **options)
     return out
@@ -195,16 +215,23 @@ def _same_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
     return key.repeat_interleave(heads // key.shape[-3], -3), value.repeat_interleave(heads // value.shape[-3], -3)
 
 
-def _mask(mask: Tensor, shape: torch.Size, n_k: int) -> dict[str, Any]:
-    """As options, for queries of this shape."""
+def _two_axes(mask: Tensor) -> Tensor:
+    """Of fewer axes, those of the scores: the last ones count."""
+    return mask if mask.ndim > 1 else mask[(None,) * (2 - mask.ndim)]
+
+
+def _mask(mask: Tensor, query: Tensor, n_k: int) -> dict[str, Any]:
+    """As options, for these queries."""
+    shape = query.shape
     if type(mask) is not Tensor:
         last = kinds.triangle(mask, shape[-2], n_k)
         if last is not None:
             return {"causal": True} if last else {"band": Band(right=0)}
     if type(mask) is not Tensor or mask.layout is not torch.strided or mask.is_nested:
         kinds.check_plain({"attn_mask": mask})
-    if mask.ndim < 2:
-        raise ShapeError(f"attn_mask: expected 2 axes or more, got shape {tuple(mask.shape)}")
+    mask = _two_axes(mask)
+    if mask.dtype is torch.float32 and query.dtype is torch.float64:  # which torch takes beside any queries
+        mask = mask.double()
     if len(shape) > 4 and mask.ndim > 3:
         lead = shape[:-3]
         try:
@@ -217,16 +244,31 @@ def _mask(mask: Tensor, shape: torch.Size, n_k: int) -> dict[str, Any]:
     return masked("attn_mask", mask)
 
 
-def _keeps_layout(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float) -> bool:
+def _keeps_layout(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, grouped: bool
+) -> bool:
     """Whether torch gives an output that lies in memory as the query does; it is contiguous otherwise.
 
-    Its fused kernels do so, which on a CPU take neither dropout nor a mask of three axes or with a gradient.
+    Its fused kernels do so, which broadcast nothing, and on a CPU take neither dropout nor a mask of three axes or with
+    a gradient.
     """
     if query.ndim != 4 or query.shape[-1] != value.shape[-1] or not query.shape[0] == key.shape[0] == value.shape[0]:
+        return False
+    if key.shape[1] != value.shape[1] or (key.shape[1] != query.shape[1] and not grouped):
         return False
     if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
         return False
     return not query.is_cpu or (dropout_p == 0 and (mask is None or (mask.ndim != 3 and not mask.requires_grad)))
+
+
+def _in_order(query: Tensor) -> bool:
+    """Whether it is contiguous; in a graph, whether its axes come in their order in memory, as far as is known."""
+    if not torch.compiler.is_compiling():
+        return query.is_contiguous()
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    strides = query.stride()[:-1]
+    return not any(guard_or_false(a < b) for a, b in pairwise(strides))
 
 
 def _laid(out: Tensor, query: Tensor) -> Tensor:

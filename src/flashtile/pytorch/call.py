@@ -13,7 +13,7 @@ from torch import Tensor
 from flashtile.band import Band
 from flashtile.checks import ARRAYS, TEXT, check_ends, check_numbers, check_stored
 from flashtile.dtypes import name_of
-from flashtile.pytorch.watch import unwatched
+from flashtile.pytorch.watch import readable
 
 SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_q, Tensor? cu_k, "
@@ -108,7 +108,7 @@ def settled_seed(x: Any) -> Any:
 
     What is wrong with it describe() says.
     """
-    if isinstance(x, Tensor) and x.is_cpu and unwatched((x,)) and x.dtype is torch.int64 and x.shape in _ONE:
+    if isinstance(x, Tensor) and readable(x) and x.dtype is torch.int64 and x.shape in _ONE:
         return number_of(x)
     return x
 

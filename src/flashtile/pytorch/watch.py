@@ -41,6 +41,11 @@ def unwatched(tensors: Iterable[Tensor]) -> bool:
     return not keys & ~_PLAIN and not _overridden(tensors)
 
 
+def readable(x: Tensor) -> bool:
+    """Whether the host can look at the numbers of x at no cost, and keeps none of them in a graph that way."""
+    return x.is_cpu and not torch.compiler.is_compiling() and unwatched((x,))
+
+
 def never_hears(x: Tensor) -> bool:
     """Whether x is of a class that hears of no call; one that does may be kept from it for the moment."""
     return x.__class__ is Tensor or x.__class__.__torch_function__ is torch._C._disabled_torch_function_impl

@@ -297,7 +297,8 @@ def allowed(name: str, against: Truth, problem: Problem, result_dtype: str) -> f
     key, say), a result must still be storable. The largest error of a few is luck, standard attention's too, so the
     floor is higher where there are but few: of rows (a decode step) by three units of the accumulator's and, for
     gradients, by what the rounding of the lse does to each weight recomputed from it; of numbers in a gradient (that
-    of a sink, or of a bias that is broadcast) by three of the dtype's, since D comes from the rounded output.
+    of a sink, or of a bias that is broadcast) by three of the dtype's, since D comes from the rounded output, and by
+    one of the accumulator's, whatever is left of terms that cancel.
     """
     exact, standard = against.exact(name), against.error[name]
     largest = _largest(exact)
@@ -308,9 +309,11 @@ def allowed(name: str, against: Truth, problem: Problem, result_dtype: str) -> f
     if np.isfinite(against.lse).sum() <= 64:
         largest = max(largest, 1.0) if gradient else largest  # dP - D cancels: its terms are of the size of the inputs
         floor += EPS[problem.accumulator] * (3 + (_largest(against.lse) if gradient else 0))
+    terms = 0.0
     if gradient and exact.size <= 64:
         floor += EPS[problem.dtype] * 3
-    return (3 if gradient else 2) * standard + floor * largest
+        terms = EPS[problem.accumulator]
+    return (3 if gradient else 2) * standard + floor * largest + terms
 
 
 def _largest(x: Any) -> float:

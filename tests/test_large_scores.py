@@ -66,6 +66,14 @@ def with_bias(size: str, fill: float, *more: str) -> Call:
 
 
 @cache
+def with_sinks(size: str, fill: float) -> tuple[Call, Truth]:
+    """Sinks as large as the bias: they share rows with the keys."""
+    call = with_bias(size, fill, "sink")
+    call = replace(call, options=call.options | {"sink": np.full_like(call.options["sink"], fill)})
+    return call, same_dtype_error(call)
+
+
+@cache
 def truth_of_bias(size: str, fill: float) -> Truth:
     return same_dtype_error(with_bias(size, fill))
 
@@ -79,10 +87,9 @@ def test_rows_that_a_bias_hides_whole(fill: float, size: str, runner: Runner) ->
 
 @every_runner
 @pytest.mark.parametrize("size", ["blocks", "few"])
-def test_gradients_through_the_lse_and_of_sinks(size: str, runner: Runner) -> None:
-    call = with_bias(size, -3e3, "sink")
-    call = replace(call, options=call.options | {"sink": np.full_like(call.options["sink"], -3e3)})
-    agree(call, same_dtype_error(call), runner)
+@pytest.mark.parametrize("fill", [float(np.finfo(np.float32).min), -3e3])
+def test_gradients_through_the_lse_and_of_sinks(fill: float, size: str, runner: Runner) -> None:
+    agree(*with_sinks(size, fill), runner)
 
 
 @every_runner

@@ -1,10 +1,11 @@
-"""machine.py: the oldest releases that are supported, and what is said of older ones."""
+"""machine.py: the oldest releases that are supported, what is said of older ones, and what a processor is called."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -64,3 +65,32 @@ def test_doctor_says_so(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     said = machine.too_old(package)
     assert said is not None and f"got 0.1.0; run: pip install --upgrade {package}" in said
     assert said in CliRunner().invoke(app, ["doctor"]).output.replace("\n", " ")
+
+
+CPU = """processor : 0
+vendor_id : AuthenticAMD
+cpu family : 25
+model : 17
+model name : AMD EPYC
+stepping : 1
+
+processor : 1
+model name : another
+"""
+
+
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [
+        (CPU, "AMD EPYC (family 25, model 17, stepping 1)"),
+        (CPU.replace("stepping", "microcode"), "AMD EPYC (family 25, model 17)"),
+        ("model name : Cortex\n", "Cortex"),
+    ],
+)
+def test_a_processor_is_told_by_its_numbers_too(
+    told: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several have the same name."""
+    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
+    machine.CPUINFO.write_text(told)
+    assert machine.describe()["processor"] == name

@@ -14,6 +14,7 @@ from typing import Any
 from flashtile.threads import cores
 
 PACKAGES = ("flashtile", "numpy", "torch", "triton", "transformers", "typer", "rich")
+CPUINFO, CPU_NUMBERS = Path("/proc/cpuinfo"), ("cpu family", "model", "stepping")
 OLDEST = {"torch": "2.8", "triton": "3.6", "transformers": "4.57"}  # that are supported: docs/versions.md
 
 
@@ -57,18 +58,16 @@ def lacks(*packages: str) -> str | None:
 
 
 def processor() -> str:
-    """The model name of the CPU; and its family and model, for names are vague: "AMD EPYC" is any of several."""
+    """The model name of the CPU and its numbers, for names are vague: "AMD EPYC" is any of several."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+        lines = CPUINFO.read_text().split("\n\n")[0].splitlines()
     except OSError:
         lines = []
     known = {name.strip(): x.strip() for name, _, x in (line.partition(":") for line in lines)}
     if "model name" not in known:
         return platform.processor() or platform.machine()
-    numbers = (
-        f" (family {known['cpu family']}, model {known['model']})" if {"cpu family", "model"} <= known.keys() else ""
-    )
-    return known["model name"] + numbers
+    numbers = [f"{name.removeprefix('cpu ')} {known[name]}" for name in CPU_NUMBERS if name in known]
+    return known["model name"] + (f" ({', '.join(numbers)})" if numbers else "")
 
 
 def isa() -> str | None:

@@ -14,7 +14,12 @@ import pytest
 pytest.importorskip("torch")
 
 from tests import test_nonfinite as nonfinite
-from tests.backends.triton.test_nonfinite import LARGE_SCORES, large_scores, one_bad_number
+from tests.backends.triton.test_nonfinite import (
+    LARGE_SCORES,
+    hidden_by_the_least_number,
+    large_scores,
+    one_bad_number,
+)
 from tests.gpu.runner import CUDA, check, each_backend, refusal
 from tests.grid import Call, Case, Size, Truth, build, check_backward, check_forward, same_dtype_error
 
@@ -170,11 +175,21 @@ def test_scores_of_any_size(dtype: str, size: float) -> None:
 
 @pytest.mark.parametrize("case", LARGE_SCORES, ids=str)
 @pytest.mark.parametrize("shape", [Size(2, 4, 2, 150, 200, 64, 64), Size(1, 2, 1, 300, 300, 128, 128)], ids=str)
-def test_gradients_of_large_scores(shape: Size, case: tuple[float, tuple[str, ...], str], backend: str) -> None:
-    if backend == "gluon":
-        pytest.skip("its gradients are made from the lse alone, which large scores leave too coarse")
+def test_gradients_of_large_scores(shape: Size, case: tuple[float, tuple[str, ...], str]) -> None:
     call = large_scores(*case, shape)
+    if reason := refusal(call):
+        pytest.skip(reason)
     check(call, same_dtype_error(call))
+
+
+@pytest.mark.parametrize("more", [(), ("sink", "causal")], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+@pytest.mark.parametrize("shape", [Size(1, 2, 1, 150, 200, 64, 64), Size(1, 2, 1, 1, 3000, 64, 64)], ids=str)
+def test_rows_that_the_least_number_hides(shape: Size, dtype: str, more: tuple[str, ...]) -> None:
+    call, exact = hidden_by_the_least_number(dtype, shape, *more)
+    if reason := refusal(call):
+        pytest.skip(reason)
+    check(call, exact)
 
 
 @pytest.mark.parametrize("size", [1e3, 1e30])

@@ -39,7 +39,7 @@ def forward(problem: Problem, precision: str = "float64") -> tuple[Array, Array]
     out = np.zeros(problem.out_shape(), real)
     lse = np.full(problem.out_shape()[:-1], -np.inf, real)
     for head in heads(problem):
-        P, _, head.queries(lse)[...] = _weights(head, real, r)
+        P, _, head.queries(lse)[...], _ = _weights(head, real, r)
         kept = head.kept(slice(0, head.n_q), slice(0, head.n_k), real)
         dropped = P.S if kept is None else r(P.S * kept)
         head.queries(out)[...] = r(guarded_product(dropped, widen(head.keys(problem.v), real), P.visible))
@@ -64,7 +64,7 @@ def backward(
     dbias = None if problem.bias is None or not bias_grad else np.zeros(problem.bias.shape, real)
     dsink = None if problem.sink is None else np.zeros(problem.sink.shape, real)
     for head in heads(problem):
-        P, slope, row_lse = _weights(head, real, r)
+        P, slope, row_lse, of_sink = _weights(head, real, r)
         Q, K, V = (widen(x, real) for x in (head.queries(problem.q), head.keys(problem.k), head.keys(problem.v)))
         dO = widen(head.queries(dout), real)
         kept = head.kept(slice(0, head.n_q), slice(0, head.n_k), real)
@@ -82,8 +82,8 @@ def backward(
             dS = np.where(P.visible, dS, 0)
         if dbias is not None:
             head.add_pairs(dbias, dS, slice(0, head.n_q), slice(0, head.n_k))
-        if dsink is not None and head.sink is not None:
-            dsink[head.head] -= (np.exp(head.sink - pivot(row_lse)) * delta).sum()
+        if dsink is not None:
+            dsink[head.head] -= (of_sink * delta).sum()
         if slope is not None:
             dS = r(dS * slope)
         seen_by = None if P.visible is None else P.visible.T
@@ -103,8 +103,8 @@ def probabilities(problem: Problem, rows: Array) -> Array:
 
 def _weights(
     head: Head, real: type[np.floating], r: Round, rows: slice | Array | None = None
-) -> tuple[Scores, Array | None, Array]:
-    """Softmax weights (in the place of the scores), softcap's slope, and lse."""
+) -> tuple[Scores, Array | None, Array, Array]:
+    """Softmax weights (in the place of the scores), softcap's slope, lse, and the weight of the sink."""
     p = head.problem
     rows = slice(0, head.n_q) if rows is None else rows
     Q, K = widen(head.queries(p.q)[rows], real), widen(head.keys(p.k), real)
@@ -113,12 +113,12 @@ def _weights(
         S = r(s.S)
         m = S.max(axis=1, initial=-np.inf if head.sink is None else head.sink)
         P = np.exp(S - pivot(m)[:, None])
-        l = P.sum(axis=1)
-        if head.sink is not None:
-            l = l + np.exp(head.sink - pivot(m))
+        of_sink = np.exp((-np.inf if head.sink is None else head.sink) - pivot(m))
+        l = P.sum(axis=1) + of_sink
         lse = pivot(m) + np.log(l, where=l > 0, out=np.full_like(l, -np.inf))
         lse = np.where(np.isnan(l), np.nan, lse)
-        P = r(P / np.where(l == 0, 1, l)[:, None])
+        total = np.where(l == 0, 1, l)
+        P, of_sink = r(P / total[:, None]), of_sink / total
         if s.visible is not None:  # 0 already, unless a NaN elsewhere in the row got into its m
             P = np.where(s.visible, P, real(0))
-    return Scores(P, None, s.visible), s.slope, lse
+    return Scores(P, None, s.visible), s.slope, lse, of_sink

@@ -164,13 +164,15 @@ def test_a_package_that_is_first_imported_in_a_fork() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on the address space")
-def test_more_threads_than_there_is_room_for_beside_torch() -> None:
-    """An OpenMP runtime would end the process; as many as can be started will do."""
+@pytest.mark.parametrize("most", [2, 64])
+def test_more_threads_than_there_is_room_for_beside_torch(most: int) -> None:
+    """An OpenMP runtime would end the process, also where it may have so many; as many as can be started will do."""
     pytest.importorskip("torch")
     found = python(
-        """
+        f"""
         import resource
         import numpy as np, torch, flashtile as ft
+        torch.set_num_threads({most})
         x = np.random.default_rng(0).standard_normal((1, 4, 4000, 32)).astype(np.float32)
         expected = ft.attention(x, x, x, threads=1)
         pages = int(open("/proc/self/statm").read().split()[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -324,6 +325,32 @@ def test_large_scores_without_a_gradient_are_not_mended(marks: list[Any]) -> Non
         assert not marks[-1].any()
         kernels.backward(call, out, lse)
     assert marks[-1].any()
+
+
+@cache
+def hidden_by_the_least_number(dtype: str, shape: Size, *more: str) -> tuple[Call, Truth]:
+    """Every other row has one bias for all its keys, the least number there is: in base 2 it would be infinite."""
+    call = build(Case(shape, dtype, ("bias", *more)))
+    least = float(torch.finfo(getattr(torch, dtype)).min)
+    bias = np.zeros(call.options["bias"].shape)
+    bias[..., ::2, :] = least
+    options = call.options | {"bias": narrow(bias, dtype), "scale": 1.0}
+    if "sink" in more:
+        options["sink"] = narrow(np.array([least, 0.5]), dtype)
+    k = np.round(widen(call.k, np.float64))  # scores that such a bias leaves as they are
+    call = replace(call, q=narrow(np.round(widen(call.q, np.float64)), dtype), k=narrow(k, dtype), options=options)
+    return call, same_dtype_error(call)
+
+
+@pytest.mark.parametrize("more", [(), ("sink", "causal")], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_rows_that_the_least_number_hides(dtype: str, more: tuple[str, ...]) -> None:
+    """As masks of numbers hide padding: such rows are means of all their values, and not empty."""
+    check(*hidden_by_the_least_number(dtype, SMALL, *more))
+
+
+def test_rows_that_the_least_number_hides_where_keys_are_split() -> None:
+    check(*hidden_by_the_least_number("float32", Size(1, 2, 1, 1, 270, 8, 8), "sink"))
 
 
 @pytest.mark.parametrize("n_q", [1, 40])

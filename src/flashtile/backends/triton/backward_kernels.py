@@ -93,12 +93,12 @@ def row_statistics(
         D -= dL
         idle = idle & (dL == 0)
     empty = float("-inf") == L
-    L *= LOG2E
+    log2 = L * LOG2E
     if LARGE is not None:
-        large = (tl.abs(L) >= LARGE) & (tl.abs(L) < float("inf"))
+        large = (tl.abs(log2) >= LARGE) & (tl.abs(L) < float("inf"))
         empty = empty | (large & idle)
-        L = tl.where(large, float("nan"), L)
-    return tl.where(empty, float("inf"), L), tl.where(empty, 0.0, D)
+        log2 = tl.where(large, float("nan"), log2)
+    return tl.where(empty, float("inf"), log2), tl.where(empty, 0.0, D)
 
 
 @triton.jit
@@ -118,8 +118,8 @@ def weights(S, L, tops, h, i0, rule, at, tile, MASKED: tl.constexpr):
     if tops is not None:
         rows = head_of(tops, at.sequence, h, at.q_start, at.q_len)
         top = tl.reshape(load_column(rows, i0, L.shape[0] * L.shape[1], 0.0, True), L.shape)
-        S = tl.where(visible, S * unit, float("-inf")) - top  # rounded in between, as in sums_of_rows()
-        unit = unit * 0 + 1
+        S = tl.where(visible, S * (unit * 0.5), float("-inf")) - top  # rounded in between, as in sums_of_rows()
+        unit = unit * 0 + 2
     P = tl.exp2(S * unit - L)
     if MASKED or rule.mask is not None:
         P = tl.where(visible, P, 0.0)

@@ -11,7 +11,18 @@ from flashtile.backends.triton.blocks import halves_of, head_of, load_rows, loca
 from flashtile.backends.triton.chain import lead
 from flashtile.backends.triton.cuts import cuts, reach, stretch_of, tile_at, within
 from flashtile.backends.triton.guard import finite_part, poison, spoiled
-from flashtile.backends.triton.scores import LN2, LOG2E, Tile, dot, kept, shape_scores, visible_pairs
+from flashtile.backends.triton.scores import (
+    LN2,
+    LOG2E,
+    Tile,
+    dot,
+    exp2_of,
+    kept,
+    least,
+    log_sum_exp,
+    shape_scores,
+    visible_pairs,
+)
 
 # Of weights on the careful walk: a sum of values near the largest number may not be finite where their mean is. float16
 # has neither such values nor such weights.
@@ -51,8 +62,9 @@ def absorb(
     C: tl.constexpr,
     MASKED: tl.constexpr,
     CAREFUL: tl.constexpr,
+    HALVES: tl.constexpr,
 ):
-    """Take in one tile of keys: eq. 4 and 5 of docs/algorithm.md, in base 2."""
+    """Take in one tile of keys: eq. 4 and 5 of docs/algorithm.md, in base 2, or in HALVES of it."""
     b_k = halves_of(load_rows(keys, k_desc, j0, C.BLOCK_K, C.DIM, C.BLOCK_D, MASKED))  # [bc, d]
     b_v = halves_of(load_rows(values, v_desc, j0, C.BLOCK_K, C.DIM_V, C.BLOCK_DV, MASKED))
     S = dot(b_q, tl.trans(b_k), tl.zeros([C.BLOCK_Q, C.BLOCK_K], C.REAL), C.PRECISION)  # [br, bc]
@@ -60,15 +72,19 @@ def absorb(
         S *= descale(rule, at, keys, 0) * descale(rule, at, keys, 1)
     tile = pairs_of(queries, at, j0, C.BLOCK_K)
     S, unit, _slope = shape_scores(S, rule, tile)
-    if CAREFUL:  # rounded before the maximum is taken off: then the largest score has weight 1, however large it is
-        S = S * unit
+    if HALVES:  # rounded before the maximum is taken off: then the largest score has weight 1, however large it is
+        S = S * (unit * 0.5)
         unit = unit * 0 + 1
     if MASKED or rule.mask is not None:
         S = tl.where(visible_pairs(rule, tile, MASKED), S, float("-inf"))
-    m_new = tl.maximum(m, tl.max(S, 1) * unit)
+    highest = tl.max(S, 1)
+    top = highest * unit
+    if rule.bias is not None and not HALVES:  # a bias of finfo.min overflows: such a row is lost(), and not empty
+        top = tl.where(highest > float("-inf"), tl.maximum(top, least(C.REAL)), top)
+    m_new = tl.maximum(m, top)
     pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
-    P = tl.exp2(S * unit - pivot[:, None])
-    factor = tl.exp2(m - pivot)
+    P = exp2_of(S * unit - pivot[:, None], HALVES)
+    factor = exp2_of(m - pivot, HALVES)
     l = l * factor + tl.sum(P, 1)
     acc = acc * factor[:, None]
     if CAREFUL and b_v.dtype != tl.float16:
@@ -114,7 +130,9 @@ def forward_rows(
     k_head = head * PACKED_HEADS // C.GROUP
     keys = head_of(k, at.sequence, k_head, at.k_start, at.k_len)
     values = head_of(v, at.sequence, k_head, at.k_start, at.k_len)
-    m, l = begin_rows(p_sink, queries.o_h, queries.inside & (split == 0), C.REAL)
+    # Of a share of the keys a bias may well hide all: that is no reason to walk it again.
+    HALVES: tl.constexpr = CAREFUL or (SPLITS > 1 and rule.bias is not None)
+    m, l = begin_rows(p_sink, queries.o_h, queries.inside & (split == 0), C.REAL, HALVES)
     acc = tl.zeros([C.BLOCK_Q, C.BLOCK_DV], C.REAL)
     cut = cuts_of_rows(rule, at, first, PACKED_HEADS, C.BLOCK_Q, C.BLOCK_K)
     if SPLITS > 1:
@@ -125,7 +143,10 @@ def forward_rows(
         for place in range(begin, end):
             j0 = tile_at(cut, place, n, TWO_ENDS) * C.BLOCK_K
             m, l, acc = absorb(
-                m, l, acc, b_q, queries, keys, values, k_desc, v_desc, j0, rule, at, C, MASKED=n > 0, CAREFUL=CAREFUL
+                *(m, l, acc, b_q, queries, keys, values, k_desc, v_desc, j0, rule, at, C),
+                MASKED=n > 0,
+                CAREFUL=CAREFUL,
+                HALVES=HALVES,
             )
     weight = 1 / tl.where(l == 0, 1.0, l)  # eq. 7
     if CAREFUL and v.ptr.dtype.element_ty != tl.float16:
@@ -140,8 +161,10 @@ def forward_rows(
     tl.store(p_out[:, None] + o_v[None, :], (acc * weight[:, None]).to(out.ptr.dtype.element_ty), mask=there)
     p_lse = row_pointers(lse, queries, at) + wide(split) * lse_split
     if SPLITS > 1:  # in two parts: their sum would round away what a large maximum leaves of log(l)
-        tl.store(p_lse, m, mask=queries.inside)
+        tl.store(p_lse, m if HALVES else m * 0.5, mask=queries.inside)
         tl.store(p_lse + wide(SPLITS) * lse_split, l, mask=queries.inside)
+    elif HALVES:
+        tl.store(p_lse, tl.where(l == 0, float("-inf"), log_sum_exp(m, l)), mask=queries.inside)
     else:
         tl.store(p_lse, tl.where(l == 0, float("-inf"), m * LN2 + tl.log(l)), mask=queries.inside)
     if CAREFUL:
@@ -269,12 +292,12 @@ def lost(m, l):
 
 
 @triton.jit
-def begin_rows(p_sink, o_h, has_sink, REAL: tl.constexpr):
-    """m and l before any key. A sink is a first key whose value is 0."""
+def begin_rows(p_sink, o_h, has_sink, REAL: tl.constexpr, HALVES: tl.constexpr):
+    """m, in base 2 or in halves of it, and l before any key. A sink is a first key whose value is 0."""
     m = tl.full(o_h.shape, float("-inf"), REAL)
     if p_sink is not None:
         # != 0: joined with that of a scalar, a truth is no mask to the interpreter of Triton 3.8 and later.
-        m = tl.load(p_sink + o_h, mask=has_sink != 0, other=float("-inf")).to(REAL) * LOG2E
+        m = tl.load(p_sink + o_h, mask=has_sink != 0, other=float("-inf")).to(REAL) * (LOG2E / 2 if HALVES else LOG2E)
     return m, tl.where(m == float("-inf"), 0.0, 1.0).to(REAL)
 
 

@@ -15,7 +15,7 @@ from flashtile.backends.triton.blocks import head_of, load_column, load_rows, st
 from flashtile.backends.triton.chain import follow, lead
 from flashtile.backends.triton.cuts import cuts, reach
 from flashtile.backends.triton.forward_kernel import begin_rows, forward_rows_again
-from flashtile.backends.triton.scores import dot, shape_scores, visible_pairs
+from flashtile.backends.triton.scores import dot, exp2_of, shape_scores, visible_pairs
 
 MARKS = tl.constexpr(128)  # that a program looks at together
 
@@ -69,14 +69,14 @@ def mend_forward_kernel(
 
 @triton.jit
 def sums_of_rows(q, k, log2, tops, p_sink, rule, at, h, i0, C: tl.constexpr):
-    """Of BLOCK_Q rows from i0 on, the maximum into tops and the logarithm of the sum into log2, both in base 2.
+    """Of BLOCK_Q rows from i0 on, the maximum into tops, in halves of base 2, and the log2 of the sum into log2.
 
     By the tiles of the walk that will use them, whose scores then have the same bits.
     """
     o_i = i0 + tl.arange(0, C.BLOCK_Q)
     b_q = load_rows(head_of(q, at.sequence, h, at.q_start, at.q_len), None, i0, C.BLOCK_Q, C.DIM, C.BLOCK_D, True)
     keys = head_of(k, at.sequence, h // C.GROUP, at.k_start, at.k_len)
-    m, l = begin_rows(p_sink, o_i * 0 + h, o_i < at.q_len, C.REAL)
+    m, l = begin_rows(p_sink, o_i * 0 + h, o_i < at.q_len, C.REAL, True)
     last = tl.minimum(i0 + C.BLOCK_Q, at.q_len)
     cut = cuts(reach(rule.left), reach(rule.right), at.offset, i0, last, at.k_len, C.BLOCK_K)
     for j in range(cut[0], cut[3]):
@@ -84,10 +84,10 @@ def sums_of_rows(q, k, log2, tops, p_sink, rule, at, h, i0, C: tl.constexpr):
         tile = tile_down(i0, h, j * C.BLOCK_K, at, C)
         S = dot(b_q, tl.trans(b_k), tl.zeros([C.BLOCK_Q, C.BLOCK_K], C.REAL), C.PRECISION)
         S, unit, _slope = shape_scores(S, rule, tile)
-        S = tl.where(visible_pairs(rule, tile, True), S * unit, float("-inf"))
+        S = tl.where(visible_pairs(rule, tile, True), S * (unit * 0.5), float("-inf"))
         m_new = tl.maximum(m, tl.max(S, 1))
         pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
-        l = l * tl.exp2(m - pivot) + tl.sum(tl.exp2(S - pivot[:, None]), 1)
+        l = l * exp2_of(m - pivot, True) + tl.sum(exp2_of(S - pivot[:, None], True), 1)
         m = m_new
     empty = m == float("-inf")
     store_column(head_of(tops, at.sequence, h, at.q_start, at.q_len), i0, tl.where(empty, 0.0, m))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.backends.triton.scores import LN2
+from flashtile.backends.triton.scores import exp2_of, log_sum_exp
 
 
 @triton.jit(do_not_specialize=["lse_split", "n_rows", "n_heads"])
@@ -23,7 +23,8 @@ def merge_kernel(
     DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """A program merges one row. SPLITS partials come in as float32 (float64), with m in base 2 and, after those, l."""
+    """A program merges one row. SPLITS partials come in as float32 (float64), with m in halves of base 2 and,
+    after those, l."""
     row = tl.program_id(0) % n_rows
     head = tl.program_id(0) // n_rows % n_heads
     sequence = (tl.program_id(0) // n_rows // n_heads).to(tl.int64)
@@ -34,7 +35,7 @@ def merge_kernel(
     l = tl.load(p_lse + (SPLITS + o_s) * lse_split, mask=o_s < SPLITS, other=0.0)
     top = tl.max(m, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
-    weight = l * tl.exp2(m - top)
+    weight = l * exp2_of(m - top, True)
     total = tl.sum(weight, 0)
     weight /= tl.where(total == 0, 1.0, total)  # before the sum, which might not be finite without
     p_part = part.ptr + sequence * part.sequence + head * part.head + row * part.row
@@ -44,4 +45,4 @@ def merge_kernel(
     p_out = out.ptr + sequence * out.sequence + head * out.head + row * out.row
     tl.store(p_out + o_v, b_out.to(out.ptr.dtype.element_ty), mask=o_v < DIM_V)
     p_lse_out = lse.ptr + sequence * lse.sequence + head * lse.head + row * lse.row
-    tl.store(p_lse_out, tl.where(total == 0, float("-inf"), top * LN2 + tl.log(total)))
+    tl.store(p_lse_out, tl.where(total == 0, float("-inf"), log_sum_exp(top, total)))

@@ -27,6 +27,26 @@ class Tile(NamedTuple):
 
 
 @triton.jit
+def least(REAL: tl.constexpr):
+    """The least finite number of this type."""
+    return -1.7976931348623157e308 if tl.float64 == REAL else -3.4028234663852886e38
+
+
+@triton.jit
+def exp2_of(x, HALVES: tl.constexpr):
+    """2^x. In halves of base 2 no finite score overflows: finfo.min, say, as a bias that hides a row."""
+    return tl.exp2(x + x) if HALVES else tl.exp2(x)
+
+
+@triton.jit
+def log_sum_exp(m, l):
+    """Of a maximum in halves of base 2 and a sum. Infinite only where m is."""
+    L = m * (2 * LN2) + tl.log(l)
+    L = tl.where((float("-inf") == L) & (m > float("-inf")) & (l > 0), least(m.dtype), L)
+    return tl.where((float("inf") == L) & (m < float("inf")), -least(m.dtype), L)
+
+
+@triton.jit
 def inside(tile):
     """Pairs of real queries and keys in use."""
     return tile.real_i & (tile.o_j < tile.k_len)

@@ -19,8 +19,11 @@ def heads_at(p: Problem) -> int:
 
 
 def sink_gradient(sink: Any, rows: Iterable[Any], heads: int) -> Any:
-    """-sum over rows of exp(sink - lse) * delta. rows: log2, delta and tops, whose axis of heads is this one."""
+    """-sum over rows of exp(sink - lse) * delta. rows: log2, delta and tops, whose axis of heads is this one.
+
+    tops are in halves of base 2: finfo.min would overflow in whole ones.
+    """
     log2, delta, tops = rows
     others = tuple(axis for axis in range(log2.ndim) if axis != heads)
-    above = sink.to(log2.dtype).reshape([1 if axis in others else -1 for axis in range(log2.ndim)]) * LOG2E - tops
-    return -(torch.exp2(above - log2) * delta).sum(others).reshape(sink.shape)
+    above = sink.to(log2.dtype).reshape([1 if axis in others else -1 for axis in range(log2.ndim)]) * (LOG2E / 2) - tops
+    return -(torch.exp2(2 * above - log2) * delta).sum(others).reshape(sink.shape)

@@ -14,10 +14,12 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
 #include <new>
 #include <system_error>
 #include <thread>
+#include <vector>
 
 namespace {
 
@@ -161,6 +163,24 @@ OpenMP find_openmp() {
 }
 #endif
 
+// Whether so many threads can be started, by starting them: an OpenMP runtime that cannot ends the process.
+bool can_start(int64_t wanted) {
+  const BlockedSignals blocked;
+  std::mutex all_there;
+  std::unique_lock<std::mutex> not_yet(all_there);
+  std::vector<std::thread> started;
+  try {
+    started.reserve(wanted);
+    while ((int64_t)started.size() < wanted) started.emplace_back([&] { std::lock_guard<std::mutex> wait(all_there); });
+  } catch (const std::exception&) {  // no more threads, or no more memory
+  }
+  not_yet.unlock();
+  for (std::thread& each : started) each.join();
+  return (int64_t)started.size() == wanted;
+}
+// The most threads that OpenMP was asked for, the caller's among them. It has a set of its own for each caller.
+thread_local int64_t asked_for = 1;
+
 std::mutex one_at_a_time;
 Pool* pool = nullptr;
 OpenMP openmp;
@@ -186,10 +206,12 @@ void run_tasks(int64_t threads, int64_t tasks, void (*body)(void*, int64_t, int6
   std::unique_lock<std::mutex> lock(one_at_a_time, std::defer_lock);
   if (threads <= 1 || !lock.try_lock()) return job.work();  // a second caller works alone rather than wait or crowd
   if (!openmp.parallel && !forked) openmp = find_openmp();
-  // Asked for more threads than there can be, an OpenMP runtime ends the process; the pool makes do with fewer. So it gets
-  // no more than whoever brought it has it use.
-  if (openmp.parallel && threads <= openmp.most_threads())
+  // Asked for more threads than there can be, an OpenMP runtime ends the process; the pool makes do with fewer. So it
+  // gets no more than whoever brought it has it use, and than could be started when it was first asked for so many.
+  if (openmp.parallel && threads <= openmp.most_threads() && (threads <= asked_for || can_start(threads - asked_for))) {
+    asked_for = std::max(asked_for, threads);
     return openmp.parallel([](void* j) { ((Job*)j)->work(); }, &job, (unsigned)threads, 0);
+  }
   if (!pool) pool = new (std::nothrow) Pool;
   if (!pool) return job.work();
   pool->run(job, threads);

@@ -234,6 +234,8 @@ def _words(model: Any, given: dict[str, Any], cache: str) -> torch.Tensor | None
 
 def _say(model: Any, given: dict[str, Any], cache: str) -> torch.Tensor:
     model.generation_config.eos_token_id = None
+    if hasattr(model.generation_config, "max_denoising_steps"):
+        model.generation_config.max_denoising_steps = 2  # of draws that hang on the last bit in the end
     if model.config.is_encoder_decoder and model.generation_config.decoder_start_token_id is None:
         model.generation_config.decoder_start_token_id = 1
     call = {name: x for name, x in given.items() if not name.startswith("decoder_")}

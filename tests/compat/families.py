@@ -31,6 +31,10 @@ ORDINARY = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, Ass
 SECONDS = 120
 
 
+# Model types that read the first word, through windows: at padding on the left it sees nothing.
+FIRST = ("pe_audio",)
+
+
 @dataclass
 class Finding:
     """What became of a model type."""
@@ -139,8 +143,9 @@ def _checks(eager: Any, tiled: Any, which: int) -> Iterator[tuple[str, Callable[
 
     yield "prefill", lambda: _compare("prefill", eager, tiled, given())
     padded = "attention_mask" in given()
-    if padded:
+    if padded and eager.config.model_type not in FIRST:
         yield "left padding", lambda: _compare("left padding", eager, tiled, given("left"))
+    if padded:
         yield "right padding", lambda: _compare("right padding", eager, tiled, given("right"))
     if eager.can_generate():
         for cache in ("dynamic", "static"):

@@ -161,7 +161,13 @@ def test_what_is_not_known_is_refused_by_name(name: str) -> None:
 
 def test_what_says_nothing_of_a_layer_is_not_refused() -> None:
     given = tensors(5, 5)
-    call = {"use_cache": True, "cache_position": torch.arange(5), "output_attentions": False, "max_length_q": 5}
+    call = {
+        "use_cache": True,
+        "input_ids": torch.arange(5),
+        "cache_position": torch.arange(5),
+        "output_attentions": False,
+        "max_length_q": 5,
+    }
     check(LAYER, given, call, eager(given, hidden=~upper_left(5, 5)))
 
 

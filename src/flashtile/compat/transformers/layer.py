@@ -19,6 +19,7 @@ from flashtile.errors import ShapeError, UnsupportedError
 ALREADY_DONE = frozenset(
     {
         # Already in q and k, or said by the mask.
+        "input_ids",
         "cache_position",
         "position_embeddings",
         "past_key_values",

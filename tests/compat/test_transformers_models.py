@@ -24,6 +24,7 @@ from tests.compat import tiny  # noqa: E402
 # Plain heads, a window, softcap and windows by turns, sinks.
 KINDS = ("llama", "mistral", "gemma2", "gpt_oss")
 WORDS = 10
+T5_CALLS = hasattr(modeling_t5, "ALL_ATTENTION_FUNCTIONS")
 
 
 def pair(kind: str, **changed: Any) -> tuple[Any, Any]:
@@ -144,7 +145,7 @@ def test_a_mask_of_the_caller_goes_before_positions() -> None:
     torch.testing.assert_close(tiled, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["bart", "t5"])
+@pytest.mark.parametrize("kind", ["bart", "t5"] if T5_CALLS else ["bart"])
 def test_a_source_of_nothing_but_padding(kind: str) -> None:
     """Its decoder reads the mean that "eager" makes of it."""
     given = prompt()
@@ -202,7 +203,7 @@ def test_a_training_step_of_packed_documents(kind: str, call: dict[str, Any], op
     torch.testing.assert_close([x / most for x in found], [x / most for x in wanted], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.skipif(not hasattr(modeling_t5, "ALL_ATTENTION_FUNCTIONS"), reason="this T5 calls no layer of ours")
+@pytest.mark.skipif(not T5_CALLS, reason="this T5 calls no layer of ours")
 def test_a_bias_by_position_has_a_gradient() -> None:
     """Of T5, whose bias is made by the first layer for all."""
     theirs, tiled = pair("t5")
@@ -216,7 +217,9 @@ def test_a_bias_by_position_has_a_gradient() -> None:
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-3, atol=1e-2)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "opt", "stablelm", "pix2struct_vision_model"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "gpt2", "opt", *([] if tiny.before(5, 10) else ["stablelm", "pix2struct_vision_model"])]
+)
 def test_weights_are_refused(kind: str) -> None:
     """An error of ours, or of transformers' own, where that looks first; some models do not tell their layers."""
     theirs, tiled = pair(kind)

@@ -170,15 +170,15 @@ def _compare(name: str, eager: Any, tiled: Any, given: dict[str, Any]) -> None:
     if not all(x <= LIMIT for x in error):
         said = f"{name}: outputs by {error[0]:.1e}, gradients by {error[1]:.1e}"
         try:  # was it rounding, that chose another expert?
-            error = _errors(
-                eager.double(),
-                tiled.double(),
-                {n: x.double() if x.is_floating_point() else x for n, x in given.items()},
-            )
+            double = {n: x.double() if x.is_floating_point() else x for n, x in given.items()}
+            error = _errors(eager.double(), tiled.double(), double)
+            undecided = any(x.isnan().any() for x in _outputs_and_gradients(eager, double)[0])
         except EagerError as failure:
             raise DifferenceError(f"{said}; no float64: {_one_line(failure)}") from None
         finally:
             eager.float(), tiled.float()
+        if undecided:
+            raise EagerError(f"{said}; NaN in float64")
         if not all(x <= LIMIT_DOUBLE for x in error):
             raise DifferenceError(f"{said}; in float64 by {error[0]:.1e}, {error[1]:.1e}")
 

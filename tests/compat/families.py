@@ -31,6 +31,10 @@ ORDINARY = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, Ass
 SECONDS = 120
 
 
+# Model types that read the first word, through windows: at padding on the left it sees nothing.
+FIRST = ("pe_audio",)
+
+
 @dataclass
 class Finding:
     """What became of a model type."""
@@ -139,8 +143,9 @@ def _checks(eager: Any, tiled: Any, which: int) -> Iterator[tuple[str, Callable[
 
     yield "prefill", lambda: _compare("prefill", eager, tiled, given())
     padded = "attention_mask" in given()
-    if padded:
+    if padded and eager.config.model_type not in FIRST:
         yield "left padding", lambda: _compare("left padding", eager, tiled, given("left"))
+    if padded:
         yield "right padding", lambda: _compare("right padding", eager, tiled, given("right"))
     if eager.can_generate():
         for cache in ("dynamic", "static"):
@@ -165,15 +170,15 @@ def _compare(name: str, eager: Any, tiled: Any, given: dict[str, Any]) -> None:
     if not all(x <= LIMIT for x in error):
         said = f"{name}: outputs by {error[0]:.1e}, gradients by {error[1]:.1e}"
         try:  # was it rounding, that chose another expert?
-            error = _errors(
-                eager.double(),
-                tiled.double(),
-                {n: x.double() if x.is_floating_point() else x for n, x in given.items()},
-            )
+            double = {n: x.double() if x.is_floating_point() else x for n, x in given.items()}
+            error = _errors(eager.double(), tiled.double(), double)
+            undecided = any(x.isnan().any() for x in _outputs_and_gradients(eager, double)[0])
         except EagerError as failure:
             raise DifferenceError(f"{said}; no float64: {_one_line(failure)}") from None
         finally:
             eager.float(), tiled.float()
+        if undecided:
+            raise EagerError(f"{said}; NaN in float64")
         if not all(x <= LIMIT_DOUBLE for x in error):
             raise DifferenceError(f"{said}; in float64 by {error[0]:.1e}, {error[1]:.1e}")
 
@@ -234,6 +239,8 @@ def _words(model: Any, given: dict[str, Any], cache: str) -> torch.Tensor | None
 
 def _say(model: Any, given: dict[str, Any], cache: str) -> torch.Tensor:
     model.generation_config.eos_token_id = None
+    if hasattr(model.generation_config, "max_denoising_steps"):
+        model.generation_config.max_denoising_steps = 2  # of draws that hang on the last bit in the end
     if model.config.is_encoder_decoder and model.generation_config.decoder_start_token_id is None:
         model.generation_config.decoder_start_token_id = 1
     call = {name: x for name, x in given.items() if not name.startswith("decoder_")}

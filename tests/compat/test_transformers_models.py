@@ -24,6 +24,7 @@ from tests.compat import tiny  # noqa: E402
 # Plain heads, a window, softcap and windows by turns, sinks.
 KINDS = ("llama", "mistral", "gemma2", "gpt_oss")
 WORDS = 10
+T5_CALLS = hasattr(modeling_t5, "ALL_ATTENTION_FUNCTIONS")
 
 
 def pair(kind: str, **changed: Any) -> tuple[Any, Any]:
@@ -37,7 +38,8 @@ def pair(kind: str, **changed: Any) -> tuple[Any, Any]:
     tiled.load_state_dict(theirs.state_dict())
     assert tiled.config._attn_implementation == ours.NAME
     for model in (theirs, tiled):
-        model.generation_config.eos_token_id = None
+        if model.can_generate():
+            model.generation_config.eos_token_id = None
     return theirs, tiled
 
 
@@ -123,6 +125,42 @@ def test_turns_of_a_chat_on_one_cache(kind: str, static: bool) -> None:
     torch.testing.assert_close(turns(tiled, cache(tiled), lengths), wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_words_after_a_prompt_with_a_hole(kind: str, cache: str | None) -> None:
+    """Where positions are 0 as well, and no document starts."""
+    given = prompt(rows=1)
+    given["attention_mask"][0, 7:10] = 0
+    same_words(pair(kind), given, cache_implementation=cache)
+
+
+def test_a_mask_of_the_caller_goes_before_positions() -> None:
+    """Contexts side by side, which the words after them see all."""
+    sees = torch.ones(12, 12, dtype=torch.bool).tril()
+    sees[5:9, :5] = False
+    mask = torch.zeros(12, 12).masked_fill(~sees, torch.finfo(torch.float32).min).expand(1, 1, 12, 12)
+    positions = torch.tensor([[*range(5), *range(4), 5, 6, 7]])
+    call = {"attention_mask": mask, "position_ids": positions}
+    theirs, tiled = (model(prompt(rows=1, length=12)["input_ids"], **call).logits for model in pair("llama"))
+    torch.testing.assert_close(tiled, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["bart", "t5"] if T5_CALLS else ["bart"])
+def test_a_source_of_nothing_but_padding(kind: str) -> None:
+    """Its decoder reads the mean that "eager" makes of it."""
+    given = prompt()
+    given["attention_mask"][1] = 0
+    given["decoder_input_ids"] = given["input_ids"][:, :9]
+    found = []
+    for model in pair(kind):
+        logits = model(**given).logits
+        logits.square().sum().backward()
+        grads = [x.grad for x in model.parameters() if x.grad is not None]
+        most = max(x.abs().max() for x in grads)
+        found.append([logits, *(x / most for x in grads)])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
+
+
 def test_a_decoder_made_to_look_both_ways() -> None:
     theirs, tiled = pair("llama", is_causal=False)
     given = prompt()
@@ -165,7 +203,7 @@ def test_a_training_step_of_packed_documents(kind: str, call: dict[str, Any], op
     torch.testing.assert_close([x / most for x in found], [x / most for x in wanted], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.skipif(not hasattr(modeling_t5, "ALL_ATTENTION_FUNCTIONS"), reason="this T5 calls no layer of ours")
+@pytest.mark.skipif(not T5_CALLS, reason="this T5 calls no layer of ours")
 def test_a_bias_by_position_has_a_gradient() -> None:
     """Of T5, whose bias is made by the first layer for all."""
     theirs, tiled = pair("t5")
@@ -179,11 +217,20 @@ def test_a_bias_by_position_has_a_gradient() -> None:
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-3, atol=1e-2)
 
 
-def test_weights_are_refused() -> None:
-    """An error of ours, or of transformers' own, where that looks first."""
-    _, tiled = pair("llama")
-    with pytest.raises((UnsupportedError, ValueError, UserWarning), match="output_attentions"):
-        tiled(**prompt(), output_attentions=True)
+@pytest.mark.parametrize(
+    "kind", ["llama", "gpt2", "opt", *([] if tiny.before(5, 10) else ["stablelm", "pix2struct_vision_model"])]
+)
+def test_weights_are_refused(kind: str) -> None:
+    """An error of ours, or of transformers' own, where that looks first; some models do not tell their layers."""
+    theirs, tiled = pair(kind)
+    given = next(tiny.inputs(tiled))
+    for model in (tiled, theirs):
+        if model is theirs:  # which then is on ours
+            model.set_attn_implementation(ours.NAME)
+        with pytest.raises((UnsupportedError, ValueError, UserWarning), match="output_attentions"):
+            model(**given, output_attentions=True)
+        model.set_attn_implementation("eager")
+        assert all(isinstance(x, torch.Tensor) for x in model(**given, output_attentions=True).attentions)
 
 
 @pytest.mark.parametrize("kind", ["falcon", "gptj", "gpt_neo", "sam_vision_model"])

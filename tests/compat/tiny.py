@@ -61,7 +61,9 @@ GROUPED = (
 KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "attention_types", "block_types", "attn_layer_types")
 # What a family wants that rules of names do not give, by model type.
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-PARTS = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+ROPES = {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}}
+PARTS = ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
 BY_TURNS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
 RESNET = {
     "model_type": "resnet",
@@ -72,40 +74,74 @@ RESNET = {
 }
 TORSO = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None, "backbone_config": RESNET}
 SERIES = {"prediction_length": 4, "num_time_features": 1}
+POOLED = {"index_kpool": 1, "linear_num_heads": 4, "linear_head_dim": 8}
+CHOOSING = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 4,
+    "indexer_compress_ratio": 2,
+}
 WANTED: dict[str, dict[str, Any]] = {
     "autoformer": SERIES,
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "num_hidden_layers": 2},
     "chameleon": {"vocabulary_map": {"<image>": 90}},
+    "cohere_compass": {"text_config": ROPES},
+    "cohere_compass_text": ROPES,
     "conditional_detr": TORSO,
     "dab-detr": TORSO,
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8}},
+    "deepseek_ocr2_text": EXPERTS | {"mlp_layer_types": ["dense", "sparse"]},
     "deepseek_v2": EXPERTS,
     "deformable_detr": TORSO,
     "detr": TORSO,
     "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}},
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
-    "dots1": EXPERTS,
+    "dots1": EXPERTS | {"n_shared_experts": 1},
+    "ernie4_5_vl_moe": {"text_config": {"rope_parameters": ROPE | {"mrope_section": [1, 1, 2]}}},
+    "ernie4_5_vl_moe_text": {"rope_parameters": ROPE | {"mrope_section": [1, 1, 2]}},
     "esm": {"vocab_size": WORDS, "pad_token_id": 1, "mask_token_id": 90},
     "esmc": {"vocab_size": WORDS},
-    "gemma3n_text": BY_TURNS | {"num_kv_shared_layers": 2, "intermediate_size": 48, "activation_sparsity_pattern": 0.0},
+    "gemma3n_text": BY_TURNS | {"num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0]},
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
     "glm4v_moe_text": {"rope_parameters": PARTS},
     "glm4v_moe": {"text_config": {"rope_parameters": PARTS}},
+    "glm5_next": {"text_config": POOLED},
+    "glm5_next_text": POOLED,
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 7},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
+    "hunyuan_vl": {"text_config": {"head_dim": 8}},
+    "hunyuan_vl_text": {"head_dim": 8},
     "informer": SERIES,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "longcat_flash": {"n_routed_experts": 4, "zero_expert_num": 2, "expert_ffn_hidden_size": 32, "moe_topk": 2},
     "ministral": {"head_dim": 8},
     "mistral4": {"qk_rope_head_dim": 4, "qk_head_dim": 12},
+    "musicgen": {"decoder": {"num_codebooks": 1}},
+    "musicgen_decoder": {"num_codebooks": 1},
+    "musicgen_melody": {"decoder": {"num_codebooks": 1}},
+    "musicgen_melody_decoder": {"num_codebooks": 1},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
+    "nemotron_h": {"n_groups": 2},
+    "patchtsmixer": {"self_attn": True},
+    "pix2struct_text_model": {"initializer_range": 0.02},
+    "qwen4_exp": {"text_config": CHOOSING},
+    "qwen4_exp_text": CHOOSING,
+    "sam3_lite_text_text_model": {"num_hidden_layers": 3},
     "step3p5": {"sliding_window": 7},
     "step3p7": {"text_config": {"sliding_window": 7}},
+    "t5gemma2_encoder": {"text_config": {"dropout_rate": 0.0}},
+    "t5gemma2_text": {"dropout_rate": 0.0},
     "table-transformer": TORSO,
     "time_series_transformer": SERIES,
+    "vits": {"vocab_size": WORDS},
     "wav2vec2-bert": {"vocab_size": WORDS},
     "wav2vec2-conformer": {"vocab_size": WORDS},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 3, "num_hidden_layers": 6},
 }
 
 # Which of a type's models to take: the first of these that there is.
@@ -114,6 +150,7 @@ TASKS = (
     "SPEECH_SEQ_2_SEQ",
     "IMAGE_TEXT_TO_TEXT",
     "MULTIMODAL_LM",
+    "TEXT_TO_WAVEFORM",
     "MASKED_LM",
     "CAUSAL_LM",
     "TEXT_TO_SPECTROGRAM",
@@ -202,7 +239,8 @@ def inputs(model: Any, padding: str | None = None) -> Iterator[dict[str, Any]]:
                 words["input_ids"].scatter_(1, last, end)
             words["input_ids"].masked_fill_(seen == 0, pad if isinstance(pad, int) and 0 <= pad < WORDS else 0)
     if "bbox" in asked and words:
-        words["bbox"] = torch.rand(BATCH, LENGTH, 4, generator=drawn).sort(-1).values
+        box = torch.rand(BATCH, LENGTH, 4, generator=drawn).sort(-1).values
+        words["bbox"] = (100 * box).long() if hasattr(model.config, "max_2d_position_embeddings") else box
     more = {name: torch.randn(shape, generator=drawn) for name, shape in _features(model.config, asked)}
     if "flattened_patches" in more:  # which begin with their row and column
         more["flattened_patches"][..., :2] = torch.arange(16)[:, None]
@@ -213,7 +251,7 @@ def inputs(model: Any, padding: str | None = None) -> Iterator[dict[str, Any]]:
     answer: dict[str, Any] = {}
     if getattr(model.config, "is_encoder_decoder", False) and "decoder_input_ids" in asked:
         answer["decoder_input_ids"] = torch.randint(5, 80, (BATCH, 9), generator=drawn)
-    for given in (words, words | more, more):
+    for given in (words, words | more, more, *({name: x} for name, x in more.items() if len(more) > 1)):
         if given:
             yield given | answer
 
@@ -248,7 +286,8 @@ def _features(config: Any, asked: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     if "input_values" in asked and hasattr(audio, "num_mel_bins") and hasattr(audio, "max_length"):
         yield "input_values", (BATCH, audio.max_length, audio.num_mel_bins)
     elif "input_values" in asked:
-        shape = (BATCH, 1, 2000) if hasattr(audio, "audio_channels") else (BATCH, 2000)
+        mono = hasattr(audio, "audio_channels") or hasattr(audio, "dac_config")
+        shape = (BATCH, 1, 2000) if mono else (BATCH, 2000)
         yield "input_values", shape
     if "input_features" in asked:
         bins = next((x for name in BINS if (x := getattr(audio, name, None))), 80)
@@ -263,6 +302,7 @@ FRAMES_FIRST = (
     "speech_to_text",
     "seamless_m4t",
     "seamless_m4t_v2",
+    "granite_speech5_encoder",
     "wav2vec2-bert",
     "parakeet_encoder",
     "parakeet_ctc",

@@ -12,13 +12,14 @@ from flashtile.band import Band
 from flashtile.compat.errors import as_theirs
 from flashtile.compat.options import dropped, masked
 from flashtile.compat.transformers import packed, selection
-from flashtile.compat.transformers.masks import hides_nothing
+from flashtile.compat.transformers.masks import hides_nothing, is_unpadded
 from flashtile.errors import ShapeError, UnsupportedError
 
 # Keywords that models hand to every layer and that say nothing about its attention. Any other is an error.
 ALREADY_DONE = frozenset(
     {
         # Already in q and k, or said by the mask.
+        "input_ids",
         "cache_position",
         "position_embeddings",
         "past_key_values",
@@ -91,7 +92,13 @@ def forward(
         options["sink"] = _beside(query, s_aux)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    if cu_seq_lens_q is None and cu_seq_lens_k is None and is_causal and position_ids is not None:
+    if (
+        cu_seq_lens_q is None
+        and cu_seq_lens_k is None
+        and is_causal
+        and position_ids is not None
+        and is_unpadded(attention_mask)
+    ):
         cu_seq_lens_q = cu_seq_lens_k = packed.starts(position_ids, query, key)
     marked = cu_seq_lens_q is not None or cu_seq_lens_k is not None
     if attention_mask is not None:  # all that a row may see, causal and window included

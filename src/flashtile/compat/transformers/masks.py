@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
+from torch import Tensor
 
 # Configurations of models that transformers does not run on SDPA: they add to their masks, or join others to them.
 ADDITIVE: set[type] = set()
@@ -22,6 +24,8 @@ NEVER_NONE = (
     "phi4_multimodal_vision",
     "splinter",
 )
+# Masks made here for rows without padding, by their ids.
+_unpadded: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 # Model types that read what queries without a key give: by "eager", and so here, the mean of all values.
 BLIND = ("diffusion_gemma",)
 
@@ -33,8 +37,23 @@ def mask(*arguments: Any, **options: Any) -> Any:
     config = options.get("config")
     if hides_nothing(config) or _unseen_room(**options):
         options["allow_is_causal_skip"] = False
-    make = masking_utils.eager_mask if _additive(config) else masking_utils.sdpa_mask
-    return make(*arguments, **options)
+    numbers = options.get("dtype", torch.float32).is_floating_point  # DiffusionGemma asks for numbers that are integers
+    make = masking_utils.eager_mask if numbers and _additive(config) else masking_utils.sdpa_mask
+    found = make(*arguments, **options)
+    seen = options.get("attention_mask")  # (batch, keys)
+    tracing = getattr(masking_utils, "is_tracing", lambda _: torch.compiler.is_compiling())
+    if found is not None and not tracing(seen):
+        fewest = None if seen is None else int(seen.sum(dim=-1).min())
+        if seen is None or fewest == seen.shape[-1]:
+            _unpadded[id(found)] = found
+        elif fewest == 0 and numbers:  # nothing but padding in a row, of which a decoder reads what "eager" makes of it
+            found = masking_utils.eager_mask(*arguments, **options)
+    return found
+
+
+def is_unpadded(mask: Tensor | None) -> bool:
+    """Whether this is a mask of ours that hides no padding; a caller's own says all, as to "eager"."""
+    return mask is None or _unpadded.get(id(mask)) is mask
 
 
 def hides_nothing(config: Any) -> bool:

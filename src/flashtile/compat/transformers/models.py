@@ -35,14 +35,17 @@ def _looking(check: Callable[..., str]) -> Callable[..., str]:
         if name in NAMES:
             model: Any = type(self)
             config: Any = type(self.config)
-            _look(model, config, bool(getattr(self.config, "sub_configs", None)), name)
+            calls = _look(model, config, bool(getattr(self.config, "sub_configs", None)), name)
+            if calls and refuse_weights not in self._forward_pre_hooks.values():
+                self.register_forward_pre_hook(refuse_weights, with_kwargs=True)
         return name
 
     return looking
 
 
 @cache
-def _look(model: Hashable, config: Hashable, composite: bool, name: str) -> None:
+def _look(model: Hashable, config: Hashable, composite: bool, name: str) -> bool:
+    """Whether its layers call what is registered."""
     assert isinstance(model, type) and isinstance(config, type)
     if not getattr(model, "_supports_sdpa", False):
         ADDITIVE.add(config)
@@ -54,13 +57,25 @@ def _look(model: Hashable, config: Hashable, composite: bool, name: str) -> None
     own = vars(sys.modules[model.__module__])
     attends = any("Attention" in what and getattr(x, "__module__", "") == model.__module__ for what, x in own.items())
     parts = composite and any(what.startswith("AutoModel") for what in own)  # which are looked at one by one
-    calls = parts or "ALL_ATTENTION_FUNCTIONS" in own
-    if attends and not calls and not looks_up and model.__module__ not in TOLD:
+    calls = "ALL_ATTENTION_FUNCTIONS" in own
+    if attends and not calls and not parts and not looks_up and model.__module__ not in TOLD:
         TOLD.add(model.__module__)
         warnings.warn(
             f"{model.__name__}: attn_implementation={name!r} changes nothing in it, because its layers do not call "
             "their attention through transformers' AttentionInterface",
             stacklevel=2,
+        )
+    return calls
+
+
+def refuse_weights(model: Any, _arguments: Any, options: dict[str, Any]) -> None:
+    """Before a model's forward(): many do not tell their layers, and would give weights that nobody stored."""
+    wanted = options.get("output_attentions")
+    if wanted is None:
+        wanted = getattr(model.config, "output_attentions", None)
+    if wanted and model.config._attn_implementation in NAMES:
+        raise UnsupportedError(
+            'output_attentions: expected False, because weights are never stored ("eager" does), got True'
         )
 
 

@@ -219,6 +219,18 @@ def test_positions_are_read_anew_when_they_change() -> None:
     assert not torch.allclose(before, after)
 
 
+def test_positions_without_a_count_of_their_changes() -> None:
+    """Tensors made in torch's inference mode count none."""
+    given = tensors(12, 12, batch=1)
+    with torch.inference_mode():
+        positions = BACK.clone()
+        for hidden in (APART | ~upper_left(12, 12), ~upper_left(12, 12)):
+            for _layer in range(2):
+                out, _ = ours.forward(LAYER, *given, attention_mask=None, position_ids=positions)
+                torch.testing.assert_close(out, eager(given, hidden=hidden))
+            positions.copy_(torch.arange(12))
+
+
 def test_starts_that_do_not_fit_are_refused() -> None:
     given = tensors(12, 12, batch=1)
     with pytest.raises(ShapeError, match="expected both or none"):

@@ -161,6 +161,13 @@ def test_a_source_of_nothing_but_padding(kind: str) -> None:
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_words_in_inference_mode(rows: int) -> None:
+    models = pair("llama")
+    with torch.inference_mode():
+        same_words(models, prompt(rows=rows))
+
+
 def test_a_decoder_made_to_look_both_ways() -> None:
     theirs, tiled = pair("llama", is_causal=False)
     given = prompt()

@@ -23,12 +23,15 @@ def starts(positions: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
         return None
     if positions.shape != (1, query.shape[2]) or positions.is_meta or torch.compiler.is_compiling():
         return None
-    if _last is None or _last[0]() is not positions or _last[1] != positions._version:
+    changes = None if positions.is_inference() else positions._version  # inference tensors do not count theirs
+    if _last is None or _last[0]() is not positions or changes is None or _last[1] != changes:
         later = (positions[0, 1:] == 0).nonzero().flatten().to(torch.int32) + 1
         found = None
         if later.numel():
             found = torch.cat((later.new_zeros(1), later, later.new_full((1,), query.shape[2])))
-        _last = weakref.ref(positions), positions._version, found
+        if changes is None:
+            return found
+        _last = weakref.ref(positions), changes, found
     return _last[2]
 
 

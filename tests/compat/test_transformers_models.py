@@ -185,6 +185,20 @@ def test_compiled_as_one_graph() -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_step_with_a_static_cache_is_compiled_once() -> None:
+    """generate() makes a mask for each step outside of what it compiles."""
+    once = transformers.CompileConfig(fullgraph=True, backend="eager", mode=None)
+    once._compile_all_devices = True
+    call = prompt(padded=True) | {"max_new_tokens": WORDS, "do_sample": False, "pad_token_id": 0}
+    call["cache_implementation"] = "static"
+    theirs, tiled = pair("llama")
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        found = tiled.generate(**call, compile_config=once)
+    assert hasattr(tiled, "_compiled_call") and torch.equal(found, theirs.generate(**call))
+
+
 STARTS = torch.tensor([0, 4, 11, 17], dtype=torch.int32)
 STATED = {"cu_seq_lens_q": STARTS, "cu_seq_lens_k": STARTS, "max_length_q": 7, "max_length_k": 7}
 BACK = {"position_ids": torch.cat([torch.arange(int(n)) for n in STARTS.diff()])[None]}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -204,6 +205,17 @@ STATED = {"cu_seq_lens_q": STARTS, "cu_seq_lens_k": STARTS, "max_length_q": 7, "
 BACK = {"position_ids": torch.cat([torch.arange(int(n)) for n in STARTS.diff()])[None]}
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_packed_documents_compiled_as_one_graph(kind: str) -> None:
+    call = {"input_ids": prompt(rows=1)["input_ids"], "use_cache": False} | BACK
+    theirs, tiled = pair(kind)
+    compiled = torch.compile(tiled, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        found, wanted = compiled(**call, **STATED).logits, theirs(**call).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("options", [{}, {"use_cache": False}], ids=["cached", "uncached"])
 @pytest.mark.parametrize("call", [STATED | BACK, BACK], ids=["starts", "positions"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -276,6 +288,23 @@ def test_a_model_that_never_calls_is_told_of_once() -> None:
         warnings.simplefilter("error")
         made._from_config(config, attn_implementation=ours.NAME)
         pair("llama")
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_model_derived_elsewhere_calls_as_its_parent_does(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a file with an attention of its own for something else, which may be a module that nobody can find."""
+    theirs = ModuleType("theirs")
+    theirs.AttentionPool = type("AttentionPool", (torch.nn.Module,), {"__module__": "theirs"})  # type: ignore[attr-defined]
+    if known:
+        monkeypatch.setitem(sys.modules, "theirs", theirs)
+    ours.register()
+    config = tiny.config_of("llama")
+    derived = type("Derived", (tiny.class_of("llama", config),), {"__module__": "theirs"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = tiny.build(derived, config, ours.NAME)
+    with pytest.raises(UnsupportedError, match="output_attentions"):
+        model(**prompt(), output_attentions=True)
 
 
 def test_registered_twice_is_registered_once() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from flashtile.api import attention, attention_packed
 from flashtile.compat.transformers.selection import narrow
@@ -21,7 +22,9 @@ def starts(positions: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
     global _last
     if query.shape[0] != 1 or query.shape[2] < 2 or query.shape[2] != key.shape[2]:
         return None
-    if positions.shape != (1, query.shape[2]) or positions.is_meta or torch.compiler.is_compiling():
+    if positions.shape != (1, query.shape[2]) or torch.compiler.is_compiling():
+        return None
+    if positions.is_meta or isinstance(positions, FakeTensor):  # these hold no numbers
         return None
     changes = None if positions.is_inference() else positions._version  # inference tensors do not count theirs
     if _last is None or _last[0]() is not positions or changes is None or _last[1] != changes:

@@ -12,6 +12,8 @@ import flashtile as ft
 
 torch = pytest.importorskip("torch")
 
+from torch._subclasses import FakeTensorMode  # noqa: E402
+
 from flashtile.compat import transformers as ours  # noqa: E402
 from flashtile.errors import DTypeError, ShapeError, UnsupportedError  # noqa: E402
 
@@ -217,6 +219,26 @@ def test_positions_are_read_anew_when_they_change() -> None:
     after, _ = ours.forward(LAYER, *given, attention_mask=None, position_ids=positions)
     torch.testing.assert_close(after, eager(given, hidden=~upper_left(12, 12)))
     assert not torch.allclose(before, after)
+
+
+def test_positions_without_a_count_of_their_changes() -> None:
+    """Tensors made in torch's inference mode count none."""
+    given = tensors(12, 12, batch=1)
+    with torch.inference_mode():
+        positions = BACK.clone()
+        for hidden in (APART | ~upper_left(12, 12), ~upper_left(12, 12)):
+            for _layer in range(2):
+                out, _ = ours.forward(LAYER, *given, attention_mask=None, position_ids=positions)
+                torch.testing.assert_close(out, eager(given, hidden=hidden))
+            positions.copy_(torch.arange(12))
+
+
+def test_positions_without_numbers() -> None:
+    """Fake tensors are shapes alone, as for an estimate of the memory that a model takes."""
+    with FakeTensorMode():
+        given = (torch.empty(1, 6, 12, 8), *(torch.empty(1, 2, 12, 8) for _ in range(2)))
+        out, _ = ours.forward(LAYER, *given, attention_mask=None, position_ids=torch.zeros(1, 12, dtype=torch.int64))
+    assert out.shape == (1, 12, 6, 8)
 
 
 def test_starts_that_do_not_fit_are_refused() -> None:

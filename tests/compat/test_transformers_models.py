@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -161,6 +162,13 @@ def test_a_source_of_nothing_but_padding(kind: str) -> None:
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_words_in_inference_mode(rows: int) -> None:
+    models = pair("llama")
+    with torch.inference_mode():
+        same_words(models, prompt(rows=rows))
+
+
 def test_a_decoder_made_to_look_both_ways() -> None:
     theirs, tiled = pair("llama", is_causal=False)
     given = prompt()
@@ -178,9 +186,34 @@ def test_compiled_as_one_graph() -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_step_with_a_static_cache_is_compiled_once() -> None:
+    """generate() makes a mask for each step outside of what it compiles."""
+    once = transformers.CompileConfig(fullgraph=True, backend="eager", mode=None)
+    once._compile_all_devices = True
+    call = prompt(padded=True) | {"max_new_tokens": WORDS, "do_sample": False, "pad_token_id": 0}
+    call["cache_implementation"] = "static"
+    theirs, tiled = pair("llama")
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        found = tiled.generate(**call, compile_config=once)
+    assert hasattr(tiled, "_compiled_call") and torch.equal(found, theirs.generate(**call))
+
+
 STARTS = torch.tensor([0, 4, 11, 17], dtype=torch.int32)
 STATED = {"cu_seq_lens_q": STARTS, "cu_seq_lens_k": STARTS, "max_length_q": 7, "max_length_k": 7}
 BACK = {"position_ids": torch.cat([torch.arange(int(n)) for n in STARTS.diff()])[None]}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_packed_documents_compiled_as_one_graph(kind: str) -> None:
+    call = {"input_ids": prompt(rows=1)["input_ids"], "use_cache": False} | BACK
+    theirs, tiled = pair(kind)
+    compiled = torch.compile(tiled, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        found, wanted = compiled(**call, **STATED).logits, theirs(**call).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("options", [{}, {"use_cache": False}], ids=["cached", "uncached"])
@@ -255,6 +288,23 @@ def test_a_model_that_never_calls_is_told_of_once() -> None:
         warnings.simplefilter("error")
         made._from_config(config, attn_implementation=ours.NAME)
         pair("llama")
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_model_derived_elsewhere_calls_as_its_parent_does(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a file with an attention of its own for something else, which may be a module that nobody can find."""
+    theirs = ModuleType("theirs")
+    theirs.AttentionPool = type("AttentionPool", (torch.nn.Module,), {"__module__": "theirs"})  # type: ignore[attr-defined]
+    if known:
+        monkeypatch.setitem(sys.modules, "theirs", theirs)
+    ours.register()
+    config = tiny.config_of("llama")
+    derived = type("Derived", (tiny.class_of("llama", config),), {"__module__": "theirs"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = tiny.build(derived, config, ours.NAME)
+    with pytest.raises(UnsupportedError, match="output_attentions"):
+        model(**prompt(), output_attentions=True)
 
 
 def test_registered_twice_is_registered_once() -> None:

@@ -49,15 +49,19 @@ def _look(model: Hashable, config: Hashable, composite: bool, name: str) -> bool
     assert isinstance(model, type) and isinstance(config, type)
     if not getattr(model, "_supports_sdpa", False):
         ADDITIVE.add(config)
-    looks_up = False
-    for file in (vars(sys.modules[kind.__module__]) for kind in model.__mro__):
+    from transformers import PreTrainedModel
+
+    looks_up = calls = attends = parts = False
+    # A model may be derived in a file that says nothing of attention, or that is no module by its name.
+    places = {kind.__module__ for kind in model.__mro__ if issubclass(kind, PreTrainedModel)} & sys.modules.keys()
+    for place in places - {PreTrainedModel.__module__}:
+        file = vars(sys.modules[place])
         for found in [x for what, x in file.items() if what.endswith(LISTS) and isinstance(x, dict)]:
             found.setdefault(name, _refusal(model.__name__, list(found), name))
             looks_up = True
-    own = vars(sys.modules[model.__module__])
-    attends = any("Attention" in what and getattr(x, "__module__", "") == model.__module__ for what, x in own.items())
-    parts = composite and any(what.startswith("AutoModel") for what in own)  # which are looked at one by one
-    calls = "ALL_ATTENTION_FUNCTIONS" in own
+        attends |= any("Attention" in what and getattr(x, "__module__", "") == place for what, x in file.items())
+        parts |= composite and any(what.startswith("AutoModel") for what in file)  # which are looked at one by one
+        calls |= "ALL_ATTENTION_FUNCTIONS" in file
     if attends and not calls and not parts and not looks_up and model.__module__ not in TOLD:
         TOLD.add(model.__module__)
         warnings.warn(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from flashtile.api import attention, attention_packed
 from flashtile.compat.transformers.selection import narrow
@@ -21,14 +22,19 @@ def starts(positions: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
     global _last
     if query.shape[0] != 1 or query.shape[2] < 2 or query.shape[2] != key.shape[2]:
         return None
-    if positions.shape != (1, query.shape[2]) or positions.is_meta or torch.compiler.is_compiling():
+    if positions.shape != (1, query.shape[2]) or torch.compiler.is_compiling():
         return None
-    if _last is None or _last[0]() is not positions or _last[1] != positions._version:
+    if positions.is_meta or isinstance(positions, FakeTensor):  # these hold no numbers
+        return None
+    changes = None if positions.is_inference() else positions._version  # inference tensors do not count theirs
+    if _last is None or _last[0]() is not positions or changes is None or _last[1] != changes:
         later = (positions[0, 1:] == 0).nonzero().flatten().to(torch.int32) + 1
         found = None
         if later.numel():
             found = torch.cat((later.new_zeros(1), later, later.new_full((1,), query.shape[2])))
-        _last = weakref.ref(positions), positions._version, found
+        if changes is None:
+            return found
+        _last = weakref.ref(positions), changes, found
     return _last[2]
 
 
@@ -50,7 +56,7 @@ def attend(
         raise ShapeError("cu_seq_lens_q, cu_seq_lens_k: expected both or none, got one of them")
     for name, x, of in (("cu_seq_lens_q", cu_q, query), ("cu_seq_lens_k", cu_k, key)):
         rows = of.shape[0] * of.shape[2]
-        if x.is_cpu and x.numel() and int(x[-1]) != rows:
+        if x.is_cpu and not torch.compiler.is_compiling() and x.numel() and int(x[-1]) != rows:
             raise ShapeError(f"{name}: expected to end at {rows}, the rows given, got {int(x[-1])}")
     if "mask" in options or "bias" in options:  # of whole rows: a mask of documents goes beside them
         if "causal" in options and cu_q is not cu_k and not torch.equal(cu_q, cu_k):

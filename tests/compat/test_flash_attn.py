@@ -248,6 +248,15 @@ class TestBatches:
         assert out.is_contiguous()
         close(out, naive_batch(q, k, v, causal=True)[0])
 
+    @pytest.mark.parametrize("make", [list, torch.tensor])
+    def test_a_window_that_is_no_tuple(self, make: Any) -> None:
+        q, k, v = (randn(2, 9, 2, 8, seed=i) for i in range(3))
+        for window in ((3, 1), (-1, 2), (-1, -1)):
+            want = fa.flash_attn_func(q, k, v, window_size=window)
+            assert torch.equal(fa.flash_attn_func(q, k, v, window_size=make(window)), want)
+            found = fa.flash_attn_with_kvcache(q, k, v, window_size=make(window))
+            assert torch.equal(found, want)
+
     def test_positions_of_arguments(self) -> None:
         q, k, v = (randn(2, 9, 4, 8, seed=i) for i in range(3))
         slopes = torch.tensor([0.5, 0.25, 0.125, 1.0])

@@ -693,6 +693,28 @@ class TestCompilers:
         for n in (2, 4):
             assert_close(program.module()(x, torch.tensor(n)), Layer()(x, torch.tensor(n)))
 
+    @pytest.mark.parametrize("strict", [False, True])
+    @pytest.mark.parametrize("heads", [(4, 1, 1), (4, 1, 4), (8, 2, 4)], ids=str)
+    def test_exported_with_any_number_of_heads(self, heads: tuple[int, int, int], strict: bool) -> None:
+        class Layer(torch.nn.Module):
+            def forward(self, *given: torch.Tensor) -> torch.Tensor:
+                return sdpa(*given, enable_gqa=heads[0] == 8)
+
+        every = [[torch.randn(2, n * (times if n > 1 else 1), 5, 8) for n in heads] for times in (1, 2)]
+        auto = torch.export.Dim.AUTO
+        shapes = {"given": tuple({1: auto} if n > 1 else {} for n in heads)}
+        program = torch.export.export(Layer(), tuple(every[0]), dynamic_shapes=shapes, strict=strict)
+        for some in every:
+            assert_close(program.module()(*some), Layer()(*some))
+
+    @pytest.mark.parametrize("heads", [(4, 1, 4), (8, 2, 4)], ids=str)
+    def test_one_graph_of_any_number_of_heads(self, heads: tuple[int, int, int]) -> None:
+        torch._dynamo.reset()
+        compiled = torch.compile(sdpa, fullgraph=True, dynamic=True, backend="aot_eager")
+        q, k, v = (torch.randn(2, n, 5, 8) for n in heads)
+        grouped = heads[0] == 8
+        assert_close(compiled(q, k, v, enable_gqa=grouped), theirs(q, k, v, enable_gqa=grouped))
+
     @pytest.mark.filterwarnings("ignore")
     def test_scripted(self) -> None:
         def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -260,7 +260,7 @@ def flash_attn_with_kvcache(
     if cache_leftpad is not None:
         options["mask"] = hidden(cache_leftpad, len(q), cache.room)
     if rotary_cos is not None and rotary_sin is not None:  # by rows of the cache, padding included
-        moving = causal or tuple(window_size) != EVERYTHING
+        moving = causal or "window" in options
         turn = partial(rotated, cos=rotary_cos, sin=rotary_sin, lengths=cache.lengths, interleaved=rotary_interleaved)
         q, new = turn(q, moving=moving), None if new is None else (turn(new[0], moving=True), new[1])
     if new is not None:
@@ -285,6 +285,8 @@ def _options(
     deterministic: bool,
 ) -> dict[str, Any]:
     """Those of attention()."""
+    if isinstance(window_size, Tensor):
+        window_size = window_size.tolist()
     if not isinstance(window_size, tuple | list) or len(window_size) != 2 or None in window_size:
         raise ShapeError(f"window_size: expected two numbers, (left, right), got {window_size!r}")
     left, right = (None if n < 0 else n for n in window_size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from itertools import pairwise
 from typing import Any
@@ -183,7 +182,8 @@ def _aligned(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> Three:
         k, v, begin = key.shape, value.shape, -3
     else:
         begin = -2
-        if min(len(q), len(k), len(v)) > 2 and len({q[-3], k[-3], v[-3]} - {1}) > 1:
+        several = [x[-3] for x in (q, k, v) if len(x) > 2 and x[-3] != 1]  # no set: symbols have no hash
+        if min(len(q), len(k), len(v)) > 2 and any(n != several[0] for n in several):
             heads = f"query, key and value have {q[-3]}, {k[-3]} and {v[-3]} heads"
             raise ShapeError(f"enable_gqa: expected True, because {heads}, got False")
     try:
@@ -211,7 +211,7 @@ def _same_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
             raise ShapeError(f"{name}: expected a number of heads that divides query's {found}")
     if key.shape[-3] == value.shape[-3]:
         return key, value
-    heads = math.lcm(key.shape[-3], value.shape[-3])
+    heads = query.shape[-3]  # fewer might do, but of symbols there is no lcm
     return key.repeat_interleave(heads // key.shape[-3], -3), value.repeat_interleave(heads // value.shape[-3], -3)
 
 

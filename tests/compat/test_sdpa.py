@@ -368,6 +368,8 @@ def test_a_mask_of_as_many_queries_as_sequences() -> None:
     """It is (queries, keys), as ever."""
     agree(inputs((5, 2), 5, 7), bool_mask(5, 7))
     agree(inputs((5, 2), 5, 5), float_mask(5, 5))
+    agree(inputs((2, 3, 2), 6, 7), bool_mask(6, 7))  # of 2 x 3 sequences
+    agree(inputs((2, 3, 1, 2), 6, 6), float_mask(6, 6))
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (1,)])

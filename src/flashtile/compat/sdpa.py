@@ -239,7 +239,9 @@ def _mask(mask: Tensor, query: Tensor, n_k: int) -> dict[str, Any]:
         except RuntimeError:
             wanted, got = (*shape[:-1], n_k), tuple(mask.shape)
             raise ShapeError(f"attn_mask: expected a shape that broadcasts to {wanted}, got {got}") from None
-    elif mask.ndim == 2 and len(shape) > 3 and (torch.compiler.is_compiling() or shape[-2] == shape[-4] > 1):
+    elif mask.ndim == 2 and (
+        len(shape) > 4 or (len(shape) == 4 and (torch.compiler.is_compiling() or shape[-2] == shape[-4] > 1))
+    ):
         mask = mask[None, None]  # (queries, keys) here, never (batch, keys)
     return masked("attn_mask", mask)
 

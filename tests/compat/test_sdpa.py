@@ -591,6 +591,23 @@ def test_nested_by_heads() -> None:
     assert_close(sdpa(x, x, x).values(), theirs(x, x, x).values(), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.usefixtures("nothing_said")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("reason", ["a head dim is over 512", "every weight is dropped"])
+def test_nested_tensors_are_torchs_own_where_there_is_no_kernel(reason: str) -> None:
+    (E, _), options = BEYOND[reason]
+    results = []
+    for function in (sdpa, theirs):
+        rows, q = jagged([3, 5, 1], 4, E)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            out = function(q, q, q, **options)
+        assert (function is sdpa) == any(f"torch's own answers where {reason}" in str(x.message) for x in caught)
+        values = out.transpose(1, 2).values()
+        results.append((values, torch.autograd.grad(values.square().sum(), rows)))
+    assert_close(results[0], results[1])
+
+
 def test_nested_tensors_that_do_not_fit() -> None:
     _, q = jagged([3, 5, 1], 4)
     _, k = jagged([4, 2], 4)

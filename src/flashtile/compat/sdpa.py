@@ -85,7 +85,7 @@ def _answer(
         scale = _number(scale)
     nested = query.is_nested or key.is_nested or value.is_nested
     if nested:
-        reason = _strangely_nested(query, key, value)
+        reason = _strangely_nested(query, key, value, dropout_p)
     else:
         shape, k, v = query.shape, key.shape, value.shape
         reason = _beyond(shape, v, dropout_p)
@@ -138,9 +138,12 @@ def _beyond(query: torch.Size, value: torch.Size, dropout_p: float) -> str | Non
     return "every weight is dropped" if dropout_p == 1 else None
 
 
-def _strangely_nested(*tensors: Tensor) -> str | None:
-    every = all(x.is_nested and x.layout is torch.strided for x in tensors)
-    return "tensors are nested, and not of layout torch.jagged" if every else None
+def _strangely_nested(query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> str | None:
+    """Likewise, of nested ones."""
+    layouts = {x.layout if x.is_nested else None for x in (query, key, value)}
+    if layouts == {torch.strided}:
+        return "tensors are nested, and not of layout torch.jagged"
+    return _beyond(query.shape, value.shape, dropout_p) if layouts == {torch.jagged} else None
 
 
 def _torchs_own(

@@ -778,6 +778,27 @@ class TestCache:
             close(compiled(q, caches[0], k, lengths + n), step(q, caches[1], k, lengths + n))
         close(*caches)
 
+    @pytest.mark.parametrize("strict", [False, True])
+    @pytest.mark.parametrize("paged", [False, True])
+    def test_exported_with_any_number_of_sequences(self, paged: bool, strict: bool) -> None:
+        class Layer(torch.nn.Module):
+            def forward(self, q: Tensor, cache: Tensor, k: Tensor, lengths: Tensor, table: Tensor | None) -> Tensor:
+                k_cache, v_cache = cache.clone(), cache.clone()
+                options: dict[str, Any] = {"cache_seqlens": lengths, "block_table": table, "causal": True}
+                return fa.flash_attn_with_kvcache(q, k_cache, v_cache, k, k + 1, **options) + k_cache.sum()
+
+        def given(batch: int, rows: int) -> tuple[Tensor | None, ...]:
+            lengths = torch.arange(batch, dtype=torch.int32)
+            table = torch.randperm(2 * batch, dtype=torch.int32).reshape(batch, 2) if paged else None
+            cache = randn(*((2 * batch, 4) if paged else (batch, 8)), 2, 16)
+            return randn(batch, rows, 4, 16), cache, randn(batch, rows, 2, 16), lengths, table
+
+        auto = torch.export.Dim.AUTO
+        shapes = ({0: auto, 1: auto}, {0: auto}, {0: auto, 1: auto}, {0: auto}, {0: auto} if paged else None)
+        program = torch.export.export(Layer(), given(2, 3), dynamic_shapes=shapes, strict=strict)
+        for some in (given(2, 3), given(3, 2)):
+            close(program.module()(*some), Layer()(*some))
+
     def test_number_of_splits_has_no_effect(self) -> None:
         q, k, v = (randn(2, 9, 2, 8, seed=i) for i in range(3))
         outs = [fa.flash_attn_with_kvcache(q, k, v, num_splits=n) for n in (0, 1, 4)]

@@ -248,6 +248,15 @@ class TestBatches:
         assert out.is_contiguous()
         close(out, naive_batch(q, k, v, causal=True)[0])
 
+    @pytest.mark.parametrize("make", [list, torch.tensor])
+    def test_a_window_that_is_no_tuple(self, make: Any) -> None:
+        q, k, v = (randn(2, 9, 2, 8, seed=i) for i in range(3))
+        for window in ((3, 1), (-1, 2), (-1, -1)):
+            want = fa.flash_attn_func(q, k, v, window_size=window)
+            assert torch.equal(fa.flash_attn_func(q, k, v, window_size=make(window)), want)
+            found = fa.flash_attn_with_kvcache(q, k, v, window_size=make(window))
+            assert torch.equal(found, want)
+
     def test_positions_of_arguments(self) -> None:
         q, k, v = (randn(2, 9, 4, 8, seed=i) for i in range(3))
         slopes = torch.tensor([0.5, 0.25, 0.125, 1.0])
@@ -768,6 +777,27 @@ class TestCache:
         for n in range(3):
             close(compiled(q, caches[0], k, lengths + n), step(q, caches[1], k, lengths + n))
         close(*caches)
+
+    @pytest.mark.parametrize("strict", [False, True])
+    @pytest.mark.parametrize("paged", [False, True])
+    def test_exported_with_any_number_of_sequences(self, paged: bool, strict: bool) -> None:
+        class Layer(torch.nn.Module):
+            def forward(self, q: Tensor, cache: Tensor, k: Tensor, lengths: Tensor, table: Tensor | None) -> Tensor:
+                k_cache, v_cache = cache.clone(), cache.clone()
+                options: dict[str, Any] = {"cache_seqlens": lengths, "block_table": table, "causal": True}
+                return fa.flash_attn_with_kvcache(q, k_cache, v_cache, k, k + 1, **options) + k_cache.sum()
+
+        def given(batch: int, rows: int) -> tuple[Tensor | None, ...]:
+            lengths = torch.arange(batch, dtype=torch.int32)
+            table = torch.randperm(2 * batch, dtype=torch.int32).reshape(batch, 2) if paged else None
+            cache = randn(*((2 * batch, 4) if paged else (batch, 8)), 2, 16)
+            return randn(batch, rows, 4, 16), cache, randn(batch, rows, 2, 16), lengths, table
+
+        auto = torch.export.Dim.AUTO
+        shapes = ({0: auto, 1: auto}, {0: auto}, {0: auto, 1: auto}, {0: auto}, {0: auto} if paged else None)
+        program = torch.export.export(Layer(), given(2, 3), dynamic_shapes=shapes, strict=strict)
+        for some in (given(2, 3), given(3, 2)):
+            close(program.module()(*some), Layer()(*some))
 
     def test_number_of_splits_has_no_effect(self) -> None:
         q, k, v = (randn(2, 9, 2, 8, seed=i) for i in range(3))

@@ -368,6 +368,8 @@ def test_a_mask_of_as_many_queries_as_sequences() -> None:
     """It is (queries, keys), as ever."""
     agree(inputs((5, 2), 5, 7), bool_mask(5, 7))
     agree(inputs((5, 2), 5, 5), float_mask(5, 5))
+    agree(inputs((2, 3, 2), 6, 7), bool_mask(6, 7))  # of 2 x 3 sequences
+    agree(inputs((2, 3, 1, 2), 6, 6), float_mask(6, 6))
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (1,)])
@@ -589,6 +591,23 @@ def test_nested_by_heads() -> None:
     assert_close(sdpa(x, x, x).values(), theirs(x, x, x).values(), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.usefixtures("nothing_said")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("reason", ["a head dim is over 512", "every weight is dropped"])
+def test_nested_tensors_are_torchs_own_where_there_is_no_kernel(reason: str) -> None:
+    (E, _), options = BEYOND[reason]
+    results = []
+    for function in (sdpa, theirs):
+        rows, q = jagged([3, 5, 1], 4, E)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            out = function(q, q, q, **options)
+        assert (function is sdpa) == any(f"torch's own answers where {reason}" in str(x.message) for x in caught)
+        values = out.transpose(1, 2).values()
+        results.append((values, torch.autograd.grad(values.square().sum(), rows)))
+    assert_close(results[0], results[1])
+
+
 def test_nested_tensors_that_do_not_fit() -> None:
     _, q = jagged([3, 5, 1], 4)
     _, k = jagged([4, 2], 4)
@@ -692,6 +711,28 @@ class TestCompilers:
         program = torch.export.export(Layer(), (x, torch.tensor(3)), strict=strict)
         for n in (2, 4):
             assert_close(program.module()(x, torch.tensor(n)), Layer()(x, torch.tensor(n)))
+
+    @pytest.mark.parametrize("strict", [False, True])
+    @pytest.mark.parametrize("heads", [(4, 1, 1), (4, 1, 4), (8, 2, 4)], ids=str)
+    def test_exported_with_any_number_of_heads(self, heads: tuple[int, int, int], strict: bool) -> None:
+        class Layer(torch.nn.Module):
+            def forward(self, *given: torch.Tensor) -> torch.Tensor:
+                return sdpa(*given, enable_gqa=heads[0] == 8)
+
+        every = [[torch.randn(2, n * (times if n > 1 else 1), 5, 8) for n in heads] for times in (1, 2)]
+        auto = torch.export.Dim.AUTO
+        shapes = {"given": tuple({1: auto} if n > 1 else {} for n in heads)}
+        program = torch.export.export(Layer(), tuple(every[0]), dynamic_shapes=shapes, strict=strict)
+        for some in every:
+            assert_close(program.module()(*some), Layer()(*some))
+
+    @pytest.mark.parametrize("heads", [(4, 1, 4), (8, 2, 4)], ids=str)
+    def test_one_graph_of_any_number_of_heads(self, heads: tuple[int, int, int]) -> None:
+        torch._dynamo.reset()
+        compiled = torch.compile(sdpa, fullgraph=True, dynamic=True, backend="aot_eager")
+        q, k, v = (torch.randn(2, n, 5, 8) for n in heads)
+        grouped = heads[0] == 8
+        assert_close(compiled(q, k, v, enable_gqa=grouped), theirs(q, k, v, enable_gqa=grouped))
 
     @pytest.mark.filterwarnings("ignore")
     def test_scripted(self) -> None:

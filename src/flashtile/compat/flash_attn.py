@@ -145,11 +145,11 @@ def flash_attn_varlen_func(
         for name, x in starts.items():
             if x is not None:
                 check_integers(name, x, cu_seqlens_q.shape[:1])
-        check_table(block_table, len(cu_seqlens_q) - 1)
+        check_table(block_table, cu_seqlens_q.shape[0] - 1)
         options.setdefault("kv_lengths", None if cu_seqlens_k is None else cu_seqlens_k.diff())
         block_table = used_pages(block_table, k, options["kv_lengths"])
         k, v = paged(k, block_table), paged(v, block_table)
-        cu_seqlens_k = torch.arange(len(k) + 1, dtype=cu_seqlens_q.dtype, device=k.device) * k.shape[1]
+        cu_seqlens_k = torch.arange(k.shape[0] + 1, dtype=cu_seqlens_q.dtype, device=k.device) * k.shape[1]
         k, v = k.flatten(0, 1), v.flatten(0, 1)
     _check_out(out, q, k, v)
     found = _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), return_attn_probs, options)
@@ -256,17 +256,17 @@ def flash_attn_with_kvcache(
         if (x is None) != (y is None):
             raise ShapeError(f"{name}, {other}: expected both or none, got one of them")
     new = None if k is None or v is None else (k, v)
-    cache = find(len(q), k_cache, v_cache, new, cache_seqlens, cache_batch_idx, block_table)
+    cache = find(q.shape[0], k_cache, v_cache, new, cache_seqlens, cache_batch_idx, block_table)
     if cache_leftpad is not None:
-        options["mask"] = hidden(cache_leftpad, len(q), cache.room)
+        options["mask"] = hidden(cache_leftpad, q.shape[0], cache.room)
     if rotary_cos is not None and rotary_sin is not None:  # by rows of the cache, padding included
-        moving = causal or tuple(window_size) != EVERYTHING
+        moving = causal or "window" in options
         turn = partial(rotated, cos=rotary_cos, sin=rotary_sin, lengths=cache.lengths, interleaved=rotary_interleaved)
         q, new = turn(q, moving=moving), None if new is None else (turn(new[0], moving=True), new[1])
     if new is not None:
         if not torch.compiler.is_compiling():  # before anything is written; of a graph, while it is made
             like = (
-                torch.empty((len(q), cache.room, *x.shape[2:]), dtype=x.dtype, device="meta")
+                torch.empty((q.shape[0], cache.room, *x.shape[2:]), dtype=x.dtype, device="meta")
                 for x in (k_cache, v_cache)
             )
             describe(*(x.transpose(1, 2) for x in (q, *like)), **options)
@@ -285,6 +285,8 @@ def _options(
     deterministic: bool,
 ) -> dict[str, Any]:
     """Those of attention()."""
+    if isinstance(window_size, Tensor):
+        window_size = window_size.tolist()
     if not isinstance(window_size, tuple | list) or len(window_size) != 2 or None in window_size:
         raise ShapeError(f"window_size: expected two numbers, (left, right), got {window_size!r}")
     left, right = (None if n < 0 else n for n in window_size)

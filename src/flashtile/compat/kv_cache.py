@@ -34,7 +34,7 @@ class Cache(NamedTuple):
         """Keys and values, (batch, room, heads, dim): a copy if they are pages or chosen."""
         if self.table is not None:
             return paged(self.keys, self.table), paged(self.values, self.table)
-        rows = slice(len(self.lengths)) if self.rows is None else self.rows.long()
+        rows = slice(self.lengths.shape[0]) if self.rows is None else self.rows.long()
         return self.keys[rows], self.values[rows]
 
     def append(self, k: Tensor, v: Tensor) -> Cache:
@@ -44,7 +44,7 @@ class Cache(NamedTuple):
             page = self.keys.shape[1]
             at = (self.table.gather(1, places // page), places % page)
         else:
-            rows = torch.arange(len(k), device=k.device) if self.rows is None else self.rows.long()
+            rows = torch.arange(k.shape[0], device=k.device) if self.rows is None else self.rows.long()
             at = (rows[:, None], places)
         self.keys[at], self.values[at] = k, v
         return self._replace(lengths=self.lengths + k.shape[1])
@@ -72,9 +72,9 @@ def find(
         if table is not None:
             raise UnsupportedError("cache_batch_idx: expected None, because block_table says where rows are, got both")
         check_integers("cache_batch_idx", rows, (batch,))
-        _check_range("cache_batch_idx", rows, len(keys) - 1)
-    elif table is None and len(keys) < batch:
-        raise ShapeError(f"k_cache: expected {batch} sequences or more, like q, got {len(keys)}")
+        _check_range("cache_batch_idx", rows, keys.shape[0] - 1)
+    elif table is None and keys.shape[0] < batch:
+        raise ShapeError(f"k_cache: expected {batch} sequences or more, like q, got {keys.shape[0]}")
     room, more = _room(keys, table), 0
     if new is not None:
         more = new[0].shape[1] if new[0].ndim > 1 else 0
@@ -113,7 +113,7 @@ def used_pages(table: Tensor, pages: Tensor, lengths: Tensor) -> Tensor:
     """The table with the first page where sequences of these lengths have none: what is there may be anything."""
     begins = torch.arange(table.shape[1], device=table.device) * pages.shape[1]
     used = torch.where(begins < lengths[:, None], table, 0)
-    _check_range("block_table", used, len(pages) - 1)
+    _check_range("block_table", used, pages.shape[0] - 1)
     return used.long()
 
 
@@ -132,7 +132,7 @@ def check_integers(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
 
 def check_table(table: Tensor, batch: int) -> None:
     _check_dtype("block_table", table)
-    if table.ndim != 2 or len(table) != batch:
+    if table.ndim != 2 or table.shape[0] != batch:
         raise ShapeError(f"block_table: expected shape ({batch}, pages of a sequence), got {tuple(table.shape)}")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from itertools import pairwise
 from typing import Any
@@ -86,7 +85,7 @@ def _answer(
         scale = _number(scale)
     nested = query.is_nested or key.is_nested or value.is_nested
     if nested:
-        reason = _strangely_nested(query, key, value)
+        reason = _strangely_nested(query, key, value, dropout_p)
     else:
         shape, k, v = query.shape, key.shape, value.shape
         reason = _beyond(shape, v, dropout_p)
@@ -139,9 +138,12 @@ def _beyond(query: torch.Size, value: torch.Size, dropout_p: float) -> str | Non
     return "every weight is dropped" if dropout_p == 1 else None
 
 
-def _strangely_nested(*tensors: Tensor) -> str | None:
-    every = all(x.is_nested and x.layout is torch.strided for x in tensors)
-    return "tensors are nested, and not of layout torch.jagged" if every else None
+def _strangely_nested(query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> str | None:
+    """Likewise, of nested ones."""
+    layouts = {x.layout if x.is_nested else None for x in (query, key, value)}
+    if layouts == {torch.strided}:
+        return "tensors are nested, and not of layout torch.jagged"
+    return _beyond(query.shape, value.shape, dropout_p) if layouts == {torch.jagged} else None
 
 
 def _torchs_own(
@@ -183,7 +185,8 @@ def _aligned(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> Three:
         k, v, begin = key.shape, value.shape, -3
     else:
         begin = -2
-        if min(len(q), len(k), len(v)) > 2 and len({q[-3], k[-3], v[-3]} - {1}) > 1:
+        several = [x[-3] for x in (q, k, v) if len(x) > 2 and x[-3] != 1]  # no set: symbols have no hash
+        if min(len(q), len(k), len(v)) > 2 and any(n != several[0] for n in several):
             heads = f"query, key and value have {q[-3]}, {k[-3]} and {v[-3]} heads"
             raise ShapeError(f"enable_gqa: expected True, because {heads}, got False")
     try:
@@ -211,7 +214,7 @@ def _same_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
             raise ShapeError(f"{name}: expected a number of heads that divides query's {found}")
     if key.shape[-3] == value.shape[-3]:
         return key, value
-    heads = math.lcm(key.shape[-3], value.shape[-3])
+    heads = query.shape[-3]  # fewer might do, but of symbols there is no lcm
     return key.repeat_interleave(heads // key.shape[-3], -3), value.repeat_interleave(heads // value.shape[-3], -3)
 
 
@@ -239,7 +242,9 @@ def _mask(mask: Tensor, query: Tensor, n_k: int) -> dict[str, Any]:
         except RuntimeError:
             wanted, got = (*shape[:-1], n_k), tuple(mask.shape)
             raise ShapeError(f"attn_mask: expected a shape that broadcasts to {wanted}, got {got}") from None
-    elif mask.ndim == 2 and len(shape) > 3 and (torch.compiler.is_compiling() or shape[-2] == shape[-4] > 1):
+    elif mask.ndim == 2 and (
+        len(shape) > 4 or (len(shape) == 4 and (torch.compiler.is_compiling() or shape[-2] == shape[-4] > 1))
+    ):
         mask = mask[None, None]  # (queries, keys) here, never (batch, keys)
     return masked("attn_mask", mask)
 

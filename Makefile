@@ -55,5 +55,5 @@ $(VENV)/.tested: $(VENV)/.package pyproject.toml
 	@$(INSTALL) ".[dev]"
 	@if [ "$$(uname)" = Linux ]; then $(PIP) install --no-deps "triton==3.6.0"; fi
 	@$(PIP) install "transformers>=5" || echo "no transformers here: tests of its models are skipped"
-	@sh tests/browser.sh $(BIN)/python
+	@sh tests/support/browser.sh $(BIN)/python
 	@touch $@

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import flashtile as ft
-from tests.grid import COMBINATIONS, LAYOUTS, OPTIONS, Case, Size, build, check_backward, check_forward, truth
-from tests.runners import RUNNERS, Runner, every_runner
+from tests.support.grid import COMBINATIONS, LAYOUTS, OPTIONS, Case, Size, build, check_backward, check_forward, truth
+from tests.support.runners import RUNNERS, Runner, every_runner
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 RAGGED = Size(2, 4, 2, 65, 63, 33, 17)
@@ -134,7 +134,7 @@ def test_gradients_without_dlse(runner: Runner) -> None:
 @pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
 def test_sizes_of_zero(q_shape: Any, k_shape: Any, sink: bool, runner: Runner) -> None:
     """Empty results of the right shape; rows with no key: output 0, lse -inf (or the sink), gradients 0."""
-    from tests.grid import Call
+    from tests.support.grid import Call
 
     q, k, v = np.ones(q_shape, np.float32), np.ones(k_shape, np.float32), np.ones((*k_shape[:3], 3), np.float32)
     options = {"sink": np.array([0.5, -2], np.float32)} if sink else {}
@@ -168,6 +168,6 @@ def test_auto_is_the_first_backend_of_the_table() -> None:
 
 
 def _missing(runner: Runner) -> str | None:
-    from tests.runners import missing
+    from tests.support.runners import missing
 
     return missing(runner.name)

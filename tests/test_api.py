@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import flashtile as ft
-from flashtile.dtypes import BFLOAT16, name_of, narrow, widen
-from tests.grid import OPTIONS, Case, Size, build
-from tests.runners import Runner, every_runner_of_arrays
+from flashtile.numerics.dtypes import BFLOAT16, name_of, narrow, widen
+from tests.support.grid import OPTIONS, Case, Size, build
+from tests.support.runners import Runner, every_runner_of_arrays
 
 rng = np.random.default_rng(0)
 

@@ -10,12 +10,12 @@ import pytest
 
 import flashtile as ft
 from flashtile.backends import reference
+from flashtile.numerics.softmax import COARSE
 from flashtile.problem import describe
-from flashtile.softmax import COARSE
-from tests.grid import Call, Case, Size, Truth, build, check_backward, check_forward, same_dtype_error
-from tests.large_scores import large_scores
-from tests.runners import Runner, every_runner
-from tests.tree import ROOT
+from tests.support.grid import Call, Case, Size, Truth, build, check_backward, check_forward, same_dtype_error
+from tests.support.large_scores import large_scores
+from tests.support.runners import Runner, every_runner
+from tests.tools.tree import ROOT
 
 SIZES = {
     "blocks": Size(1, 4, 2, 150, 170, 16, 24),

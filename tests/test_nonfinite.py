@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import flashtile as ft
-from flashtile.dtypes import narrow, widen
-from tests.grid import GRADIENTS, Call, Case, Size, build, check_forward, max_error, same_dtype_error
-from tests.runners import Runner, every_runner, public
+from flashtile.numerics.dtypes import narrow, widen
+from tests.support.grid import GRADIENTS, Call, Case, Size, build, check_forward, max_error, same_dtype_error
+from tests.support.runners import Runner, every_runner, public
 
 SIZES = {
     "ragged": Size(2, 4, 2, 37, 53, 24, 16),

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import flashtile
-from flashtile.bench import records, table
-from tests import tree
+from flashtile.lab.bench import records, table
+from tests.tools import tree
 
 README = (tree.ROOT / "README.md").read_text()
 
@@ -24,7 +24,7 @@ WATCHED = "import sys; print([m for m in ('torch', 'triton', 'rich', 'typer') if
 
 
 def test_import_pulls_in_numpy_and_nothing_else():
-    assert python(f"import flashtile, flashtile.cli; {WATCHED}").strip() == "[]"
+    assert python(f"import flashtile, flashtile.lab.cli; {WATCHED}").strip() == "[]"
 
 
 def test_a_call_pulls_in_nothing_either():
@@ -71,7 +71,7 @@ def test_it_is_typed():
 @pytest.mark.parametrize("document", tree.DOCUMENTS, ids=lambda path: path.name)
 def test_documents_show_the_tree_as_it_is(document):
     text = document.read_text()
-    assert tree.MARKED.search(text) and text == tree.renewed(text), "run: python -m tests.tree"
+    assert tree.MARKED.search(text) and text == tree.renewed(text), "run: python -m tests.tools.tree"
 
 
 def test_every_file_says_what_it_is():

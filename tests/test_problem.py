@@ -12,7 +12,7 @@ import pytest
 import flashtile as ft
 from flashtile.band import FAR, Band
 from flashtile.problem import describe
-from tests.grid import Size
+from tests.support.grid import Size
 
 B, H, KV, NQ, NK, D, DV = 2, 4, 2, 5, 7, 8, 6
 

@@ -1,6 +1,5 @@
 """flashtile: exact attention, tile by tile."""
 
-from flashtile import threads  # noqa: F401  it remembers which process this is, before any fork
 from flashtile.api import (
     attention,
     attention_backward,
@@ -10,11 +9,12 @@ from flashtile.api import (
     standard_attention,
 )
 from flashtile.band import Band, causal, full, window
+from flashtile.cost.plan import Plan, plan
+from flashtile.cost.trace import Trace, trace
 from flashtile.errors import DTypeError, FlashtileError, ShapeError, UnsupportedError
-from flashtile.plan import Plan, plan
+from flashtile.host import threads  # noqa: F401  it remembers which process this is, before any fork
+from flashtile.numerics.softmax import online_softmax
 from flashtile.results import Grads
-from flashtile.softmax import online_softmax
-from flashtile.trace import Trace, trace
 
 __version__ = "0.1.0"
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
-from flashtile import again, dispatch
-from flashtile import layout as axes
+from flashtile import calls, dispatch
 from flashtile.band import Band
-from flashtile.checks import (
+from flashtile.checks import layout as axes
+from flashtile.checks.arguments import (
     ARRAYS,
     check_flag,
     check_merge,
@@ -21,12 +21,12 @@ from flashtile.checks import (
     library_of,
     listed,
 )
-from flashtile.dtypes import BFLOAT16, accumulator, name_of, narrow, widen
+from flashtile.checks.keywords import check_keywords
 from flashtile.errors import ShapeError, UnsupportedError
-from flashtile.keywords import check_keywords
+from flashtile.numerics.dtypes import BFLOAT16, accumulator, name_of, narrow, widen
+from flashtile.numerics.softmax import merge_normalized
 from flashtile.problem import Problem, check_gradients, describe
 from flashtile.results import Grads
-from flashtile.softmax import merge_normalized
 
 if TYPE_CHECKING:
     from typing_extensions import Never, Unpack
@@ -181,8 +181,8 @@ def attention(
         import flashtile.pytorch  # not "from": that is one call more each time
 
         return flashtile.pytorch.attention(q, k, v, backend, return_lse, options, layout is None)
-    key = again.key_of(q, k, v, backend, options)
-    found = None if key is None else again.attention(key, q, k, v, return_lse, options)
+    key = calls.key_of(q, k, v, backend, options)
+    found = None if key is None else calls.attention(key, q, k, v, return_lse, options)
     if found is not None:
         return found
     library(q, k=k, v=v, **{name: x for name, x in options.items() if name in ARRAYS})
@@ -319,7 +319,7 @@ def standard_attention(
 def _numpy_forward(problem: Problem, backend: str, return_lse: bool, key: Any = None) -> Any:
     row = dispatch.choose(problem, backend)
     if key is not None:
-        again.remember(key, problem, row)
+        calls.remember(key, problem, row)
     out, lse = row.forward(problem)
     out = problem.as_given(_rounded(out, problem.out_dtype, problem.q.dtype))
     return (out, problem.as_given(narrow(lse, problem.accumulator))) if return_lse else out

@@ -42,6 +42,7 @@ class Backend:
     eight_bits: bool = False  # multiplies 8-bit tensors as they are; the others are given wider ones
     given_memory: bool = False  # its results may lie in memory that is made for it
     tensors_only: bool = False  # takes torch tensors and no NumPy arrays
+    gradients_by: str | None = None  # the row that makes the gradients which this one does not, see differentiates()
 
     def load(self) -> ModuleType:
         return _module(self.module)
@@ -104,8 +105,20 @@ class Backend:
 
     def prepare(self, problem: Problem) -> tuple[Any, Problem]:
         """What runs this problem, and again all that differ from it in numbers alone; the problem as that wants it."""
-        prepared: tuple[Any, Problem] = self.load().prepare(problem)
-        return prepared
+        runner, problem = self.load().prepare(problem)
+        if self.gradients_by is not None and not self.load().differentiates(problem):
+            runner = _Joined(runner, named(self.gradients_by).prepare(problem)[0])
+        return runner, problem
+
+
+class _Joined:
+    """The forward pass of one backend and the backward pass of another."""
+
+    __slots__ = ("anywhere", "backward", "forward", "output")
+
+    def __init__(self, forward: Any, backward: Any) -> None:
+        self.anywhere = forward.anywhere and backward.anywhere
+        self.forward, self.output, self.backward = forward.forward, forward.output, backward.backward
 
 
 TABLE = (
@@ -115,10 +128,23 @@ TABLE = (
     ),
     Backend("tiles", "flashtile.backends.tiles", "cpu", "NumPy, tile by tile: the one to read"),
     Backend("reference", "flashtile.backends.reference", "cpu", "NumPy, N x N, float64: the oracle"),
-    Backend("gluon", "flashtile.backends.gluon", "cuda", "Gluon kernels for Hopper", generation=9, eight_bits=True),
+    Backend(
+        "gluon",
+        "flashtile.backends.gluon",
+        "cuda",
+        "Gluon kernels for Hopper",
+        generation=9,
+        eight_bits=True,
+        gradients_by="triton",
+    ),
     Backend("triton", "flashtile.backends.triton", "cuda", "Triton kernels for any GPU it knows"),
 )
 NAMES = ("auto", *(row.name for row in TABLE))
+
+
+def named(name: str) -> Backend:
+    """The row of this name."""
+    return next(row for row in TABLE if row.name == name)
 
 
 def check_name(backend: object) -> None:

@@ -1,4 +1,4 @@
-"""Raw arguments -> Problem, a frozen, checked description of one call; with checks.py all that rejects input."""
+"""Raw arguments -> Problem, a frozen, checked description of one call; with checks/ all that rejects input."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from flashtile.band import FAR, Band
-from flashtile.checks import (
+from flashtile.checks.arguments import (
     INTEGERS,
     LARGEST,
     check_ends,
@@ -18,8 +18,8 @@ from flashtile.checks import (
     is_tensor,
     name_of_any,
 )
-from flashtile.dtypes import EIGHT_BITS, FLOATS, accumulator, name_of
 from flashtile.errors import DTypeError, ShapeError
+from flashtile.numerics.dtypes import EIGHT_BITS, FLOATS, accumulator, name_of
 
 MAX_DIM = 512
 _PADDING = "a mask of (batch, keys) is key_padding_mask"

@@ -13,11 +13,12 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     """Have a GPU of this architecture, and no interpreter."""
     pytest.importorskip("torch")
     pytest.importorskip("triton")
-    from flashtile.backends.triton import chain, gpu
+    from flashtile.backends.gpu import device as gpu
+    from flashtile.backends.gpu import pdl
 
     def have(architecture: Any) -> None:
         monkeypatch.setattr(gpu, "architecture", lambda _device: architecture)
-        monkeypatch.setattr(chain, "INTERPRETED", False)
+        monkeypatch.setattr(pdl, "INTERPRETED", False)
 
     return have
 
@@ -25,7 +26,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, on_gpu: Callable[[Any], None]) -> list[tuple[str, bool, bool]]:
     """On Hopper, of each launch: the kernel, whether it is launched to follow, and whether compiled for a chain."""
-    from flashtile.backends.triton.start import Start
+    from flashtile.backends.gpu.start import Start
 
     found: list[tuple[str, bool, bool]] = []
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import flashtile as ft
-from tests import brute
-from tests.grid import COMBINATIONS, OPTIONS, Case, Size, build
+from tests.support import brute_force
+from tests.support.grid import COMBINATIONS, OPTIONS, Case, Size, build
 
 SMALL = Size(2, 4, 2, 7, 9, 3, 2)
 EVERY = (*((name,) for name in OPTIONS), *COMBINATIONS)
@@ -22,7 +22,7 @@ each_option = pytest.mark.parametrize("options", EVERY, ids="+".join)
 def test_forward_is_the_definition(options: tuple[str, ...], size: Size) -> None:
     call = build(Case(size, "float64", options))
     out, lse = ft.standard_attention(call.q, call.k, call.v, return_lse=True, **call.options)
-    exact_out, exact_lse, weights = brute.attention(call.q, call.k, call.v, **call.options)
+    exact_out, exact_lse, weights = brute_force.attention(call.q, call.k, call.v, **call.options)
     np.testing.assert_allclose(out, exact_out, atol=1e-13)
     np.testing.assert_allclose(lse, exact_lse, atol=1e-13)
     rows = np.arange(size.n_q)
@@ -41,7 +41,7 @@ def test_backward_is_the_slope(options: tuple[str, ...]) -> None:
     def loss(**changed: Any) -> float:
         given = inputs | changed
         rest = {name: x for name, x in (call.options | changed).items() if name not in "qkv"}
-        out, lse, _ = brute.attention(given["q"], given["k"], given["v"], **rest)
+        out, lse, _ = brute_force.attention(given["q"], given["k"], given["v"], **rest)
         return float((out * call.dout).sum() + (lse * call.dlse)[np.isfinite(lse)].sum())
 
     out, lse = ft.standard_attention(call.q, call.k, call.v, return_lse=True, **call.options)
@@ -73,7 +73,7 @@ def test_packed_is_each_sequence_alone() -> None:
         alone = {name: x for name, x in call.options.items() if name not in ("dropout", "seed")}
         alone |= {"kv_lengths": alone["kv_lengths"][s : s + 1]}
         alone |= {name: alone[name][s : s + 1, :, :n_q, :n_k] for name in ("mask", "bias")}
-        exact_out, exact_lse, _ = brute.attention(q, k, v, **alone)
+        exact_out, exact_lse, _ = brute_force.attention(q, k, v, **alone)
         np.testing.assert_allclose(lse[cu_q[s] : cu_q[s + 1]], exact_lse[0].T, atol=1e-13)
         undropped = ft.standard_attention(
             call.q, call.k, call.v, **call.packed, **{n: x for n, x in call.options.items() if n != "dropout"}
@@ -86,7 +86,7 @@ def test_packed_is_each_sequence_alone() -> None:
 def test_precision_rounds(precision: str) -> None:
     """The yardstick is worse than the oracle, and by about as much as its dtype is."""
     from flashtile.backends import reference
-    from tests.grid import EPS
+    from tests.support.grid import EPS
 
     problem = build(Case(Size(2, 4, 2, 65, 63, 33, 17), "float64")).problem()
     exact, _ = reference.forward(problem)

@@ -20,9 +20,9 @@ from flashtile import dispatch
 from flashtile.backends import tiles
 from flashtile.backends.sdpa import passes
 from flashtile.problem import describe
-from tests.grid import Call, same_dtype_error
 from tests.pytorch.samples import randn
-from tests.runners import by_torch
+from tests.support.grid import Call, same_dtype_error
+from tests.support.runners import by_torch
 
 WARNED = """
 import sys, warnings

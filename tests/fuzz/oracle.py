@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashtile import dropout as bits
+from flashtile.numerics import dropout as bits
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, kind: torch.dtype = torch.float64, **o: Any) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.fuzz.doors import DOORS, check, exact
 from tests.fuzz.problems import problem
-from tests.runners import missing
+from tests.support.runners import missing
 
 BACKENDS = [name for name in ("auto", "native", "tiles") if name == "auto" or missing(name) is None]
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import flashtile as ft
-from flashtile import again
-from flashtile.pytorch import prepared
+from flashtile import calls as again
+from flashtile.pytorch import calls as prepared
 from flashtile.pytorch.bridge import to_numpy
 
 Call = tuple[list[Tensor], dict[str, Any], dict[str, Any]]  # q, k, v; options; how it is called

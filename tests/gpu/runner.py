@@ -17,10 +17,10 @@ import flashtile as ft
 from flashtile import dispatch
 from flashtile.problem import describe
 from flashtile.pytorch.bridge import to_numpy, to_torch
-from tests.gpu.placing import NO_FENCE, Fence, Placed, place, same_bits
-from tests.grid import GRADIENTS, Call, Case, Truth, build, check_backward, check_forward, truth
+from tests.gpu.placement import NO_FENCE, Fence, Placed, place, same_bits
 from tests.pytorch.samples import run
-from tests.runners import Runner
+from tests.support.grid import GRADIENTS, Call, Case, Truth, build, check_backward, check_forward, truth
+from tests.support.runners import Runner
 
 BACKENDS = tuple(row.name for row in dispatch.TABLE if row.device == "cuda")
 

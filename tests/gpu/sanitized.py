@@ -17,11 +17,11 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.gluon.assembly import arrive, sync
-from flashtile.backends.triton import gpu
+from flashtile.backends.gluon.ptx import arrive, sync
+from flashtile.backends.gpu import device as gpu
 from tests.gpu.runner import BACKENDS, Given, by
 from tests.gpu.sizes import DECODE, LONG, PACKED, RAGGED
-from tests.grid import Case, Size, build
+from tests.support.grid import Case, Size, build
 
 CASES = (
     *(Case(size, "bfloat16", ("causal",)) for size in (LONG, RAGGED, DECODE, PACKED)),

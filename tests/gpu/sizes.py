@@ -6,7 +6,7 @@ one tile, and for tensors of more than 512 rows, which the copy engine fetches. 
 
 from __future__ import annotations
 
-from tests.grid import Size
+from tests.support.grid import Size
 
 LONG = Size(2, 4, 2, 577, 641, 64, 64)
 RAGGED = Size(2, 4, 2, 65, 129, 64, 64)

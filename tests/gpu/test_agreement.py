@@ -13,11 +13,11 @@ pytest.importorskip("torch")
 import torch
 
 import flashtile as ft
-from tests import test_agreement, test_search
-from tests.gpu.placing import UNALIGNED
+from tests import test_agreement, test_random_problems
+from tests.gpu.placement import UNALIGNED
 from tests.gpu.runner import CUDA, Given, agree, check, each_backend, on
 from tests.gpu.sizes import DECODE, LONG, PACKED, RAGGED
-from tests.grid import COMBINATIONS, OPTIONS, Call, Case, Size, build, truth
+from tests.support.grid import COMBINATIONS, OPTIONS, Call, Case, Size, build, truth
 
 pytestmark = [pytest.mark.gpu, *each_backend]
 
@@ -142,7 +142,7 @@ def test_head_dims_with_dropout(dims: tuple[int, int]) -> None:
 @each_dtype
 def test_one_column(dtype: str) -> None:
     """q.k is one product: standard attention has nothing to add up, so the dtype's own grain is the bar."""
-    test_search.agree(build(Case(Size(2, 4, 2, 65, 129, 1, 1), dtype, ("causal",))), CUDA)
+    test_random_problems.agree(build(Case(Size(2, 4, 2, 65, 129, 1, 1), dtype, ("causal",))), CUDA)
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 5, 7, 8, 16])

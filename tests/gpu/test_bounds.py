@@ -6,10 +6,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.gpu.placing import FENCE, canaries
+from tests.gpu.placement import FENCE, canaries
 from tests.gpu.runner import Given, agree, each_backend, on, refusal
 from tests.gpu.sizes import DECODE, LONG, PACKED, RAGGED
-from tests.grid import Case, Size, build
+from tests.support.grid import Case, Size, build
 
 pytestmark = [pytest.mark.gpu, *each_backend]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flashtile.compat import flash_attn as fa
 from flashtile.compat.sdpa import scaled_dot_product_attention
-from tests.gpu.waiting import no_waiting
+from tests.gpu.synchronization import no_waiting
 
 pytestmark = [pytest.mark.gpu]
 

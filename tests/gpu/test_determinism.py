@@ -12,10 +12,10 @@ pytest.importorskip("torch")
 
 import torch
 
-from tests.gpu.placing import same_bits
+from tests.gpu.placement import same_bits
 from tests.gpu.runner import Given, each_backend
 from tests.gpu.sizes import DECODE, LONG, PACKED, RAGGED
-from tests.grid import Case, Size, build
+from tests.support.grid import Case, Size, build
 
 pytestmark = [pytest.mark.gpu, *each_backend]
 

@@ -13,8 +13,8 @@ import torch
 
 import flashtile as ft
 from flashtile.pytorch.eight_bits import DTYPE
-from tests.eight_bits import Eight
 from tests.gpu.runner import by_each
+from tests.support.eight_bits import Eight
 
 pytestmark = [pytest.mark.gpu, *by_each("gluon")]
 each_dim = pytest.mark.parametrize("dim", [64, 128, 256])

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 import flashtile as ft
-from flashtile.backends.gluon import tickets
-from flashtile.backends.triton import tensors
+from flashtile.backends.gluon import work_counters
+from flashtile.backends.gpu import tensors
 from flashtile.compat.sdpa import scaled_dot_product_attention
 from tests.gpu.oracle import standard
-from tests.gpu.placing import same_bits
+from tests.gpu.placement import same_bits
 from tests.gpu.runner import Given, each_backend
 from tests.gpu.sizes import DECODE, LONG, PACKED, RAGGED
-from tests.grid import Case, Size, build
+from tests.support.grid import Case, Size, build
 
 pytestmark = [pytest.mark.gpu, *each_backend]
 
@@ -135,7 +135,7 @@ def test_what_is_kept_is_not_overwritten_by_what_torch_compile_captures(monkeypa
     """Warmed up in the memory of its graphs, with nothing kept from before."""
     monkeypatch.setattr(tensors, "_dumps", {})
     for name in ("_of_stream", "_banks", "_taken", "_clearing"):
-        monkeypatch.setattr(tickets, name, {})
+        monkeypatch.setattr(work_counters, name, {})
     q = torch.randn(2, 8, 2048, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
     def step(q: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ def test_what_is_kept_is_not_overwritten_by_what_torch_compile_captures(monkeypa
 
     (want,) = torch.autograd.grad(step(q), q)
     tensors._dumps.clear()
-    for each in (tickets._of_stream, tickets._banks, tickets._taken, tickets._clearing):
+    for each in (work_counters._of_stream, work_counters._banks, work_counters._taken, work_counters._clearing):
         each.clear()
     compiled = torch.compile(step, mode="reduce-overhead")
     for _ in range(8):
@@ -153,8 +153,8 @@ def test_what_is_kept_is_not_overwritten_by_what_torch_compile_captures(monkeypa
         others = [torch.zeros(1 << 16, device="cuda", dtype=torch.int32) for _ in range(20)]
         torch.testing.assert_close(found, want, rtol=2e-2, atol=2e-2)
         assert not any(x.any() for x in others)
-    kept = [x.pair for free in tickets._of_stream.values() for x in free]
-    kept += [*tensors._dumps.values(), *(bank for banks in tickets._banks.values() for bank in banks)]
+    kept = [x.pair for free in work_counters._of_stream.values() for x in free]
+    kept += [*tensors._dumps.values(), *(bank for banks in work_counters._banks.values() for bank in banks)]
     segments = torch.cuda.memory_snapshot()
     for x in kept:
         (segment,) = (s for s in segments if s["address"] <= x.data_ptr() < s["address"] + s["total_size"])

@@ -14,14 +14,14 @@ pytest.importorskip("torch")
 import torch
 
 import flashtile as ft
-from flashtile.dtypes import narrow, widen
+from flashtile.numerics.dtypes import narrow, widen
 from tests.gpu.oracle import sampled_keys, sampled_rows, standard
-from tests.gpu.placing import FENCE, NO_FENCE, UNALIGNED, Fence, canaries, place, same_bits
+from tests.gpu.order_of_sums import telling
+from tests.gpu.placement import FENCE, NO_FENCE, UNALIGNED, Fence, canaries, place, same_bits
 from tests.gpu.runner import Given, Route, agree, by, on
-from tests.gpu.telling import telling
 from tests.gpu.test_random import KINDS, problem
-from tests.grid import LAYOUTS, Case, Size, build, laid_out
-from tests.runners import Runner
+from tests.support.grid import LAYOUTS, Case, Size, build, laid_out
+from tests.support.runners import Runner
 
 SMALL = Size(2, 4, 2, 9, 11, 8, 6)
 

@@ -25,20 +25,20 @@ from torch import Tensor
 
 import flashtile as ft
 from flashtile import dispatch
-from flashtile.backends.gluon import output, tickets
-from flashtile.backends.triton import gpu
+from flashtile.backends.gluon import forward, work_counters
+from flashtile.backends.gpu import device as gpu
 from flashtile.band import FAR
-from flashtile.dtypes import narrow
+from flashtile.numerics.dtypes import narrow
 from flashtile.problem import describe
 from tests.gpu.child import python
-from tests.gpu.placing import same_bits, unprepared
+from tests.gpu.order_of_sums import telling
+from tests.gpu.placement import same_bits, unprepared
 from tests.gpu.runner import CUDA, Given, agree, by_each, check, refusal
-from tests.gpu.telling import telling
 from tests.gpu.test_determinism import other_work
 from tests.gpu.test_graphs import replay_beside
 from tests.gpu.test_random import Kind, try_some
-from tests.grid import Call, Case, Size, build, same_dtype_error
-from tests.runners import Runner
+from tests.support.grid import Call, Case, Size, build, same_dtype_error
+from tests.support.runners import Runner
 
 pytestmark = [pytest.mark.gpu, *by_each("gluon")]
 
@@ -166,7 +166,7 @@ def marks() -> Iterator[list[Tensor]]:
     made: list[Tensor] = []
 
     def lent(device: torch.device) -> Any:
-        found = tickets.tickets(device)
+        found = work_counters.tickets(device)
         found.marks.zero_()
 
         def give_back() -> None:
@@ -175,7 +175,7 @@ def marks() -> Iterator[list[Tensor]]:
 
         return SimpleNamespace(pair=found.pair, marks=found.marks, give_back=give_back)
 
-    with mock.patch.object(output, "tickets", lent):
+    with mock.patch.object(forward, "tickets", lent):
         yield made
 
 

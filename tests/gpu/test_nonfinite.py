@@ -21,7 +21,7 @@ from tests.backends.triton.test_nonfinite import (
     one_bad_number,
 )
 from tests.gpu.runner import CUDA, check, each_backend, refusal
-from tests.grid import Call, Case, Size, Truth, build, check_backward, check_forward, same_dtype_error
+from tests.support.grid import Call, Case, Size, Truth, build, check_backward, check_forward, same_dtype_error
 
 pytestmark = [pytest.mark.gpu, *each_backend]
 

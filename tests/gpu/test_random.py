@@ -16,12 +16,12 @@ import pytest
 pytest.importorskip("torch")
 
 import flashtile as ft
-from flashtile.dtypes import accumulator, narrow
-from tests import test_search
-from tests.gpu.placing import FENCE, UNALIGNED
+from flashtile.numerics.dtypes import accumulator, narrow
+from tests import test_random_problems
+from tests.gpu.placement import FENCE, UNALIGNED
 from tests.gpu.runner import each_backend, on
-from tests.grid import Call, laid_out
-from tests.runners import Runner
+from tests.support.grid import Call, laid_out
+from tests.support.runners import Runner
 
 pytestmark = [pytest.mark.gpu, *each_backend]
 
@@ -144,7 +144,7 @@ def try_some(
     seed: int,
     count: int,
     lengths: tuple[int, int] = (131, 239),
-    agree: Callable[[Call, Runner], None] = test_search.agree,
+    agree: Callable[[Call, Runner], None] = test_random_problems.agree,
 ) -> None:
     rng = np.random.default_rng([zlib.crc32(str(kind).encode()), seed])
     wrong = []

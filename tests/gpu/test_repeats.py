@@ -15,7 +15,7 @@ from torch import Tensor
 
 import flashtile as ft
 from tests.gpu.oracle import standard
-from tests.gpu.placing import same_bits
+from tests.gpu.placement import same_bits
 from tests.gpu.runner import each_backend
 
 pytestmark = [pytest.mark.gpu, *each_backend]

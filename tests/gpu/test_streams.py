@@ -15,9 +15,9 @@ from torch import Tensor
 import flashtile as ft
 from tests.gpu.runner import DIFFERENTIABLE, Given, each_backend
 from tests.gpu.sizes import DECODE, LONG, PACKED, RAGGED
-from tests.gpu.waiting import no_waiting
-from tests.grid import OPTIONS, Case, build
+from tests.gpu.synchronization import no_waiting
 from tests.pytorch.samples import run
+from tests.support.grid import OPTIONS, Case, build
 
 pytestmark = [pytest.mark.gpu, *each_backend]
 

@@ -15,8 +15,8 @@ from torch._dynamo.utils import counters
 from torch.func import grad, vmap
 
 import flashtile as ft
-from flashtile.pytorch import call, ops
-from tests.gpu.placing import same_bits
+from flashtile.pytorch import operands, operators
+from tests.gpu.placement import same_bits
 from tests.pytorch.samples import randn
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")]
@@ -138,11 +138,11 @@ def test_autocast(dtype: torch.dtype) -> None:
     assert all(x.dtype == torch.float32 and x.isfinite().all() for x in grads)
 
 
-def some(dtype: torch.dtype = torch.bfloat16, **options: Any) -> call.Call:
-    return call.of(*qkv(dtype=dtype), "auto", **options)
+def some(dtype: torch.dtype = torch.bfloat16, **options: Any) -> operands.Call:
+    return operands.of(*qkv(dtype=dtype), "auto", **options)
 
 
-CALLS: dict[str, Callable[[], call.Call]] = {
+CALLS: dict[str, Callable[[], operands.Call]] = {
     "plain": lambda: some(),
     "float32": lambda: some(torch.float32, causal=True),
     "float64": lambda: some(torch.float64),
@@ -158,7 +158,7 @@ CALLS: dict[str, Callable[[], call.Call]] = {
         out_dtype="float32",
         deterministic=True,
     ),
-    "packed": lambda: call.of(
+    "packed": lambda: operands.of(
         *(cuda(65, h, 64, requires_grad=True) for h in (4, 2, 2)),
         "auto",
         cu_q=torch.tensor(CU, device="cuda"),
@@ -169,16 +169,16 @@ CALLS: dict[str, Callable[[], call.Call]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_opcheck(name: str) -> None:
-    torch.library.opcheck(ops.ATTENTION, CALLS[name]())
+    torch.library.opcheck(operators.ATTENTION, CALLS[name]())
 
 
 def test_opcheck_of_the_way_back() -> None:
-    given = call.Call(*(x.detach() if torch.is_tensor(x) else x for x in CALLS["bias and sink"]()))
-    out, lse = ops.ATTENTION(*given)
+    given = operands.Call(*(x.detach() if torch.is_tensor(x) else x for x in CALLS["bias and sink"]()))
+    out, lse = operators.ATTENTION(*given)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     for bias_grad, dlse in ((True, None), (False, torch.ones_like(lse))):
         arguments = (torch.ones_like(out), dlse, out, lse, bias_grad, *given)
-        torch.library.opcheck(ops.ATTENTION_BACKWARD, arguments, test_utils=checks)
+        torch.library.opcheck(operators.ATTENTION_BACKWARD, arguments, test_utils=checks)
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"dropout": 0.3, "seed": 5}, {"sink": True}], ids=str)

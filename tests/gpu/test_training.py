@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests import training
 from tests.gpu.runner import each_backend
-from tests.training import GPU_COURSES, Course
+from tests.support import training
+from tests.support.training import GPU_COURSES, Course
 
 pytestmark = [pytest.mark.gpu, *each_backend]
 each_course = pytest.mark.parametrize("course", GPU_COURSES, ids=lambda course: f"D{course.head_dim}")

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import flashtile as ft
-from flashtile.dtypes import name_of, widen
-from tests.grid import Call
-from tests.runners import missing
+from flashtile.numerics.dtypes import name_of, widen
+from tests.support.grid import Call
+from tests.support.runners import missing
 
 BACKENDS = [name for name in ("native", "tiles") if missing(name) is None]
 every_backend = pytest.mark.parametrize("backend", BACKENDS)

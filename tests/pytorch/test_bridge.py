@@ -16,7 +16,7 @@ import torch
 import flashtile as ft
 from flashtile import dispatch
 from flashtile.backends import native
-from flashtile.dtypes import BFLOAT16, FLOATS, carrier, name_of
+from flashtile.numerics.dtypes import BFLOAT16, FLOATS, carrier, name_of
 from flashtile.pytorch.bridge import Memory, to_numpy, to_torch
 from tests.pytorch.samples import BACKENDS, every_backend, randn
 

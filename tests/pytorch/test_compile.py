@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from torch.func import grad, vmap
 
 import flashtile as ft
-from flashtile.dtypes import BFLOAT16
+from flashtile.numerics.dtypes import BFLOAT16
 from tests.pytorch.samples import every_backend, randn
 
 CU_Q, CU_K = torch.tensor([0, 3, 9]), torch.tensor([0, 5, 11])

@@ -14,9 +14,9 @@ import torch
 
 import flashtile as ft
 from flashtile import dispatch
-from flashtile.plan import plan
+from flashtile.cost.plan import plan
 from flashtile.pytorch.eight_bits import DTYPE, widened
-from tests.eight_bits import Eight
+from tests.support.eight_bits import Eight
 
 EACH = torch.tensor([[0.5, 2.0], [1.25, 0.0625]])  # (batch, kv_heads)
 ONE = torch.tensor(0.75)

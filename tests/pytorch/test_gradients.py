@@ -17,9 +17,9 @@ from torch.autograd import forward_ad, gradcheck
 
 import flashtile as ft
 from flashtile import dispatch
-from flashtile.pytorch import kernel
-from tests.grid import OPTIONS, Case, Size, build
+from flashtile.pytorch import run as kernel
 from tests.pytorch.samples import BACKENDS, as_tensors, every_backend, randn, run
+from tests.support.grid import OPTIONS, Case, Size, build
 
 TINY = Size(2, 2, 1, 3, 4, 2, 2)
 TINY_PACKED = Size.packed(2, 1, 2, 2, (2, 3), (0, 1), (3, 2))

@@ -17,9 +17,9 @@ from flashtile import dispatch
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton", minversion="3.6")
 
-from flashtile.backends.triton import gpu  # noqa: E402
-from flashtile.backends.triton.start import Series  # noqa: E402
-from flashtile.pytorch import prepared, watch  # noqa: E402
+from flashtile.backends.gpu import device as gpu  # noqa: E402
+from flashtile.backends.gpu.start import Series  # noqa: E402
+from flashtile.pytorch import calls, interception  # noqa: E402
 
 # Of Python, and of C. One of either takes a twentieth of a microsecond or more.
 MOST = {"triton": (22, 29), "gluon": (24, 30)}
@@ -31,19 +31,19 @@ MOST_WITH_GRADIENTS = {"forward": (26, 30), "backward": (25, 64)}
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Tensors that hold no memory go to this backend, as those of a Hopper GPU would, and no kernel is started."""
     if request.param == "gluon":
-        from flashtile.backends.gluon import gradients, output
-        from flashtile.backends.gluon.tickets import Tickets
+        from flashtile.backends.gluon import backward, forward
+        from flashtile.backends.gluon.work_counters import Tickets
 
         shared = Tickets(None, torch.empty(0, device="meta"), [])
-        for module in (output, gradients):
+        for module in (forward, backward):
             monkeypatch.setattr(module, "tickets", lambda device: shared)
     row = next(row for row in dispatch.TABLE if row.name == request.param)
     monkeypatch.setattr(dispatch, "choose", lambda *_: row)
     monkeypatch.setattr(gpu, "architecture", lambda device: (9, 0))
     monkeypatch.setattr(gpu, "processors", lambda device: 132)
     monkeypatch.setattr(Series, "__call__", lambda self, *values: None)
-    monkeypatch.setattr(watch, "_PLAIN", -1)
-    monkeypatch.setattr(prepared, "_known", {})
+    monkeypatch.setattr(interception, "_PLAIN", -1)
+    monkeypatch.setattr(calls, "_known", {})
     return str(request.param)
 
 
@@ -63,7 +63,7 @@ def test_calls_of_a_small_call(backend: str) -> None:
     q, k, v = (torch.empty(8, 8, 128, 64, device="meta", dtype=torch.bfloat16) for _ in range(3))
     for more in ({}, {"causal": True}, {"return_lse": True}):
         ft.attention(q, k, v, **more)  # prepares
-        assert sum(map(len, prepared._known.values())) <= 2
+        assert sum(map(len, calls._known.values())) <= 2
         found = calls_of(lambda more=more: ft.attention(q, k, v, **more))  # type: ignore[misc]
         python, c = MOST[backend]
         assert found["call"] <= python and found["c_call"] <= c, (more, found)

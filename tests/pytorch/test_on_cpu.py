@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 
 import flashtile as ft
-from flashtile import threads
 from flashtile.backends import native
-from flashtile.backends.native.prepared import Prepared
+from flashtile.backends.native.runner import Prepared
+from flashtile.host import threads
 
 torch = pytest.importorskip("torch")
 
-from flashtile.pytorch import prepared  # noqa: E402
+from flashtile.pytorch import calls  # noqa: E402
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason="there is no C++ core")
 
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared, "_known", {})
+    monkeypatch.setattr(calls, "_known", {})
 
 
 def tensors(seed: int = 0, dtype: Any = torch.float32, shape: tuple[int, ...] = (2, 4, 20, 16)) -> list[Any]:
@@ -32,7 +32,7 @@ def tensors(seed: int = 0, dtype: Any = torch.float32, shape: tuple[int, ...] = 
 
 
 def known() -> int:
-    return sum(map(len, prepared._known.values()))
+    return sum(map(len, calls._known.values()))
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -56,12 +56,12 @@ def test_the_same_bits(name: str, dtype: Any) -> None:
         assert known() == 1
         out, lse = ft.attention(*given, **options, return_lse=True)
         assert known() == 1 and out.dtype == first.dtype and out.is_contiguous() and lse.is_contiguous()
-        prepared._known.clear()
+        calls._known.clear()
         wanted = ft.attention(*given, **options, return_lse=True)
         for found, exact in zip((out, lse), wanted, strict=True):
             assert found.shape == exact.shape and found.dtype == exact.dtype and torch.equal(found, exact)
         assert torch.equal(ft.attention(*given, **options), out)
-        prepared._known.clear()
+        calls._known.clear()
 
 
 def test_a_seed_is_its_own() -> None:

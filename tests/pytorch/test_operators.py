@@ -16,16 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile as ft
 from flashtile import inputs
-from flashtile.dtypes import FLOATS, name_of
-from flashtile.pytorch import call, kernel, ops
+from flashtile.numerics.dtypes import FLOATS, name_of
+from flashtile.pytorch import operands, operators, run
 from tests.pytorch.samples import every_backend, randn
 
 CU_Q, CU_K = torch.tensor([0, 3, 9]), torch.tensor([0, 5, 11], dtype=torch.int32)
 
 
-def some(dtype: torch.dtype = torch.float64, grad: bool = True, **options: Any) -> call.Call:
+def some(dtype: torch.dtype = torch.float64, grad: bool = True, **options: Any) -> operands.Call:
     q, k, v = (randn(*shape, dtype=dtype, requires_grad=grad) for shape in ((2, 4, 9, 8), (2, 2, 11, 8), (2, 2, 11, 6)))
-    return call.of(q, k, v, options.pop("backend", "auto"), **options)
+    return operands.of(q, k, v, options.pop("backend", "auto"), **options)
 
 
 CALLS = {
@@ -46,7 +46,7 @@ CALLS = {
     ),
     "a seed in a tensor": lambda: some(dropout=0.2, seed=torch.tensor(-5)),
     "no gradients": lambda: some(grad=False),
-    "packed": lambda: call.of(
+    "packed": lambda: operands.of(
         *(randn(*shape, requires_grad=True) for shape in ((9, 4, 8), (11, 2, 8), (11, 2, 6))),
         "auto",
         cu_q=CU_Q,
@@ -63,23 +63,27 @@ CALLS = {
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # opcheck's own, in torch 2.15
 @pytest.mark.parametrize("name", CALLS)
 def test_opcheck(name: str) -> None:
-    torch.library.opcheck(ops.ATTENTION, CALLS[name]())
+    torch.library.opcheck(operators.ATTENTION, CALLS[name]())
 
 
 @every_backend
 def test_opcheck_of_the_way_back(backend: str) -> None:
     given = some(grad=False, bias=randn(9, 11), sink=randn(4), backend=backend)
-    out, lse = ops.ATTENTION(*given)
+    out, lse = operators.ATTENTION(*given)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     for bias_grad, dlse in ((True, None), (False, torch.ones_like(lse))):
         arguments = (torch.ones_like(out), dlse, out, lse, bias_grad, *given)
-        torch.library.opcheck(ops.ATTENTION_BACKWARD, arguments, test_utils=checks)
+        torch.library.opcheck(operators.ATTENTION_BACKWARD, arguments, test_utils=checks)
 
 
 def test_schema_and_call_name_the_same_arguments() -> None:
-    assert tuple(argument.name for argument in ops.ATTENTION._schema.arguments) == call.Call._fields
-    tensors = re.findall(r"Tensor\??\s(\w+)", call.SCHEMA)
-    assert tuple(tensors) == call.Call._fields[: call.N_TENSORS] == ("q", "k", "v", *call.TENSORS, "seed_tensor")
+    assert tuple(argument.name for argument in operators.ATTENTION._schema.arguments) == operands.Call._fields
+    tensors = re.findall(r"Tensor\??\s(\w+)", operands.SCHEMA)
+    assert (
+        tuple(tensors)
+        == operands.Call._fields[: operands.N_TENSORS]
+        == ("q", "k", "v", *operands.TENSORS, "seed_tensor")
+    )
     assert {*tensors} - {"seed_tensor"} == set(inputs.TENSORS)
 
 
@@ -89,10 +93,10 @@ def test_a_call_is_its_options_again() -> None:
         {"band": ft.Band(1, 2, -3), "seed": 2**63, "out_dtype": torch.float32, "scale": 0.1, "deterministic": True},
     ):
         q = randn(3, 4)
-        again = call.of(q, q, q, "tiles", **options).options()
+        again = operands.of(q, q, q, "tiles", **options).options()
         assert again == options | ({"out_dtype": "float32"} if "out_dtype" in options else {})
         assert list(again) == [name for name in signature(ft.attention).parameters if name in options]
-    assert call.of(q, q, q, "tiles").options() == {}
+    assert operands.of(q, q, q, "tiles").options() == {}
 
 
 @pytest.mark.parametrize("where", ["meta", "fake", "fake cuda"])
@@ -271,7 +275,7 @@ def test_rows_of_no_sequence(device: str) -> None:
 def test_torch_may_ask_for_determinism(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(
-        kernel, "output", lambda q, k, v, backend, options: seen.append(options.get("deterministic", False))
+        run, "output", lambda q, k, v, backend, options: seen.append(options.get("deterministic", False))
     )
     x = torch.zeros(2, 3, 4)
     torch.use_deterministic_algorithms(asked)

@@ -9,9 +9,9 @@ pytest.importorskip("torch")
 import torch
 
 import flashtile as ft
-from flashtile.dtypes import FLOATS
-from tests.grid import OPTIONS, Call, Case, Size, build
+from flashtile.numerics.dtypes import FLOATS
 from tests.pytorch.samples import as_tensors, equal, every_backend, run, tensor
+from tests.support.grid import OPTIONS, Call, Case, Size, build
 
 BATCHED = Size(2, 4, 2, 13, 17, 8, 5)
 PACKED = Size.packed(4, 2, 8, 5, (5, 9), (0, 3), (11, 11))

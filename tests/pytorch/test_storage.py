@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 import torch
 
 import flashtile as ft
-from flashtile.pytorch import prepared
+from flashtile.pytorch import calls
 from tests.pytorch.samples import every_backend
 
 NAMES = ("q", "k", "v", "mask", "bias", "alibi", "sink", "kv_lengths")
@@ -52,7 +52,7 @@ def test_a_storage_that_was_shrunk(options: str, name: str, share: float) -> Non
     needed = "16" if name in ("alibi", "sink", "kv_lengths") else r"\d+"
     with pytest.raises(ft.ShapeError, match=rf"^{name}: expected a storage of at least {needed} bytes, for its shape"):
         attention(given)
-    prepared._known.clear()
+    calls._known.clear()
     with pytest.raises(ft.ShapeError, match=rf"^{name}: expected a storage"):
         attention(given)
     assert torch.equal(attention({n: tensors()[n] for n in given}), out)
@@ -180,6 +180,6 @@ def test_tensors_between_elements() -> None:
         assert torch.equal(attention(given | {name: shifted}), out)
     rows = torch.frombuffer(bytearray(1 + 4 * 16), dtype=torch.float32, offset=1).normal_()
     k = rows.expand(2, 4, 20, 16)
-    prepared._known.clear()
+    calls._known.clear()
     attention({**given, "k": rows.clone().expand(2, 4, 20, 16)})
     assert torch.equal(attention({**given, "k": k}), attention({**given, "k": k.clone()}))

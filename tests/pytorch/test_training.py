@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 
 from flashtile.backends import gluon  # noqa: E402
 from flashtile.problem import describe  # noqa: E402
-from tests import training  # noqa: E402
-from tests.bench.gpu.fakes import one_thread  # noqa: E402
+from tests.lab.bench.gpu.fakes import one_thread  # noqa: E402
+from tests.support import training  # noqa: E402
 
 COURSE = training.Course("cpu", head_dim=32, heads=2, batch=8, length=64, steps=200)
 

@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from flashtile.dtypes import QUIET, Array, narrow, widen
-from flashtile.head import Head, Scores, guarded_product, heads
+from flashtile.cost.tiling import Tiling
+from flashtile.numerics.dtypes import QUIET, Array, narrow, widen
+from flashtile.numerics.head import Head, Scores, guarded_product, heads
+from flashtile.numerics.softmax import pivot
 from flashtile.problem import Problem
 from flashtile.results import Grads
-from flashtile.softmax import pivot
-from flashtile.tiling import Tiling
 
 Round = Callable[[Array], Array]
 

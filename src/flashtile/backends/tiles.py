@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from flashtile import schedule
 from flashtile.band import Kind
-from flashtile.dtypes import QUIET, Array, widen
-from flashtile.head import Head, guarded_product, heads
+from flashtile.numerics import schedule
+from flashtile.numerics.dtypes import QUIET, Array, widen
+from flashtile.numerics.head import Head, guarded_product, heads
+from flashtile.numerics.schedule import Event, Grid, Launch, Load, Make, Store, Tile, Zero
+from flashtile.numerics.softmax import OnlineSoftmax, is_coarse, pivot
 from flashtile.problem import Problem
 from flashtile.results import Grads
-from flashtile.schedule import Event, Grid, Launch, Load, Make, Store, Tile, Zero
-from flashtile.softmax import OnlineSoftmax, is_coarse, pivot
 
 BLOCK = 128  # rows and columns of a tile unless the caller says otherwise
 SHRINK = 2.0**-32  # of values whose weighted sum is not finite

@@ -11,7 +11,7 @@ from typing import ParamSpec, TypeVar
 from torch import Tensor
 
 from flashtile import errors
-from flashtile.pytorch import kinds
+from flashtile.pytorch import subclasses
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,7 +66,7 @@ def check_held(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> N
     given = inspect.signature(function).bind(*args, **kwargs).arguments
     tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
     try:
-        kinds.check_plain(tensors)
-        kinds.check_whole(tensors)
+        subclasses.check_plain(tensors)
+        subclasses.check_whole(tensors)
     except errors.FlashtileError as error:
         raise theirs(error, {}) from None

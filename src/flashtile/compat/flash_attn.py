@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flashtile.api import attention, attention_packed
-from flashtile.checks import check_flag, library
+from flashtile.checks.arguments import check_flag, library
 from flashtile.compat import weights
 from flashtile.compat.errors import as_theirs
 from flashtile.compat.kv_cache import check_alike, check_integers, check_table, find, hidden, paged, used_pages
@@ -24,7 +24,7 @@ from flashtile.compat.options import dropped
 from flashtile.compat.rotary import rotated
 from flashtile.errors import DTypeError, ShapeError, UnsupportedError
 from flashtile.problem import describe
-from flashtile.pytorch import kinds
+from flashtile.pytorch import subclasses
 
 Window = tuple[int, int]
 EVERYTHING: Window = (-1, -1)
@@ -294,7 +294,7 @@ def _options(
     if left is not None or right is not None:
         options["window"] = (left, right)
     if alibi_slopes is not None and q.dtype == torch.float64:
-        kinds.check_whole({"alibi_slopes": alibi_slopes})
+        subclasses.check_whole({"alibi_slopes": alibi_slopes})
         alibi_slopes = alibi_slopes.double()  # theirs are always of float32
     return {**options, "alibi": alibi_slopes, "deterministic": deterministic}
 
@@ -319,7 +319,7 @@ def _check_memory(q: Tensor, **others: Any) -> None:
     """That tensors which something here reads or writes are where q is, and hold their values, and plainly."""
     tensors = {name: x for name, x in others.items() if isinstance(x, Tensor)}
     library(q, **tensors)
-    for look in (kinds.check_plain, kinds.check_whole):
+    for look in (subclasses.check_plain, subclasses.check_whole):
         look({"q": q, **tensors})
 
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.checks import check_stored
+from flashtile.checks.arguments import check_stored
 from flashtile.errors import DTypeError, ShapeError, UnsupportedError
-from flashtile.pytorch.watch import readable
+from flashtile.pytorch.interception import readable
 
 
 class Cache(NamedTuple):

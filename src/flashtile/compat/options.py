@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashtile.errors import DTypeError
-from flashtile.pytorch.watch import readable
+from flashtile.pytorch.interception import readable
 
 
 def dropped(probability: Any, q: Tensor) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flashtile.errors import DTypeError, ShapeError
-from flashtile.pytorch.watch import readable
+from flashtile.pytorch.interception import readable
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, lengths: Tensor, interleaved: bool, moving: bool) -> Tensor:

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from flashtile.api import attention, attention_packed
 from flashtile.band import Band
-from flashtile.checks import check_flag
+from flashtile.checks.arguments import check_flag
 from flashtile.compat.errors import check_tensors, theirs
 from flashtile.compat.options import dropped, masked
 from flashtile.errors import DTypeError, FlashtileError, ShapeError
 from flashtile.problem import MAX_DIM
-from flashtile.pytorch import kinds
-from flashtile.pytorch.ops import LIBRARY
-from flashtile.pytorch.watch import reject_shards
+from flashtile.pytorch import subclasses
+from flashtile.pytorch.interception import reject_shards
+from flashtile.pytorch.operators import LIBRARY
 
 TORCHS = torch._C._nn.scaled_dot_product_attention  # also where torch.nn.functional has been given ours
 _said: set[str] = set()
@@ -165,7 +165,7 @@ def _torchs_own(
             stacklevel=4,
         )
     if attn_mask is not None:
-        attn_mask = _two_axes(kinds.with_values(attn_mask, query.device))
+        attn_mask = _two_axes(subclasses.with_values(attn_mask, query.device))
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     out: Tensor = TORCHS(query, key, value, attn_mask, dropout_p, is_causal, **options)
     return out
@@ -227,11 +227,11 @@ def _mask(mask: Tensor, query: Tensor, n_k: int) -> dict[str, Any]:
     """As options, for these queries."""
     shape = query.shape
     if type(mask) is not Tensor:
-        last = kinds.triangle(mask, shape[-2], n_k)
+        last = subclasses.triangle(mask, shape[-2], n_k)
         if last is not None:
             return {"causal": True} if last else {"band": Band(right=0)}
     if type(mask) is not Tensor or mask.layout is not torch.strided or mask.is_nested:
-        kinds.check_plain({"attn_mask": mask})
+        subclasses.check_plain({"attn_mask": mask})
     mask = _two_axes(mask)
     if mask.dtype is torch.float32 and query.dtype is torch.float64:  # which torch takes beside any queries
         mask = mask.double()
@@ -294,15 +294,15 @@ def _nested(
     """Sequences of many lengths, each by itself."""
     if mask is not None:
         raise DTypeError("attn_mask: expected None, because query is nested, got a mask")
-    if all(kinds.ragged_heads(x) for x in (query, key, value)):
+    if all(subclasses.ragged_heads(x) for x in (query, key, value)):
         inner: Tensor = attention(query.values(), key.values(), value.values(), layout="bhnd", **options)
-        return kinds.nested_as(inner, query)
+        return subclasses.nested_as(inner, query)
     (q, starts), (k, k_starts), (v, v_starts) = (
-        kinds.jagged(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+        subclasses.jagged(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     )
     if v_starts is not k_starts and not torch.equal(v_starts, k_starts):
         raise ShapeError("value: expected sequences as long as those of key, got others")
     if not grouped and q.shape[1] != k.shape[1]:
         heads = f"query and key have {q.shape[1]} and {k.shape[1]} heads"
         raise ShapeError(f"enable_gqa: expected True, because {heads}, got False")
-    return kinds.nested(attention_packed(q, k, v, starts, k_starts, **options), query)
+    return subclasses.nested(attention_packed(q, k, v, starts, k_starts, **options), query)

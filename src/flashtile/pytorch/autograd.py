@@ -16,8 +16,8 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from flashtile.errors import UnsupportedError
-from flashtile.pytorch import eight_bits, kernel, ops
-from flashtile.pytorch.call import N_TENSORS, Call, Settings
+from flashtile.pytorch import eight_bits, operators, run
+from flashtile.pytorch.operands import N_TENSORS, Call, Settings
 
 _NONE = Call(*(None for _ in Call._fields))
 
@@ -29,8 +29,8 @@ class Attention(torch.autograd.Function):
     def forward(settings: Settings, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Any:
         options = settings.options_with(others)
         if settings.known is not None:
-            return kernel.again(settings.known, q, k, v, True, options)
-        return kernel.forward(q, k, v, settings.backend, options)
+            return run.again(settings.known, q, k, v, True, options)
+        return run.forward(q, k, v, settings.backend, options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -45,7 +45,7 @@ class Attention(torch.autograd.Function):
         needs = dict(zip(settings.names, need_others, strict=True)) if others else {}
         if dout is None:  # only the lse was used
             dout = torch.zeros_like(out)
-        dq, dk, dv, dbias, dsink = ops.attention_backward(
+        dq, dk, dv, dbias, dsink = operators.attention_backward(
             settings, needs.get("bias", False), dout, dlse, out, lse, q, k, v, *others
         )
         grads = {"bias": dbias, "sink": dsink}
@@ -87,7 +87,7 @@ class _Forward(_Operator):
         needs = Call(*ctx.needs_input_grad[1:])
         if dout is None:
             dout = torch.zeros_like(out)
-        grads = ops.ATTENTION_BACKWARD(dout, dlse, out, lse, needs.bias, *tensors, *ctx.settings)
+        grads = operators.ATTENTION_BACKWARD(dout, dlse, out, lse, needs.bias, *tensors, *ctx.settings)
         named = zip(("q", "k", "v", "bias", "sink"), grads, strict=True)
         return None, *_NONE._replace(**{name: grad for name, grad in named if getattr(needs, name)})
 
@@ -141,8 +141,8 @@ def _register(op: Any, function: Any) -> None:
         with enable_single_level_autograd_function():
             return function.apply(below, *args)
 
-    ops.LIBRARY.impl(op, recorded, "Autograd", with_keyset=True)
+    operators.LIBRARY.impl(op, recorded, "Autograd", with_keyset=True)
 
 
-_register(ops.ATTENTION, _Forward)
-_register(ops.ATTENTION_BACKWARD, _Backward)
+_register(operators.ATTENTION, _Forward)
+_register(operators.ATTENTION_BACKWARD, _Backward)

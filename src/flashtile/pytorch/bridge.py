@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashtile.dtypes import BFLOAT16, Array
+from flashtile.numerics.dtypes import BFLOAT16, Array
 from flashtile.pytorch import pages
 
 _GUARDS: Any = torch._C._dynamo.guards

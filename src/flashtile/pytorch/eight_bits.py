@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.dtypes import EIGHT_BITS, wider
+from flashtile.numerics.dtypes import EIGHT_BITS, wider
 from flashtile.problem import Problem
 
 DTYPE: torch.dtype = getattr(torch, EIGHT_BITS)

@@ -9,13 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashtile import dispatch, threads
-from flashtile.checks import check_seed, elements_across
-from flashtile.dtypes import narrow
+from flashtile import dispatch
+from flashtile.checks.arguments import check_seed, elements_across
+from flashtile.host import threads
 from flashtile.inputs import Inputs
+from flashtile.numerics.dtypes import narrow
 from flashtile.problem import Problem, check_lengths, describe
 from flashtile.pytorch.bridge import Memory, maker, to_numpy, to_torch
-from flashtile.pytorch.call import TENSORS, number_of
+from flashtile.pytorch.operands import TENSORS, number_of
 
 
 def chosen(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Problem, dispatch.Backend]:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.pytorch import ops
-from flashtile.pytorch.call import Call
+from flashtile.pytorch import operators
+from flashtile.pytorch.operands import Call
 
 Dims = tuple[int | None, ...]
 Mapped = tuple[tuple[Tensor, ...], tuple[int, ...]]
@@ -51,9 +51,9 @@ def _attention(info: Any, dims: Dims, *args: Any) -> Mapped:
     args, mapped = _mapped_first(args, dims)
     call, of = Call(*args), Call(*mapped)
     if _stands_alone(call) or of.sink:
-        return _in_turn(ops.ATTENTION, n, args, mapped)
+        return _in_turn(operators.ATTENTION, n, args, mapped)
     rows = call.q.shape[of.q : -1]
-    out, lse = ops.ATTENTION(*Fold(n, call.q, of.q).call(call, of))
+    out, lse = operators.ATTENTION(*Fold(n, call.q, of.q).call(call, of))
     return (out.reshape(n, *rows, out.shape[-1]), lse.reshape(n, *rows)), (0, 0)
 
 
@@ -63,9 +63,9 @@ def _attention_backward(info: Any, dims: Dims, *args: Any) -> Mapped:
     dout, dlse, out, lse, bias_grad = args[:5]
     call, of = Call(*args[5:]), Call(*mapped[5:])
     if _stands_alone(call) or call.sink is not None:  # the gradient of a sink sums over the batch
-        return _in_turn(ops.ATTENTION_BACKWARD, n, args, mapped)
+        return _in_turn(operators.ATTENTION_BACKWARD, n, args, mapped)
     fold = Fold(n, call.q, of.q)
-    grads = ops.ATTENTION_BACKWARD(
+    grads = operators.ATTENTION_BACKWARD(
         fold.fold(dout, mapped[0]),
         fold.fold(dlse, mapped[1], 3),
         fold.fold(out, mapped[2]),
@@ -114,5 +114,5 @@ def _in_turn(op: Callable[..., tuple[Tensor, ...]], n: int, args: Sequence[Any],
     return stacked, (0,) * len(stacked)
 
 
-torch.library.register_vmap("flashtile::attention", _attention, lib=ops.LIBRARY)
-torch.library.register_vmap("flashtile::attention_backward", _attention_backward, lib=ops.LIBRARY)
+torch.library.register_vmap("flashtile::attention", _attention, lib=operators.LIBRARY)
+torch.library.register_vmap("flashtile::attention_backward", _attention_backward, lib=operators.LIBRARY)

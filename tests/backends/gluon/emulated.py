@@ -17,10 +17,10 @@ from flashtile.problem import describe
 from flashtile.pytorch.eight_bits import side_by_side
 from tests.backends.gluon.emulator.machine import hopper
 from tests.backends.triton import kernels
-from tests.eight_bits import Eight
-from tests.gpu.placing import canaries
-from tests.grid import Call
-from tests.runners import Runner
+from tests.gpu.placement import canaries
+from tests.support.eight_bits import Eight
+from tests.support.grid import Call
+from tests.support.runners import Runner
 
 # For modules of tests. The interpreter, which runs what mends, is NumPy: it warns of the log of 0, of products with
 # NaN, and of its own habits.
@@ -47,11 +47,11 @@ def emulated(seed: int = 0, processors: int = 3, mends: tuple[bool | None, bool 
 
     def forward(call: Call) -> tuple[Any, Any]:
         with machine(seed, processors, mends[0]):
-            return kernels.forward(call, gluon)
+            return kernels.forward(call, "gluon")
 
     def backward(call: Call, out: Any, lse: Any) -> ft.Grads:
         with machine(seed, processors, mends[1]):
-            return kernels.backward(call, out, lse, gluon)
+            return kernels.backward(call, out, lse, "gluon")
 
     return Runner(f"gluon {seed}", forward, backward, lambda call: gluon.why_not(kernels.problem_of(call)))
 

@@ -74,8 +74,8 @@ def build_here(cases: Iterable[Case]) -> Iterator[Built]:
     from flashtile.backends.gluon.backward_kernel import backward_kernel
     from flashtile.backends.gluon.forward_kernel import forward_kernel
     from flashtile.backends.gluon.transpose_kernel import transpose_kernel
-    from flashtile.backends.triton.mend_kernels import mend_forward_kernel
-    from flashtile.backends.triton.start import Start
+    from flashtile.backends.gpu.nonfinite_kernels import mend_forward_kernel
+    from flashtile.backends.gpu.start import Start
 
     triton.runtime.driver.set_active(Phantom(TARGETS["sm_90"]))
     kernels: list[dict[str, Any]] = []
@@ -124,10 +124,9 @@ def start_call(case: Case) -> None:
     """Have the backend start the kernels of a case, on tensors of no particular numbers."""
     import torch
 
-    from flashtile.backends.gluon import why_not
-    from flashtile.backends.gluon.gradients import Backward
-    from flashtile.backends.gluon.output import Forward
-    from flashtile.backends.gluon.passes import differentiates
+    from flashtile.backends.gluon import differentiates, why_not
+    from flashtile.backends.gluon.backward import Backward
+    from flashtile.backends.gluon.forward import Forward
     from flashtile.band import Band
     from flashtile.inputs import Inputs
     from flashtile.problem import check_gradients, describe

@@ -11,11 +11,11 @@ import pytest
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
 
-from flashtile.backends import gluon  # noqa: E402
-from flashtile.backends import triton as portable  # noqa: E402
+from flashtile import dispatch  # noqa: E402
+from flashtile.backends import gluon, gpu  # noqa: E402
 from flashtile.backends.gluon import passes  # noqa: E402
-from flashtile.backends.gluon.gradients import Backward  # noqa: E402
-from flashtile.backends.triton import gradients as of_portable  # noqa: E402
+from flashtile.backends.gluon.backward import Backward  # noqa: E402
+from flashtile.backends.triton import backward as of_portable  # noqa: E402
 from flashtile.problem import describe  # noqa: E402
 
 HOPPER, OTHER = (9, 0), (8, 9)
@@ -27,7 +27,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Have these GPUs, by their capabilities."""
 
     def have(*capabilities: tuple[int, int]) -> None:
-        monkeypatch.setattr(portable, "missing", lambda: None)
+        monkeypatch.setattr(gpu, "missing", lambda: None)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda n: capabilities[getattr(n, "index", n)])
         gluon.missing.cache_clear()
@@ -77,8 +77,9 @@ def test_gradients_that_are_left_to_the_portable_kernels(dim: int, kind: type, m
     """Rows of 20 columns the copy engine cannot fetch, however often they are copied."""
     monkeypatch.setattr(passes, "Forward", lambda *_: None)
     x = torch.empty(1, 2, 128, dim, dtype=torch.bfloat16)
-    run, _ = passes.Prepared(describe(x, x, x))._way_back((x, x, torch.empty(1, 2, 128), None), False)
-    assert type(run) is kind
+    run, _ = dispatch.named("gluon").prepare(describe(x, x, x))
+    way_back, _ = run.backward.__self__._way_back((x, x, torch.empty(1, 2, 128), None), False)
+    assert type(way_back) is kind
 
 
 @pytest.mark.parametrize(

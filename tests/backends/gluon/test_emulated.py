@@ -18,21 +18,21 @@ pytest.importorskip("triton.experimental.gluon")
 
 import torch
 
-from flashtile import traffic
 from flashtile.backends import gluon
-from flashtile.backends.gluon import gradients, output
-from flashtile.backends.gluon.tickets import MOST_MARKS, Tickets
-from flashtile.dtypes import narrow, widen
+from flashtile.backends.gluon import backward, forward
+from flashtile.backends.gluon.work_counters import MOST_MARKS, Tickets
+from flashtile.cost import traffic
+from flashtile.numerics.dtypes import narrow, widen
 from tests.backends.gluon.emulated import Emulated, emulated, marks
 from tests.backends.gluon.emulator.processor import Descriptor
 from tests.backends.triton import kernels
+from tests.gpu.order_of_sums import telling
 from tests.gpu.runner import check
-from tests.gpu.telling import telling
 from tests.gpu.test_hopper import BANDS, DIMS, KINDS, each_dim, jump, stairs
 from tests.gpu.test_random import Kind, problem
-from tests.grid import OPTIONS, Call, Case, Size, build, check_backward, same_dtype_error, truth
-from tests.large_scores import large_scores
-from tests.runners import Runner
+from tests.support.grid import OPTIONS, Call, Case, Size, build, check_backward, same_dtype_error, truth
+from tests.support.large_scores import large_scores
+from tests.support.runners import Runner
 
 pytestmark = marks
 SIZES = {
@@ -254,7 +254,7 @@ def leave_counters() -> None:
     pair, marks = torch.zeros(2, dtype=torch.int32), torch.full((MOST_MARKS,), 7, dtype=torch.int32)
     home: list[Tickets] = []
     with ExitStack() as stack:
-        for module in (output, gradients):
+        for module in (forward, backward):
             stack.enter_context(mock.patch.object(module, "tickets", lambda _device: Tickets(pair, marks, home)))
         for dim in DIMS:
             agree(Case(SIZES[dim], "bfloat16", ("causal",)))

@@ -16,15 +16,15 @@ pytest.importorskip("triton.experimental.gluon")
 
 from flashtile.backends.gluon import (
     backward_kernel,
-    columns,
+    backward_over_128,
+    backward_producer,
+    backward_scheduler,
+    backward_up_to_128,
     dq,
+    forward_epilogue,
     forward_kernel,
-    loading,
-    narrow,
-    results,
+    forward_scheduler,
     row_kernels,
-    tasks,
-    wide,
 )
 from tests.backends.gluon.emulated import Emulated, emulated, marks
 from tests.backends.gluon.emulator.language import rewritten
@@ -38,12 +38,15 @@ from tests.backends.gluon.test_emulated import (
     leave_counters,
     sums_of,
 )
+from tests.gpu.order_of_sums import telling
 from tests.gpu.runner import check
-from tests.gpu.telling import telling
-from tests.grid import Case, Size, build, truth
+from tests.support.grid import Case, Size, build, truth
 
 pytestmark = marks
-FORWARD, BACKWARD = (forward_kernel, results, tasks), (backward_kernel, narrow, wide, dq, loading, columns, row_kernels)
+FORWARD, BACKWARD = (
+    (forward_kernel, forward_epilogue, forward_scheduler),
+    (backward_kernel, backward_up_to_128, backward_over_128, dq, backward_producer, backward_scheduler, row_kernels),
+)
 WORDS = (
     *("fence_async_shared", "sync", "arrive", r"mbarrier\.wait", r"mbarrier\.arrive", r"tma\.store_wait", "added"),
     *("await_buffer", "await_all", "follow", "give_back", "await_count", "clear_unused", "send_dq", "dismiss", "leave"),
@@ -54,17 +57,17 @@ PRODUCTS = re.compile(r"warpgroup_mma_wait\((\d)")
 # What others see to as well, and why it stands there all the same.
 SPARED = {
     "forward_kernel.skip: mbarrier.wait(shared.k.full.index(slot), phase)": "values come later, and are waited for",
-    "narrow.own_128_keys: sync(TOGETHER, WARPGROUPS)": "the other's keys are used after its first dS",
-    "wide.step: mbarrier.wait(shared.q_full.index(half), (t >> 1) & 1)": "who made P has waited for them",
-    "loading.load: sync(Q_FREE + ((t + 1) & 1), ALL)": "nobody comes there any more",
-    "loading.load: sync(DO_FREE + ((t + 1) & 1), ALL)": "nobody comes there any more",
+    "backward_up_to_128.own_128_keys: sync(TOGETHER, WARPGROUPS)": "the other's keys are used after its first dS",
+    "backward_over_128.step: mbarrier.wait(shared.q_full.index(half), (t >> 1) & 1)": "who made P has waited for them",
+    "backward_producer.load: sync(Q_FREE + ((t + 1) & 1), ALL)": "nobody comes there any more",
+    "backward_producer.load: sync(DO_FREE + ((t + 1) & 1), ALL)": "nobody comes there any more",
     **dict.fromkeys(
         (
             "forward_kernel.consume: thread_barrier()",
             "forward_kernel.pass_over: thread_barrier()",
-            "tasks.dismiss: thread_barrier()",
-            "narrow.own_128_keys: thread_barrier()",
-            "loading.load: thread_barrier()",
+            "forward_scheduler.dismiss: thread_barrier()",
+            "backward_up_to_128.own_128_keys: thread_barrier()",
+            "backward_producer.load: thread_barrier()",
         ),
         "an arrival beside it has the warps of a role meet",
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashtile.dtypes import EIGHT_BITS
+from flashtile.numerics.dtypes import EIGHT_BITS
 from tests.backends.gluon.offline import ADVICE, Built, Case, build
 from tests.backends.triton.offline import TARGETS
 
@@ -87,7 +87,7 @@ STACK = {
 ROOM_FOR_OPTIONS = 56  # gradients at head dim 256 with options that one would not tune for
 # For products, in a loop over tiles: S and P V; S, dP, dV and dK, dQ.
 WAITS = {"forward": 2, "backward": 4}
-# What they say to the kernels before and after them (chain.py), before they touch memory.
+# What they say to the kernels before and after them (pdl.py), before they touch memory.
 TURNS = {"forward": "lead touch", "8 bits": "follow lead touch", "backward": "follow lead touch"}
 
 

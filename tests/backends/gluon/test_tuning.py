@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flashtile.backends.gluon import tuning
 from flashtile.band import Band
-from flashtile.dtypes import EIGHT_BITS
+from flashtile.numerics.dtypes import EIGHT_BITS
 from flashtile.problem import Problem, describe
 from tests.backends.gluon.shapes import DIMS, LENGTHS, LIMITS, visible
 

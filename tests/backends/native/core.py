@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flashtile.band import Band
-from tests.runners import missing
+from tests.support.runners import missing
 
 WHY_NOT = missing("native")
 needs_native = pytest.mark.skipif(WHY_NOT is not None, reason=f"native: {WHY_NOT}")

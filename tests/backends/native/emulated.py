@@ -13,10 +13,10 @@ from unittest import mock
 
 import numpy as np
 
-from flashtile import again
-from flashtile.address import address
+from flashtile import calls
 from flashtile.backends import native
-from tests.tree import SOURCE
+from flashtile.host.address import address
+from tests.tools.tree import SOURCE
 
 CORE = SOURCE / "backends" / "native" / "core"
 SERVER = Path(__file__).with_name("serve.cpp")
@@ -101,7 +101,7 @@ def emulated(command: list[str], isa: str) -> Iterator[None]:
             mock.patch.object(native.library, "load", lambda: library),
             mock.patch.object(native, "address", library.address),
             mock.patch.object(native, "small", lambda problem: None),  # it would go by addresses that nobody told
-            mock.patch.object(again, "_known", {}),
+            mock.patch.object(calls, "_known", {}),
         ):
             yield
     finally:

@@ -12,8 +12,8 @@ import numpy as np
 
 from tests import test_nonfinite as nonfinite
 from tests.backends.native import test_alignment as alignment
-from tests.grid import COMBINATIONS, LAYOUTS, OPTIONS, Case, Size
-from tests.runners import public
+from tests.support.grid import COMBINATIONS, LAYOUTS, OPTIONS, Case, Size
+from tests.support.runners import public
 from tests.test_agreement import DECODE, DTYPES, PACKED, SIZES, agree
 
 RAGGED = Size(2, 4, 2, 37, 70, 33, 17)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from flashtile.backends import native
-from flashtile.dtypes import FLOATS, carrier
+from flashtile.numerics.dtypes import FLOATS, carrier
 from tests.backends.native.core import needs_native
-from tests.grid import Call, Case, Size, build
-from tests.runners import public
+from tests.support.grid import Call, Case, Size, build
+from tests.support.runners import public
 
 SIZES = (Size(2, 4, 2, 37, 70, 33, 17), Size(2, 8, 4, 1, 70, 64, 64))
 

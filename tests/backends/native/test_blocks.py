@@ -7,9 +7,9 @@ import re
 import pytest
 
 from flashtile.backends.native import blocks
-from flashtile.plan import stand_in
+from flashtile.cost.plan import stand_in
 from flashtile.problem import MAX_DIM, describe
-from tests.tree import SOURCE
+from tests.tools.tree import SOURCE
 
 CORE = SOURCE / "backends" / "native" / "core"
 MACROS = {"__AVX512F__": "x86-64-v4", "__AVX2__": "x86-64-v3", "__aarch64__": "aarch64", "": "generic"}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import flashtile as ft
-from flashtile.dtypes import FLOATS, narrow, widen
+from flashtile.numerics.dtypes import FLOATS, narrow, widen
 from tests.backends.native.core import needs_native
 
 LARGE = 1e5  # scores: in float32 the last bit of one is worth almost a hundredth of a weight

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from flashtile.backends.native import library
-from flashtile.dtypes import FLOATS
+from flashtile.numerics.dtypes import FLOATS
 from tests.backends.native import test_few_queries as few
 from tests.backends.native.emulated import build, emulated
 from tests.backends.native.sanitized import cases, flags
-from tests.runners import public
+from tests.support.runners import public
 from tests.test_agreement import agree
 
 HERE = library.candidates()[0]

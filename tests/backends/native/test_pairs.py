@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import flashtile as ft
-from flashtile.dtypes import narrow, widen
+from flashtile.numerics.dtypes import narrow, widen
 from tests.backends.native.core import needs_native
-from tests.grid import Call, check_backward, check_forward, same_dtype_error
-from tests.runners import public
+from tests.support.grid import Call, check_backward, check_forward, same_dtype_error
+from tests.support.runners import public
 
 pytestmark = needs_native
 N_Q, N_K = 23, 27  # more than a decode takes

@@ -16,8 +16,8 @@ import pytest
 
 import flashtile as ft
 from tests.backends.native.core import needs_native
-from tests.grid import Case, Size, build
-from tests.runners import public
+from tests.support.grid import Case, Size, build
+from tests.support.runners import public
 
 pytestmark = needs_native
 

@@ -1,6 +1,6 @@
 """The Triton kernels on a call of the grid: on a GPU where there is one, else under Triton's interpreter.
 
-backend: whose prepare() is asked, that of the portable kernels unless one says otherwise.
+backend: the row of the dispatch table that prepares the call.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 
 import flashtile as ft
-from flashtile.dtypes import BFLOAT16, name_of, narrow
+from flashtile import dispatch
 from flashtile.inputs import Inputs
+from flashtile.numerics.dtypes import BFLOAT16, name_of, narrow
 from flashtile.problem import Problem, describe
-from tests.grid import Call
+from tests.support.grid import Call
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
-
-from flashtile.backends import triton as portable  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -43,14 +42,14 @@ def problem_of(call: Call) -> Problem:
     return describe(tensor(call.q), tensor(call.k), tensor(call.v), **options)
 
 
-def forward(call: Call, backend: Any = portable) -> tuple[Any, Any]:
-    run, problem = backend.prepare(problem_of(call))
+def forward(call: Call, backend: str = "triton") -> tuple[Any, Any]:
+    run, problem = dispatch.named(backend).prepare(problem_of(call))
     out, lse = run.forward(Inputs.of(problem))
     return array(out), array(lse)
 
 
-def backward(call: Call, out: Any, lse: Any, backend: Any = portable) -> ft.Grads:
-    run, problem = backend.prepare(problem_of(call))
+def backward(call: Call, out: Any, lse: Any, backend: str = "triton") -> ft.Grads:
+    run, problem = dispatch.named(backend).prepare(problem_of(call))
     grads = run.backward(Inputs.of(problem), *map(tensor, (call.dout, out, lse, call.dlse)))
     dq, dk, dv = (array(x) for x in grads[:3])
     dbias, dsink = (

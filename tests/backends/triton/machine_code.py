@@ -59,7 +59,7 @@ def spills(text: str) -> list[int]:
 
 
 def turns(ptx: str) -> str:
-    """In the order of a kernel's text, where it follows, leads (chain.py) and touches memory; no word twice running."""
+    """In the order of a kernel's text, where it follows, leads (pdl.py) and touches memory; no word twice running."""
     words = {"griddepcontrol.wait": "follow", "griddepcontrol.launch_dependents": "lead"}
     found: list[str] = []
     for line in ptx.splitlines():

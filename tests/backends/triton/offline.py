@@ -120,7 +120,7 @@ def build_here(name: str, cases: Iterable[Case]) -> Iterator[Built]:
     """build() in this process, which then knows no other GPU."""
     import triton
 
-    from flashtile.backends.triton import gpu
+    from flashtile.backends.gpu import device as gpu
 
     target = TARGETS[name]
     triton.runtime.driver.set_active(Phantom(target))
@@ -162,7 +162,8 @@ def start(case: Case) -> None:
     """Have the backend start the kernels of a case, on tensors of no particular numbers."""
     import torch
 
-    from flashtile.backends.triton import passes
+    from flashtile import dispatch
+    from flashtile.inputs import Inputs
     from flashtile.problem import describe
 
     batch, heads, kv_heads, n_q, n_k = SHAPES[case.work][0]
@@ -184,11 +185,11 @@ def start(case: Case) -> None:
     if case.work.endswith("packed"):
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
         options["cu_q"], options["cu_k"] = (torch.arange(batch + 1) * n for n in (n_q, n_k))
-    problem = describe(q, k, v, **options)
+    run, problem = dispatch.named("triton").prepare(describe(q, k, v, **options))
     if case.work.startswith("backward"):
-        passes.backward(problem, torch.empty_like(q), torch.empty_like(q), torch.empty(q.shape[:-1]), None)
+        run.backward(Inputs.of(problem), torch.empty_like(q), torch.empty_like(q), torch.empty(q.shape[:-1]), None)
     else:
-        passes.forward(problem)
+        run.forward(Inputs.of(problem))
 
 
 def constants(src: Any) -> dict[str, Any]:

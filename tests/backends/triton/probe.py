@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.backends.triton.cuts import cuts, stretch_of, tile_at
+from flashtile.backends.gpu.cuts import cuts, stretch_of, tile_at
 
 
 @triton.jit

@@ -11,10 +11,10 @@ import pytest
 import flashtile as ft
 from flashtile.backends.triton import tuning, why_not
 from flashtile.band import Band, Cuts, cuts
-from tests import directions
 from tests.backends.triton import kernels
-from tests.grid import COMBINATIONS, OPTIONS, Case, Size, build, check_backward, check_forward, truth
-from tests.runners import Runner
+from tests.support import finite_differences
+from tests.support.grid import COMBINATIONS, OPTIONS, Case, Size, build, check_backward, check_forward, truth
+from tests.support.runners import Runner
 
 torch = pytest.importorskip("torch")
 # The interpreter is NumPy: it warns of the log of 0, of products with NaN, and of its own habits.
@@ -63,7 +63,7 @@ def run(case: Case) -> None:
 def test_gradients_are_slopes(dtype: str) -> None:
     """Not in bfloat16, which the interpreter rounds towards 0: that makes everything 0.3 % too small, and is seen."""
     runner = Runner("triton", kernels.forward, kernels.backward)
-    directions.agree(build(Case(SMALL, dtype, ("causal", "bias", "sink", "softcap"))), runner)
+    finite_differences.agree(build(Case(SMALL, dtype, ("causal", "bias", "sink", "softcap"))), runner)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

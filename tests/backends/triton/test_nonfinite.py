@@ -11,20 +11,23 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from flashtile.dtypes import narrow, widen
+from flashtile.numerics.dtypes import narrow, widen
 from tests import test_nonfinite as nonfinite
 from tests.backends.triton import kernels
-from tests.grid import Call, Case, Size, Truth, build, check_backward, check_forward, same_dtype_error
-from tests.large_scores import large_scores
+from tests.support.grid import Call, Case, Size, Truth, build, check_backward, check_forward, same_dtype_error
+from tests.support.large_scores import large_scores
 
 torch = pytest.importorskip("torch")
 
-from flashtile.backends.triton import gpu, mend, mend_kernels, scratch, tuning  # noqa: E402
-from flashtile.backends.triton.passes import Prepared  # noqa: E402
-from flashtile.backends.triton.scratch import Scratch  # noqa: E402
-from flashtile.backends.triton.start import At  # noqa: E402
-from flashtile.backends.triton.tensors import laid_out  # noqa: E402
-from flashtile.backends.triton.tuning import Config  # noqa: E402
+from flashtile.backends.gpu import device as gpu  # noqa: E402
+from flashtile.backends.gpu import nonfinite as mend  # noqa: E402
+from flashtile.backends.gpu import nonfinite_kernels, scratch  # noqa: E402
+from flashtile.backends.gpu.config import Config  # noqa: E402
+from flashtile.backends.gpu.scratch import Scratch  # noqa: E402
+from flashtile.backends.gpu.start import At  # noqa: E402
+from flashtile.backends.gpu.tensors import laid_out  # noqa: E402
+from flashtile.backends.triton import tuning  # noqa: E402
+from flashtile.backends.triton.passes import Runner  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning"),
@@ -52,7 +55,7 @@ OPTIONS = [
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of two careful ones each where the dtype is float32, and more marks than a program looks at together."""
     monkeypatch.setattr(tuning, "choose", lambda *_: Config(32, 32, 4, 1))
-    monkeypatch.setattr(mend_kernels, "MARKS", type(mend_kernels.MARKS)(4))
+    monkeypatch.setattr(nonfinite_kernels, "MARKS", type(nonfinite_kernels.MARKS)(4))
 
 
 def processors(n: int) -> Any:
@@ -146,7 +149,7 @@ def test_split_decode(options: tuple[str, ...], value: float, monkeypatch: pytes
     call, exact = one_bad_number(DECODE, options, "float32", value)
     with processors(INSIDE):
         problem = laid_out(kernels.problem_of(call))
-        assert Prepared(problem)._forward._splits > 1
+        assert Runner(problem)._forward._splits > 1
     check(call, exact, backward=bool(np.isnan(value)) and options == ("everything",))
 
 
@@ -172,7 +175,7 @@ def test_short_decode(splits: int, options: tuple[str, ...], value: float | None
         call, exact = one_bad_number(size, options, "float16", value)
     programs = splits * size.batch * size.kv_heads
     with processors(programs // 2):
-        prepared = Prepared(laid_out(kernels.problem_of(call)))._forward
+        prepared = Runner(laid_out(kernels.problem_of(call)))._forward
         assert prepared._splits == splits and prepared._start.grid[0] == programs and prepared._mend is None
     forward(call, exact, programs // 2)
 

@@ -10,13 +10,13 @@ import pytest
 
 import flashtile as ft
 from tests.backends.triton.kernels import DEVICE, backward, forward, problem_of
-from tests.grid import Call, Case, Size, build
+from tests.support.grid import Call, Case, Size, build
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from flashtile.backends import triton as portable  # noqa: E402
-from flashtile.backends.triton.arguments import rule, rule_of  # noqa: E402
+from flashtile.backends.gpu.arguments import rule, rule_of  # noqa: E402
 from flashtile.inputs import Inputs  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")

@@ -4,8 +4,12 @@ from itertools import product
 
 import pytest
 
+from flashtile.backends.gpu.config import (
+    Config,
+    careful,
+)
 from flashtile.backends.triton import tuning
-from flashtile.backends.triton.tuning import KERNELS, Config
+from flashtile.backends.triton.tuning import KERNELS
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -44,9 +48,9 @@ def test_careful_tiles_are_parts_of_others(dim):
     for itemsize, exact in ((2, True), (4, True), (4, False), (8, True)):
         for rows in (16, 32, 64, 128):
             for walked in (16, 32, 128):
-                config = tuning.careful(dim, dim, itemsize, exact, rows, walked)
+                config = careful(dim, dim, itemsize, exact, rows, walked)
                 assert rows % config.block_q == 0 and walked % config.block_k == 0 and config.stages == 1
-            config = tuning.careful(dim, dim, itemsize, exact, rows, 32)
+            config = careful(dim, dim, itemsize, exact, rows, 32)
             if itemsize == 2:
                 assert config.block_q // 16 * config.block_k // 8 >= config.warps
 

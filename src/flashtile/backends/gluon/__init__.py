@@ -5,16 +5,16 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from flashtile.backends import triton as portable
-from flashtile.dtypes import EIGHT_BITS
+from flashtile.backends import gpu
+from flashtile.cost.tiling import Tiling
+from flashtile.numerics.dtypes import EIGHT_BITS
 from flashtile.problem import Problem
-from flashtile.tiling import Tiling
 
 if TYPE_CHECKING:
-    from flashtile.backends.gluon.passes import Prepared
+    from flashtile.backends.gluon.passes import Runner
 
 MAJOR = 9  # compute capability
-RELEASES = ("3.6",)  # of Triton, with which all tests on a GPU have passed; Gluon differs in each, see words.py
+RELEASES = ("3.6",)  # of Triton, with which all tests on a GPU have passed; Gluon differs in each, see compatibility.py
 WIDEST = 256
 MOST_ROWS = 1 << 30
 FEW_QUERIES = 64
@@ -27,7 +27,7 @@ MOST_SOFTCAP = 1 << 13  # its tanh is exact to float32 beside 1, not beside a sm
 @cache
 def missing() -> str | None:
     """Why these kernels cannot run on this machine; None where they can."""
-    reason = portable.missing()
+    reason = gpu.missing()
     if reason is not None:
         return reason
     import torch
@@ -77,7 +77,7 @@ def why_not(problem: Problem) -> str | None:
             return f"{name}: the copy engine wants columns side by side, and rows, heads and batches 16 bytes apart"
     if p.n_q * p.heads * p.sequences > MOST_ROWS:
         return f"it counts rows in 32 bits: there are more than {MOST_ROWS}"
-    return portable.why_not(problem)
+    return gpu.why_not(problem)
 
 
 def suits(problem: Problem) -> bool:
@@ -104,13 +104,23 @@ def tile(problem: Problem, capability: tuple[int, int] | None = None) -> Tiling:
     return Tiling(tuning.ROWS * config.consumers // heads, config.block_k, heads)
 
 
-def prepare(problem: Problem) -> tuple[Prepared, Problem]:
+def prepare(problem: Problem) -> tuple[Runner, Problem]:
     """Its launches, for this problem and all that differ from it in numbers alone; and the problem as they want it."""
-    from flashtile.backends.gluon.passes import Prepared
-    from flashtile.backends.triton.tensors import laid_out
+    from flashtile.backends.gluon.passes import Runner
+    from flashtile.backends.gpu.tensors import laid_out
 
     problem = laid_out(problem)
-    return Prepared(problem), problem
+    return Runner(problem), problem
+
+
+def differentiates(problem: Problem) -> bool:
+    """Whether the backward kernels do this problem; where not, the gradients are the portable ones'."""
+    from flashtile.backends.gluon import tuning
+
+    p, width = problem, max(problem.dim, problem.dim_v)
+    if width > 128 and p.softcap:  # two warpgroups share the scores of a tile, and one would need softcap's slope
+        return False
+    return width <= tuning.WIDEST_BACKWARD and p.dim % 8 == p.dim_v % 8 == 0
 
 
 def fetchable(x: Any) -> bool:

@@ -1,6 +1,6 @@
 """The backward kernel for Hopper: a program takes 128 keys, or 64 wide ones, and walks the queries that see them.
 
-One warp fetches Q, dO and the statistics of rows; two warpgroups hold K, V, dK and dV, and work as narrow.py or wide.py
+One warp fetches Q, dO and the statistics of rows; two warpgroups hold K, V, dK and dV, and work as backward_up_to_128.py or backward_over_128.py
 says. Two more warps have the copy engine add dQ to float32 in memory.
 """
 
@@ -10,14 +10,24 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from flashtile.backends.gluon.columns import FIELDS, GO, KEYS, ORDERS, ROOM, TILE_FIELDS, Extent, board_of, told
+from flashtile.backends.gluon.backward_consumer import Targets
+from flashtile.backends.gluon.backward_over_128 import own_64_keys
+from flashtile.backends.gluon.backward_producer import Sources, Tiles, load
+from flashtile.backends.gluon.backward_scheduler import (
+    FIELDS,
+    GO,
+    KEYS,
+    ORDERS,
+    ROOM,
+    TILE_FIELDS,
+    Extent,
+    board_of,
+    told,
+)
+from flashtile.backends.gluon.backward_up_to_128 import own_128_keys
+from flashtile.backends.gluon.compatibility import reinterpreted
 from flashtile.backends.gluon.dq import BY_THREAD, write
-from flashtile.backends.gluon.loading import Sources, Tiles, load
-from flashtile.backends.gluon.narrow import own_128_keys
-from flashtile.backends.gluon.owning import Targets
-from flashtile.backends.gluon.wide import own_64_keys
-from flashtile.backends.gluon.words import reinterpreted
-from flashtile.backends.triton.chain import follow, lead
+from flashtile.backends.gpu.pdl import follow, lead
 
 
 @gluon.jit(do_not_specialize=["tiles", "kv_heads", "section", "padded", "mark_tiles", "tasks"])

@@ -9,8 +9,8 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashtile.backends.triton.tensors import Result, maker
-from flashtile.dtypes import EIGHT_BITS, name_of
+from flashtile.backends.gpu.tensors import Result, maker
+from flashtile.numerics.dtypes import EIGHT_BITS, name_of
 
 
 def descriptors(x: Any, box: list[int], packed_heads: int | None = None, swizzled: bool = True) -> Callable[[Any], Any]:

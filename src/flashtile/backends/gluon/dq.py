@@ -6,11 +6,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from flashtile.backends.gluon.assembly import added, arrive, fence_async_global
-from flashtile.backends.gluon.columns import CUT, DQ_AT, GO, HEAD, SEQUENCE, TURN, board_of, get, order_of, told
-from flashtile.backends.gluon.loading import EVERYONE, KV_FREE
-from flashtile.backends.gluon.words import add_tile, reinterpreted, thread_barrier
-from flashtile.backends.triton.chain import await_count
+from flashtile.backends.gluon.backward_producer import EVERYONE, KV_FREE
+from flashtile.backends.gluon.backward_scheduler import (
+    CUT,
+    DQ_AT,
+    GO,
+    HEAD,
+    SEQUENCE,
+    TURN,
+    board_of,
+    get,
+    order_of,
+    told,
+)
+from flashtile.backends.gluon.compatibility import add_tile, reinterpreted, thread_barrier
+from flashtile.backends.gluon.ptx import added, arrive, fence_async_global
+from flashtile.backends.gpu.pdl import await_count
 
 # A 64 x 64 tile of dQ or P lies as 128 threads hold it, so that it is stored without conflicts, and dQ leaves in one
 # piece; row_kernels.py undoes the order.

@@ -22,23 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashtile.backends.gluon.assembly import BARRIERS, arrive, stay_before, sync
-from flashtile.backends.gluon.results import Results, clear_mark, finish, heads_of_rows, store
-from flashtile.backends.gluon.softmax import (
-    Seen,
-    agreed,
-    carried,
-    hide,
-    joined,
-    operand,
-    scaled,
-    shape_scores,
-    unit_of,
-    weigh,
-    weigh_first,
-    weigh_on_trust,
-)
-from flashtile.backends.gluon.tasks import (
+from flashtile.backends.gluon.compatibility import fetch_tile, reinterpreted, thread_barrier
+from flashtile.backends.gluon.forward_epilogue import Results, clear_mark, finish, heads_of_rows, store
+from flashtile.backends.gluon.forward_scheduler import (
     FIELDS,
     FIRST_KEY,
     FIRST_SEEN,
@@ -68,8 +54,22 @@ from flashtile.backends.gluon.tasks import (
     read,
     read_real,
 )
-from flashtile.backends.gluon.words import fetch_tile, reinterpreted, thread_barrier
-from flashtile.backends.triton.chain import follow, lead
+from flashtile.backends.gluon.ptx import BARRIERS, arrive, stay_before, sync
+from flashtile.backends.gluon.softmax import (
+    Seen,
+    agreed,
+    carried,
+    hide,
+    joined,
+    operand,
+    scaled,
+    shape_scores,
+    unit_of,
+    weigh,
+    weigh_first,
+    weigh_on_trust,
+)
+from flashtile.backends.gpu.pdl import follow, lead
 
 WARPGROUP = gl.constexpr(128)  # threads
 WARP = gl.constexpr(32)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.backends.triton.backward_kernels import row_statistics
-from flashtile.backends.triton.blocks import extent, head_of, locate, number, store_column, wide
-from flashtile.backends.triton.chain import await_count, follow, lead
-from flashtile.backends.triton.steady import plain
+from flashtile.backends.gpu.backward_rows import row_statistics
+from flashtile.backends.gpu.blocks import extent, head_of, locate, number, store_column, wide
+from flashtile.backends.gpu.pdl import await_count, follow, lead
+from flashtile.backends.gpu.unspecialized import plain
 
 ZEROS = tl.constexpr(4096)  # a 64 x 64 tile of dQ
 

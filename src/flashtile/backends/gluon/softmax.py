@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.gluon.assembly import follow, pack_halves, pack_quarters, reciprocal, scale_unless_one
-from flashtile.backends.triton.blocks import number
-from flashtile.backends.triton.scores import LOG2E
+from flashtile.backends.gluon.ptx import follow, pack_halves, pack_quarters, reciprocal, scale_unless_one
+from flashtile.backends.gpu.blocks import number
+from flashtile.backends.gpu.scores import LOG2E
 
 NOTHING = gl.constexpr(-1e30)  # the maximum of no scores: finite, so that it can be taken off -inf
 SLACK = gl.constexpr(8.0)  # a maximum that has grown by less than this, in base 2, is left as it is

@@ -5,8 +5,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.triton.blocks import measure, wide
-from flashtile.backends.triton.chain import lead
+from flashtile.backends.gpu.blocks import measure, wide
+from flashtile.backends.gpu.pdl import lead
 
 KEYS = gl.constexpr(128)  # of a program, as many as a tile of the forward kernel has
 WIDTH = gl.constexpr(64)  # columns that a warp turns at a time

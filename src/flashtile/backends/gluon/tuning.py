@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flashtile import dtypes
 from flashtile.band import FAR
+from flashtile.numerics import dtypes
 from flashtile.problem import Problem
 
 ROWS = 64  # of a warpgroup: what its matrix instruction takes

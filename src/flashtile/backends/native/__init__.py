@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from flashtile import threads
-from flashtile.address import address
 from flashtile.backends.native import library
 from flashtile.backends.native.blocks import tile
 from flashtile.backends.native.library import why_not as missing
-from flashtile.backends.native.prepared import MOST_ROWS, OTHERS, Prepared
-from flashtile.dtypes import Array, carrier, widen
+from flashtile.backends.native.runner import MOST_ROWS, OTHERS, Prepared
+from flashtile.host import threads
+from flashtile.host.address import address
+from flashtile.numerics.dtypes import Array, carrier, widen
 from flashtile.problem import Problem
 from flashtile.results import Grads
 

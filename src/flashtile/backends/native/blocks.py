@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flashtile import threads
 from flashtile.backends.native import library
 from flashtile.band import ceil_div
-from flashtile.dtypes import ITEMSIZE
+from flashtile.cost.tiling import Tiling
+from flashtile.host import threads
+from flashtile.numerics.dtypes import ITEMSIZE
 from flashtile.problem import Problem
-from flashtile.tiling import Tiling
 
 
 class Lanes(NamedTuple):

@@ -65,7 +65,7 @@ def why_not() -> str | None:
 @cache
 def load() -> ctypes.CDLL:
     """The library, its functions declared. Passing a packed struct is passing its bytes."""
-    from flashtile import threads  # make runs this file alone, to ask for candidates()
+    from flashtile.host import threads  # make runs this file alone, to ask for candidates()
 
     library, reason = _find()
     if library is None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from flashtile import machine
+from flashtile.cost.tiling import Tiling
+from flashtile.host import machine
 from flashtile.problem import Problem
 from flashtile.results import Grads
-from flashtile.tiling import Tiling
 
 KEYS = 512  # that torch has in a tile, and the rows of one for so many queries
 ROWS = ((768, 256), (192, 64), (0, 32))

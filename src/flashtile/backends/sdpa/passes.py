@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flashtile.backends import tiles
-from flashtile.dtypes import BFLOAT16, Array
+from flashtile.numerics.dtypes import BFLOAT16, Array
+from flashtile.numerics.softmax import COARSE
 from flashtile.problem import Problem
 from flashtile.pytorch.bridge import to_numpy
 from flashtile.pytorch.merge import merge
 from flashtile.results import Grads
-from flashtile.softmax import COARSE
 
 _forward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.backends.triton.scores import exp2_of, log_sum_exp
+from flashtile.backends.gpu.scores import exp2_of, log_sum_exp
 
 
 @triton.jit(do_not_specialize=["lse_split", "n_rows", "n_heads"])

@@ -1,95 +1,27 @@
-"""Passes: what a call launches, forward and backward, worked out once for all calls that differ in numbers alone."""
+"""Both passes of a call by the portable kernels."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-from flashtile.backends.triton.arguments import ALIGNED
-from flashtile.backends.triton.gpu import index_of, on_device
-from flashtile.backends.triton.gradients import Backward
-from flashtile.backends.triton.output import Forward
-from flashtile.backends.triton.tensors import aligned, laid_out, outline, tidy_gradients
-from flashtile.inputs import TENSORS, Inputs
-from flashtile.problem import Problem, check_gradients
+from flashtile.backends.gpu.passes import Passes
+from flashtile.backends.gpu.tensors import aligned
+from flashtile.backends.triton.backward import Backward
+from flashtile.backends.triton.forward import Forward
+from flashtile.problem import Problem
 from flashtile.results import Grads
 
 
-class Passes:
-    """A call without its numbers: what is launched for tensors of these shapes, strides, dtypes and alignments."""
-
-    anywhere = False  # kernels are compiled for alignments
-
-    def __init__(self, problem: Problem) -> None:
-        self._device = problem.q.device
-        self._index = index_of(self._device)
-        seed = problem.seed if isinstance(problem.seed, int) else outline(problem.seed)
-        self._problem = replace(problem, seed=seed, **{name: outline(getattr(problem, name)) for name in TENSORS})
-        self._aligned = {name: aligned(getattr(problem, name)) for name in "qkv"}
-        self._forward: Callable[[Inputs, bool], tuple[Any, Any]]
-        self._ways_back: dict[Any, tuple[Callable[..., Grads], bool]] = {}
-
-    def forward(self, x: Inputs) -> tuple[Any, Any]:
-        """Output and lse, contiguous, in the caller's layout."""
-        return on_device(self._index, self._forward, x, True)
-
-    def output(self, x: Inputs) -> Any:
-        """The output alone: a small call notices what the memory of an lse costs."""
-        return on_device(self._index, self._forward, x, False)[0]
-
-    def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Grads:
-        """Gradients from the saved output and lse, in the caller's layout, those of bias (of rank 4) and sink wide."""
-        given = (dout, out, lse, dlse)
-        run, is_tidy = self._way_back(given, bias_grad)
-        return on_device(self._index, run, x, *(given if is_tidy else self._tidied(given)))
-
-    def _way_back(self, given: tuple[Any, ...], bias_grad: bool) -> tuple[Callable[..., Grads], bool]:
-        """What runs a backward pass of tensors that lie like these, and whether they need not be tidied first."""
-        dout, out, lse, dlse = given
-        key = (bias_grad, _kind_of(dout), _kind_of(out), _kind_of(lse), None if dlse is None else _kind_of(dlse))
-        found = self._ways_back.get(key)
-        if found is None:
-            outlines = check_gradients(self._problem, *map(outline, given))
-            tidied = self._tidied(given)
-            is_tidy = all(map(operator.is_, tidied, given))
-            run = self._differentiate(given, outlines, bias_grad) if is_tidy else self._way_back(tidied, bias_grad)[0]
-            found = self._ways_back[key] = run, is_tidy
-        return found
-
-    def _tidied(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        """dout, out, lse and dlse, with rows as the kernels want them."""
-        return tidy_gradients(self._problem, *given)
-
-    def _differentiate(
-        self, given: tuple[Any, ...], outlines: tuple[Any, ...], bias_grad: bool
-    ) -> Callable[..., Grads]:
-        """The launches of a backward pass, by the portable kernels."""
-        is_aligned = self._aligned | {"dout": aligned(given[0])}
-        return Backward(self._problem, self._device, is_aligned, outlines, bias_grad)
-
-
-class Prepared(Passes):
-    """By the portable kernels."""
+class Runner(Passes):
+    """Runs calls like this one, whatever their numbers are."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._forward = Forward(self._problem, self._device, self._aligned)
 
-
-def forward(problem: Problem) -> tuple[Any, Any]:
-    """Output and lse of one problem."""
-    problem = laid_out(problem)
-    return Prepared(problem).forward(Inputs.of(problem))
-
-
-def backward(problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Grads:
-    """Gradients of one problem."""
-    problem = laid_out(problem)
-    return Prepared(problem).backward(Inputs.of(problem), dout, out, lse, dlse, bias_grad=bias_grad)
-
-
-def _kind_of(x: Any) -> tuple[Any, ...]:
-    """All of a tensor that decides what is launched."""
-    return x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNED
+    def _differentiate(
+        self, given: tuple[Any, ...], outlines: tuple[Any, ...], bias_grad: bool
+    ) -> Callable[..., Grads]:
+        is_aligned = self._aligned | {"dout": aligned(given[0])}
+        return Backward(self._problem, self._device, is_aligned, outlines, bias_grad)

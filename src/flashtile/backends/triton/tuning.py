@@ -4,33 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
-from flashtile.dtypes import ITEMSIZE
+from flashtile.backends.gpu.config import Config, effective_width, padded_width
+from flashtile.numerics.dtypes import ITEMSIZE
 from flashtile.problem import Problem
 
 DECODES = ("decode", "decode-short")
 KERNELS = ("forward", "dkdv", "dq", *DECODES)
 FEW_KEYS = 1024  # keys: a split decode whose programs would walk no more of them, one a processor, is "decode-short"
-
-
-class Config(NamedTuple):
-    """A tile of block_q x block_k; whether the copy engine of Hopper and later fetches the blocks.
-
-    programs: where keys are split, for so many programs a processor.
-    """
-
-    block_q: int
-    block_k: int
-    warps: int
-    stages: int
-    descriptors: bool = False
-    programs: int = 1
-
-    @property
-    def options(self) -> dict[str, int]:
-        """What Triton is told of it."""
-        return {"num_warps": self.warps, "num_stages": self.stages}
 
 
 # As measured, by major compute capability and bytes an element, then by kernel and padded head dim.
@@ -111,9 +92,6 @@ ELSEWHERE = {
     "dq": {64: (64, 32, 4, 2), 128: (32, 32, 4, 1), 256: (32, 32, 4, 1), 512: (16, 32, 4, 1), 1024: (16, 16, 8, 1)},
     "decode": {64: (16, 64, 4, 3), 128: (16, 32, 4, 3), 256: (16, 32, 4, 3), 512: (16, 32, 4, 1), 1024: (16, 16, 4, 1)},
 }
-# The careful walk's (guard.py), likewise: the most rows it makes at a time, the rows it walks at a time, and warps.
-CAREFUL = {64: (32, 32, 4), 128: (32, 32, 8), 256: (32, 32, 8), 512: (16, 32, 4), 1024: (16, 16, 4)}
-CAREFUL_EXACT = (16, 16, 8)  # where float32 stays float32, which on NVIDIA's GPUs no matrix unit multiplies
 DBIAS = Config(32, 32, 4, 1)
 STATISTICS_ROWS = {9: 16}  # as measured, by major compute capability; 64 elsewhere
 MERGED = 16384  # bytes of parts that one warp holds in registers
@@ -143,32 +121,22 @@ def choose(
         measured |= MEASURED.get((gpu[0], itemsize), {}).get(kernel, {})
         if dropout:
             measured |= DROPOUT.get((gpu[0], itemsize), {}).get(kernel, {})
-    if kernel == "decode-short" and (pairs or _step(width) not in measured):
+    if kernel == "decode-short" and (pairs or padded_width(width) not in measured):
         return choose("decode", dim, dim_v, itemsize, gpu, pairs, dropout)
-    if _step(width) in measured and not (pairs and width > 128):
-        config = measured[_step(width)]
+    if padded_width(width) in measured and not (pairs and width > 128):
+        config = measured[padded_width(width)]
         if pairs:
             return config._replace(block_q=min(64, config.block_q), block_k=min(64, config.block_k), stages=2)
         return config
     reasoned = REASONED.get(_family(gpu), {}).get(kernel, {})
-    if _step(width) in reasoned and itemsize == 2 and not pairs:
-        return reasoned[_step(width)]
-    return Config(*ELSEWHERE[kernel][_step(_room(width, itemsize))])
+    if padded_width(width) in reasoned and itemsize == 2 and not pairs:
+        return reasoned[padded_width(width)]
+    return Config(*ELSEWHERE[kernel][padded_width(effective_width(width, itemsize))])
 
 
 def asks(problem: Problem) -> tuple[bool, bool]:
     """The `pairs` and `dropout` of choose()."""
     return problem.mask is not None or problem.bias is not None, problem.dropout > 0
-
-
-def careful(dim: int, dim_v: int, itemsize: int, exact: bool, rows: int, walked: int) -> Config:
-    """Of a careful walk in place of a tile of so many `rows`: block_q is a part of them, block_k one of `walked`.
-
-    `exact`: products of float32 are not rounded to TF32.
-    """
-    room = _room(max(dim, dim_v), itemsize)
-    most, across, warps = CAREFUL_EXACT if exact and itemsize > 2 else CAREFUL[_step(room)]
-    return Config(min(most, rows), min(across, walked), warps if rows >= most else 4, 1)
 
 
 def statistics_rows(gpu: tuple[int, int] | str | None) -> int:
@@ -212,12 +180,3 @@ def _family(gpu: tuple[int, int] | str | None) -> str:
     if gpu is None:
         return ""
     return "ampere" if gpu in ((8, 0), (8, 7)) else {8: "ada", 10: "blackwell", 12: "ada"}.get(gpu[0], "")
-
-
-def _room(width: int, itemsize: int) -> int:
-    """A float32 tile takes the room of a 16-bit one of twice the width."""
-    return width * max(1, itemsize // 2)
-
-
-def _step(width: int) -> int:
-    return next((step for step in (64, 128, 256, 512) if width <= step), 1024)

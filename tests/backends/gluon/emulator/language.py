@@ -14,8 +14,8 @@ import torch
 import triton.language as tl
 from triton.experimental.gluon.language.nvidia import hopper
 
-from flashtile.backends.gluon import assembly, words
-from flashtile.backends.triton import chain
+from flashtile.backends.gluon import compatibility, ptx
+from flashtile.backends.gpu import pdl
 from tests.backends.gluon.emulator import processor
 from tests.backends.gluon.emulator.processor import MBARRIER, WAITED, WRITTEN, Barriers, Role, Shared, me, turns
 from tests.backends.gluon.emulator.registers import TORCH, Block, MisuseError, Number, Pointer, as_tensor, as_torch
@@ -240,25 +240,25 @@ OTHERS: dict[int, Any] = {
         (hopper.fence_async_shared, lambda: me().fence()),
         (hopper.warpgroup_mma, processor.begin_product),
         (hopper.warpgroup_mma_wait, lambda under_way, deps: processor.await_products(under_way, deps)),
-        (words.thread_barrier, lambda: me().meet()),
-        (words.fetch_tile, processor.fetch_tile),
-        (words.send_tile, processor.send_tile),
-        (words.add_tile, lambda desc, at, tile: processor.send_tile(desc, at, tile, add=True)),
-        (words.reinterpreted, lambda tile, dtype, shape, layout: tile.reinterpret(dtype, shape, layout)),
-        (assembly.arrive, lambda barrier, threads: processor.come_to(barrier, threads, stay=False)),
-        (assembly.sync, lambda barrier, threads: processor.come_to(barrier, threads, stay=True)),
-        (assembly.stay_before, _nothing),
-        (assembly.hold, _nothing),
-        (assembly.scale_unless_one, lambda o, factor: o * factor),
-        (assembly.follow, _follow_growth),
-        (assembly.reciprocal, _reciprocal),
-        (assembly.pack_halves, _pack_halves),
-        (assembly.pack_quarters, _pack_quarters),
-        (assembly.added, processor.await_copies),
-        (assembly.fence_async_global, _nothing),  # sums are made at once here, whoever asks
-        (chain.follow, lambda chained: me().program.launch.follow() if chained else None),
-        (chain.lead, lambda chained: me().program.launch.lead(me().program) if chained else None),
-        (chain.await_count, _await_count),
+        (compatibility.thread_barrier, lambda: me().meet()),
+        (compatibility.fetch_tile, processor.fetch_tile),
+        (compatibility.send_tile, processor.send_tile),
+        (compatibility.add_tile, lambda desc, at, tile: processor.send_tile(desc, at, tile, add=True)),
+        (compatibility.reinterpreted, lambda tile, dtype, shape, layout: tile.reinterpret(dtype, shape, layout)),
+        (ptx.arrive, lambda barrier, threads: processor.come_to(barrier, threads, stay=False)),
+        (ptx.sync, lambda barrier, threads: processor.come_to(barrier, threads, stay=True)),
+        (ptx.stay_before, _nothing),
+        (ptx.hold, _nothing),
+        (ptx.scale_unless_one, lambda o, factor: o * factor),
+        (ptx.follow, _follow_growth),
+        (ptx.reciprocal, _reciprocal),
+        (ptx.pack_halves, _pack_halves),
+        (ptx.pack_quarters, _pack_quarters),
+        (ptx.added, processor.await_copies),
+        (ptx.fence_async_global, _nothing),  # sums are made at once here, whoever asks
+        (pdl.follow, lambda chained: me().program.launch.follow() if chained else None),
+        (pdl.lead, lambda chained: me().program.launch.lead(me().program) if chained else None),
+        (pdl.await_count, _await_count),
     )
 }
 

@@ -11,9 +11,10 @@ from unittest import mock
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashtile.backends import gluon
-from flashtile.backends.triton import chain, gpu
-from flashtile.backends.triton import start as starts
-from flashtile.backends.triton.start import Series, Start
+from flashtile.backends.gpu import device as gpu
+from flashtile.backends.gpu import pdl
+from flashtile.backends.gpu import start as starts
+from flashtile.backends.gpu.start import Series, Start
 from tests.backends.gluon.emulator.language import python
 from tests.backends.gluon.emulator.processor import Descriptor, Program, Role, me, running
 from tests.backends.gluon.emulator.registers import MisuseError, argument
@@ -26,7 +27,7 @@ class Launch:
     """A kernel, of so many programs, after another one. At once there are as many of them as processors.
 
     It begins when the one before is complete; or, where it is launched to follow it, when all of that one's programs
-    have begun and say so (chain.py).
+    have begun and say so (pdl.py).
     """
 
     def __init__(self, start: Start, args: Sequence[Any], before: Launch | None, processors: int) -> None:
@@ -118,7 +119,7 @@ def hopper(seed: int = 0, processors: int = 3) -> Iterator[list[str]]:
         mock.patch.object(Series, "__call__", launch),
         mock.patch.object(gpu, "architecture", lambda _device: HOPPER),
         mock.patch.object(gpu, "processors", lambda _device: processors),
-        mock.patch.object(chain, "INTERPRETED", False),
+        mock.patch.object(pdl, "INTERPRETED", False),
     ):
         yield mended
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.backends.gluon.emulator.registers import TORCH, TRITON, Block, MisuseError
 from tests.backends.gluon.emulator.turns import Turns
-from tests.eight_bits import LOST, PRODUCTS
+from tests.support.eight_bits import LOST, PRODUCTS
 
 LANES = 32
 _SHADOWS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import triton.language as tl
 
-WIDE = 1 << 39  # an integer from here on is of 64 bits; those of steady.py are
+WIDE = 1 << 39  # an integer from here on is of 64 bits; those of unspecialized.py are
 TORCH = {
     tl.int1: torch.bool,
     tl.int8: torch.int8,

@@ -1,0 +1,216 @@
+"""Tasks and orders: which tile of query rows a program takes, and what each of its warpgroups is to do about it.
+
+The loading warp works all of it out, a lane for each warpgroup, and leaves it in shared memory. Warpgroups have no
+registers to spare for numbers that they need once a task.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashtile.backends.gluon import tuning
+from flashtile.backends.gluon.compatibility import thread_barrier
+from flashtile.backends.gpu.blocks import locate, measure
+from flashtile.backends.gpu.cuts import clip, cuts, reach
+from flashtile.backends.gpu.unspecialized import plain
+
+ROWS = gl.constexpr(tuning.ROWS)
+LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+MOST = gl.constexpr(4)  # warpgroups
+
+# What an order says, in the place that it is posted. Tiles come in falling order.
+GO = gl.constexpr(0)  # 0: there is no task any more; IDLE: this warpgroup has no rows of it
+SKIP = gl.constexpr(1)  # tiles that only other warpgroups see, before this one's first
+STRETCHES = gl.constexpr(
+    2
+)  # tiles after the first that the band cuts on the right, then whole ones, then cut on the left
+SKIP_AFTER = gl.constexpr(5)
+FIRST_KEY = gl.constexpr(6)  # of the first tile
+LAST_SEEN = gl.constexpr(7)  # by the first row, were there no end of keys
+LAST_KEY = gl.constexpr(8)
+FIRST_SEEN = gl.constexpr(9)  # by the first row
+STANDS_AT = gl.constexpr(10)  # the first row, as alibi counts
+REAL_FROM = gl.constexpr(11)  # rows that are real, from here ...
+REAL_TO = gl.constexpr(12)  # ... to before here
+SEQUENCE = gl.constexpr(13)
+HEAD = gl.constexpr(14)
+QUERY = gl.constexpr(15)  # of the first row, where the tensor begins being 0
+LSE = gl.constexpr(16)  # of the first row, counted in elements
+MARK = gl.constexpr(17)
+GAIN = gl.constexpr(18)  # of descaling: what q.k, and what the output, is multiplied with; bits of a float32
+VALUE_GAIN = gl.constexpr(19)
+FIELDS = gl.constexpr(20)
+IDLE = gl.constexpr(2)
+
+
+class Orders(NamedTuple):
+    """A board in shared memory, and where on it the orders of a task begin."""
+
+    board: Any
+    begin: Any
+
+
+class Work(NamedTuple):
+    """All that there is to do: counts of tiles, of heads (packed ones as one) and sequences, and what decides them."""
+
+    rule: Any
+    lengths: Any
+    tiles: Any  # of one head; of all sequences where they are packed
+    heads: Any
+    section: Any  # heads whose keys and values share the L2
+    tasks: Any
+
+
+class Task(NamedTuple):
+    """A tile: which rows of which head of which sequence, and where these begin and end. row may be under 0."""
+
+    sequence: Any
+    head: Any
+    row: Any
+    q_start: Any
+    q_len: Any
+    k_start: Any
+    k_len: Any
+    offset: Any
+
+
+@gluon.jit
+def find_task(number, work, C: gl.constexpr):
+    """The task of a number. Of a head, the last rows come first: under a causal band they see the most keys.
+
+    A head's first tile is the one that may be short, for there a short tile costs the least. In packed sequences it is
+    the last, and a task may have no rows at all.
+    """
+    TILE: gl.constexpr = ROWS * C.CONSUMERS
+    if work.lengths.cu_q is not None:
+        head = number % work.heads
+        tile = work.tiles - 1 - number // work.heads
+        sequence, tile = locate(work.lengths.cu_q, work.lengths.n_q, tile, 0, work.lengths, TILE)
+        at = measure(work.lengths, work.rule.offset, sequence)
+        row = tile * TILE
+    else:
+        at_once = work.tiles * work.section
+        first = number // at_once * work.section
+        beside = gl.minimum(work.section, work.heads * plain(work.lengths.sequences) - first)
+        inside = number % at_once
+        column = first + inside % beside
+        sequence = column // work.heads
+        head = column % work.heads
+        at = measure(work.lengths, work.rule.offset, sequence)
+        row = gl.cdiv(at.q_len * C.PACKED_HEADS, ROWS) * ROWS - (inside // beside + 1) * TILE
+    return Task(sequence, head, row, at.q_start, at.q_len, at.k_start, at.k_len, at.offset)
+
+
+@gluon.jit
+def key_tiles(task, row, N_ROWS: gl.constexpr, work, C: gl.constexpr):
+    """begin, full_begin, full_end, end of the key tiles that N_ROWS rows from `row` on see; at least one tile."""
+    first = gl.maximum(row, 0) // C.PACKED_HEADS
+    last = (gl.minimum(row + N_ROWS, task.q_len * C.PACKED_HEADS) - 1) // C.PACKED_HEADS
+    last = gl.maximum(last, first) + 1
+    rule = work.rule
+    cut = cuts(reach(rule.left), reach(rule.right), task.offset, first, last, task.k_len, C.BLOCK_K)
+    return cut[0], cut[1], cut[2], gl.maximum(cut[3], cut[0] + 1)
+
+
+@gluon.jit
+def post(orders, task, tiles, results, work, C: gl.constexpr):
+    """Write the orders of a task, one column a warpgroup. tiles: key_tiles() of the program."""
+    rule = work.rule
+    row = task.row + ROWS * gl.arange(0, MOST, LANES)
+    begin, full_begin, full_end, end = key_tiles(task, row, ROWS, work, C)
+    end = clip(end, tiles[0] + 1, tiles[3])
+    begin = clip(begin, tiles[0], end - 1)
+    full_end = clip(full_end, begin, end - 1)  # the first tile is always taken for a cut one
+    if not C.SEEN_FIRST:  # and the first whole one too, so that every row has seen a key before the others
+        full_end = gl.maximum(full_end - 1, begin)
+    full_begin = clip(full_begin, begin, full_end)
+    go = row * 0 + 1
+    skip = tiles[3] - end
+    if C.SHORT:
+        idle = (row >= task.q_len * C.PACKED_HEADS) | (row + ROWS <= 0)
+        go = gl.where(idle, IDLE, go)
+        skip = gl.where(idle, tiles[3] - tiles[0], skip)
+    put(orders, GO, go)
+    put(orders, SKIP, skip)
+    put(orders, STRETCHES, end - 1 - full_end)
+    put(orders, STRETCHES + 1, full_end - full_begin)
+    put(orders, STRETCHES + 2, full_begin - begin)
+    put(orders, SKIP_AFTER, begin - tiles[0])
+    put(orders, FIRST_KEY, (end - 1) * C.BLOCK_K)
+    query = row // C.PACKED_HEADS
+    at = query + task.offset
+    if rule.right is not None:
+        put(orders, LAST_SEEN, at + reach(rule.right))
+    put(orders, LAST_KEY, row * 0 + task.k_len - 1)
+    if rule.left is not None:
+        put(orders, FIRST_SEEN, at - reach(rule.left))
+    if rule.alibi is not None:
+        put(orders, STANDS_AT, at + plain(rule.alibi_offset))
+    put(orders, REAL_FROM, -row)
+    put(orders, REAL_TO, task.q_len * C.PACKED_HEADS - row)
+    put(orders, SEQUENCE, row * 0 + task.sequence)
+    put(orders, HEAD, row * 0 + task.head)
+    query += task.q_start
+    put(orders, QUERY, query)
+    tile = row // ROWS
+    sequence = task.sequence
+    if work.lengths.cu_q is not None:
+        tile += task.q_start // ROWS + task.sequence
+        sequence = 0
+    lse = results.lse
+    put(orders, LSE, sequence * lse.sequence + task.head * C.PACKED_HEADS * lse.head + query * lse.row)
+    put(orders, MARK, (sequence * work.heads + task.head) * results.mark_tiles + tile)
+    if rule.descale is not None:
+        k_head = task.head * C.PACKED_HEADS // C.GROUP
+        at = rule.descale + task.sequence * rule.descale_sequence + k_head * rule.descale_head + row * 0
+        gain = gl.load(at) * gl.load(at + 1)
+        put(orders, GAIN, gain.to(gl.int32, bitcast=True))
+        put(orders, VALUE_GAIN, gl.load(at + 2).to(gl.int32, bitcast=True))
+    thread_barrier()  # the lane that speaks next speaks for all of them
+
+
+@gluon.jit
+def dismiss(orders):
+    """Write that there is nothing left to do."""
+    put(orders, GO, gl.zeros([MOST], gl.int32, LANES))
+    thread_barrier()
+
+
+@gluon.jit
+def claim(counter):
+    """A number that no other program has."""
+    return gl.atomic_add(counter, 1, sem="relaxed")
+
+
+@gluon.jit
+def leave(counter):
+    """The last program to leave finds the counter of numbers, and that of those who left, as they are to be: 0."""
+    if gl.atomic_add(counter + 1, 1, sem="acq_rel") == gl.num_programs(0) - 1:
+        gl.store(counter, 0)
+        gl.store(counter + 1, 0)
+
+
+@gluon.jit
+def put(orders, FIELD: gl.constexpr, column):
+    orders.board.index(orders.begin + FIELD).store(column)
+
+
+@gluon.jit
+def read(orders, FIELD: gl.constexpr, ME: gl.constexpr):
+    """What one warpgroup is told."""
+    return one(orders.board.index(orders.begin + FIELD).slice(ME, 1))
+
+
+@gluon.jit
+def one(place):
+    """A number in shared memory, for every thread of those who ask."""
+    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return place.load(EACH).item()
+
+
+@gluon.jit
+def read_real(orders, FIELD: gl.constexpr, ME: gl.constexpr):
+    return read(orders, FIELD, ME).to(gl.float32, bitcast=True)

@@ -1,0 +1,315 @@
+"""Rows of dK, dV and dQ, and the statistics of a row that they are made from."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.gpu.blocks import (
+    head_of,
+    load_column,
+    load_rows,
+    number,
+    store_rows,
+    wide,
+)
+from flashtile.backends.gpu.cuts import cuts, reach, stretch_of, tile_at
+from flashtile.backends.gpu.nonfinite_rows import finite_part, poison, spoiled
+from flashtile.backends.gpu.scores import LOG2E, Tile, dot, kept, shape_scores, visible_pairs
+
+
+@triton.jit
+def row_statistics(
+    dout,
+    out,
+    lse,
+    dlse,
+    sequence,
+    head,
+    start,
+    length,
+    first,
+    DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LARGE: tl.constexpr,
+):
+    """lse in base 2 and delta of BLOCK rows from `first` on, of the rows start .. start + length of a head.
+
+    An empty row has lse +inf and delta 0: its weights come out as 0. An lse from LARGE on, if it is not None, is too
+    coarse to be of use: it becomes NaN, or that of an empty row where no gradient comes back (padding, hidden by a bias
+    of -1e9).
+    """
+    b_out = load_rows(head_of(out, sequence, head, start, length), None, first, BLOCK, DIM_V, BLOCK_DV, True)
+    b_do = load_rows(head_of(dout, sequence, head, start, length), None, first, BLOCK, DIM_V, BLOCK_DV, True)
+    L = load_column(head_of(lse, sequence, head, start, length), first, BLOCK, 0.0, True)
+    D = tl.sum(b_out.to(L.dtype) * b_do.to(L.dtype), 1)
+    idle = tl.max((b_do.to(L.dtype) != 0).to(tl.int32), 1) == 0
+    if dlse is not None:
+        dL = load_column(head_of(dlse, sequence, head, start, length), first, BLOCK, 0.0, True)
+        D -= dL
+        idle = idle & (dL == 0)
+    empty = float("-inf") == L
+    log2 = L * LOG2E
+    if LARGE is not None:
+        large = (tl.abs(log2) >= LARGE) & (tl.abs(L) < float("inf"))
+        empty = empty | (large & idle)
+        log2 = tl.where(large, float("nan"), log2)
+    return tl.where(empty, float("inf"), log2), tl.where(empty, 0.0, D)
+
+
+@triton.jit
+def load_statistics(log2, delta, first, ROWS: tl.constexpr, RAGGED: tl.constexpr):
+    """lse in base 2 and delta; beyond the last row as of an empty one."""
+    return load_column(log2, first, ROWS, float("inf"), RAGGED), load_column(delta, first, ROWS, 0.0, RAGGED)
+
+
+@triton.jit
+def weights(S, L, tops, h, i0, rule, at, tile, MASKED: tl.constexpr):
+    """P again from the scores and lse (eq. 9), softcap's slope, and what is visible. S is q.k, either way round.
+
+    L is of the queries from i0 on; tops: what to take off their scores before it, where scores are large.
+    """
+    S, unit, slope = shape_scores(S, rule, tile)
+    visible = visible_pairs(rule, tile, MASKED)
+    if tops is not None:
+        rows = head_of(tops, at.sequence, h, at.q_start, at.q_len)
+        top = tl.reshape(load_column(rows, i0, L.shape[0] * L.shape[1], 0.0, True), L.shape)
+        S = tl.where(visible, S * (unit * 0.5), float("-inf")) - top  # rounded in between, as in sums_of_rows()
+        unit = unit * 0 + 2
+    P = tl.exp2(S * unit - L)
+    if MASKED or rule.mask is not None:
+        P = tl.where(visible, P, 0.0)
+    return P, slope, visible
+
+
+@triton.jit
+def dscores(P, dP, D, slope, visible, rule, MASKED: tl.constexpr):
+    """dS = P * (dP - D), eq. 12, and dS * slope; 0 where a pair may not see each other, whatever dP and slope are."""
+    dS = P * (dP - D)
+    if MASKED or rule.mask is not None:
+        dS = tl.where(visible, dS, 0.0)
+    dS_bent = dS
+    if rule.softcap is not None:
+        dS_bent = dS * slope
+        if MASKED or rule.mask is not None:
+            dS_bent = tl.where(visible, dS_bent, 0.0)
+    return dS, dS_bent
+
+
+@triton.jit
+def tile_across(o_j, h, i0, at, BLOCK_Q: tl.constexpr):
+    """Keys o_j down, BLOCK_Q queries from i0 on across."""
+    o_i = (i0 + tl.arange(0, BLOCK_Q))[None, :]
+    return Tile(o_i, o_j[:, None], h, o_i < at.q_len, at.k_len, at.sequence, at.offset)
+
+
+@triton.jit
+def dkdv_tile(
+    b_dk,
+    b_dv,
+    b_k,
+    b_v,
+    queries,
+    douts,
+    q_desc,
+    do_desc,
+    log2,
+    delta,
+    tops,
+    h,
+    i0,
+    j0,
+    rule,
+    at,
+    C: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):
+    """A tile of queries gives its share to dK and dV; everything is transposed, [bc, br]."""
+    b_q = load_rows(queries, q_desc, i0, C.BLOCK_Q, C.DIM, C.BLOCK_D, MASKED)
+    b_do = load_rows(douts, do_desc, i0, C.BLOCK_Q, C.DIM_V, C.BLOCK_DV, MASKED)
+    tile = tile_across(j0 + tl.arange(0, C.BLOCK_K), h, i0, at, C.BLOCK_Q)
+    zero = tl.zeros([C.BLOCK_K, C.BLOCK_Q], C.REAL)
+    S = dot(b_k, tl.trans(b_q), zero, C.PRECISION)
+    # What lies beyond the last row has no weight and may be anything; masks would cost more registers than there are.
+    L, D = load_statistics(log2, delta, i0, C.BLOCK_Q, CAREFUL)
+    P, slope, visible = weights(S, L[None, :], tops, h, i0, rule, at, tile, MASKED)
+    dP = dot(b_v, tl.trans(b_do), zero, C.PRECISION)  # eq. 11
+    dropped = P
+    if rule.seed_low is not None:
+        o_i = i0 + tl.arange(0, C.BLOCK_Q)
+        keep = tl.trans(kept(rule, at.sequence, h, o_i[:, None], j0, C.BLOCK_Q, C.BLOCK_K))
+        factor = tl.where(keep, number(rule.keep_scale, C.REAL), 0.0)
+        dropped = P * factor
+        dP *= factor
+    b_dv = dot(dropped.to(b_do.dtype), finite_part(b_do, CAREFUL), b_dv, C.PRECISION)  # eq. 10
+    _straight, dS = dscores(P, dP, D[None, :], slope, visible, rule, MASKED)
+    return dot(dS.to(b_q.dtype), finite_part(b_q, CAREFUL), b_dk, C.PRECISION), b_dv  # eq. 14
+
+
+@triton.jit
+def dkdv_rows(
+    q,
+    k,
+    v,
+    dout,
+    q_desc,
+    do_desc,
+    log2,
+    delta,
+    tops,
+    dk,
+    dv,
+    rule,
+    at,
+    head,
+    j0,
+    C: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):
+    """Make and store dK and dV of BLOCK_K keys from j0 on; whether a NaN or Inf may have spoiled any of them.
+
+    CAREFUL: what nonfinite_rows.py says.
+    """
+    o_j = j0 + tl.arange(0, C.BLOCK_K)
+    in_k = o_j < at.k_len
+    keys = head_of(k, at.sequence, head, at.k_start, at.k_len)
+    values = head_of(v, at.sequence, head, at.k_start, at.k_len)
+    b_k = load_rows(keys, None, j0, C.BLOCK_K, C.DIM, C.BLOCK_D, True)
+    b_v = load_rows(values, None, j0, C.BLOCK_K, C.DIM_V, C.BLOCK_DV, True)
+    b_dk = tl.zeros([C.BLOCK_K, C.BLOCK_D], C.REAL)
+    b_dv = tl.zeros([C.BLOCK_K, C.BLOCK_DV], C.REAL)
+    # The band with the roles swapped says which query tiles see these keys.
+    last = tl.maximum(tl.minimum(j0 + C.BLOCK_K, at.k_len), j0 + 1)
+    cut = cuts(reach(rule.right), reach(rule.left), -at.offset, j0, last, at.q_len * (j0 < at.k_len), C.BLOCK_Q)
+    TWO_ENDS: tl.constexpr = rule.right is not None
+    for h in range(head * C.GROUP, head * C.GROUP + C.GROUP):
+        queries = head_of(q, at.sequence, h, at.q_start, at.q_len)
+        douts = head_of(dout, at.sequence, h, at.q_start, at.q_len)
+        p_log2 = head_of(log2, at.sequence, h, at.q_start, at.q_len)
+        p_delta = head_of(delta, at.sequence, h, at.q_start, at.q_len)
+        for n in tl.static_range(2 if CAREFUL else 0, 3 if CAREFUL else 2):
+            begin, end = stretch_of(cut, n, TWO_ENDS)
+            for place in range(begin, end):
+                i0 = tile_at(cut, place, n, TWO_ENDS) * C.BLOCK_Q
+                b_dk, b_dv = dkdv_tile(
+                    *(b_dk, b_dv, b_k, b_v),
+                    *(queries, douts, q_desc, do_desc, p_log2, p_delta, tops),
+                    *(h, i0, j0, rule, at, C),
+                    MASKED=n > 0,
+                    CAREFUL=CAREFUL,
+                )
+    bad = spoiled(b_dk) | spoiled(b_dv)
+    dkeys = head_of(dk, at.sequence, head, at.k_start, at.k_room)
+    dvalues = head_of(dv, at.sequence, head, at.k_start, at.k_room)
+    b_dk *= number(rule.scale, C.REAL)
+    # Keys that are not in use have no gradient.
+    store_rows(dkeys, j0, tl.where(in_k[:, None], b_dk, 0.0), C.DIM)
+    store_rows(dvalues, j0, tl.where(in_k[:, None], b_dv, 0.0), C.DIM_V)
+    if CAREFUL:
+        tl.debug_barrier()
+        p_dk = dkeys.ptr + wide(o_j) * dkeys.row
+        p_dv = dvalues.ptr + wide(o_j) * dvalues.row
+        for h in range(head * C.GROUP, head * C.GROUP + C.GROUP):
+            queries = head_of(q, at.sequence, h, at.q_start, at.q_len)
+            douts = head_of(dout, at.sequence, h, at.q_start, at.q_len)
+            for i in range(cut[0], cut[3]):
+                i0 = i * C.BLOCK_Q
+                visible = visible_pairs(rule, tile_across(o_j, h, i0, at, C.BLOCK_Q), True)
+                poison(p_dk, in_k, queries, i0, visible, C.DIM, True, C)
+                if rule.seed_low is not None:
+                    o_i = i0 + tl.arange(0, C.BLOCK_Q)
+                    keep = tl.trans(kept(rule, at.sequence, h, o_i[:, None], j0, C.BLOCK_Q, C.BLOCK_K))
+                    poison(p_dv, in_k, douts, i0, visible & (keep == 0), C.DIM_V, True, C)
+                    visible = visible & keep
+                poison(p_dv, in_k, douts, i0, visible, C.DIM_V, False, C)
+    return bad
+
+
+@triton.jit
+def tile_down(i0, h, j0, at, C: tl.constexpr):
+    """BLOCK_Q queries from i0 on down, BLOCK_K keys from j0 on across."""
+    o_i = (i0 + tl.arange(0, C.BLOCK_Q))[:, None]
+    o_j = (j0 + tl.arange(0, C.BLOCK_K))[None, :]
+    return Tile(o_i, o_j, h, o_i < at.q_len, at.k_len, at.sequence, at.offset)
+
+
+@triton.jit
+def dscores_tile(
+    b_q, b_do, L, D, tops, keys, values, k_desc, v_desc, i0, j0, h, rule, at, C: tl.constexpr, MASKED: tl.constexpr
+):
+    """dS of one tile, [br, bc], before and after softcap's slope, and the keys."""
+    b_k = load_rows(keys, k_desc, j0, C.BLOCK_K, C.DIM, C.BLOCK_D, MASKED)
+    b_v = load_rows(values, v_desc, j0, C.BLOCK_K, C.DIM_V, C.BLOCK_DV, MASKED)
+    tile = tile_down(i0, h, j0, at, C)
+    zero = tl.zeros([C.BLOCK_Q, C.BLOCK_K], C.REAL)
+    S = dot(b_q, tl.trans(b_k), zero, C.PRECISION)
+    P, slope, visible = weights(S, L[:, None], tops, h, i0, rule, at, tile, MASKED)
+    dP = dot(b_do, tl.trans(b_v), zero, C.PRECISION)  # eq. 11
+    if rule.seed_low is not None:
+        keep = kept(rule, at.sequence, h, tile.o_i, j0, C.BLOCK_Q, C.BLOCK_K)
+        dP *= tl.where(keep, number(rule.keep_scale, C.REAL), 0.0)
+    dS, dS_bent = dscores(P, dP, D[:, None], slope, visible, rule, MASKED)
+    return dS, dS_bent, b_k
+
+
+@triton.jit
+def dq_rows(
+    q,
+    k,
+    v,
+    dout,
+    k_desc,
+    v_desc,
+    log2,
+    delta,
+    tops,
+    dq,
+    rule,
+    at,
+    h,
+    i0,
+    C: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):
+    """Make and store dQ of BLOCK_Q queries from i0 on; whether a NaN or Inf may have spoiled any of them.
+
+    CAREFUL: what nonfinite_rows.py says.
+    """
+    o_i = i0 + tl.arange(0, C.BLOCK_Q)
+    queries = head_of(q, at.sequence, h, at.q_start, at.q_len)
+    douts = head_of(dout, at.sequence, h, at.q_start, at.q_len)
+    b_q = load_rows(queries, None, i0, C.BLOCK_Q, C.DIM, C.BLOCK_D, True)
+    b_do = load_rows(douts, None, i0, C.BLOCK_Q, C.DIM_V, C.BLOCK_DV, True)
+    p_log2 = head_of(log2, at.sequence, h, at.q_start, at.q_len)
+    p_delta = head_of(delta, at.sequence, h, at.q_start, at.q_len)
+    L, D = load_statistics(p_log2, p_delta, i0, C.BLOCK_Q, True)
+    keys = head_of(k, at.sequence, h // C.GROUP, at.k_start, at.k_len)
+    values = head_of(v, at.sequence, h // C.GROUP, at.k_start, at.k_len)
+    b_dq = tl.zeros([C.BLOCK_Q, C.BLOCK_D], C.REAL)
+    last = tl.minimum(i0 + C.BLOCK_Q, at.q_len)
+    cut = cuts(reach(rule.left), reach(rule.right), at.offset, i0, last, at.k_len, C.BLOCK_K)
+    TWO_ENDS: tl.constexpr = rule.left is not None
+    for n in tl.static_range(2 if CAREFUL else 0, 3 if CAREFUL else 2):
+        begin, end = stretch_of(cut, n, TWO_ENDS)
+        for place in range(begin, end):
+            j0 = tile_at(cut, place, n, TWO_ENDS) * C.BLOCK_K
+            _straight, dS, b_k = dscores_tile(
+                b_q, b_do, L, D, tops, keys, values, k_desc, v_desc, i0, j0, h, rule, at, C, MASKED=n > 0
+            )
+            b_dq = dot(dS.to(b_k.dtype), finite_part(b_k, CAREFUL), b_dq, C.PRECISION)
+    bad = spoiled(b_dq)
+    dqueries = head_of(dq, at.sequence, h, at.q_start, at.q_len)
+    store_rows(dqueries, i0, b_dq * number(rule.scale, C.REAL), C.DIM)  # eq. 13
+    if CAREFUL:
+        tl.debug_barrier()
+        p_dq = dqueries.ptr + wide(o_i) * dqueries.row
+        for j in range(cut[0], cut[3]):
+            j0 = j * C.BLOCK_K
+            visible = visible_pairs(rule, tile_down(i0, h, j0, at, C), True)
+            poison(p_dq, o_i < at.q_len, keys, j0, visible, C.DIM, True, C)
+    return bad
+
+
+LARGE = {"float32": 2.0**15, "float64": 2.0**12}  # an lse whose rounding changes weights by 1e-3, or by 1e-13

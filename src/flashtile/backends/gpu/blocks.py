@@ -1,0 +1,169 @@
+"""Where a program's rows lie, and blocks of rows in and out of memory."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.gpu.cuts import clip
+from flashtile.backends.gpu.unspecialized import plain
+
+
+class Place(NamedTuple):
+    """One sequence: where its rows begin, how many there are, how many keys are in use, and the band's offset."""
+
+    sequence: Any
+    q_start: Any
+    q_len: Any
+    k_start: Any
+    k_room: Any
+    k_len: Any
+    offset: Any
+
+
+class Head(NamedTuple):
+    """One head of one sequence: a pointer to its first row and the way to the next; where a descriptor finds it."""
+
+    ptr: Any
+    row: Any
+    length: Any
+    sequence: Any
+    head: Any
+    start: Any
+
+
+@triton.jit
+def number(bits, REAL: tl.constexpr):
+    """A number that came as the bits of a double."""
+    return tl.cast(tl.cast(bits, tl.int64), tl.float64, bitcast=True).to(REAL)
+
+
+@triton.jit
+def wide(x):
+    return tl.cast(x, tl.int64)
+
+
+@triton.jit
+def head_of(x, sequence, head, start, length):
+    """Rows start .. start + length of a head of x."""
+    ptr = x.ptr + wide(sequence) * x.sequence + wide(head) * x.head + wide(start) * x.row
+    return Head(ptr, x.row, length, sequence * (x.sequence != 0), head, start)
+
+
+@triton.jit
+def halves_of(block):
+    """8-bit numbers as 16-bit ones, which hold them exactly; others as they are."""
+    return block.to(tl.bfloat16) if block.dtype == tl.float8e4nv else block
+
+
+@triton.jit
+def load_rows(x, desc, first, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, RAGGED: tl.constexpr):
+    """[ROWS, BLOCK] from row `first` of a head on: 0 beyond DIM and, where RAGGED, beyond its last row.
+
+    With a descriptor the copy engine fetches it; it may then hold a neighbour's rows where a packed sequence ends.
+    """
+    if desc is not None:
+        return tl.reshape(desc.load([x.sequence, x.head, x.start + first, 0]), [ROWS, BLOCK])
+    else:
+        o_r = tl.arange(0, ROWS)
+        o_d = tl.arange(0, BLOCK)
+        p = x.ptr + wide(first) * x.row + o_r[:, None] * x.row + o_d[None, :]
+        if RAGGED:
+            return tl.load(p, mask=(first + o_r < x.length)[:, None] & (o_d < DIM)[None, :], other=0.0)
+        elif DIM != BLOCK:
+            return tl.load(p, mask=(o_d < DIM)[None, :], other=0.0)
+        else:
+            return tl.load(p)
+
+
+@triton.jit
+def store_rows(x, first, block, DIM: tl.constexpr):
+    """The columns up to DIM of a block, as far as the head has rows."""
+    o_r = tl.arange(0, block.shape[0])
+    o_d = tl.arange(0, block.shape[1])
+    p = x.ptr + wide(first) * x.row + o_r[:, None] * x.row + o_d[None, :]
+    there = (first + o_r < x.length)[:, None] & (o_d < DIM)[None, :]
+    tl.store(p, block.to(x.ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def load_column(x, first, ROWS: tl.constexpr, other, RAGGED: tl.constexpr):
+    """[ROWS] of one number a row, such as the lse; `other` where RAGGED and beyond the last row."""
+    o_r = tl.arange(0, ROWS)
+    p = x.ptr + wide(first) * x.row + o_r * x.row
+    if RAGGED:
+        return tl.load(p, mask=first + o_r < x.length, other=other)
+    else:
+        return tl.load(p)
+
+
+@triton.jit
+def store_column(x, first, column):
+    """One number a row, as far as the head has rows."""
+    o_r = tl.arange(0, column.shape[0])
+    tl.store(x.ptr + wide(first) * x.row + o_r * x.row, column, mask=first + o_r < x.length)
+
+
+@triton.jit
+def start_of(p_cu, sequence, total):
+    """Where a packed sequence begins: nowhere outside of the rows that there are, whatever was given."""
+    return clip(tl.load(p_cu + sequence).to(tl.int32), 0, total)
+
+
+@triton.jit
+def find_sequence(p_cu, tile, sequences, total, BLOCK: tl.constexpr):
+    """The packed sequence that owns a tile. Sequence s has the tiles from cu[s] // BLOCK + s on."""
+    low = 0
+    high = sequences - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        starts = start_of(p_cu, middle, total) // BLOCK + middle
+        low = tl.where(starts <= tile, middle, low)
+        high = tl.where(starts <= tile, high, middle - 1)
+    return low
+
+
+@triton.jit
+def locate(p_cu, total, tile, sequence, lengths, BLOCK: tl.constexpr):
+    """The sequence of a program and its tile there. In a packed layout the grid only counts tiles."""
+    if p_cu is not None:
+        sequence = find_sequence(p_cu, tile, plain(lengths.sequences), plain(total), BLOCK)
+        tile = tl.maximum(tile - start_of(p_cu, sequence, plain(total)) // BLOCK - sequence, 0)
+    return sequence, tile
+
+
+@triton.jit
+def extent(p_cu, sequence, n):
+    """First row and number of rows of a sequence: read from a packed layout, or 0 and n."""
+    if p_cu is None:
+        return 0, n
+    else:
+        start = start_of(p_cu, sequence, n)
+        return start, tl.maximum(start_of(p_cu, sequence + 1, n) - start, 0)
+
+
+@triton.jit
+def measure(lengths, offset, sequence):
+    """The Place of a sequence. With no offset its last query stands at its last key."""
+    q_start, q_len = extent(lengths.cu_q, sequence, plain(lengths.n_q))
+    k_start, k_room = extent(lengths.cu_k, sequence, plain(lengths.n_k))
+    k_len = k_room
+    if lengths.kv is not None:
+        k_len = tl.minimum(tl.maximum(tl.load(lengths.kv + sequence).to(tl.int32), 0), k_room)
+    if offset is None:
+        return Place(sequence, q_start, q_len, k_start, k_room, k_len, k_len - q_len)
+    else:
+        return Place(sequence, q_start, q_len, k_start, k_room, k_len, offset)
+
+
+@triton.jit
+def tile_of(n, tiles, heads, p_cu, total, rule, lengths, BLOCK: tl.constexpr):
+    """The n-th tile of all heads and sequences: its head, its number in its sequence, and the Place of that.
+
+    Tiles are of queries or of keys, as p_cu and total are.
+    """
+    head = n // tiles % heads
+    sequence, tile = locate(p_cu, total, n % tiles, n // tiles // heads, lengths, BLOCK)
+    return head, tile, measure(lengths, rule.offset, sequence)

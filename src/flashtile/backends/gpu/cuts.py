@@ -1,0 +1,69 @@
+"""The jitted twin of band.py's cuts(), and the stretches it makes of a loop."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.gpu.unspecialized import plain
+
+NEAR = tl.constexpr(1 << 29)  # "no limit" in 32 bits: sums of two still fit
+
+
+@triton.jit
+def reach(limit):
+    """A limit of the band as a number; None is none."""
+    if limit is None:
+        return NEAR
+    else:
+        return plain(limit)
+
+
+@triton.jit
+def clip(x, low, high):
+    return tl.minimum(tl.maximum(x, low), high)
+
+
+@triton.jit
+def cuts(left, right, offset, first, last, n_cols, BLOCK: tl.constexpr):
+    """begin, full_begin, full_end, end of the tiles that the rows first..last-1 see; as band.py says."""
+    n = tl.cdiv(n_cols, BLOCK)
+    begin = tl.minimum(tl.maximum(first + offset - left, 0) // BLOCK, n)
+    end = clip(tl.cdiv(clip(last + offset + right, 0, n_cols), BLOCK), begin, n)
+    # begin comes first: a constant plus a tensor is no tensor to the interpreter of Triton 3.8 and later.
+    end = tl.where(begin * 0 + left + right < 0, begin, end)
+    full_begin = clip(tl.cdiv(tl.maximum(last - 1 + offset - left, 0), BLOCK), begin, end)
+    full_end = clip(clip(first + offset + right + 1, 0, n_cols) // BLOCK, full_begin, end)
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def within(cut, low, high):
+    """The cuts of those tiles alone that lie from `low` to `high`."""
+    return clip(cut[0], low, high), clip(cut[1], low, high), clip(cut[2], low, high), clip(cut[3], low, high)
+
+
+@triton.jit
+def stretch_of(cut, n: tl.constexpr, TWO_ENDS: tl.constexpr):
+    """The places, from and to, of stretch n: 0 full tiles, 1 partial ones; 2, that of a careful walk, all of them.
+
+    TWO_ENDS: tiles may be partial at both ends. Those of the first end then have the places just before the last end,
+    so that one loop takes both: every loop has to fill its pipeline. tile_at() says where they are.
+    """
+    if n == 0:
+        return cut[1], cut[2]
+    elif n == 2:
+        return cut[0], cut[3]
+    elif TWO_ENDS:
+        return cut[2] - (cut[1] - cut[0]), cut[3]
+    else:
+        return cut[2], cut[3]
+
+
+@triton.jit
+def tile_at(cut, place, n: tl.constexpr, TWO_ENDS: tl.constexpr):
+    """The tile of a place in stretch n."""
+    if n == 1 and TWO_ENDS:
+        return tl.where(place < cut[2], place - cut[2] + cut[1], place)
+    else:
+        return place

@@ -1,0 +1,175 @@
+"""The kernels that make spoiled rows anew, with care: those of the tiles that the kernels before them marked.
+
+A mark is an int32, 1 where NaN or Inf spoiled a tile, of number (sequence * heads + head) * tiles + tile. Tiles are
+counted upwards from the first rows; in packed layouts as locate() counts them, and the sequence is 0. Ordinary data has
+no mark set, and a program is done when it has seen that of its share.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.gpu.backward_rows import dkdv_rows, dq_rows, tile_down
+from flashtile.backends.gpu.blocks import head_of, load_column, load_rows, store_column, tile_of
+from flashtile.backends.gpu.cuts import cuts, reach
+from flashtile.backends.gpu.forward_rows import begin_rows, forward_rows_again
+from flashtile.backends.gpu.pdl import follow, lead
+from flashtile.backends.gpu.scores import dot, exp2_of, shape_scores, visible_pairs
+
+MARKS = tl.constexpr(128)  # that a program looks at together
+
+
+@triton.jit
+def next_set(marks, n, count):
+    """The first mark that is set, of a program's share from n on; count or more if none is.
+
+    A share is every so many-th mark, so that neighbours have different programs.
+    """
+    step = tl.num_programs(0)
+    found = n * 0 + count
+    while (n < count) & (found == count):
+        o_n = n + tl.arange(0, MARKS) * step
+        m_set = tl.load(marks + o_n, mask=o_n < count, other=0) != 0
+        found = tl.min(tl.where(m_set, o_n, count), 0)
+        n += step * MARKS
+    return found
+
+
+@triton.jit(do_not_specialize=["count", "tiles", "heads"])
+def mend_forward_kernel(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    p_sink,
+    marks,
+    count,
+    rule,
+    lengths,
+    tiles,
+    heads,
+    ROWS: tl.constexpr,
+    PACKED_HEADS: tl.constexpr,
+    C: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Output and lse of marked tiles of ROWS rows, which are forward_kernel's or another's."""
+    follow(CHAINED)
+    n = next_set(marks, tl.program_id(0), count)
+    while n < count:
+        head, tile, at = tile_of(n, tiles, heads, lengths.cu_q, lengths.n_q, rule, lengths, ROWS)
+        forward_rows_again(
+            *(q, k, v, out, lse, p_sink, rule, at, head, tile * ROWS, 0, (0, at.k_len), 0, 0),
+            *(ROWS, PACKED_HEADS, 1, C),
+        )
+        n = next_set(marks, n + tl.num_programs(0), count)
+
+
+@triton.jit
+def sums_of_rows(q, k, log2, tops, p_sink, rule, at, h, i0, C: tl.constexpr):
+    """Of BLOCK_Q rows from i0 on, the maximum into tops, in halves of base 2, and the log2 of the sum into log2.
+
+    By the tiles of the walk that will use them, whose scores then have the same bits.
+    """
+    o_i = i0 + tl.arange(0, C.BLOCK_Q)
+    b_q = load_rows(head_of(q, at.sequence, h, at.q_start, at.q_len), None, i0, C.BLOCK_Q, C.DIM, C.BLOCK_D, True)
+    keys = head_of(k, at.sequence, h // C.GROUP, at.k_start, at.k_len)
+    m, l = begin_rows(p_sink, o_i * 0 + h, o_i < at.q_len, C.REAL, True)
+    last = tl.minimum(i0 + C.BLOCK_Q, at.q_len)
+    cut = cuts(reach(rule.left), reach(rule.right), at.offset, i0, last, at.k_len, C.BLOCK_K)
+    for j in range(cut[0], cut[3]):
+        b_k = load_rows(keys, None, j * C.BLOCK_K, C.BLOCK_K, C.DIM, C.BLOCK_D, True)
+        tile = tile_down(i0, h, j * C.BLOCK_K, at, C)
+        S = dot(b_q, tl.trans(b_k), tl.zeros([C.BLOCK_Q, C.BLOCK_K], C.REAL), C.PRECISION)
+        S, unit, _slope = shape_scores(S, rule, tile)
+        S = tl.where(visible_pairs(rule, tile, True), S * (unit * 0.5), float("-inf"))
+        m_new = tl.maximum(m, tl.max(S, 1))
+        pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
+        l = l * exp2_of(m - pivot, True) + tl.sum(exp2_of(S - pivot[:, None], True), 1)
+        m = m_new
+    empty = m == float("-inf")
+    store_column(head_of(tops, at.sequence, h, at.q_start, at.q_len), i0, tl.where(empty, 0.0, m))
+    store_column(head_of(log2, at.sequence, h, at.q_start, at.q_len), i0, tl.where(empty, float("inf"), tl.log2(l)))
+
+
+@triton.jit(do_not_specialize=["first_of_queries", "count", "tiles", "heads"])
+def mend_sums_kernel(
+    q,
+    k,
+    log2,
+    tops,
+    p_sink,
+    marks,
+    first_of_queries,
+    count,
+    rule,
+    lengths,
+    tiles,
+    heads,
+    ROWS: tl.constexpr,
+    C: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Maximum and sum of the rows whose lse is NaN, in marked tiles of ROWS queries, for mend_backward_kernel."""
+    follow(CHAINED)
+    lead(CHAINED)
+    n = next_set(marks + first_of_queries, tl.program_id(0), count)
+    while n < count:
+        h, tile, at = tile_of(n, tiles, heads, lengths.cu_q, lengths.n_q, rule, lengths, ROWS)
+        rows = head_of(log2, at.sequence, h, at.q_start, at.q_len)
+        for i0 in range(tile * ROWS, tl.minimum((tile + 1) * ROWS, at.q_len), C.BLOCK_Q):
+            L = load_column(rows, i0, C.BLOCK_Q, 0.0, True)
+            if tl.max((L != L).to(tl.int32), 0) > 0:
+                sums_of_rows(q, k, log2, tops, p_sink, rule, at, h, i0, C)
+        n = next_set(marks + first_of_queries, n + tl.num_programs(0), count)
+
+
+@triton.jit(do_not_specialize=["count", "first_of_queries", "k_tiles", "kv_heads", "q_tiles", "heads"])
+def mend_backward_kernel(
+    q,
+    k,
+    v,
+    dout,
+    log2,
+    delta,
+    tops,
+    dq,
+    dk,
+    dv,
+    marks,
+    count,
+    first_of_queries,
+    rule,
+    lengths,
+    k_tiles,
+    kv_heads,
+    q_tiles,
+    heads,
+    K_ROWS: tl.constexpr,
+    Q_ROWS: tl.constexpr,
+    OF_KEYS: tl.constexpr,
+    OF_QUERIES: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """dK and dV of marked tiles of K_ROWS keys, whose marks come first, and dQ of tiles of Q_ROWS queries."""
+    follow(CHAINED)
+    n = next_set(marks, tl.program_id(0), count)
+    while n < count:
+        if n < first_of_queries:
+            head, tile, at = tile_of(n, k_tiles, kv_heads, lengths.cu_k, lengths.n_k, rule, lengths, K_ROWS)
+            for j0 in range(tile * K_ROWS, tl.minimum((tile + 1) * K_ROWS, at.k_room), OF_KEYS.BLOCK_K):
+                dkdv_rows(
+                    *(q, k, v, dout, None, None, log2, delta, tops, dk, dv, rule, at, head, j0, OF_KEYS),
+                    CAREFUL=True,
+                )
+        else:
+            n_q = n - first_of_queries
+            head, tile, at = tile_of(n_q, q_tiles, heads, lengths.cu_q, lengths.n_q, rule, lengths, Q_ROWS)
+            for i0 in range(tile * Q_ROWS, tl.minimum((tile + 1) * Q_ROWS, at.q_len), OF_QUERIES.BLOCK_Q):
+                dq_rows(
+                    *(q, k, v, dout, None, None, log2, delta, tops, dq, rule, at, head, i0, OF_QUERIES),
+                    CAREFUL=True,
+                )
+        n = next_set(marks, n + tl.num_programs(0), count)

@@ -1,0 +1,171 @@
+"""What happens to a tile of scores between q.k and softmax."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.gpu.blocks import number, wide
+from flashtile.backends.gpu.unspecialized import half_of_seed, plain
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+class Tile(NamedTuple):
+    """Where a tile of scores stands. Positions broadcast, [r, 1] and [1, c] or the other way round; so does o_h."""
+
+    o_i: Any
+    o_j: Any
+    o_h: Any
+    real_i: Any  # whether there is such a query
+    k_len: Any
+    sequence: Any
+    offset: Any
+
+
+@triton.jit
+def least(REAL: tl.constexpr):
+    """The least finite number of this type."""
+    return -1.7976931348623157e308 if tl.float64 == REAL else -3.4028234663852886e38
+
+
+@triton.jit
+def exp2_of(x, HALVES: tl.constexpr):
+    """2^x. In halves of base 2 no finite score overflows: finfo.min, say, as a bias that hides a row."""
+    return tl.exp2(x + x) if HALVES else tl.exp2(x)
+
+
+@triton.jit
+def log_sum_exp(m, l):
+    """Of a maximum in halves of base 2 and a sum. Infinite only where m is."""
+    L = m * (2 * LN2) + tl.log(l)
+    L = tl.where((float("-inf") == L) & (m > float("-inf")) & (l > 0), least(m.dtype), L)
+    return tl.where((float("inf") == L) & (m < float("inf")), -least(m.dtype), L)
+
+
+@triton.jit
+def inside(tile):
+    """Pairs of real queries and keys in use."""
+    return tile.real_i & (tile.o_j < tile.k_len)
+
+
+@triton.jit
+def tanh(x):
+    """Accurate also near 0, where 1 - exp(-2|x|) cancels."""
+    e = tl.exp(-2 * tl.abs(x))
+    far = (1 - e) / (1 + e)
+    z = x * x
+    near = -5.70498872745e-3 * z + 2.06390887954e-2
+    near = near * z - 5.37397155531e-2
+    near = near * z + 1.33314422036e-1
+    near = near * z - 3.33332819422e-1
+    near = x + x * z * near
+    if x.dtype == tl.float64:
+        near = tl.where(x < 0, -far, far)
+    return tl.where(tl.abs(x) < 0.625, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def pair_pointers(p, sequence_stride, head_stride, row_stride, column_stride, sequence, o_h, o_i, o_j):
+    """Pointers into a mask, a bias or its gradient."""
+    p += wide(sequence) * sequence_stride + wide(o_h) * head_stride
+    return p + wide(o_i) * row_stride + wide(o_j) * column_stride
+
+
+@triton.jit
+def shape_scores(S, rule, tile):
+    """softcap, + bias, + alibi, of q.k (S). Returns S, its unit, and softcap's slope.
+
+    S * unit is the score in base 2: where nothing bends or shifts the scores, scaling waits until exp2, as an FMA.
+    """
+    scale = number(rule.scale, S.dtype)
+    slope = S
+    unit = scale * LOG2E
+    if rule.softcap is not None:
+        cap = number(rule.softcap, S.dtype)
+        bent = tanh(S * (scale / cap))
+        slope = 1 - bent * bent
+        S = bent * cap
+        unit = unit * 0 + LOG2E
+    elif rule.bias is not None or rule.alibi is not None or rule.scale_first is not None:
+        S = S * scale
+        unit = unit * 0 + LOG2E
+    if rule.bias is not None:
+        p_bias = pair_pointers(
+            rule.bias,
+            rule.bias_sequence,
+            rule.bias_head,
+            rule.bias_row,
+            rule.bias_column,
+            tile.sequence,
+            tile.o_h,
+            tile.o_i,
+            tile.o_j,
+        )
+        S += tl.load(p_bias, mask=inside(tile), other=0.0).to(S.dtype)
+    if rule.alibi is not None:
+        weight = tl.load(rule.alibi + tile.sequence * rule.alibi_sequence + tile.o_h * rule.alibi_head).to(S.dtype)
+        S -= weight * tl.abs(tile.o_i + tile.offset + plain(rule.alibi_offset) - tile.o_j).to(S.dtype)
+    return S, unit, slope
+
+
+@triton.jit
+def visible_pairs(rule, tile, MASKED: tl.constexpr):
+    """Which queries may see which keys. MASKED: the band or an end may cut this tile.
+
+    A query sees the keys up to one and, with a limit on the left, from one on: two comparisons, whatever the rule.
+    """
+    visible = inside(tile)
+    if MASKED:
+        at = tile.o_i + tile.offset
+        if rule.right is not None:
+            visible = tile.o_j <= tl.where(tile.real_i, tl.minimum(at + plain(rule.right), tile.k_len - 1), -1)
+        else:
+            visible = tile.o_j < tl.where(tile.real_i, tile.k_len, 0)
+        if rule.left is not None:
+            visible = visible & (tile.o_j >= at - plain(rule.left))
+    if rule.mask is not None:
+        p_mask = pair_pointers(
+            rule.mask,
+            rule.mask_sequence,
+            rule.mask_head,
+            rule.mask_row,
+            rule.mask_column,
+            tile.sequence,
+            tile.o_h,
+            tile.o_i,
+            tile.o_j,
+        )
+        visible = visible & (tl.load(p_mask, mask=inside(tile), other=0) != 0)
+    return visible
+
+
+@triton.jit
+def kept(rule, sequence, o_h, o_i, j0, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr):
+    """Which weights of a tile [BLOCK_I, BLOCK_J] dropout keeps, the twin of dropout.py; j0 is a multiple of 4.
+
+    The others are multiplied by 0, so that a NaN stays one.
+    """
+    quads = (j0 // 4 + tl.arange(0, BLOCK_J // 4))[None, :]
+    c0 = tl.broadcast_to(quads, (BLOCK_I, BLOCK_J // 4))
+    c1 = tl.broadcast_to(o_i, (BLOCK_I, BLOCK_J // 4))
+    c2 = tl.broadcast_to(sequence * plain(rule.heads) + o_h, (BLOCK_I, BLOCK_J // 4))
+    if rule.seed_high is None:
+        seed = tl.load(rule.seed_low).to(tl.uint64)
+    else:
+        seed = half_of_seed(rule.seed_high) << 32 | half_of_seed(rule.seed_low)
+    r0, r1, r2, r3 = tl.philox(seed, c0, c1, c2, c0 * 0)
+    bits = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), (BLOCK_I, BLOCK_J))
+    return bits >= tl.cast(rule.threshold, tl.uint32)
+
+
+@triton.jit
+def dot(A, B, acc, PRECISION: tl.constexpr):
+    """acc + A B. The interpreter multiplies bfloat16 wrongly: it asks for PRECISION "wide", which widens first."""
+    if PRECISION == "wide":
+        return tl.dot(A.to(acc.dtype), B.to(acc.dtype), acc, input_precision="ieee", out_dtype=acc.dtype)
+    else:
+        return tl.dot(A, B, acc, input_precision=PRECISION, out_dtype=acc.dtype)

@@ -1,6 +1,0 @@
-"""Models and GPUs by name, with their real figures; the two data files are beside this one."""
-
-from flashtile.catalogue.chip import Chip, chips, known_as
-from flashtile.catalogue.model import Model, length, models
-
-__all__ = ["Chip", "Model", "chips", "known_as", "length", "models"]

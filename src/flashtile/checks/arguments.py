@@ -1,0 +1,361 @@
+"""Whether an argument is what it should be, each by itself; problem.py has what they are to each other."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from flashtile.band import FAR, Band
+from flashtile.cost.hardware import Hardware
+from flashtile.errors import DTypeError, ShapeError
+from flashtile.host.threads import MOST as MOST_THREADS
+from flashtile.numerics.dtypes import EIGHT_BITS, FLOATS, name_of
+
+LARGEST = {"float32": float(np.finfo(np.float32).max), "float64": sys.float_info.max}
+MOST_ELEMENTS = 1 << 60  # NumPy counts bytes by 63 bits
+TEXT = (str, bytes, bytearray)  # sequences all of them, but never of numbers that somebody meant
+INTEGERS = ("int32", "int64")
+ARRAYS = ("mask", "bias", "alibi", "sink", "kv_lengths")  # among the options
+
+
+def library_of(q: Any, first: str = "q") -> str:
+    """'numpy' or 'torch', whichever q belongs to. first: what the caller knows q by."""
+    if isinstance(q, np.ndarray):
+        if q.__class__ is not np.ndarray:
+            _reject_kin(first, q)
+        if name_of(q.dtype) == EIGHT_BITS:
+            got = f"a NumPy array of {EIGHT_BITS}, which NumPy cannot read"
+            raise DTypeError(f"{first}: expected a torch tensor, got {got}")
+        return "numpy"
+    if hasattr(q, "__torch_function__"):
+        return "torch"
+    raise DTypeError(f"{first}: expected a NumPy array or a torch tensor, got {type(q).__name__}")
+
+
+def library(q: Any, first: str = "q", /, **others: Any) -> str:
+    """library_of() q, to which every other array must belong too, on the same device."""
+    kind = library_of(q, first)
+    numpy, device = kind == "numpy", None if kind == "numpy" else q.device
+    for name, x in others.items():
+        if x.__class__ is q.__class__ and (numpy or x.device == device):
+            continue
+        if x is None and name not in ("k", "v"):
+            continue
+        if isinstance(x, np.ndarray) != numpy or not (numpy or hasattr(x, "__torch_function__")):
+            wanted = "a NumPy array" if numpy else "a torch tensor"
+            raise DTypeError(f"{name}: expected {wanted} like {first}, got {type(x).__name__}")
+        _reject_kin(name, x)
+        if device is not None and x.device != device:
+            raise DTypeError(f"{name}: expected a tensor on {device} like {first}, got one on {x.device}")
+    return kind
+
+
+def _reject_kin(name: str, x: Any) -> None:
+    """Of NumPy's: arrays that mean something else by the same operations."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise DTypeError(f"{name}: expected a plain NumPy array, got a masked one, whose mask nobody looks at")
+    if isinstance(x, np.matrix):
+        raise DTypeError(f"{name}: expected a plain NumPy array, got a matrix, whose axes are always two")
+
+
+def elements_across(x: Any) -> int:
+    """From the first element of a tensor in memory to the last one."""
+    return 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+
+
+def check_stored(tensors: Mapping[str, Any]) -> None:
+    """Of torch's: that the storage of each, which may have been freed or shrunk since, still holds all of it."""
+    for name, x in tensors.items():
+        size, begin = len(x.untyped_storage()), x.storage_offset() * x.element_size()
+        if x.is_contiguous() and begin + x.nbytes <= size:  # at once, for backward passes look each time
+            continue
+        needed = begin + elements_across(x) * x.element_size()
+        if x.numel() and size < needed:
+            raise ShapeError(f"{name}: expected a storage of at least {needed} bytes, for its shape, got one of {size}")
+
+
+def check_numpy(q: Any, options: Mapping[str, Any], /, **others: Any) -> None:
+    """That all of them, and those among the options, are NumPy arrays."""
+    if library(q, **others, **{name: options.get(name) for name in ARRAYS}) != "numpy":
+        raise DTypeError(f"q: expected a NumPy array, got {type(q).__name__}")
+
+
+def check_unpacked(options: Mapping[str, Any]) -> None:
+    """That no sequences are packed, for a function that takes none."""
+    for name in ("cu_q", "cu_k"):
+        if options.get(name) is not None:
+            raise ShapeError(f"{name}: expected none here, where sequences cannot be packed")
+
+
+def check_merge(*results: Any) -> str:
+    """That these are results of the same queries, each as out and lse; what library() says of them."""
+    if len(results) % 2:
+        raise ShapeError(f"merge: expected an lse for each out, got {len(results)} arrays")
+    letters = ("a", "b", *range(2, len(results)))
+    given = {f"{('out', 'lse')[n % 2]}_{letters[n // 2]}": x for n, x in enumerate(results)}
+    out_a = results[0]
+    kind = library(out_a, "out_a", **{name: x for name, x in given.items() if name != "out_a"})
+    if kind == "torch":
+        from flashtile.pytorch.subclasses import check_plain, check_whole
+
+        check_plain(given)
+        check_whole(given)
+    whole = tuple(out_a.shape)
+    if not whole:
+        raise ShapeError("out_a: expected at least one axis, got shape ()")
+    for name, x in given.items():
+        shape = whole if name.startswith("out") else whole[:-1]
+        if x is None:
+            raise DTypeError(f"{name}: expected an array of shape {shape}, got None")
+        if tuple(x.shape) != shape:
+            raise ShapeError(f"{name}: expected shape {shape}, got {tuple(x.shape)}")
+        # By the tensor itself: torch.compile traces this, and does not take name_of() for a dtype of torch.
+        if not (x.is_floating_point() and x.element_size() > 1 if kind == "torch" else name_of(x.dtype) in FLOATS):
+            raise DTypeError(f"{name}: expected one of {', '.join(FLOATS)}, got {x.dtype}")
+    return kind
+
+
+def check_starts(cu_q: Any, cu_k: Any) -> None:
+    """That there are any; describe() looks at them."""
+    for name, x in (("cu_q", cu_q), ("cu_k", cu_k)):
+        if x is None:
+            raise ShapeError(f"{name}: expected the starts of the sequences, got None")
+
+
+def listed(name: str, x: Any, like: Any) -> Any:
+    """Starts or lengths, if in a list, as an array of the library of `like` and where that is."""
+    if not isinstance(x, list | tuple):
+        return x
+    integers = [_integer(name, n, 0, FAR) for n in x]
+    if library_of(like) == "numpy":
+        return np.array(integers, np.int64)
+    import torch
+
+    return torch.tensor(integers, dtype=torch.int64, device=like.device)
+
+
+def check_head(**arrays: Any) -> None:
+    """That each is one head, (n, d)."""
+    for name, x in arrays.items():
+        if x.ndim != 2:
+            raise ShapeError(f"{name}: expected one head, (n, d), got shape {x.shape}")
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise ShapeError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
+
+
+def check_rows_of_floats(name: str, x: Any) -> None:
+    """That x is a NumPy array with columns to go through."""
+    if not isinstance(x, np.ndarray):
+        raise DTypeError(f"{name}: expected a NumPy array, got {type(x).__name__}")
+    _reject_kin(name, x)
+    if name_of(x.dtype) not in FLOATS:
+        raise DTypeError(f"{name}: expected one of {', '.join(FLOATS)}, got {x.dtype}")
+    if not x.ndim:
+        raise ShapeError(f"{name}: expected at least one axis, got shape ()")
+
+
+def check_rows(rows: Any, n_q: int) -> Any:
+    """Query rows by index, as probabilities() takes them; negative ones count from the end."""
+    _reject_kin("rows", rows)
+    rows = np.asarray(rows)
+    if rows.shape == (0,):  # an empty list has no dtype of its own
+        rows = rows.astype(np.int64)
+    if rows.ndim != 1 or rows.dtype.kind not in "iu":
+        raise DTypeError(f"rows: expected a sequence of integers, got shape {rows.shape} of {rows.dtype}")
+    if rows.size and (rows.min() < -n_q or rows.max() >= n_q):
+        raise ShapeError(f"rows: expected indices within {n_q} queries, got {rows.min()} to {rows.max()}")
+    rows = rows.astype(np.int64)
+    return np.where(rows < 0, rows + n_q, rows)
+
+
+def check_size(name: str, value: Any) -> int:
+    """A block or chunk size: an integer of at least 1."""
+    return _integer(name, value, 1, FAR)
+
+
+def check_shape(name: str, shape: Any) -> tuple[int, ...]:
+    if isinstance(shape, TEXT) or not isinstance(shape, Sequence):
+        raise DTypeError(f"{name}: expected a sequence of lengths, got {type(shape).__name__}")
+    lengths = tuple(_integer(name, n, 0, FAR) for n in shape)
+    if len(lengths) > 4:
+        raise ShapeError(f"{name}: expected at most 4 axes, got {lengths}")
+    if math.prod(lengths) >= MOST_ELEMENTS:
+        raise ShapeError(f"{name}: expected fewer than 2^60 elements, got {lengths}")
+    return lengths
+
+
+def check_dtype(dtype: Any) -> str:
+    """The name of a dtype that arrays of a call may have."""
+    name = name_of_any(dtype)
+    if name not in (*FLOATS, EIGHT_BITS):
+        raise DTypeError(f"dtype: expected one of {', '.join((*FLOATS, EIGHT_BITS))}, got {name}")
+    return name
+
+
+def check_hardware(hardware: Any) -> None:
+    if not isinstance(hardware, Hardware):
+        raise DTypeError(f"hardware: expected a flashtile.cost.hardware.Hardware, got {type(hardware).__name__}")
+
+
+def to_host(name: str, x: Any) -> Any:
+    """Starts or lengths that may be in a tensor on any device, where describe() looks at their values."""
+    if isinstance(x, list | tuple):
+        return np.array([_integer(name, n, 0, FAR) for n in x], np.int64)
+    if not hasattr(x, "cpu") or name_of(x.dtype) not in INTEGERS:
+        return x
+    if x.device.type == "meta":
+        raise DTypeError(f"{name}: expected a tensor with values, got one on {x.device}")
+    check_stored({name: x})
+    return x.to("cpu", copy=True).numpy()  # which fixes the size of a storage, and so not of that of the caller
+
+
+def check_ends(causal: Any, window: Any, band: Any, most: int | None = FAR) -> tuple[Any, ...]:
+    """causal, and the left, right and offset of a band; a window has no offset, and None where it has no end.
+
+    most: None in a graph of torch's, where lengths that have a limit would not be of any length.
+    """
+    causal = check_flag("causal", causal)
+    if band is not None:
+        if not isinstance(band, Band):
+            raise DTypeError(f"band: expected a flashtile.Band, got {type(band).__name__}")
+        if causal or window is not None:
+            raise ShapeError("band: expected no causal or window beside it, the band says it all")
+        ends = (("left", band.left), ("right", band.right), ("offset", band.offset))
+        return causal, *(_integer(f"band.{name}", x, None if most is None else -most, most) for name, x in ends)
+    if window is None:
+        return causal, None, None, None
+    if not isinstance(window, Sequence) or isinstance(window, TEXT) or len(window) != 2:
+        raise ShapeError(f"window: expected a pair (left, right), got {window!r}")
+    return causal, *(None if x is None else _integer("window", x, 0, most) for x in window), None
+
+
+def check_numbers(
+    scale: Any, softcap: Any, dropout: Any, seed: Any, deterministic: Any, threads: Any
+) -> tuple[float | None, float, float, int, bool, int | None]:
+    """All of them, as numbers of Python's own."""
+    return (
+        None if scale is None else _number("scale", scale),
+        _at_least_zero("softcap", softcap),
+        _probability(dropout),
+        _integer("seed", seed, 0, 2**64 - 1),
+        check_flag("deterministic", deterministic),
+        None if threads is None else _integer("threads", threads, 1, MOST_THREADS),
+    )
+
+
+def is_tensor(x: Any) -> bool:
+    """Of torch's, which need not be there."""
+    return hasattr(x, "__torch_function__")
+
+
+def check_seed(seed: Any, q: Any) -> None:
+    """Of a seed in a tensor: that it is one number of 64 bits, where q is or on the host."""
+    if name_of(seed.dtype) != "int64":
+        raise DTypeError(f"seed: expected int64, got {name_of(seed.dtype)}")
+    if tuple(seed.shape) not in ((), (1,)):
+        raise ShapeError(f"seed: expected shape () or (1,), got {tuple(seed.shape)}")
+    if seed.device != q.device and seed.device.type != "cpu":
+        raise DTypeError(f"seed: expected a tensor on {q.device} like q, or on a CPU, got one on {seed.device}")
+
+
+def check_descale(descale: Any, q: Any) -> tuple[Any, Any, Any]:
+    """The factors of q, k and v, each a number or a float32 tensor of no axes or two."""
+    if not isinstance(descale, Sequence) or isinstance(descale, TEXT) or len(descale) != 3:
+        raise ShapeError(f"descale: expected three factors, of q, k and v, got {descale!r}")
+    checked: list[Any] = []
+    whole = None
+    for x in descale:
+        if x is None or isinstance(x, numbers.Real):
+            factor = _number("descale", x)
+            if abs(factor) > LARGEST["float32"]:
+                raise ShapeError(f"descale: expected a number within float32, got {factor}")
+            checked.append(factor)
+            continue
+        library(q, descale=x)
+        if str(x.dtype) != "torch.float32":
+            raise DTypeError(f"descale: expected float32, got {x.dtype}")
+        shape = tuple(x.shape)
+        whole = whole or shape
+        if len(shape) not in (0, 2) or (shape and shape != whole):
+            raise ShapeError(f"descale: expected shape () or (batch, kv_heads), got {shape}")
+        checked.append(x)
+    return checked[0], checked[1], checked[2]
+
+
+def check_flag(name: str, value: Any) -> bool:
+    if value is True or value is False:
+        return value
+    if isinstance(value, np.bool_):
+        return bool(value)
+    raise DTypeError(f"{name}: expected True or False, got {value!r}")
+
+
+def _number(name: str, value: Any) -> float:
+    if type(value) is not float:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise DTypeError(f"{name}: expected a number, got {type(value).__name__}")
+        most = LARGEST["float64"]
+        if isinstance(value, numbers.Rational) and (value < -most or not value <= most):
+            raise ShapeError(f"{name}: expected a finite number, got one too large for a float")
+    number = float(value)
+    if not -math.inf < number < math.inf:  # math.isfinite() of a symbol is beyond torch.compile
+        raise ShapeError(f"{name}: expected a finite number, got {value}")
+    return number
+
+
+def _at_least_zero(name: str, value: Any) -> float:
+    number = _number(name, value)
+    if number < 0:
+        raise ShapeError(f"{name}: expected a number of at least 0, got {value}")
+    return number
+
+
+def _probability(value: Any) -> float:
+    number = _at_least_zero("dropout", value)
+    if number >= 1:
+        raise ShapeError(f"dropout: expected a probability below 1, got {value}")
+    return number
+
+
+def _integer(name: str, value: Any, low: int | None, high: int | None) -> int:
+    """None: no limit that way."""
+    if type(value).__name__ == "SymInt":  # in a graph of torch's: the operator checks it when it has a value
+        return value  # type: ignore[no-any-return]
+    number: int | None = value
+    if type(value) is not int:  # so it seems to be while torch.compile traces, and index() of a symbol would settle it
+        try:
+            number = None if isinstance(value, bool) else operator.index(value)
+        except TypeError:  # of a fraction, or of an array of several
+            number = None
+    if number is None:
+        raise DTypeError(f"{name}: expected an integer, got {type(value).__name__}")
+    if (low is not None and number < low) or (high is not None and number > high):
+        wanted = f"of at least {low}" if high is None else f"from {low} to {high}"
+        got = value if abs(number) < 1 << 128 else "a number of very many digits"  # Python refuses to write some
+        raise ShapeError(f"{name}: expected an integer {wanted}, got {got}")
+    return number
+
+
+def dtype_of(name: str, x: Any) -> str:
+    """The name of an array's dtype."""
+    try:
+        return name_of(x.dtype)
+    except AttributeError:
+        raise DTypeError(f"{name}: expected an array, got {type(x).__name__}") from None
+
+
+def name_of_any(dtype: Any) -> str:
+    """Also of what is no dtype at all."""
+    try:
+        return name_of(dtype)
+    except TypeError:  # it cannot be hashed
+        return type(dtype).__name__

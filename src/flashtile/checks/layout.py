@@ -1,0 +1,102 @@
+"""The order of axes, and padding among the keys: settled at the door, so that kernels meet one layout and one mask."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+
+from flashtile.checks.arguments import check_choice, is_tensor, library
+from flashtile.errors import DTypeError, ShapeError
+from flashtile.numerics.dtypes import name_of
+from flashtile.problem import broadcastable
+
+LAYOUTS = ("bhnd", "bnhd")  # (batch, heads, length, dim), and lengths before heads
+MOST_HEADS = 256  # more than any model has
+_name_of: Any = name_of.__wrapped__  # without its cache, of which torch.compile warns
+
+
+def rows_first(layout: Any) -> bool:
+    """Whether arrays of this layout, or of None, which is "bhnd", have lengths before heads."""
+    if layout is None:
+        return False
+    check_choice("layout", layout, LAYOUTS)
+    return bool(layout == "bnhd")
+
+
+def swapped(*arrays: Any) -> tuple[Any, ...]:
+    """Heads and rows of each in the other's place: (.., n, heads, d) <-> (.., heads, n, d); (n, d) has no heads."""
+    return tuple(x.swapaxes(-3, -2) if len(getattr(x, "shape", ())) > 2 else x for x in arrays)
+
+
+def swapped_lse(*arrays: Any) -> tuple[Any, ...]:
+    return tuple(x.swapaxes(-2, -1) if len(getattr(x, "shape", ())) > 1 else x for x in arrays)
+
+
+def check_held(**arrays: Any) -> None:
+    """Of tensors: that they hold their values, and plainly, where something is done with them before a call asks."""
+    tensors = {name: x for name, x in arrays.items() if is_tensor(x)}
+    if tensors:
+        from flashtile.pytorch import subclasses
+
+        subclasses.check_plain(tensors)
+        subclasses.check_whole(tensors)
+
+
+def with_padding(q: Any, k: Any, mask: Any, padding: Any) -> Any:
+    """The mask that also hides padded keys."""
+    library(q, k=k, mask=mask, key_padding_mask=padding)
+    check_held(mask=mask, key_padding_mask=padding)
+    if (kind := _name_of(padding.dtype)) != "bool":
+        raise DTypeError(f"key_padding_mask: expected booleans, True where a key may be attended, got {kind}")
+    if not 2 <= len(q.shape) == len(k.shape) <= 4:
+        return mask  # which nobody comes to look at
+    batch, heads = (1, 1, *q.shape[:-2])[-2:]
+    wanted = batch, k.shape[-2]
+    if tuple(padding.shape) != wanted:
+        raise ShapeError(f"key_padding_mask: expected shape {wanted}, (batch, keys), got {tuple(padding.shape)}")
+    padding = padding[:, None, None]
+    if mask is None:
+        return padding
+    if _name_of(mask.dtype) != "bool":
+        return mask  # as which it is refused
+    return broadcastable("mask", mask, (batch, heads, q.shape[-2], k.shape[-2]), True) & padding
+
+
+def doubt(q: Any, k: Any, causal: bool, level: int) -> None:
+    """A warning where shapes speak for (batch, length, heads, dim), at the caller `level` frames up.
+
+    Read as (batch, heads, length, dim), such arrays seem to have as many key heads as query heads, more of them than
+    rows, and as many keys as queries; or a fraction of that, where key heads are shared. As real shapes these are rare
+    if there are more heads than any model has, or if causal leaves rows without a key.
+    """
+    if len(q.shape) != 4 or len(k.shape) != 4:
+        return
+    (_, heads, n_q, _), (_, kv_heads, n_k, _) = q.shape, k.shape
+    if not all(isinstance(n, int) for n in (heads, n_q, kv_heads, n_k)):  # symbols, of which a question is a guard
+        return
+    if heads != kv_heads or not heads > n_q >= n_k >= 1 or n_q % n_k:
+        return
+    if heads > MOST_HEADS >= n_q:
+        why = f"{heads} heads of {n_q} queries"
+    elif causal and n_q > n_k:
+        why = f"{heads} heads, and causal leaves {n_q - n_k} of {n_q} queries without a key"
+    else:
+        return
+    warnings.warn(
+        f"q: expected (batch, heads, length, dim), and by shape {tuple(q.shape)} there are {why}; "
+        'for (batch, length, heads, dim) say layout="bnhd", and layout="bhnd" if all is as it should be',
+        stacklevel=level,
+    )
+
+
+def result(found: Any, with_lse: bool) -> Any:
+    """What attention() found for swapped arrays, swapped back and contiguous, as results are."""
+    out, lse = found if with_lse else (found, None)
+    out = _contiguous(*swapped(out))
+    return (out, _contiguous(*swapped_lse(lse))) if with_lse else out
+
+
+def _contiguous(x: Any) -> Any:
+    return np.ascontiguousarray(x) if isinstance(x, np.ndarray) else x.contiguous()

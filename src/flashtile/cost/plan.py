@@ -1,0 +1,276 @@
+"""plan(): what a call would do, from its shapes alone: backend, tiles, FLOPs, bytes, and the least time it can take."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flashtile import dispatch
+from flashtile.api import Options
+from flashtile.backends import tiles
+from flashtile.band import FAR, Band, Kind, ceil_div, cuts
+from flashtile.checks.arguments import check_dtype, check_hardware, check_shape, is_tensor, to_host
+from flashtile.checks.keywords import check_keywords
+from flashtile.cost import traffic
+from flashtile.cost.hardware import Hardware, Rates
+from flashtile.cost.tiling import Tiling
+from flashtile.numerics.dtypes import EIGHT_BITS, ITEMSIZE, Array, accumulator, carrier, wider
+from flashtile.problem import Problem, describe
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """No schedule on a machine of these rates can be faster than `seconds`."""
+
+    seconds: float
+    bound: str  # what sets it: "compute" or "memory"
+    rates: Rates
+
+    @classmethod
+    def under(cls, flops: int, least_bytes: int, rates: Rates) -> Floor:
+        compute, memory = flops / rates.flops, least_bytes / rates.bytes
+        return cls(max(compute, memory), "compute" if compute >= memory else "memory", rates)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One forward call, all sequences and heads together. Bytes and FLOPs are counts, not measurements."""
+
+    backend: str | None  # None: no row of the dispatch table can run it
+    reasons: dict[str, str]  # for every other row, why not that one
+    device: str
+    dtype: str
+    q_shape: tuple[int, ...]
+    k_shape: tuple[int, ...]
+    v_shape: tuple[int, ...]
+    tile: tuple[int, int]  # query rows and keys
+    tile_heads: int  # query heads that share a tile, each with its own rows
+    rows_at_once: int  # of scores, that exist at a time
+    tile_of: str | None  # whose tile: the backend, or the one that would run on the hardware given; None: no one
+    blocks: dict[str, int]  # bytes of what meets in a tile: Q, K and V as they travel, S and O as they are summed
+    tiles: dict[str, int]  # skipped, partial, full
+    band: Band  # of the longest sequence
+    pairs: int  # of query and key that see each other
+    flops: int
+    backward_flops: int
+    tile_bytes: int  # moved between memory and tiles in FlashAttention-2 order, if no cache helped
+    least_bytes: int  # q, the keys and values that anyone sees, out and lse, each moved once
+    standard_bytes: int  # moved by standard attention: scores and weights written and read
+    score_bytes: int  # the score matrix that is never built
+    lse_bytes: int
+    kv_bytes: int  # keys and values: this call's share of a KV cache
+    floor: Floor | None
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs a byte, if every byte is moved once."""
+        return self.flops / self.least_bytes if self.least_bytes else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; a band without a limit has none."""
+        band = {key: None if n == FAR else n for key, n in asdict(self.band).items()}
+        return {**asdict(self), "band": band, "intensity": self.intensity}
+
+
+def plan(
+    q_shape: Sequence[int],
+    k_shape: Sequence[int],
+    dtype: Any = "float32",
+    device: Any = "cpu",
+    *,
+    v_shape: Sequence[int] | None = None,
+    cu_q: Any = None,
+    cu_k: Any = None,
+    backend: str = "auto",
+    hardware: Hardware | None = None,
+    **options: Unpack[Options],
+) -> Plan:
+    """What attention() would do with arrays of these shapes, without the arrays.
+
+    Takes every option of attention(); mask, bias, alibi and sink may be given as shapes. With `hardware` it also says
+    what the least time is there, and which tile that GPU would get. A device is "cpu", "cuda" or torch's own, whose
+    number does not matter. On a CPU a device or dtype of torch's stands for tensors, any other for NumPy arrays.
+    """
+    check_keywords("plan", options, Options.__annotations__)
+    tensors = any(type(x).__module__.partition(".")[0] == "torch" for x in (dtype, device))
+    name, device = check_dtype(dtype), str(device).partition(":")[0]
+    given = {"q_shape": q_shape, "k_shape": k_shape, "v_shape": k_shape if v_shape is None else v_shape}
+    shapes = [check_shape(key, shape) for key, shape in given.items()]
+    stand_ins: dict[str, Any] = dict(options)
+    beside = accumulator(name) if name == EIGHT_BITS else name
+    for key, kind in (("mask", "bool"), ("bias", beside), ("alibi", beside), ("sink", beside)):
+        if isinstance(stand_ins.get(key), (tuple, list)):
+            stand_ins[key] = stand_in(check_shape(key, stand_ins[key]), kind)
+    stand_ins.pop("descale", None)  # whose numbers change nothing that is planned
+    if is_tensor(stand_ins.get("seed")):  # nor does that, and it may be on a GPU
+        del stand_ins["seed"]
+    stand_ins |= {"cu_q": cu_q, "cu_k": cu_k}
+    for key in ("cu_q", "cu_k", "kv_lengths"):
+        stand_ins[key] = to_host(key, stand_ins.get(key))
+    if hardware is not None:
+        check_hardware(hardware)
+    problem = describe(*(stand_in(shape, name) for shape in shapes), **stand_ins)
+    capability = None if hardware is None else hardware.capability
+    asked = problem if device == "cpu" else _outlined(problem)
+    tensors = tensors or device != "cpu"
+    chosen, reasons = _choose(asked, backend, device, tensors)
+    owner = chosen
+    if chosen is None or (backend == "auto" and device != "cpu" and capability is not None):
+        owner = _but_for_this_machine(asked, device, tensors, capability)
+    tile = _tile(_as_given_to(owner, problem, device), owner, capability)
+    counts = _Counts.of(problem, tile)
+    flops = counts.pairs * traffic.forward_flops_a_pair(problem.dim, problem.dim_v)
+    return Plan(
+        backend=None if chosen is None else chosen.name,
+        reasons=reasons,
+        device=device,
+        dtype=name,
+        q_shape=shapes[0],
+        k_shape=shapes[1],
+        v_shape=shapes[2],
+        tile=(tile.rows, tile.keys),
+        tile_heads=tile.heads,
+        rows_at_once=tile.rows_at_once,
+        tile_of=None if owner is None else owner.name,
+        blocks=_blocks(problem, tile),
+        tiles={kind.name.lower(): n for kind, n in counts.tiles.items()},
+        band=problem.band_for(problem.n_q, problem.n_k),
+        pairs=counts.pairs,
+        flops=flops,
+        backward_flops=counts.pairs * traffic.backward_flops_a_pair(problem.dim, problem.dim_v),
+        tile_bytes=counts.tile_bytes,
+        least_bytes=counts.least_bytes,
+        standard_bytes=counts.standard_bytes,
+        score_bytes=counts.scores * ITEMSIZE[name],
+        lse_bytes=counts.rows * ITEMSIZE[problem.accumulator],
+        kv_bytes=counts.kv_bytes,
+        floor=None if hardware is None else Floor.under(flops, counts.least_bytes, hardware.rates),
+    )
+
+
+def stand_in(shape: Sequence[int], dtype: str) -> Array:
+    """An array of any size that takes a few bytes: every element is the same zero."""
+    zero: Array = np.zeros((), np.bool_ if dtype == "bool" else carrier(dtype))
+    return np.broadcast_to(zero, tuple(shape))
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Sums over the sequences and heads of a problem."""
+
+    tiles: Counter[Kind]
+    pairs: int = 0
+    scores: int = 0
+    rows: int = 0
+    tile_bytes: int = 0
+    least_bytes: int = 0
+    standard_bytes: int = 0
+    kv_bytes: int = 0
+
+    @classmethod
+    def of(cls, p: Problem, tile: Tiling) -> _Counts:
+        counts = cls(Counter(dict.fromkeys(Kind, 0)))
+        size, wide, width = ITEMSIZE[p.dtype], ITEMSIZE[p.accumulator], p.dim + p.dim_v
+        # Sequences of one length cost the same: each length is counted once.
+        for (n_q, n_k), times in Counter(zip(p.q_lengths, p.k_lengths, strict=True)).items():
+            band, heads, kv_heads = p.band_for(n_q, n_k), times * p.heads, times * p.kv_heads
+            grids = kv_heads * ceil_div(p.group, tile.heads)
+            for kind, n in traffic.tile_counts(band, n_q, n_k, tile.rows, tile.keys).items():
+                counts.tiles[kind] += grids * n
+            counts.pairs += heads * traffic.visible_pairs(band, n_q, n_k)
+            counts.scores += heads * n_q * n_k
+            counts.rows += heads * n_q
+            rows = heads * n_q * (p.dim * size + p.dim_v * ITEMSIZE[p.out_dtype] + wide)  # Q, O and L
+            seen = cuts(band, 0, n_q, n_k, 1) if n_q else None
+            kv_seen = 0 if seen is None else (seen.end - seen.begin) * width * size
+            loaded = grids * traffic.keys_visited(band, n_q, n_k, tile.rows, tile.keys)
+            counts.tile_bytes += rows + loaded * width * size
+            counts.least_bytes += rows + kv_heads * kv_seen
+            counts.standard_bytes += heads * (4 * n_q * n_k + n_q * width) * size + kv_heads * n_k * width * size
+            counts.kv_bytes += kv_heads * n_k * width * size
+        return counts
+
+
+@dataclass(frozen=True, slots=True)
+class _Outline:
+    """A contiguous tensor without its memory, for backends that ask in torch's words how tensors lie."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def element_size(self) -> int:
+        return self.itemsize
+
+    def stride(self, axis: int | None = None) -> Any:
+        strides = tuple(math.prod(self.shape[n + 1 :]) for n in range(len(self.shape)))
+        return strides if axis is None else strides[axis]
+
+    def data_ptr(self) -> int:
+        return 0
+
+
+def _outlined(problem: Problem) -> Problem:
+    """The problem with tensors for q, k and v."""
+    q, k, v = (_Outline(x.shape, ITEMSIZE[problem.dtype]) for x in (problem.q, problem.k, problem.v))
+    return replace(problem, q=q, k=k, v=v)
+
+
+def _choose(
+    problem: Problem, backend: str, device: str, tensors: bool
+) -> tuple[dispatch.Backend | None, dict[str, str]]:
+    """The row that would run, and for every other row the reason why it would not."""
+    dispatch.check_name(backend)
+    said = {row.name: row.why_not(problem, device, tensors) for row in dispatch.TABLE}
+    able = [row for row in dispatch.TABLE if said[row.name] is None]
+    chosen = (
+        dispatch.preferred(problem, able) if backend == "auto" else dispatch.choose(problem, backend, device, tensors)
+    )
+    later = False
+    for row in able:
+        later = later or row is chosen
+        why = "comes later in the table" if later else "another suits this better"
+        said[row.name] = f"it could, but {why if backend == 'auto' else 'another was asked for'}"
+    return chosen, {name: str(reason) for name, reason in said.items() if chosen is None or name != chosen.name}
+
+
+def _but_for_this_machine(
+    problem: Problem, device: str, tensors: bool, capability: tuple[int, int] | None
+) -> dispatch.Backend | None:
+    """The row that would run on such a GPU, if that and all else it needs were here."""
+    able = (
+        row for row in dispatch.TABLE if row.made_for(capability) and row.objection(problem, device, tensors) is None
+    )
+    return dispatch.preferred(problem, able)
+
+
+def _as_given_to(owner: dispatch.Backend | None, problem: Problem, device: str) -> Problem:
+    """8-bit tensors are widened for a backend that does not multiply them as they are."""
+    if problem.dtype != EIGHT_BITS or (owner is not None and owner.eight_bits):
+        return problem
+    return replace(problem, dtype=wider(device))
+
+
+def _tile(problem: Problem, owner: dispatch.Backend | None, capability: tuple[int, int] | None) -> Tiling:
+    """The backend's own; that of the NumPy tiles where it has none to tell of."""
+    of_backend = None if owner is None else getattr(owner.load(), "tile", None)
+    if of_backend is None:
+        return Tiling(tiles.BLOCK, tiles.BLOCK)
+    tile: Tiling = of_backend(problem, capability)
+    return tile
+
+
+def _blocks(p: Problem, tile: Tiling) -> dict[str, int]:
+    rows, size, wide = tile.rows * tile.heads, ITEMSIZE[p.dtype], ITEMSIZE[p.accumulator]
+    moved = {"Q": rows * p.dim * size, "K": tile.keys * p.dim * size, "V": tile.keys * p.dim_v * size}
+    return moved | {"S": tile.rows_at_once * tile.keys * wide, "O": rows * p.dim_v * wide}

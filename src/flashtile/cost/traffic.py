@@ -1,0 +1,244 @@
+"""Elements, bytes, FLOPs and peak SRAM: a fold over the events of schedule.py, with the closed forms beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from flashtile.band import Band, Kind, ceil_div, cuts
+from flashtile.numerics.dtypes import ITEMSIZE, accumulator
+from flashtile.numerics.schedule import Event, Grid, Launch, Load, Make, Store, Tile, Zero
+
+COLUMN_VECTORS = ("m", "l", "L", "D", "factor")  # one number a row
+OF_WIDTH_V = ("V", "O", "dV", "dO")  # the others are as wide as q
+IN_ACCUMULATOR = (*COLUMN_VECTORS, "dQ")  # dQ is summed in memory, so it stays unrounded there
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How wide the arrays of one head are, and in which type they travel."""
+
+    dim: int
+    dim_v: int
+    dtype: str = "float32"
+
+    def width(self, name: str) -> int:
+        if name in COLUMN_VECTORS:
+            return 1
+        return self.dim_v if name in OF_WIDTH_V else self.dim
+
+    def itemsize(self, name: str) -> int:
+        return ITEMSIZE[accumulator(self.dtype) if name in IN_ACCUMULATOR else self.dtype]
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What one head moves and computes, and what lies in SRAM at the moment (all counts in elements but *_bytes)."""
+
+    grid: Grid
+    layout: Layout
+    loaded: int = 0
+    stored: int = 0
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+    flops: int = 0  # of the tiles as computed: a partial tile costs as much as a full one
+    begun: int = 0  # kernels that the stream names
+    tiles: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys((Kind.PARTIAL, Kind.FULL), 0))
+    sram: dict[str, int] = field(default_factory=dict)
+    peak_sram: int = 0
+
+    @property
+    def elements(self) -> int:
+        """Moved through HBM, both ways."""
+        return self.loaded + self.stored
+
+    @property
+    def bytes(self) -> int:
+        return self.loaded_bytes + self.stored_bytes
+
+    @property
+    def launches(self) -> int:
+        """Kernels: a stream that names none is one."""
+        return max(self.begun, 1)
+
+    @property
+    def largest_block(self) -> int:
+        """Elements of the largest array in SRAM: it does not know the sequence length."""
+        return max(self.sram.values(), default=0)
+
+    @property
+    def sram_bytes(self) -> dict[str, int]:
+        """What lies in SRAM, each array in the type that it has there."""
+        return {name: n * self.layout.itemsize(name) for name, n in self.sram.items()}
+
+    def see(self, event: Event) -> None:
+        """Take one event into the account."""
+        match event:
+            case Load(name, n):
+                moved = self.sram[name] = self._size(name, n)
+                self.loaded += moved
+                self.loaded_bytes += moved * self.layout.itemsize(name)
+            case Store(name, n):
+                moved = self._size(name, n)
+                self.stored += moved
+                self.stored_bytes += moved * self.layout.itemsize(name)
+            case Zero(name, n):
+                # A block of O is born with its running maximum and sum.
+                for part in ("O", "m", "l") if name == "O" else (name,):
+                    self.sram[part] = self._size(part, n)
+            case Tile(i, j, kind):
+                self.tiles[kind] += 1
+                self._compute(_length(self.grid.rows(i)), _length(self.grid.cols(j)))
+            case Launch():
+                self.begun += 1
+                self.sram.clear()
+            case Make(name, n):
+                self.sram[name] = self._size(name, n)
+                pairs = _length(self.grid.rows(n)) * self.grid.n_k
+                self.flops += pairs * {"S": 2 * self.layout.dim, "P": 0, "O": 2 * self.layout.dim_v}[name]
+        self.peak_sram = max(self.peak_sram, sum(self.sram.values()))
+
+    def _compute(self, br: int, bc: int) -> None:
+        d, dv = self.layout.dim, self.layout.dim_v
+        if "dO" in self.sram:
+            self.flops += br * bc * backward_flops_a_pair(d, dv)
+            self.sram |= dict.fromkeys(("S", "P", "dP", "dS"), br * bc)
+        else:
+            self.flops += br * bc * forward_flops_a_pair(d, dv)
+            self.sram |= {"S": br * bc, "P": br * bc, "factor": br}
+
+    def _size(self, name: str, n: int) -> int:
+        width = self.grid.n_k if name in ("S", "P") else self.layout.width(name)
+        return _length(self.grid.block(name, n)) * width
+
+
+def count(events: Iterable[Event], grid: Grid, layout: Layout) -> Traffic:
+    """The sum of a stream of events."""
+    traffic = Traffic(grid, layout)
+    for event in events:
+        traffic.see(event)
+    return traffic
+
+
+def forward_flops_a_pair(d: int, dv: int) -> int:
+    """Of one query and one key: q.k, and the weight times v. A multiplication and an addition are two."""
+    return 2 * d + 2 * dv
+
+
+def backward_flops_a_pair(d: int, dv: int) -> int:
+    """S again, dP, dV, dQ and dK: eq. 9 to 14."""
+    return 6 * d + 4 * dv
+
+
+def visible_pairs(band: Band, n_q: int, n_k: int) -> int:
+    """How many (query, key) pairs the band lets see each other; no loop over queries."""
+    if band.left + band.right < 0:
+        return 0
+
+    def clipped_sum(start: int) -> int:
+        """Sum over i of clip(start + i, 0, n_k)."""
+        low, high = min(max(-start, 0), n_q), min(max(n_k - start, 0), n_q)
+        rising = high - low  # the queries low..high-1 count up from start + low
+        return rising * (start + low) + rising * (rising - 1) // 2 + (n_q - high) * n_k
+
+    return clipped_sum(band.end(0)) - clipped_sum(band.begin(0))
+
+
+def causal_flops(n: int, d: int) -> int:
+    """Forward, by the field's convention: half of the square, the diagonal not counted extra."""
+    return 2 * n * n * d
+
+
+# Closed forms: elements moved per head, forward, d = dv.
+
+
+def standard_elements(n: int, d: int, n_k: int | None = None, dv: int | None = None) -> int:
+    """S written and read, P written and read; Q, K, V and O once. As many keys as queries unless n_k is given."""
+    n_k, dv = n if n_k is None else n_k, d if dv is None else dv
+    return 4 * n * n_k + (n + n_k) * (d + dv)
+
+
+def fa1_block(sram: int, d: int) -> int:
+    """Columns of a tile so that four blocks fit an SRAM of this many elements."""
+    return ceil_div(sram, 4 * d)
+
+
+def fa1_elements(n: int, d: int, bc: int) -> int:
+    """K and V once; for each column of tiles Q, and O, m and l there and back: Theta(n^2 d^2 / sram)."""
+    return 2 * n * d + ceil_div(n, bc) * (3 * n * d + 4 * n)
+
+
+def fa1_band_elements(n_q: int, n_k: int, d: int, dv: int, br: int, bc: int, band: Band) -> int:
+    """The same for any band: a column of tiles in which anyone sees anything, and the rows of its tiles."""
+    columns = columns_visited(band, n_q, n_k, br, bc)
+    return sum((d + dv) * keys + (d + 2 * dv + 4) * len(rows) for keys, rows in columns if rows)
+
+
+def fa2_elements(n_q: int, n_k: int, d: int, dv: int, br: int, bc: int, band: Band) -> int:
+    """Q, O and L once; for each row of tiles the keys and values in sight."""
+    return n_q * (d + dv + 1) + (d + dv) * keys_visited(band, n_q, n_k, br, bc)
+
+
+def backward_elements(n_q: int, n_k: int, d: int, dv: int, br: int, bc: int, band: Band) -> int:
+    """K, V, dK and dV once; a column of tiles moves Q, dO, L, D and dQ of its rows, dQ both ways.
+
+    But dQ is not read the first time, and a row that sees no key still has its 0 written.
+    """
+    columns = [rows for _, rows in columns_visited(band, n_q, n_k, br, bc) if rows]
+    moved = sum(len(rows) for rows in columns)
+    seen = max(rows.stop for rows in columns) - min(rows.start for rows in columns) if columns else 0
+    return 2 * n_k * (d + dv) + moved * (3 * d + dv + 2) - seen * d + (n_q - seen) * d
+
+
+def least_elements(n: int, d: int) -> int:
+    """Q, K, V, O and L once: what no order of tiles can go below."""
+    return 4 * n * d + n
+
+
+def keys_visited(band: Band, n_q: int, n_k: int, br: int, bc: int) -> int:
+    """Keys loaded, summed over the rows of tiles."""
+    total = 0
+    for first in range(0, n_q, br):
+        c = cuts(band, first, min(first + br, n_q), n_k, bc)
+        total += max(min(c.end * bc, n_k) - c.begin * bc, 0)
+    return total
+
+
+def columns_visited(band: Band, n_q: int, n_k: int, br: int, bc: int) -> list[tuple[int, range]]:
+    """For each column of tiles, how many keys it has and the rows of its tiles."""
+    columns = []
+    for first in range(0, n_k, bc):
+        last = min(first + bc, n_k)
+        c = cuts(band.T, first, last, n_q, br)
+        columns.append((last - first, range(c.begin * br, min(c.end * br, n_q))))
+    return columns
+
+
+def tile_counts(band: Band, n_q: int, n_k: int, br: int, bc: int) -> dict[Kind, int]:
+    """How many tiles are skipped, partial and full; one step a row of tiles."""
+    counts = dict.fromkeys(Kind, 0)
+    across = ceil_div(n_k, bc)
+    for first in range(0, n_q, br):
+        c = cuts(band, first, min(first + br, n_q), n_k, bc)
+        counts[Kind.SKIPPED] += across - (c.end - c.begin)
+        counts[Kind.FULL] += c.full_end - c.full_begin
+        counts[Kind.PARTIAL] += (c.end - c.begin) - (c.full_end - c.full_begin)
+    return counts
+
+
+# Launches: each reads its inputs from HBM and writes its results there.
+
+
+def trips(launches: tuple[Launch, ...]) -> int:
+    """Journeys through HBM: one in and one out for every launch."""
+    return sum(bool(launch.reads) + bool(launch.writes) for launch in launches)
+
+
+def launched_elements(launches: tuple[Launch, ...], n: int, d: int) -> int:
+    """Elements moved when each launch moves each of its arrays once."""
+    sizes = {"Q": n * d, "K": n * d, "V": n * d, "O": n * d, "L": n, "S": n * n, "P": n * n}
+    return sum(sizes[name] for launch in launches for name in launch.reads + launch.writes)
+
+
+def _length(s: slice) -> int:
+    return int(s.stop) - int(s.start)

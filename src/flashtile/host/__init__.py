@@ -1,0 +1,1 @@
+"""The machine a call runs on: processors, threads, versions of packages, addresses."""

@@ -1,0 +1,1 @@
+"""What measures, explains and teaches, and the command line: nothing that a call reaches imports it."""

@@ -1,0 +1,164 @@
+"""What the measurements have to clear: a table of bars, and a list of rows -> one line a bar, with what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flashtile.lab.bench.cases import FORWARD
+from flashtile.lab.bench.gpu import measures
+from flashtile.lab.bench.gpu.measures import Measure, Row
+from flashtile.lab.bench.gpu.peers import ORDERED, OURS, PORTABLE
+from flashtile.lab.bench.gpu.rows import DECODE, DTYPE, MEMORY, SMALL, STEP, TRAIN
+from flashtile.lab.bench.memory import BACKWARD
+from flashtile.lab.bench.timing import geometric_mean
+from flashtile.numerics.dtypes import EIGHT_BITS
+
+HOPPER = "gluon"  # the backend that some bars are for
+SHORT_CACHE = 8192  # with one sequence this is too little work to be measured against the copy
+SAME = 0.02  # in bfloat16, where each is off by a few thousandths
+SAME_IN_8_BITS = 0.05  # weights of 3 bits are off by 0.026 (root mean square), and so is what they add up to
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What the rows it is about have to show: on their geometric mean, and each of them."""
+
+    group: str
+    title: str  # of {n} rows, of which {row} is the first
+    about: Callable[[Row], bool]
+    measure: Measure
+    mean: float | None = None
+    each: float | None = None
+
+    def line(self, rows: Sequence[Row]) -> Row:
+        """A row that we could not do at all is no success."""
+        more = self.measure.more_is_better
+        said: Row = {"group": self.group, "title": self.title.format(n=len(rows), row=rows[0])}
+        said |= {"measure": self.measure.words, "at_least": more}
+        said |= {"bar": self.mean, "reach": None, "worst_bar": self.each}
+        values = [value for row in rows if (value := self.measure.of(row)) is not None]
+        failed = any(OURS in row["absent"] for row in rows)
+        if not values:
+            return {**said, "value": None, "worst": None, "holds": False if failed else None}
+        mean = geometric_mean(values) if min(values) > 0 else sum(values) / len(values)
+        worst = min(values) if more else max(values)
+        barred = [(x, bar) for x, bar in ((mean, self.mean), (worst, self.each)) if bar is not None]
+        clear = all(x >= bar if more else x <= bar for x, bar in barred)
+        return {**said, "value": mean, "worst": worst, "holds": clear and not failed if barred else None}
+
+
+def judge(rows: Sequence[Row], failed: Collection[str] = ()) -> list[Row]:
+    """The line of every bar that some of these rows are about, and how many rows could not be measured."""
+    found = [bar.line(mine) for bar in BARS if (mine := [row for row in rows if bar.about(row)])]
+    return [*found, *([_failures(len(failed))] if failed else [])]
+
+
+def _failures(n: int) -> Row:
+    shared = {"group": "failed", "title": "rows that failed", "measure": "rows", "bar": None, "reach": None}
+    return {**shared, "worst_bar": 0, "at_least": False, "value": n, "worst": n, "holds": False}
+
+
+def _where(*also: Callable[[Row], bool], **fields: Any) -> Callable[[Row], bool]:
+    """Rows with these values in these fields, of which all this is true too."""
+    return lambda row: all(row.get(key) == x for key, x in fields.items()) and all(true(row) for true in also)
+
+
+def _train(direction: str, *also: Callable[[Row], bool], dtype: str = DTYPE, **fields: Any) -> Callable[[Row], bool]:
+    return _where(*also, suite=TRAIN, direction=direction, dtype=dtype, **fields)
+
+
+def _of_dim(dim: int) -> Callable[[Row], bool]:
+    return lambda row: bool(row["shape"]["dim"] == dim)
+
+
+def _compared(row: Row) -> bool:
+    return bool(row.get("differences"))
+
+
+def _with_peer(row: Row) -> bool:
+    return measures.best_peer(row) is not None
+
+
+def _eight_bits(dim: int, mean: float | None = None) -> Bar:
+    """What 8 bits gain where the Hopper kernels multiply them as they are."""
+    title = f"forward in 8 bits, head dim {dim}, {{n}} shapes"
+    about = _train(FORWARD, _of_dim(dim), dtype=EIGHT_BITS, backend=HOPPER)
+    return Bar(f"eight-bits-{dim}", title, about, measures.OVER_WIDE, mean)
+
+
+def _elsewhere(row: Row) -> bool:
+    return bool(row["backend"] != HOPPER)
+
+
+def _windowed(row: Row) -> bool:
+    return "unwindowed" in row
+
+
+def _with_portable(row: Row) -> bool:
+    return PORTABLE in row["times"]
+
+
+def _with_ordered(row: Row) -> bool:
+    return ORDERED in row["times"]
+
+
+def _dense(row: Row) -> bool:
+    """So much work that the matrix unit alone sets the pace."""
+    return not row["options"] and row["shape"]["n_k"] == 16384 and row["shape"]["dim"] >= 128
+
+
+def _short(row: Row) -> bool:
+    return bool(row["shape"]["batch"] == 1 and row["shape"]["n_k"] <= SHORT_CACHE)
+
+
+def _long(row: Row) -> bool:
+    return not _short(row)
+
+
+def _pass(direction: str, mean: float, each: float) -> tuple[Bar, ...]:
+    """Those of one pass. `mean` and `each` are what the Hopper kernels owe on the grid, beside the best peer."""
+    d, plain, other = direction, f"{direction}, {{n}} shapes", f"{direction}, {{n}} other shapes"
+    by_triton, narrow = f"{d} by Triton", "window {row[window]} of {row[shape][n_k]} keys"
+    portable, narrowed = _train(d, _with_portable), _train(d, _with_portable, _windowed)
+    return (
+        Bar(f"{d}-flex", plain, _train(d), measures.OVER_FLEX, each=1.05),
+        Bar(f"{d}-portable", f"{by_triton}, {{n}} shapes", portable, measures.PORTABLE_OVER_FLEX, each=1.05),
+        Bar(f"{d}-best", plain, _train(d, _elsewhere), measures.OVER_BEST),
+        Bar(f"{d}-grid", plain, _train(d, backend=HOPPER, extra=False), measures.OVER_BEST, mean, each),
+        Bar(f"{d}-extra", other, _train(d, backend=HOPPER, extra=True), measures.OVER_BEST, each=1.0),
+        Bar(f"{d}-window", f"{d}, {narrow}", _train(d, _windowed), measures.OF_WINDOW, each=1.3),
+        Bar(f"{d}-window-portable", f"{by_triton}, {narrow}", narrowed, measures.PORTABLE_OF_WINDOW, each=1.3),
+    )
+
+
+ONE_CACHE, MEMORY_OF = "decode, one sequence of {row[shape][n_k]} keys", "memory of {row[direction]}"
+DENSE, STEPS = "forward, full, 16384 keys, {n} head dims", "a training step, {n} shapes"
+IN_8_BITS = "forward in 8 bits, {n} shapes"
+IN_ORDER = "backward, the same bits every time, {n} shapes"
+SMALL_CALL, BY_HOPPER = "a small call", "a small call, by the Hopper kernels"
+BARS = (
+    *_pass(FORWARD, mean=1.06, each=1.00),
+    Bar("forward-product", DENSE, _train(FORWARD, _dense, backend=HOPPER, extra=False), measures.OF_PRODUCT, each=0.95),
+    *_pass(BACKWARD, mean=1.05, each=0.97),
+    Bar("backward-ordered", IN_ORDER, _train(BACKWARD, _with_ordered), measures.IN_ORDER, each=1.15),
+    *(_eight_bits(dim, mean) for dim, mean in ((64, None), (128, 1.4), (256, None))),
+    Bar("eight-bits-best", IN_8_BITS, _train(FORWARD, _with_peer, dtype=EIGHT_BITS), measures.OVER_BEST),
+    Bar("step-best", STEPS, _train(STEP, _elsewhere), measures.OVER_BEST),
+    Bar("step-hopper", STEPS, _train(STEP, backend=HOPPER), measures.OVER_BEST, each=1.05),
+    Bar("decode", "decode, {n} shapes", _where(_long, suite=DECODE), measures.OF_COPY, each=0.90),
+    Bar("decode-short", ONE_CACHE, _where(_short, suite=DECODE), measures.OVER_CUDNN, each=1.0),
+    Bar("host", SMALL_CALL, _where(_elsewhere, suite=SMALL), measures.HOST, each=40.0),
+    Bar("host-hopper", BY_HOPPER, _where(suite=SMALL, backend=HOPPER), measures.HOST, each=25.0),
+    Bar("memory-forward", MEMORY_OF, _where(suite=MEMORY, direction=FORWARD), measures.FORWARD_MEMORY, each=1.0),
+    Bar("memory-backward", MEMORY_OF, _where(suite=MEMORY, direction=BACKWARD), measures.BACKWARD_MEMORY, each=1.0),
+    Bar("agreement", "results, {n} shapes", _where(_compared, dtype=DTYPE), measures.DIFFERENCE, each=SAME),
+    Bar(
+        "agreement-eight-bits",
+        "results in 8 bits, {n} shapes",
+        _where(_compared, dtype=EIGHT_BITS),
+        measures.DIFFERENCE,
+        each=SAME_IN_8_BITS,
+    ),
+)

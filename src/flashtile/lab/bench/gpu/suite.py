@@ -1,0 +1,296 @@
+"""Runs the GPU suites: row by row, ours and the peers in turn, and makes the record; what fails is told, not fatal."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from flashtile.lab.bench import records
+from flashtile.lab.bench.gpu import bars, ceilings
+from flashtile.lab.bench.gpu.ceilings import COPY, PRODUCT, Ceiling
+from flashtile.lab.bench.gpu.device import Device
+from flashtile.lab.bench.gpu.peers import OURS, PORTABLE, Contender, Peer, UnfitError, brief, tensors
+from flashtile.lab.bench.gpu.rows import DECODE, MEMORY, SMALL, TRAIN, Row, in_turn
+from flashtile.lab.bench.records import Record
+from flashtile.lab.bench.suite import Progress
+from flashtile.lab.bench.timing import Call, Ratio, Timing, alternate
+
+SEED = 42
+SAMPLE = 0.010  # seconds of device time a sample has at least, so that its ends do not count
+GRAPH_CALLS = 64  # in one graph, at most: the gap between two replays is that of several calls
+ENQUEUED = 50  # calls in a sample of host time, at most: fewer than a stream can hold
+UNWINDOWED = {name: f"{name}, no window" for name in (OURS, PORTABLE)}
+
+Calls = dict[str, Callable[[int], Call]]  # by name: how often -> what does it that often
+
+
+@dataclass
+class Bench:
+    """One run: the device, who is timed on it, and how often."""
+
+    device: Device
+    peers: Sequence[Peer]
+    rounds: int = 15
+    sample: float = SAMPLE
+    rng: random.Random = field(default_factory=lambda: random.Random(SEED))
+
+    @cached_property
+    def product(self) -> Ceiling:
+        return ceilings.product(self.device.name)
+
+    @cached_property
+    def copy(self) -> Ceiling:
+        return ceilings.copy(self.device.name)
+
+    def measure(self, row: Row) -> dict[str, Any]:
+        """Everything about one row, as plain values."""
+        kinds: dict[str, Callable[[Row], dict[str, Any]]] = {
+            TRAIN: self._train,
+            DECODE: self._decode,
+            SMALL: self._small,
+            MEMORY: self._memory,
+        }
+        return {**row.to_dict(), "backend": row.backend(self.device.name), **kinds[row.suite](row)}
+
+    def _train(self, row: Row) -> dict[str, Any]:
+        entered, absent = self._enter(row)
+        calls: Calls = {name: contender.repeated for name, contender in entered.items()}
+        calls[PRODUCT] = _repeated(self.product.call)
+        if row.window is not None:
+            plain, _ = self._enter(row.unwindowed(), [peer for peer in self.peers if peer.name in (OURS, PORTABLE)])
+            calls |= {UNWINDOWED[name]: contender.repeated for name, contender in plain.items()}
+        times = self._device_times(calls)
+        found = _compared(entered, absent, times)
+        product = times.pop(PRODUCT)
+        found |= {"flops": row.flops, "ceiling": self.product.amount / product.median}
+        if row.window is not None:
+            whole = {name: times.pop(UNWINDOWED[name]) for name in plain}
+            found |= {"unwindowed": _plain(whole), "window": row.window}
+        found["rates"] = {name: row.flops / timing.median for name, timing in times.items()}
+        return found
+
+    def _decode(self, row: Row) -> dict[str, Any]:
+        """Through graphs, so that the host does not hide the kernel; beside it, what a call costs the host."""
+        entered, absent = self._enter(row, copies=copies(row.kv_bytes, self.device.cache))
+        calls: Calls = {COPY: _repeated(self.copy.call)}
+        sizes, eager = {COPY: 1}, {}
+        for name, contender in entered.items():
+            enough = self._filling(contender.repeated, GRAPH_CALLS, samples=2)
+            n = max(1, enough // len(contender.calls)) * len(contender.calls)
+            try:
+                calls[name], sizes[name] = _repeated(self.device.captured(contender.repeated(n))), n
+            except Exception as error:
+                calls[name], sizes[name], eager[name] = contender.repeated, 1, brief(error)
+        times = {name: timing.over(sizes[name]) for name, timing in self._device_times(calls).items()}
+        found = _compared(entered, absent, times)
+        ceiling = self.copy.amount / times.pop(COPY).median
+        rates = {name: row.kv_bytes / timing.median for name, timing in times.items()}
+        return found | {
+            "bytes": row.kv_bytes,
+            "ceiling": ceiling,
+            "rates": rates,
+            "shares": {name: rate / ceiling for name, rate in rates.items()},
+            "eager": eager,  # who could not be captured, and why
+            "host": _plain(self._host_times(entered)),
+        }
+
+    def _small(self, row: Row) -> dict[str, Any]:
+        """What a call costs the host, and how long its result takes to be there."""
+        entered, absent = self._enter(row)
+        host = self._host_times(entered)
+        whole = {name: self._then_wait(contender.repeated(1)) for name, contender in entered.items()}
+        waited = alternate(whole, seconds=0, min_rounds=self.rounds, max_rounds=self.rounds, shuffle=self.rng)
+        return _compared(entered, absent, waited) | {"host": _plain(host)}
+
+    def _memory(self, row: Row) -> dict[str, Any]:
+        entered, absent = self._enter(row)
+        grown = {}
+        for name, contender in entered.items():
+            with contender.context():
+                grown[name] = self.device.growth(contender.calls[0])
+        c = row.case
+        n = c.batch * c.heads * c.n_q
+        statistics, queries = 4 * n, 4 * n * c.dim  # lse or delta; dQ summed in float32
+        # A forward pass may keep the lse; a backward pass one vector like it, and dQ in the making.
+        needed = statistics + (queries if row.differentiates else 0)
+        return {"absent": absent, "grown": grown, "needed": needed, "scores": 2 * n * c.n_k}
+
+    def _enter(
+        self, row: Row, peers: Sequence[Peer] | None = None, copies: int = 1
+    ) -> tuple[dict[str, Contender], dict[str, str]]:
+        """Everyone who can do this row, warmed up; and why the others cannot."""
+        sets = [tensors(row, self.device.name, SEED + n) for n in range(copies)]
+        entered, absent = {}, {}
+        for peer in self.peers if peers is None else peers:
+            try:
+                contender = peer.prepare(row, sets)
+                contender.repeated(len(contender.calls))()
+                self.device.synchronize()
+            except UnfitError as error:
+                absent[peer.name] = str(error)
+            except Exception as error:
+                absent[peer.name] = brief(error)
+            else:
+                entered[peer.name] = contender
+        return entered, absent
+
+    def _device_times(self, calls: Calls) -> dict[str, Timing]:
+        """By the device's clock; each sample is as many calls as fill it, and to count them warms up enough."""
+        sizes = {name: self._filling(repeated, 1000) for name, repeated in calls.items()}
+        times = alternate(
+            {name: repeated(sizes[name]) for name, repeated in calls.items()},
+            seconds=0,
+            min_rounds=self.rounds,
+            max_rounds=self.rounds,
+            warm_up=0,
+            clock=self.device.seconds,
+            shuffle=self.rng,
+        )
+        return {name: timing.over(sizes[name]) for name, timing in times.items()}
+
+    def _host_times(self, entered: Mapping[str, Contender]) -> dict[str, Timing]:
+        """Seconds until a call returns to the host, which does not wait for the device."""
+        sizes = {name: self._filling(contender.repeated, ENQUEUED, samples=2) for name, contender in entered.items()}
+        times = alternate(
+            {name: contender.repeated(sizes[name]) for name, contender in entered.items()},
+            seconds=0,
+            min_rounds=self.rounds,
+            max_rounds=self.rounds,
+            warm_up=0,
+            before=self.device.synchronize,
+            shuffle=self.rng,
+        )
+        return {name: timing.over(sizes[name]) for name, timing in times.items()}
+
+    def _filling(self, repeated: Callable[[int], Call], most: int, samples: int = 1) -> int:
+        """Calls that take the device as long as so many samples; one at least."""
+        once = min(self.device.seconds(repeated(1)) for _ in range(2))
+        return max(1, min(most, round(samples * self.sample / max(once, 1e-9))))
+
+    def _then_wait(self, call: Call) -> Call:
+        def run() -> None:
+            call()
+            self.device.synchronize()
+
+        return run
+
+
+def run(
+    bench: Bench,
+    rows: Sequence[Row],
+    *,
+    absent: Mapping[str, str] | None = None,
+    unfit: Mapping[str, str] | None = None,
+    quick: bool = False,
+    seconds: float | None = None,
+    earlier: Record | None = None,
+    progress: Progress = lambda what, done, total: None,
+    save: Callable[[Record], None] = lambda record: None,
+    now: Callable[[], float] = time.monotonic,
+) -> Record:
+    """Measure rows until all are done, or until `seconds` have passed: the rest is listed. `save` sees every step.
+
+    `absent` are peers, and `unfit` rows, that this machine cannot do, each with its reason. Rows that were measured
+    `earlier`, by the same code on the same machine, are kept and not measured again.
+    """
+    record = begun(bench, quick) | {"absent": dict(absent or {}), "unfit": dict(unfit or {})}
+    places = {row.name: n for n, row in enumerate(rows)}
+    if earlier is not None:  # what it says of rows that are not among these still holds
+        records.demand_alike(record, earlier)
+        record["measurements"] = list(earlier["measurements"])
+        for found in ("failed", "unfit"):
+            record[found] |= {name: reason for name, reason in earlier[found].items() if name not in places}
+        record["left_out"] = [name for name in earlier["left_out"] if name not in places]
+    end = None if seconds is None else now() + seconds
+    turns = in_turn(unmeasured(rows, earlier))
+    for done, row in enumerate(turns):
+        if end is not None and now() >= end:
+            record["left_out"] += sorted((left.name for left in turns[done:]), key=lambda name: places[name])
+            break
+        progress(row.name, done, len(turns))
+        try:
+            record["measurements"].append(bench.measure(row))
+            record["measurements"].sort(key=lambda found: places.get(found["case"], -1))
+        except Exception as error:
+            record["failed"][row.name] = brief(error)
+        save(judged(record))
+    save(judged(record))
+    progress("done", len(turns), len(turns))
+    return record
+
+
+def begun(bench: Bench, quick: bool) -> Record:
+    """A record of what these measurements will have to be read with."""
+    record = records.new("gpu", quick, rounds=bench.rounds, device=bench.device.describe())
+    return record | {"peers": [peer.name for peer in bench.peers], "failed": {}, "unfit": {}, "left_out": []}
+
+
+def judged(record: Record) -> Record:
+    """The record, and how it stands to its bars by now."""
+    record["summary"] = bars.judge(record["measurements"], record["failed"])
+    return record
+
+
+def unmeasured(rows: Sequence[Row], record: Record | None) -> list[Row]:
+    """Those that are not in a record."""
+    there = set() if record is None else {found["case"] for found in record["measurements"]}
+    return [row for row in rows if row.name not in there]
+
+
+def absences(record: Record) -> dict[tuple[str, str], list[str]]:
+    """Who is not in which rows, by name and reason."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in record["measurements"]:
+        for peer in row["absent"].items():
+            found.setdefault(peer, []).append(row["case"])
+    return found
+
+
+def copies(size: int, cache: int) -> int:
+    """Sets of inputs to go round, so that none is still in the cache when its turn comes again."""
+    return max(1, min(GRAPH_CALLS, -(-4 * cache // size)))
+
+
+def _repeated(call: Call) -> Callable[[int], Call]:
+    def of(times: int) -> Call:
+        def run() -> None:
+            for _ in range(times):
+                call()
+
+        return run
+
+    return of
+
+
+def _compared(
+    entered: Mapping[str, Contender], absent: Mapping[str, str], times: Mapping[str, Timing]
+) -> dict[str, Any]:
+    """Times of everyone, their time over ours, and how far their results are from ours."""
+    found: dict[str, Any] = {"absent": dict(absent), "times": _plain({name: times[name] for name in entered})}
+    found |= {"ratios": {}, "differences": {}}
+    if OURS not in entered:
+        return found
+    ours = entered[OURS].result()
+    for name in entered:
+        if name != OURS:
+            ratio = Ratio.of(times[name], times[OURS])
+            found["ratios"][name] = {"value": ratio.value, "q1": ratio.q1, "q3": ratio.q3}
+            found["differences"][name] = difference(ours, entered[name].result())
+    return found
+
+
+def difference(ours: Iterable[Any], theirs: Iterable[Any]) -> float:
+    """The largest of ||a - b|| / ||b||; infinite where something is not a number."""
+    worst = 0.0
+    for a, b in zip(ours, theirs, strict=True):
+        relative = float((a.float() - b.float()).norm() / b.float().norm())
+        worst = max(worst, relative if relative == relative else float("inf"))
+    return worst
+
+
+def _plain(times: Mapping[str, Timing]) -> dict[str, Any]:
+    return {name: timing.to_dict() for name, timing in times.items()}

@@ -1,0 +1,120 @@
+"""A GPU record as markdown: rates of everyone row by row, host time, memory, and the ceilings of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from flashtile.lab.bench import markdown
+from flashtile.lab.bench.gpu.measures import best_peer
+from flashtile.lab.bench.gpu.peers import NAMES, OURS, WIDE
+from flashtile.lab.bench.gpu.rows import DECODE, DTYPE, MEMORY, SMALL, TRAIN
+from flashtile.lab.bench.records import Record
+from flashtile.numerics.dtypes import EIGHT_BITS
+
+Row = dict[str, Any]
+SAID = {TRAIN, DECODE, SMALL, MEMORY, DTYPE, EIGHT_BITS}  # by the heading of a table, or by all rows alike
+
+
+def machine(record: Record) -> str:
+    """Which GPU, and which versions."""
+    m, d = record["machine"], record["device"]
+    versions = [f"{name} {m['versions'][name]}" for name in ("flashtile", "torch", "triton") if m["versions"][name]]
+    commit = [f"commit {m['commit'][:12]}"] if m["commit"] else []
+    return f"{d['name']}, CUDA {d['cuda']}, cuDNN {d['cudnn']}; {', '.join(versions + commit)}"
+
+
+def caption(record: Record) -> str:
+    said = f"{machine(record)}. "
+    dtypes = dict.fromkeys(row["dtype"] for row in record["measurements"])
+    said += f"{' and '.join(dtypes)}, medians of {record['rounds']} rounds in random order."
+    for suite, what, unit, scale in (
+        (TRAIN, "An 8192^3 matrix product", "TFLOP/s", 1e-12),
+        (DECODE, "A device copy", "TB/s, read and written", 1e-12),
+    ):
+        rates = sorted(row["ceiling"] * scale for row in _of(record, suite))
+        if rates:
+            said += f" {what} in the same rounds: {_range(rates)} {unit}."
+    if record["left_out"]:
+        said += f" Left out for want of time: {len(record['left_out'])} rows."
+    if record["absent"]:
+        away = (f"{name} ({reason.partition(': ')[0]})" for name, reason in record["absent"].items())
+        said += f" Not compared: {', '.join(away)}."
+    return said
+
+
+def sections(record: Record) -> Iterable[str]:
+    """The tables that this record has rows for."""
+    yield rates([row for row in _of(record, TRAIN) if row["dtype"] == DTYPE], "TFLOP/s", 0)
+    yield rates([row for row in _of(record, TRAIN) if row["dtype"] == EIGHT_BITS], f"TFLOP/s, {EIGHT_BITS}", 0)
+    yield rates(_of(record, DECODE), "TB/s of K and V", 2)
+    hosts = [row for row in record["measurements"] if row.get("host")]
+    yield _table("host time a call, us", hosts, lambda row: _micros(row["host"]))
+    yield _table("time until the result is there, us", _of(record, SMALL), lambda row: _micros(row["times"]))
+    yield _table(
+        "peak memory beyond inputs and results, MiB",
+        _of(record, MEMORY),
+        lambda row: {name: f"{grown / 2**20:.1f}" for name, grown in row["grown"].items()},
+    )
+
+
+def rates(rows: Sequence[Row], unit: str, digits: int) -> str:
+    """How fast everyone was, and our rate over that of the best peer, of the copy, and of ourselves in 16 bits."""
+
+    def told(row: Row) -> dict[str, str]:
+        best = best_peer(row)
+        cells = {name: markdown.number(rate / 1e12, digits) for name, rate in row["rates"].items()}
+        cells["/ best peer"] = "" if best is None else markdown.number(row["ratios"][best]["value"])
+        if "shares" in row:
+            cells["/ copy"] = markdown.number(row["shares"].get(OURS))
+        if WIDE in row["ratios"]:
+            cells[f"/ {DTYPE}"] = markdown.number(row["ratios"][WIDE]["value"])
+        return cells
+
+    extra = ["/ best peer", *(["/ copy"] if any("shares" in row for row in rows) else [])]
+    extra += [f"/ {DTYPE}"] if any(WIDE in row["ratios"] for row in rows) else []
+    return _table(unit, rows, told, extra)
+
+
+def details(record: Record) -> str:
+    """One row a case: milliseconds of everyone, and their quartiles."""
+
+    def told(row: Row) -> dict[str, str]:
+        return {
+            name: f"{t['median_s'] * 1e3:.4g} ({t['q1_s'] * 1e3:.4g} to {t['q3_s'] * 1e3:.4g})"
+            for name, t in row["times"].items()
+        }
+
+    return _table("ms", [row for row in record["measurements"] if row.get("times")], told)
+
+
+def _table(what: str, rows: Sequence[Row], told: Callable[[Row], dict[str, str]], extra: Sequence[str] = ()) -> str:
+    """A column for everyone who is in some row."""
+    cells = [told(row) for row in rows]
+    names = [name for name in NAMES if any(name in each for each in cells)]
+    if not names:
+        return ""
+    head = (what, *names, *extra)
+    return markdown.table(
+        [
+            head,
+            *((_name(row), *(each.get(name, "") for name in head[1:])) for row, each in zip(rows, cells, strict=True)),
+        ]
+    )
+
+
+def _of(record: Record, suite: str) -> list[Row]:
+    return [row for row in record["measurements"] if row["suite"] == suite]
+
+
+def _name(row: Row) -> str:
+    return " ".join(word for word in row["case"].split() if word not in SAID)
+
+
+def _micros(times: dict[str, Any]) -> dict[str, str]:
+    return {name: f"{t['median_s'] * 1e6:.1f}" for name, t in times.items()}
+
+
+def _range(ordered: Sequence[float]) -> str:
+    first, last = f"{ordered[0]:.3g}", f"{ordered[-1]:.3g}"
+    return first if first == last else f"{first} to {last}"

@@ -1,0 +1,73 @@
+"""Compiles ahead: every row's kernels in processes of their own, so that the run finds them on disk."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flashtile.lab.bench import workers
+from flashtile.lab.bench.gpu.peers import FA4_KEEPS, PEERS, Peer, UnfitError, tensors
+from flashtile.lab.bench.gpu.rows import ROWS, Row, in_turn
+
+LONGEST = 180.0  # seconds for one row of one peer
+# Each process compiles by itself; there are as many of them as there are cores.
+ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+
+
+def keep_on_disk() -> None:
+    """Have everyone who can keep what they compiled, unless the user says otherwise. To be called before an import."""
+    os.environ.setdefault(FA4_KEEPS, "1")
+
+
+def jobs(rows: Sequence[Row], peers: Sequence[Peer]) -> list[workers.Job]:
+    """One for each row of each peer that keeps on disk what it compiled.
+
+    In the order of the run. So rows that differ in length alone, which share kernels, are not compiled at once.
+    """
+    return [{"row": row.name, "peer": peer.name} for row in in_turn(rows) for peer in peers if peer.compiles()]
+
+
+def compile_ahead(
+    rows: Sequence[Row],
+    peers: Sequence[Peer],
+    *,
+    count: int | None = None,
+    end: float | None = None,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> dict[str, str]:
+    """Compile everything, in `count` processes (as many as there are cores). Returns what failed, and why."""
+    work = jobs(rows, peers)
+    finished: list[str] = []
+    failed: dict[str, str] = {}
+
+    def done(job: workers.Job, answer: workers.Job) -> None:
+        name = f"{job['peer']}: {job['row']}"
+        finished.append(name)
+        if workers.FAILED in answer:
+            failed[name] = answer[workers.FAILED]
+        progress(f"compiled {name}", len(finished), len(work))
+
+    workers.run(
+        f"{__name__}:compile_one",
+        work,
+        workers=os.cpu_count() or 1 if count is None else count,
+        seconds=LONGEST,
+        environment=ALONE,
+        done=done,
+        end=end,
+    )
+    return failed
+
+
+def compile_one(job: workers.Job) -> dict[str, Any]:
+    """In a worker: one row of one peer, once. What a peer does not do is no failure: that would end the worker."""
+    row = next(row for row in ROWS if row.name == job["row"])
+    peer = next(peer for peer in PEERS if peer.name == job["peer"])
+    start = time.perf_counter()
+    try:
+        peer.prepare(row, [tensors(row, "cuda", 0)]).result()
+    except UnfitError as error:
+        return {"unfit": str(error)}
+    return {"seconds": time.perf_counter() - start}

@@ -1,0 +1,85 @@
+"""Peak memory of one call, measured: how far a fresh process grows beyond its inputs while the call runs."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from flashtile.lab.bench import peers
+from flashtile.lab.bench.cases import FORWARD, TRAINING, Case
+from flashtile.lab.bench.timing import Call
+
+BACKWARD = "backward"
+OURS_NUMPY = peers.OURS + " (NumPy)"
+
+
+def growth(contender: str, case: Case, direction: str, threads: int) -> int | None:
+    """Bytes that a process grew by; None where the system cannot tell.
+
+    "backward" is for torch only, and measured alone: the forward pass is done before.
+    """
+    job = {"contender": contender, "case": asdict(case), "direction": direction, "threads": threads}
+    command = [sys.executable, "-m", "flashtile.lab.bench.memory", json.dumps(job)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"memory of {contender}: {done.stderr.strip()}")
+    grown: int | None = json.loads(done.stdout)
+    return grown
+
+
+def measure(call: Call) -> int | None:
+    """Growth of this process's peak resident memory while the call runs (Linux)."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)  # free memory goes back, so that the call cannot live on leftovers
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew at what is resident now
+        before = _status("VmRSS")
+        result = call()
+        after = _status("VmHWM")
+    except (OSError, AttributeError):  # no Linux, or no glibc
+        return None
+    del result
+    return after - before
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"no {field}")
+
+
+IN_TORCH = {peers.OURS: peers.ours, peers.SDPA: peers.sdpa, peers.NAIVE_TORCH: peers.naive_torch}
+IN_NUMPY = {OURS_NUMPY: peers.ours_numpy, peers.NAIVE_NUMPY: peers.naive_numpy}
+
+
+def _prepared(contender: str, case: Case, direction: str, threads: int) -> Call:
+    """The call to be measured, with all that happens only once already behind it."""
+    if contender in IN_TORCH:
+        peers.set_threads(threads)
+    make = (IN_TORCH | IN_NUMPY)[contender]
+    if direction == BACKWARD:
+        case = replace(case, direction=TRAINING)
+    small = peers.Workload(replace(case, n_q=64, n_k=64), threads)
+    small_out = make(small)()  # libraries loaded, threads started
+    work = peers.Workload(case, threads)
+    forward = make(work)
+    if direction == FORWARD:
+        return forward
+    peers.gradients(small, small_out)
+    out = forward()
+    return lambda: peers.gradients(work, out)
+
+
+def main(arguments: list[str]) -> None:
+    job: dict[str, Any] = json.loads(arguments[0])
+    case = Case(**job["case"])
+    print(json.dumps(measure(_prepared(job["contender"], case, job["direction"], job["threads"]))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

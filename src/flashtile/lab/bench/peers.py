@@ -1,0 +1,192 @@
+"""Who is timed: flashtile, torch's scaled_dot_product_attention, and standard attention in torch and in NumPy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+import flashtile
+from flashtile.host import machine, threads
+from flashtile.lab.bench.cases import TRAINING, Case
+from flashtile.lab.bench.timing import Call
+from flashtile.numerics.dtypes import Array, narrow
+
+OURS, SDPA, NAIVE_TORCH, NAIVE_NUMPY = "flashtile", "torch SDPA", "naive torch", "naive NumPy"
+
+
+def absent() -> dict[str, str]:
+    """The peers that cannot be timed here, and why."""
+    return {} if machine.has("torch") else dict.fromkeys((SDPA, NAIVE_TORCH), "torch is not installed")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The arrays of one case, in NumPy and, sharing memory where torch is on the CPU, in torch."""
+
+    case: Case
+    threads: int
+    device: str = "cpu"  # of the tensors
+
+    @cached_property
+    def arrays(self) -> dict[str, Array]:
+        c, rng = self.case, np.random.default_rng(42)
+        queries, keys = (c.batch, c.heads, c.n_q, c.dim), (c.batch, c.kv_heads, c.n_k, c.dim)
+        shapes = {"q": queries, "k": keys, "v": keys, "dout": queries}
+        if c.options.get("bias"):
+            shapes["bias"] = (1, c.heads, c.n_q, c.n_k)
+        return {name: narrow(rng.standard_normal(s, np.float32), c.dtype) for name, s in shapes.items()}
+
+    @cached_property
+    def tensors(self) -> dict[str, Any]:
+        import torch
+
+        dtype = getattr(torch, self.case.dtype)
+
+        def tensor(x: Array) -> Any:
+            given = torch.from_numpy(x.view(np.int16)).view(dtype) if dtype is torch.bfloat16 else torch.from_numpy(x)
+            return given.to(self.device)
+
+        tensors = {name: tensor(x) for name, x in self.arrays.items()}
+        if self.training:
+            for name in ("q", "k", "v"):
+                tensors[name].requires_grad_()
+        return tensors
+
+    @cached_property
+    def visible(self) -> Array:
+        """The mask that a library without windows has to be given."""
+        c = self.case
+        left, right = c.options["window"]
+        band = flashtile.window(left, 0 if c.options.get("causal") else right).shifted(c.n_k - c.n_q)
+        seen: Array = band.keep(np.arange(c.n_q)[:, None], np.arange(c.n_k)[None, :])
+        return seen
+
+    @property
+    def training(self) -> bool:
+        return self.case.direction == TRAINING
+
+    def options(self, source: dict[str, Any]) -> dict[str, Any]:
+        """The options of the case, as attention() takes them."""
+        options = {**self.case.options, "threads": self.threads}
+        return options | ({"bias": source["bias"]} if "bias" in source else {})
+
+
+def contenders(work: Workload, *, ours_alone: bool = False) -> dict[str, Call]:
+    """What to time for a case, ours first; peers that are absent are left out (absent() says why)."""
+    with_torch = machine.has("torch")
+    c = work.case
+    calls = {OURS: ours_numpy(work) if c.entry == "numpy" or not with_torch else step(work, ours(work))}
+    if ours_alone:
+        return calls
+    if with_torch:
+        calls[SDPA] = step(work, sdpa(work))
+    if with_torch and c.naive:
+        calls[NAIVE_TORCH] = step(work, naive_torch(work))
+    if c.naive and not work.training:
+        calls[NAIVE_NUMPY] = naive_numpy(work)
+    return calls
+
+
+def step(work: Workload, forward: Call) -> Call:
+    """A forward pass in torch as it is in inference, or with its backward pass."""
+    return (lambda: gradients(work, forward())) if work.training else forward
+
+
+def gradients(work: Workload, out: Any) -> Any:
+    import torch
+
+    return torch.autograd.grad(out, [work.tensors[name] for name in ("q", "k", "v")], work.tensors["dout"])
+
+
+def ours(work: Workload) -> Call:
+    t = work.tensors
+    options = work.options(t)
+    if work.case.entry == "packed":
+        return packed(work, options)
+    return lambda: flashtile.attention(t["q"], t["k"], t["v"], **options)
+
+
+def packed(work: Workload, options: dict[str, Any]) -> Call:
+    """The same sequences one after the other, as (rows, heads, dim)."""
+    import torch
+
+    c = work.case
+    q, k, v = (work.tensors[name].transpose(1, 2).flatten(0, 1) for name in ("q", "k", "v"))
+    cu_q, cu_k = (torch.arange(c.batch + 1) * n for n in (c.n_q, c.n_k))
+    return lambda: flashtile.attention_packed(q, k, v, cu_q, cu_k, **options)
+
+
+def ours_numpy(work: Workload) -> Call:
+    a = work.arrays
+    options = work.options(a)
+    q, k, v = a["q"], a["k"], a["v"]
+    if not work.training:
+        return lambda: flashtile.attention(q, k, v, **options)
+
+    def both() -> Any:
+        out, lse = flashtile.attention(q, k, v, return_lse=True, **options)
+        return flashtile.attention_backward(a["dout"], q, k, v, out, lse, **options)
+
+    return both
+
+
+def sdpa(work: Workload) -> Call:
+    import torch
+
+    t, options = work.tensors, work.case.options
+    mask = torch.from_numpy(work.visible) if "window" in options else t.get("bias")
+    causal = bool(options.get("causal")) and mask is None
+    more: dict[str, Any] = {"attn_mask": mask, "is_causal": causal, "dropout_p": options.get("dropout", 0.0)}
+    if work.case.heads != work.case.kv_heads:
+        more["enable_gqa"] = True
+    function = torch.nn.functional.scaled_dot_product_attention
+    return lambda: function(t["q"], t["k"], t["v"], **more)
+
+
+def naive_torch(work: Workload) -> Call:
+    """Three operations, N x N in between."""
+    import torch
+
+    t = work.tensors
+    scale = work.case.dim**-0.5
+    return lambda: torch.softmax(t["q"] @ t["k"].mT * scale, dim=-1) @ t["v"]
+
+
+def naive_numpy(work: Workload) -> Call:
+    a = work.arrays
+    scale = np.float32(work.case.dim**-0.5)
+
+    def attention() -> Array:
+        S = a["q"] @ a["k"].swapaxes(-1, -2) * scale
+        P = np.exp(S - S.max(axis=-1, keepdims=True))
+        out: Array = P / P.sum(axis=-1, keepdims=True) @ a["v"]
+        return out
+
+    return attention
+
+
+def torch_work() -> Call:
+    """Something that keeps all of torch's threads busy for a moment."""
+    import torch
+
+    x = torch.randn(256, 256)
+    return lambda: torch.relu(x @ x)
+
+
+def set_threads(threads: int) -> None:
+    """For torch; flashtile takes its number with each call."""
+    if machine.has("torch"):
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def default_threads() -> int:
+    if machine.has("torch"):
+        import torch
+
+        return torch.get_num_threads()
+    return threads.cores()

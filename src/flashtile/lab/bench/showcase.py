@@ -1,0 +1,165 @@
+"""Speed in a few seconds, beside torch and NumPy, on the CPU and on a GPU: what `flashtile demo` measures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from flashtile import dispatch, plan
+from flashtile.cost.hardware import Rates
+from flashtile.cost.plan import Plan
+from flashtile.lab.bench import peers
+from flashtile.lab.bench.cases import FORWARD, TRAINING, Case, square
+from flashtile.lab.bench.gpu import ceilings
+from flashtile.lab.bench.gpu.device import Cuda, Device
+from flashtile.lab.bench.peers import NAIVE_NUMPY, NAIVE_TORCH, OURS, SDPA, Workload
+from flashtile.lab.bench.suite import time_all
+from flashtile.lab.bench.timing import Call, Timing, alternate
+
+CPU = (
+    *(square(n, 64, naive=True) for n in (256, 512, 1024, 2048)),
+    *(square(n, 64, naive=True, direction=TRAINING) for n in (512, 1024)),
+)
+GPU = tuple(
+    square(n, 128, heads=16, kv_heads=16, batch=16384 // n, dtype="bfloat16", naive=True, direction=direction)
+    for direction in (FORWARD, TRAINING)
+    for n in (1024, 4096)
+)
+STANDARD = (NAIVE_TORCH, NAIVE_NUMPY)  # those that store the scores
+SECONDS, QUICK_SECONDS = 1.0, 0.05  # of timing, a case
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One contender on one case."""
+
+    seconds: float  # median
+    q1: float
+    q3: float
+    rounds: int
+    flops_a_second: float
+    utilisation: float  # of the best that was measured on this device
+    intensity: float  # FLOPs a byte moved in the forward pass, as plan() counts them without the help of a cache
+    grown: int | None = None  # bytes of device memory beyond inputs and results, where the device tells
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One case, by everyone who can run it."""
+
+    case: str
+    heads: int
+    n: int
+    dim: int
+    dtype: str
+    direction: str
+    backend: str | None
+    flops: int
+    runs: dict[str, Run]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One device: the best it can do, measured, and what each contender makes of that."""
+
+    device: str
+    rates: Rates
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    threads: int
+    absent: dict[str, str]  # peers that were not timed, and why
+    cpu: Side
+    gpu: Side | None
+    no_gpu: str | None  # why there is none
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        return (self.cpu,) if self.gpu is None else (self.cpu, self.gpu)
+
+
+def run(best: Rates, quick: bool = False, threads: int | None = None) -> Speed:
+    """Time every case on the CPU, whose best is known, and on the GPU where there is one."""
+    threads = threads or peers.default_threads()
+    peers.set_threads(threads)
+    native, triton = (next(row for row in dispatch.TABLE if row.name == name) for name in ("native", "triton"))
+    longest = 512 if quick else 1024 if native.missing() else 2048  # without the C++ core, none that take long
+    timed = []
+    for case in CPU:
+        if case.n_q <= longest:
+            calls = peers.contenders(Workload(case, threads))
+            timed.append(Timed(case, time_all(calls, QUICK_SECONDS if quick else SECONDS, min_rounds=1)))
+    cpu, no_gpu = _side("CPU", "cpu", best, timed), triton.missing()
+    return Speed(threads, peers.absent(), cpu, None if no_gpu else on_gpu(Cuda(), GPU, quick), no_gpu)
+
+
+def on_gpu(device: Device, cases: Sequence[Case], quick: bool = False) -> Side:
+    """In bfloat16, against torch's attention and three torch calls; with the memory that each call takes."""
+    seconds = QUICK_SECONDS if quick else SECONDS
+    product, copy = ceilings.product(device.name), ceilings.copy(device.name)
+    times = alternate({"product": product.call, "copy": copy.call}, seconds=seconds, clock=device.seconds)
+    best = Rates(product.amount / min(times["product"].samples), copy.amount / min(times["copy"].samples))
+    makers = {OURS: peers.ours, SDPA: peers.sdpa, NAIVE_TORCH: peers.naive_torch}
+    timed = []
+    for case in cases:
+        work = Workload(case, peers.default_threads(), device.name)
+        calls: dict[str, Call] = {name: peers.step(work, make(work)) for name, make in makers.items()}
+        grown = {name: n for name, call in calls.items() if (n := _growth(device, call)) is not None}
+        calls = {name: call for name, call in calls.items() if name in grown}
+        timed.append(Timed(case, alternate(calls, seconds=seconds, clock=device.seconds), grown))
+    return _side(str(device.describe()["name"]), device.name, best, timed)
+
+
+def _growth(device: Device, call: Call) -> int | None:
+    """Bytes of memory that a call takes; None where the device has not that much."""
+    import torch
+
+    try:
+        return device.growth(call)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return None
+
+
+class Timed(NamedTuple):
+    """What was measured of one case."""
+
+    case: Case
+    times: dict[str, Timing]
+    grown: dict[str, int] = {}  # noqa: RUF012
+
+    def plan(self, device: str) -> Plan:
+        c = self.case
+        shape = (c.batch, c.heads, c.n_q, c.dim)
+        return plan(shape, shape, c.dtype, device)
+
+
+def _side(name: str, device: str, best: Rates, timed: Sequence[Timed]) -> Side:
+    """Nobody is above the roof: where a contender was once faster than the product, that is the best seen."""
+    seen = [_flops(t.case, t.plan(device)) / min(timing.samples) for t in timed for timing in t.times.values()]
+    best = Rates(max(best.flops, *seen), best.bytes)
+    return Side(name, best, tuple(_row(t, t.plan(device), best) for t in timed))
+
+
+def _row(timed: Timed, planned: Plan, best: Rates) -> Row:
+    case, flops = timed.case, _flops(timed.case, planned)
+    runs = {
+        name: Run(
+            timing.median,
+            *timing.quartiles,
+            len(timing.samples),
+            flops / timing.median,
+            flops / timing.median / best.flops,
+            planned.flops / (planned.standard_bytes if name in STANDARD else planned.tile_bytes),
+            timed.grown.get(name),
+        )
+        for name, timing in timed.times.items()
+    }
+    return Row(case.name, case.heads, case.n_q, case.dim, case.dtype, case.direction, planned.backend, flops, runs)
+
+
+def _flops(case: Case, planned: Plan) -> int:
+    return planned.flops + (planned.backward_flops if case.direction == TRAINING else 0)

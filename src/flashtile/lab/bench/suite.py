@@ -1,0 +1,146 @@
+"""Runs the CPU suite: every group of cases.py, then memory, then scaling; makes the record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from flashtile import dispatch, plan
+from flashtile.lab.bench import memory, peers, records
+from flashtile.lab.bench.cases import CPU, FORWARD, GROUPS, MEMORY, SCALING, SCALING_BAR, Case, Group, quick
+from flashtile.lab.bench.peers import OURS, SDPA, Workload
+from flashtile.lab.bench.records import Record
+from flashtile.lab.bench.timing import Call, Ratio, Timing, alternate, geometric_mean
+
+Progress = Callable[[str, int, int], None]  # what comes next, how many are done, of how many
+
+
+def run(
+    *,
+    only: Collection[str] = (),
+    short: bool = False,
+    threads: int | None = None,
+    progress: Progress = lambda what, done, total: None,
+) -> Record:
+    """Measure everything, or the groups in `only`, and return the record. `short`: fewer cases, fewer rounds."""
+    threads = threads or peers.default_threads()
+    peers.set_threads(threads)
+    wanted = only or GROUPS
+    groups = [quick(group) if short else group for group in CPU if group.name in wanted]
+    scaling = SCALING[:4] if short else SCALING
+    total = sum(len(group.cases) for group in groups)
+    total += len(scaling) * ("scaling" in wanted) + 2 * ("memory" in wanted)
+
+    record = records.new("cpu", short, threads=threads)
+    record["absent"] = peers.absent()
+    measured = record["measurements"]
+
+    def measure(group: str, case: Case, **more: Any) -> dict[str, Any]:
+        progress(f"{group}: {case.name}", len(measured), total)
+        measured.append(_timed(group, case, threads, 0.5 if short else 3.0, **more))
+        last: dict[str, Any] = measured[-1]
+        return last
+
+    for group in groups:
+        record["summary"].append(_summary(group, [measure(group.name, case) for case in group.cases]))
+    if "memory" in wanted:
+        rows = []
+        for direction in (FORWARD, memory.BACKWARD):
+            progress(f"memory: {direction}", len(measured), total)
+            rows.append(_grown(direction, threads))
+            measured.append(rows[-1])
+        record["summary"].append(_memory_summary(rows))
+    if "scaling" in wanted:
+        rows = [measure("scaling", case, ours_alone=True) for case in scaling]
+        record["summary"].append(_scaling_summary(rows))
+    progress("done", total, total)
+    return record
+
+
+def time_all(calls: dict[str, Call], seconds: float, **more: Any) -> dict[str, Timing]:
+    """Ours and SDPA in turn; then each naive one alone, because NumPy's BLAS keeps cores spinning after a call."""
+    times = alternate({name: call for name, call in calls.items() if name in (OURS, SDPA)}, seconds=seconds, **more)
+    for name, call in calls.items():
+        if name not in times:
+            times |= alternate({name: call}, seconds=seconds / 3)
+    return times
+
+
+def _timed(group: str, case: Case, threads: int, seconds: float, ours_alone: bool = False) -> dict[str, Any]:
+    work = Workload(case, threads)
+    beside = case.beside_torch and not peers.absent()
+    times = time_all(
+        peers.contenders(work, ours_alone=ours_alone),
+        seconds,
+        warm_up=1 if case.n_q > 1024 else 3,
+        before=peers.torch_work() if beside else None,
+    )
+    shapes = (case.batch, case.heads, case.n_q, case.dim), (case.batch, case.kv_heads, case.n_k, case.dim)
+    options = {name: x for name, x in case.options.items() if name != "bias"}
+    planned = plan(*shapes, case.dtype, **options)
+    flops = planned.flops + (planned.backward_flops if work.training else 0)
+    row: dict[str, Any] = {"group": group, **case.to_dict(), "backend": planned.backend, "flops": flops}
+    row["times"] = {name: timing.to_dict() for name, timing in times.items()}
+    row["gflops"] = flops / times[OURS].median / 1e9
+    if SDPA in times:
+        ratio = Ratio.of(times[OURS], times[SDPA])
+        row |= {"ratio": ratio.value, "ratio_q1": ratio.q1, "ratio_q3": ratio.q3}
+    return row
+
+
+def _grown(direction: str, threads: int) -> dict[str, Any]:
+    """Peak growth of a fresh process, ours and SDPA's."""
+    row: dict[str, Any] = {"group": "memory", **MEMORY.to_dict(), "direction": direction, "grown": {}}
+    able = (row for row in dispatch.TABLE if row.missing() is None and not (row.tensors_only and peers.absent()))
+    row["backend"] = next(able).name
+    if not peers.absent():
+        row["grown"] = {name: memory.growth(name, MEMORY, direction, threads) for name in (OURS, SDPA)}
+    elif direction == FORWARD:
+        row["grown"] = {OURS: memory.growth(memory.OURS_NUMPY, MEMORY, direction, threads)}
+    if all(row["grown"].get(name) for name in (OURS, SDPA)):
+        row["ratio"] = row["grown"][OURS] / row["grown"][SDPA]
+    return row
+
+
+def _summary(group: Group, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    ratios = [row["ratio"] for row in rows if "ratio" in row]
+    summary: dict[str, Any] = {"group": group.name, "title": group.title, "measure": "time / SDPA time"}
+    summary |= {"bar": group.bar, "reach": group.reach, "worst_bar": group.worst_bar}
+    if not ratios:
+        return summary | {"value": None, "worst": None, "holds": None}
+    value, worst = geometric_mean(ratios), max(ratios)
+    holds = value <= group.bar and (group.worst_bar is None or worst <= group.worst_bar)
+    return summary | {"value": value, "worst": worst, "holds": holds}
+
+
+def _memory_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    ratios = [row["ratio"] for row in rows if "ratio" in row]
+    worst = max(ratios, default=None)
+    return {
+        "group": "memory",
+        "title": f"peak memory, {MEMORY.name}, the larger of both passes",
+        "measure": "growth / SDPA growth",
+        "bar": 1.0,
+        "reach": None,
+        "worst_bar": 1.0,
+        "value": worst,
+        "worst": worst,
+        "holds": None if worst is None else worst < 1,
+    }
+
+
+def _scaling_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    rates = [row["gflops"] for row in rows]
+    drop = 1 - min(rates) / max(rates)
+    first, last = rows[0]["shape"]["n_q"], rows[-1]["shape"]["n_q"]
+    return {
+        "group": "scaling",
+        "title": f"GFLOP/s from N = {first} to {last}",
+        "measure": "slowest below fastest",
+        "bar": SCALING_BAR,
+        "reach": None,
+        "worst_bar": None,
+        "value": drop,
+        "worst": drop,
+        "holds": drop <= SCALING_BAR,
+    }

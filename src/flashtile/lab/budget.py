@@ -1,0 +1,115 @@
+"""Budget: what the attention of a whole model takes: KV cache, FLOPs, bytes, the least time, and how many GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from flashtile.band import ceil_div
+from flashtile.cost.hardware import Hardware
+from flashtile.cost.plan import Floor, Plan, plan
+from flashtile.cost.traffic import forward_flops_a_pair
+from flashtile.errors import ShapeError
+from flashtile.lab.catalogue import Model
+from flashtile.numerics.dtypes import ITEMSIZE, accumulator
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """Layers of one kind, and what one of them takes."""
+
+    count: int
+    window: int | None  # keys that a query sees; None: all before it
+    flops: int
+    least_bytes: int
+    plan: Plan | None  # None: flashtile has no kernel for it
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """One sequence. Attention only: no weights, no projections, no other layers."""
+
+    model: Model
+    context: int
+    decode: bool  # one new token against the context, not the whole prompt
+    layers: tuple[Layers, ...]
+    kv_bytes_a_token: int
+    kv_bytes: int
+    flops: int
+    least_bytes: int
+    seconds: float | None  # no less than this, layer after layer
+    gpus: int | None  # of that memory, to hold the KV cache alone
+
+    @property
+    def tokens_a_second(self) -> float | None:
+        """At most."""
+        if self.seconds is None:
+            return None
+        return (1 if self.decode else self.context) / self.seconds
+
+    @property
+    def shared_seconds(self) -> float | None:
+        """No less than this where that many GPUs share the keys evenly, their links being free."""
+        return None if self.seconds is None or self.gpus is None else self.seconds / max(self.gpus, 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        layers = [{**asdict(kind), "plan": kind.plan and kind.plan.to_dict()} for kind in self.layers]
+        derived = {"tokens_a_second": self.tokens_a_second, "shared_seconds": self.shared_seconds}
+        return {**asdict(self), "layers": layers, **derived}
+
+
+def budget(
+    model: Model,
+    context: int,
+    *,
+    decode: bool = False,
+    dtype: str = "bfloat16",
+    hardware: Hardware | None = None,
+    device: str = "cpu",
+    backend: str = "auto",
+) -> Budget:
+    """What `model` takes for one sequence of `context` tokens: for all of them, or for the next one."""
+    if context < 1:
+        raise ShapeError(f"context: expected 1 token or more, got {context}")
+    kinds = []
+    for count, window in ((model.layers - model.local, None), (model.local, model.window)):
+        if count and decode and model.latent is not None:
+            kinds.append(_latent(model, model.latent, count, context, dtype))
+        elif count:
+            planned = plan(
+                *model.shapes(1 if decode else context, context),
+                dtype,
+                device,
+                v_shape=model.v_shape(context),
+                causal=True,
+                window=None if window is None else (window - 1, None),
+                backend=backend,
+                hardware=hardware,
+            )
+            kinds.append(Layers(count, window, planned.flops, planned.least_bytes, planned))
+    kv_bytes = model.kv_bytes(context, dtype)
+    return Budget(
+        model=model,
+        context=context,
+        decode=decode,
+        layers=tuple(kinds),
+        kv_bytes_a_token=model.kv_bytes_a_token(dtype),
+        kv_bytes=kv_bytes,
+        flops=sum(kind.count * kind.flops for kind in kinds),
+        least_bytes=sum(kind.count * kind.least_bytes for kind in kinds),
+        seconds=None if hardware is None else sum(kind.count * _seconds(kind, hardware) for kind in kinds),
+        gpus=None if hardware is None or hardware.memory is None else ceil_div(kv_bytes, hardware.memory),
+    )
+
+
+def _latent(model: Model, latent: int, count: int, context: int, dtype: str) -> Layers:
+    """One token against latent vectors: all heads read the same one of each token, and its front part is the value."""
+    wide, size = latent + model.rope, ITEMSIZE[dtype]
+    flops = model.heads * context * forward_flops_a_pair(wide, latent)
+    rows = model.heads * ((wide + latent) * size + ITEMSIZE[accumulator(dtype)])  # q, out and lse
+    return Layers(count, None, flops, context * wide * size + rows, None)
+
+
+def _seconds(kind: Layers, hardware: Hardware) -> float:
+    return Floor.under(kind.flops, kind.least_bytes, hardware.rates).seconds

@@ -1,0 +1,6 @@
+"""Models and GPUs by name, with their real figures; the two data files are beside this one."""
+
+from flashtile.lab.catalogue.chip import Chip, chips, known_as
+from flashtile.lab.catalogue.model import Model, length, models
+
+__all__ = ["Chip", "Model", "chips", "known_as", "length", "models"]

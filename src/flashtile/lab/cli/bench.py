@@ -1,0 +1,283 @@
+"""flashtile bench: measure this machine beside its peers, and make tables of what was measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flashtile.backends.triton.tuning import KERNELS
+from flashtile.lab.bench import candidates, records, suite, table, tune, tuned
+from flashtile.lab.bench.cases import GROUPS
+from flashtile.lab.bench.gpu import device, moved, ncu, peers, rows, warm
+from flashtile.lab.bench.gpu import suite as gpu_suite
+from flashtile.lab.cli import DOES_NOT_HOLD, MISSING, output
+
+SUITES = (*rows.SUITES, "all")
+AsJson = Annotated[bool, typer.Option("--json", help="Also print the record as plain JSON, and no table.")]
+
+app = typer.Typer(help="Measure, taking turns with the peers; every run leaves a record.", no_args_is_help=True)
+
+
+@app.command()
+def cpu(
+    quick: Annotated[bool, typer.Option(help="Short cases and few rounds.")] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="GROUP", help=f"Only these groups (repeatable): {_listed(GROUPS)}.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads, for us and for torch; torch's own number by default.")
+    ] = None,
+    path: Annotated[
+        Path | None, typer.Option("--output", help=f"Where the record goes; {records.FOLDER}/ by default.")
+    ] = None,
+    json: AsJson = False,
+    check: Annotated[bool, typer.Option(help="Exit with 1 where a bar does not hold.")] = False,
+) -> None:
+    """Time this CPU.
+
+    Forward, backward, decode, half precision, options, small calls, memory, scaling.
+    """
+    _known("--only", only, GROUPS)
+    path = path or records.default_path("cpu")
+    _check(path)
+    with output.progress_bar() as progress:
+        record = suite.run(only=only or (), short=quick, threads=threads, progress=progress)
+    if json:
+        output.print_json(record)
+    _leave(record, path, shown=not json)
+    _judge(record, check)
+
+
+@app.command()
+def gpu(
+    which: Annotated[list[str] | None, typer.Option("--suite", help=f"Which (repeatable): {_listed(SUITES)}.")] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="WORDS", help='Only rows with these words in their name (repeatable): "D128 backward".'),
+    ] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option("--peers", help=f"Only these (repeatable): {_listed(peers.NAMES)}.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Samples of everyone, a row.")] = 15,
+    quick: Annotated[bool, typer.Option(help="Short sequences, three rounds of short samples.")] = False,
+    seconds: Annotated[
+        float | None, typer.Option(min=0, help="Begin no row after so long; what was left out is told.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Processes that compile ahead; one a core by default, 0 for none.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="A record that was left unfinished: its rows are kept, the others measured.")
+    ] = None,
+    path: Annotated[Path, typer.Option("--output", help="Where the record goes.")] = records.FOLDER / "gpu.json",
+    json: AsJson = False,
+    check: Annotated[bool, typer.Option(help="Exit with 1 where a bar does not hold.")] = False,
+) -> None:
+    """Time this GPU.
+
+    Training, decode, small calls and memory, beside cuDNN, SDPA, FlexAttention and FlashAttention.
+    """
+    _known("--suite", which, SUITES)
+    _known("--peers", peer, peers.NAMES)
+    chosen = rows.select([] if "all" in (which or ["all"]) else which or [], only or (), quick)
+    if not chosen:
+        raise typer.BadParameter("--only: no row has all of these words in its name")
+    earlier = None if resume is None else _read("--resume", resume, table.read)
+    _check(path)
+    _need_gpu()
+    start = time.monotonic()
+    warm.keep_on_disk()
+    here, absent = peers.present(peer or ())
+    bench = gpu_suite.Bench(device.Cuda(), here, min(rounds, 3) if quick else rounds)
+    if earlier is not None:
+        try:
+            records.demand_alike(gpu_suite.begun(bench, quick), earlier)
+        except records.UnlikeError as error:
+            raise typer.BadParameter(f"--resume: {error}") from None
+    chosen, unfit = rows.measurable(chosen, bench.device.name)
+    if quick:
+        bench.sample /= 5
+    with output.progress_bar() as progress:
+        half = None if seconds is None else start + seconds / 2
+        left = gpu_suite.unmeasured(chosen, earlier)
+        late = warm.compile_ahead(left, here, count=workers, end=half, progress=progress)
+        record = gpu_suite.run(
+            bench,
+            chosen,
+            absent=absent,
+            unfit=unfit,
+            quick=quick,
+            seconds=None if seconds is None else start + seconds - time.monotonic(),
+            earlier=earlier,
+            progress=progress,
+            save=lambda record: records.write(record, path),
+        )
+    for what, reason in late.items():
+        output.err().print(f"not compiled ahead: {what}: {reason}", soft_wrap=True)
+    for (name, reason), cases in gpu_suite.absences(record).items():
+        where = cases[0] if len(cases) == 1 else f"{cases[0]} and {len(cases) - 1} more"
+        output.err().print(f"{where}: {name} is absent: {reason}", soft_wrap=True)
+    for what, reason in record["failed"].items():
+        output.err().print(f"{what}: failed: {reason}", soft_wrap=True)
+    for what, reason in record["unfit"].items():
+        output.err().print(f"{what}: left out, {reason}", soft_wrap=True)
+    for what in record["left_out"]:
+        output.err().print(f"{what}: left out, the time was up", soft_wrap=True)
+    if json:
+        output.print_json(record)
+    _leave(record, path, shown=not json)
+    _judge(record, check)
+
+
+@app.command("tune")
+def search(
+    kernel: Annotated[list[str] | None, typer.Option(help=f"Only these (repeatable): {_listed(KERNELS)}.")] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help=f"Only these (repeatable): {_listed(candidates.DTYPES)}.")
+    ] = None,
+    dim: Annotated[
+        list[int] | None,
+        typer.Option(help=f"Only these head dims (repeatable): {_listed(candidates.DIMS)}."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Samples of every candidate, a shape.")] = 7,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Begin nothing after so long.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes that compile; one a core by default.")] = None,
+    path: Annotated[Path, typer.Option("--output", help="Where the record goes.")] = records.FOLDER / "tune.json",
+    json: AsJson = False,
+) -> None:
+    """Find the fastest tiles of the Triton kernels on this GPU.
+
+    They are printed as rows of backends/triton/tuning.py.
+    """
+    _known("--kernel", kernel, KERNELS)
+    _known("--dtype", dtype, candidates.DTYPES)
+    _known("--dim", dim, candidates.DIMS)
+    _check(path)
+    _need_gpu()
+    with output.progress_bar() as progress:
+        record = tune.run(
+            device.Cuda(),
+            candidates.limits(),
+            candidates.targets(kernel or (), dtype or (), dim or ()),
+            rounds=rounds,
+            count=workers,
+            seconds=seconds,
+            progress=progress,
+            save=lambda record: records.write(record, path),
+        )
+    if json:
+        output.print_json(record)
+    else:
+        print(tuned.rows(record), end="\n\n")
+    _leave(record, path, shown=not json)
+
+
+@app.command("io")
+def bytes_moved(
+    program: Annotated[str | None, typer.Option("--ncu", help="NVIDIA's profiler; looked for by default.")] = None,
+    path: Annotated[Path, typer.Option("--output", help="Where the record goes.")] = records.FOLDER / "io.json",
+    json: AsJson = False,
+) -> None:
+    """Count the bytes that the forward pass moves on this GPU.
+
+    By NVIDIA's ncu, beside what its tiles should move.
+    """
+    _check(path)
+    _need_gpu()
+    program = program or ncu.find()
+    if program is None:
+        output.err().print("flashtile: this needs NVIDIA's profiler ncu (Nsight Compute): none on the path")
+        raise typer.Exit(MISSING)
+    try:
+        record = moved.run(device.Cuda(), program)
+    except (ncu.ProfilerError, OSError) as error:
+        output.err().print(f"flashtile: ncu: {error}", soft_wrap=True)
+        raise typer.Exit(MISSING) from None
+    if json:
+        output.print_json(record)
+    _leave(record, path, shown=not json)
+
+
+@app.command("table")
+def show(
+    record: Annotated[Path, typer.Argument(help="A record that another of these wrote.", exists=True, dir_okay=False)],
+    details: Annotated[bool, typer.Option(help="One row a case.")] = False,
+    into: Annotated[
+        Path | None, typer.Option(help="Put the table into this document, in the place it has marked for it.")
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print its summary, or what was measured, as plain JSON.")
+    ] = False,
+) -> None:
+    """Show a record as markdown."""
+    content = _read("RECORD", record, table.read)
+    text = table.details(content) if details else table.render(content)
+    if json:
+        output.print_json(content["summary"] or content["measurements"])
+    elif into is not None:
+        _put_into(into, record)
+    elif details:
+        print(text)
+    else:
+        output.markdown(text)
+
+
+def _put_into(document: Path, record: Path) -> None:
+    try:
+        table.put_into(document, record)
+    except OSError as error:
+        raise typer.BadParameter(f"--into: {document}: {error.strerror}") from None
+    except ValueError as error:
+        raise typer.BadParameter(f"--into: {error}") from None
+
+
+def _known(option: str, given: list[str] | list[int] | None, names: tuple[str, ...] | tuple[int, ...]) -> None:
+    for name in given or ():
+        if name not in names:
+            raise typer.BadParameter(f"{option}: expected one of {_listed(names)}, got {name!r}")
+
+
+def _listed(names: Iterable[str | int]) -> str:
+    """Quoted, for some have commas."""
+    return ", ".join(map(repr, names))
+
+
+def _read(option: str, path: Path, read: Callable[[Path], records.Record] = records.read) -> records.Record:
+    try:
+        return read(path)
+    except OSError as error:
+        raise typer.BadParameter(f"{option}: {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise typer.BadParameter(f"{option}: {error}") from None
+
+
+def _check(path: Path) -> None:
+    """Whatever would stop the record from being written is said before anything is measured."""
+    output.check_writable("--output", path)
+    if path.is_dir():
+        raise typer.BadParameter(f"--output: expected a file, got a folder: {path}")
+
+
+def _need_gpu() -> None:
+    if reason := device.missing():
+        output.err().print(f"flashtile: this needs a CUDA GPU: {reason}", soft_wrap=True)
+        raise typer.Exit(MISSING)
+
+
+def _leave(record: records.Record, path: Path, shown: bool = True) -> None:
+    """Write the record, say where it is and who was not compared, and show its tables."""
+    records.write(record, path)
+    for name, reason in record["absent"].items():
+        output.err().print(f"{name}: not compared, {reason}", soft_wrap=True)
+    if shown:
+        print(table.details(record), table.render(record), sep="\n\n", end="")
+    output.err().print(f"record: {path}", soft_wrap=True)
+
+
+def _judge(record: records.Record, check: bool) -> None:
+    if check and any(row["holds"] is False for row in record["summary"]):
+        raise typer.Exit(DOES_NOT_HOLD)

@@ -1,0 +1,125 @@
+"""flashtile demo: everything computed on this machine: what it found here, and a page to read and watch."""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flashtile.host import machine
+from flashtile.lab.cli import DOES_NOT_HOLD, MISSING, output
+
+if TYPE_CHECKING:
+    from flashtile.lab.report.content import Content, Result, Told
+
+EXTRA = ("jinja2", "matplotlib")  # what the page is made with
+LINES = 8  # of a lesson's output; `flashtile lesson` prints all of it
+NEXT = ("lesson online-softmax", "explain --model llama-3-8b --gpu h100")
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="The folder for the page, its figures and its records.")] = Path(
+        "flashtile-demo"
+    ),
+    open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Short measurements, figures as SVG only.")] = False,
+    tables: Annotated[bool, typer.Option("--tables", help="Print every table, and how each lesson begins.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the records as plain JSON.")] = False,
+    no_page: Annotated[bool, typer.Option("--no-page", help="Write nothing, only print.")] = False,
+) -> None:
+    """Show here that tiles give the same answer, and write a page.
+
+    The answer of tiled attention, its memory and its speed are computed on this machine; the page explains them.
+    """
+    from flashtile.lab.report import folder  # all of it is much to import for the other commands
+    from flashtile.lab.report.artist import Artist
+    from flashtile.lab.report.content import collect
+
+    if no_page and open_page:
+        raise typer.BadParameter("--open: with --no-page there is none to open")
+    if json and tables:
+        raise typer.BadParameter("--tables: --json prints all that is in them")
+    if not no_page:
+        _prepare(out)
+    with output.progress_bar() as progress:
+        if no_page:
+            content, page = collect(quick, progress), None
+        else:
+            with Artist(png=not quick) as artist:
+                content = collect(quick, progress, artist)
+                page = folder.write(content, artist.drawings(), out)
+    if json:
+        output.print_json(content.records())
+    else:
+        _show(content, tables)
+    if page is not None:
+        (output.err() if json else output.out()).print(f"page: {page}", soft_wrap=True)
+        if open_page:
+            webbrowser.open(page.as_uri())
+    if not json:
+        for what in NEXT if tables else (*NEXT, "demo --tables"):
+            output.out().print(f"next: {output.command()} {what}", soft_wrap=True)
+    if content.broken:
+        output.err().print(f"does not hold: {', '.join(content.broken)}")
+        raise typer.Exit(DOES_NOT_HOLD)
+
+
+def _prepare(out: Path) -> None:
+    """Whatever would stop the page from being written is said before anything is computed."""
+    from flashtile.lab.report import folder
+
+    missing = [package for package in EXTRA if not machine.has(package)]
+    if missing:
+        output.err().print(
+            f"flashtile: the page needs {missing[0]}; run: pip install 'flashtile[report]', or use --no-page",
+            soft_wrap=True,
+        )
+        raise typer.Exit(MISSING)
+    try:
+        folder.check(out)
+    except ValueError as error:
+        raise typer.BadParameter(f"--out: {error}") from None
+    output.check_writable("--out", out)
+
+
+def _show(content: Content, tables: bool) -> None:
+    about = content.machine
+    output.say(f"{about['processor']}, {about['isa'] or 'no C++ core'}, {about['cores']} cores")
+    for result in content.results:
+        _show_result(result, tables)
+    for told in content.lessons if tables else ():
+        _show_lesson(told)
+    output.out().print()
+
+
+def _show_result(result: Result, tables: bool) -> None:
+    out = output.out()
+    out.print()
+    out.rule(result.study.title, align="left", characters="=")
+    output.say(result.study.question)
+    for table in result.tables if tables else ():
+        out.print(output.table(*table))
+    for sentence in result.findings:
+        output.say(f"- {sentence}")
+
+
+def _show_lesson(told: Told) -> None:
+    out = output.out()
+    out.print()
+    out.rule(f"Lesson: {told.lesson.title}", align="left", characters="=")
+    if told.reason:
+        output.say(f"It did not run here: {told.reason}")
+        return
+    print(_beginning(told.text), end="\n\n")
+    output.say(f"All of it: {output.command()} lesson {told.lesson.name}")
+
+
+def _beginning(text: str) -> str:
+    """The first paragraphs and tables, whole."""
+    parts = text.rstrip().split("\n\n")
+    shown = parts[:1]
+    while len(shown) < len(parts) and sum(part.count("\n") + 2 for part in shown) < LINES:
+        shown.append(parts[len(shown)])
+    return "\n\n".join(shown)

@@ -1,0 +1,110 @@
+"""Where output goes: results to stdout, progress and remarks to stderr, files where they can be written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from flashtile.lab.bench.suite import Progress as Report
+from flashtile.lab.units import quantity as quantity
+from flashtile.lab.units import seconds as seconds
+from flashtile.lab.units import size as size
+
+
+def out() -> Console:
+    """For results; rich honours NO_COLOR and drops all styling where stdout is not a terminal.
+
+    Words in brackets are words, not styles: they belong to pip's extras, to paths, to what others say.
+    """
+    return Console(highlight=False, markup=False)
+
+
+def err() -> Console:
+    return Console(stderr=True, highlight=False, markup=False)
+
+
+def say(text: str) -> None:
+    """A sentence: wrapped where it goes to a terminal, one line where it does not."""
+    console = out()
+    console.print(text, soft_wrap=not console.is_terminal)
+
+
+def markdown(text: str) -> None:
+    """Drawn where it goes to a terminal, plain where it does not."""
+    console = out()
+    if console.is_terminal:
+        console.print(Markdown(text))
+    else:
+        print(text.removesuffix("\n"))
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def command() -> str:
+    """How to start this program again from here: by its name where the shell finds that, or by its path."""
+    path = sys.argv[0]
+    if shutil.which("flashtile") or not os.path.isfile(path):
+        return "flashtile"
+    near = os.path.relpath(path)
+    near = near if os.sep in near else os.path.join(".", near)
+    return shlex.quote(min(near, path, key=len) if os.sep in path else near)
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Refuse a path that cannot be written, before anything is computed for it; leaves nothing there."""
+    try:
+        nearest = next((folder for folder in path.absolute().parents if folder.exists()), path)
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        raise typer.BadParameter(f"{option}: cannot write {path}: {error.strerror}") from None
+
+
+def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """The first column is words, the others are numbers."""
+    shown = Table(title=title, title_justify="left", title_style="bold")
+    for n, name in enumerate(head):
+        shown.add_column(name, justify="left" if n == 0 else "right", overflow="fold")  # no number loses its end
+    for row in rows:
+        shown.add_row(*row)
+    return shown
+
+
+def facts(title: str, rows: Sequence[tuple[str, str]]) -> Table:
+    """What something is, and its value, a line each."""
+    shown = Table(title=title, title_justify="left", title_style="bold", show_header=False)
+    for row in rows:
+        shown.add_row(*row)
+    return shown
+
+
+@contextmanager
+def progress_bar() -> Iterator[Report]:
+    """A bar on stderr; the caller says what comes next, how many are done, and of how many.
+
+    It is drawn then and at no other time: a thread that did so would take time from what is measured.
+    """
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=err(), transient=True, auto_refresh=False) as bar:
+        task = bar.add_task("", total=None)
+
+        def report(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total, refresh=True)
+
+        yield report

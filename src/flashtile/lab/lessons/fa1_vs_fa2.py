@@ -1,0 +1,165 @@
+"""FlashAttention 1 against 2: the same tiles, columns first or rows first, and what that does to the writes.
+
+FlashAttention-1 holds a block of K and V and walks the queries: every block of O is fetched, brought up to date and
+written again once for each block of keys. FlashAttention-2 holds a block of Q and walks the keys: a block of O stays on
+the chip until it is finished and is written once; and since rows of tiles have nothing to tell each other, each may go
+to a processor of its own. schedule.py has both orders as events; here they are counted, run and timed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import flashtile
+from flashtile.backends import tiles
+from flashtile.band import full
+from flashtile.cost import traffic
+from flashtile.lab.bench.timing import alternate
+from flashtile.lab.lessons.lesson import Say
+from flashtile.lab.lessons.text import heading, paragraph, table, timings
+from flashtile.lab.units import size
+from flashtile.numerics import schedule
+from flashtile.numerics.dtypes import Array
+from flashtile.numerics.schedule import Grid, Store, Tile
+from flashtile.numerics.softmax import OnlineSoftmax
+from flashtile.problem import describe
+
+DIM, WARPS = 64, 4
+ORDERS = ("fa1", "fa2")
+
+
+def run(say: Say, quick: bool = False) -> dict[str, Any]:
+    heading(say, "Who is written when")
+    grid = Grid(16, 16, 4, 4)
+    written = {}
+    for order in ORDERS:
+        stores = [event for event in schedule.FORWARD[order](full(), grid) if isinstance(event, Store)]
+        written[order] = [event.n for event in stores if event.name == "O"]
+        say(f"{order}: O blocks in order of writing: {' '.join(map(str, written[order]))}")
+    say("")
+    each = {order: Counter(blocks).most_common(1)[0][1] for order, blocks in written.items()}
+    paragraph(
+        say,
+        f"16 queries and keys in tiles of 4 x 4. In FA1 every block of O is written {each['fa1']} times, once for each",
+        "column of tiles, and the next write is always to another block: scattered. In FA2 it is written",
+        f"{each['fa2']} time, one block after the other: sequential.",
+    )
+    moved = count(say, 1024 if quick else 4096)
+    times, apart = race(say, *((256, 0.2) if quick else (1024, 2)))
+    shared = warps(say)
+    paragraph(
+        say,
+        "A processor runs a block of threads as warps, which share its fast memory but not their registers. FA1 gives",
+        "each warp a slice of K and V. Then each has a part of every score row, and the parts of O must be added up",
+        "through shared memory, everyone waiting. FA2 gives each warp a slice of Q. Then each has whole rows, K and V",
+        "are read by all, and nobody has anything to tell the others.",
+    )
+    return {
+        "written": written,
+        "moved": moved,
+        "times": times,
+        "error": apart,
+        "warps": shared,
+        "holds": max(apart, *(way["error"] for way in shared.values())) < 1e-10,
+    }
+
+
+def count(say: Say, n: int) -> dict[str, Any]:
+    """What both orders move, by the events they are made of."""
+    heading(say, "What moves through memory")
+    block = 128
+    grid, layout = Grid(n, n, block, block), traffic.Layout(DIM, DIM, "float16")
+    found = {}
+    for order in ORDERS:
+        events = list(schedule.FORWARD[order](full(), grid))
+        summed = traffic.count(events, grid, layout)
+        stores = Counter(event.n for event in events if isinstance(event, Store) and event.name == "O")
+        walks: dict[int, set[int]] = {}  # outer step -> the blocks of O it writes
+        for event in events:
+            if isinstance(event, Tile):
+                walks.setdefault(event.j if order == "fa1" else event.i, set()).add(event.i)
+        alone = sum(map(len, walks.values())) == len(set().union(*walks.values()))  # no block has two writers
+        found[order] = {
+            "read": summed.loaded_bytes,
+            "written": summed.stored_bytes,
+            "writes_of_a_block": max(stores.values()),
+            "sram": summed.peak_sram,
+            "independent": len(walks) if alone else 1,
+        }
+    table(
+        say,
+        ("order", "read", "written", "writes of an O block", "independent walks a head"),
+        [
+            (
+                order,
+                size(row["read"]),
+                size(row["written"]),
+                str(row["writes_of_a_block"]),
+                str(row["independent"]),
+            )
+            for order, row in found.items()
+        ],
+    )
+    ratio = found["fa1"]["written"] / found["fa2"]["written"]
+    paragraph(
+        say,
+        f"One head, N = {n}, D = {DIM}, float16, tiles of {block} x {block}. FA1 writes {ratio:.0f} times as much: O,",
+        "m and l for every column of tiles. And its columns all update the same O, so a head is one walk; the rows of",
+        "FA2 are walks of their own, which keep many processors busy even with one head.",
+    )
+    return {"n": n, "block": block, **found}
+
+
+def race(say: Say, n: int, seconds: float) -> tuple[dict[str, Any], float]:
+    """Both orders on the same machine, in NumPy: the same answer, and the time."""
+    heading(say, "Time")
+    rng = np.random.default_rng(42)
+    q, k, v = (rng.standard_normal((n, DIM)) for _ in range(3))
+    problem = describe(q, k, v)
+    oracle = flashtile.standard_attention(q, k, v)
+    block = 64
+    ways = {order: partial(tiles.forward, problem, order, block, block) for order in ORDERS}
+    apart = max(float(np.abs(way()[0][0, 0] - oracle).max()) for way in ways.values())
+    what = f"tiles backend, N = {n}, tiles of {block} x {block}"
+    times = timings(say, what, alternate(ways, seconds=seconds))
+    paragraph(say, f"Both are off the oracle by at most {apart:.1e}.")
+    return times, apart
+
+
+def warps(say: Say) -> dict[str, dict[str, Any]]:
+    """One tile of 64 queries and 64 keys, split between warps by keys and by queries; what they had to exchange."""
+    heading(say, f"Work split between {WARPS} warps")
+    rng = np.random.default_rng(42)
+    q, k, v = (rng.standard_normal((64, DIM)) for _ in range(3))
+    S = q @ k.T * DIM**-0.5
+    parts = np.array_split(np.arange(64), WARPS)
+    by_keys = [absorbed(S[:, part], v[part]) for part in parts]
+    whole, *others = by_keys
+    exchanged = sum(state.m.size + state.l.size + state.O.size for state in others)  # all through shared memory
+    for state in others:
+        whole.merge(state)
+    # Whole rows each: laid side by side, nothing to merge.
+    by_queries = np.concatenate([absorbed(S[part], v).normalized() for part in parts])
+    oracle = flashtile.standard_attention(q, k, v)
+    found = {
+        "K split (FA1)": {"exchanged": exchanged, "error": float(np.abs(whole.normalized() - oracle).max())},
+        "Q split (FA2)": {"exchanged": 0, "error": float(np.abs(by_queries - oracle).max())},
+    }
+    table(
+        say,
+        ("split", "numbers exchanged", "off the oracle"),
+        [(name, f"{way['exchanged']:,}", f"{way['error']:.1e}") for name, way in found.items()],
+    )
+    return found
+
+
+def absorbed(S: Array, v: Array) -> OnlineSoftmax:
+    """The state of some rows after some keys."""
+    state = OnlineSoftmax.empty(len(S), v.shape[1], S.dtype)
+    P, _ = state.absorb(S)
+    state.O = state.O + P @ v
+    return state

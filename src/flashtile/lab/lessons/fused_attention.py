@@ -1,0 +1,123 @@
+"""Flash attention in Triton: the loop of tiled_attention.py as one GPU kernel, written in Python.
+
+kernels/fused_attention.py is the lesson; this file runs it. Product, mask, softmax and product are one launch: a tile
+of scores is made, used and forgotten on the chip. The package's own kernels, backends/triton/, are this one with every
+option, a mask only where a tile needs it, and tiles chosen for the GPU.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import flashtile
+from flashtile.lab.bench.timing import alternate
+from flashtile.lab.lessons import device, oracle
+from flashtile.lab.lessons.lesson import Say
+from flashtile.lab.lessons.text import heading, paragraph, table, timings
+
+DIM = 64
+
+
+def fused(q: Any, k: Any, v: Any, *, causal: bool = False, blocks: tuple[int, int] = (64, 64)) -> Any:
+    """Attention of tensors [heads, n, DIM] in one launch."""
+    import torch
+
+    from flashtile.lab.lessons.kernels.fused_attention import attention_kernel
+
+    (heads, n, dim), (block_q, block_k) = q.shape, blocks
+    out = torch.full_like(q, float("nan"))
+    attention_kernel[(-(-n // block_q), heads)](
+        q, k, v, out, n, dim**-0.5, CAUSAL=causal, DIM=dim, BLOCK_Q=block_q, BLOCK_K=block_k
+    )
+    return out
+
+
+def run(say: Say, quick: bool = False) -> dict[str, Any]:
+    where = device.for_triton()
+    import torch
+
+    heading(say, "The same answer")
+    # The interpreter is slow, and multiplies bfloat16 wrongly: there small tiles, and float32 alone.
+    dtypes, blocks = (("float32",), (16, 32)) if where == "cpu" else (("float32", "float16", "bfloat16"), (64, 32))
+    rng = np.random.default_rng(42)
+    checks = []
+    for dtype in dtypes:
+        for n in (256, 300) if where == "cuda" else (50,) if quick else (64, 100):
+            for causal in (False, True):
+                q, k, v = (
+                    torch.from_numpy(rng.standard_normal((2, n, DIM)).astype(np.float32)).to(getattr(torch, dtype))
+                    for _ in range(3)
+                )
+                out = fused(*(x.to(where) for x in (q, k, v)), causal=causal, blocks=blocks)
+                arrays = (x.cpu().float().numpy() for x in (out, q, k, v))
+                checks.append(oracle.judge(*arrays, causal=causal, dtype=dtype))
+    table(say, oracle.ROW, [oracle.row(check) for check in checks])
+    paragraph(
+        say,
+        "Against the float64 oracle. Allowed: twice the error of standard attention in the same dtype, and a rounding.",
+        "This ran on the GPU."
+        if where == "cuda"
+        else "No GPU is used here: Triton interpreted the kernel in NumPy. Right, and slow.",
+    )
+    times = on_gpu(say, quick) if where == "cuda" else interpreted(say, quick)
+    return {
+        "device": where,
+        "checks": checks,
+        "times": times,
+        "holds": all(check["holds"] for check in checks),
+    }
+
+
+def interpreted(say: Say, quick: bool) -> dict[str, Any]:
+    """What interpreting costs: no measure of the kernel."""
+    import torch
+
+    torch.manual_seed(42)
+    q, k, v = (torch.randn(1, 64, DIM) for _ in range(3))
+    arrays = [x.numpy() for x in (q, k, v)]
+    contenders = {
+        "this kernel, interpreted": lambda: fused(q, k, v, blocks=(32, 32)),
+        "flashtile.attention, CPU": lambda: flashtile.attention(*arrays),
+    }
+    return timings(say, f"1 head, N = 64, D = {DIM}", alternate(contenders, seconds=0.1 if quick else 0.5))
+
+
+def on_gpu(say: Say, quick: bool) -> dict[str, Any]:
+    """Beside standard attention in torch, torch's own fused attention, and flashtile's kernels."""
+    import torch
+
+    torch.manual_seed(42)
+    heads, n = (4, 1024) if quick else (16, 4096)
+    q, k, v = (torch.randn(heads, n, DIM, device="cuda", dtype=torch.float16) for _ in range(3))
+    batch = [x[None] for x in (q, k, v)]
+    sdpa: Any = torch.nn.functional.scaled_dot_product_attention
+    later = torch.ones(n, n, device="cuda", dtype=torch.bool).triu(1)
+
+    def standard(causal: bool) -> Any:
+        S = q @ k.mT * DIM**-0.5
+        return torch.softmax(S.masked_fill(later, float("-inf")) if causal else S, dim=-1) @ v
+
+    found = {}
+    for causal in (False, True):
+        contenders = {
+            "standard, torch": partial(standard, causal),
+            "this kernel": partial(fused, q, k, v, causal=causal),
+            "flashtile.attention": partial(flashtile.attention, *batch, causal=causal),
+            "torch SDPA": partial(sdpa, *batch, is_causal=causal),
+        }
+        calls = {name: device.finished(call, "cuda") for name, call in contenders.items()}
+        title = f"{heads} heads, N = {n}, float16, {'causal' if causal else 'full'}"
+        found["causal" if causal else "full"] = timings(say, title, alternate(calls, seconds=0.2 if quick else 1))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    fused(q, k, v)
+    held = torch.cuda.max_memory_allocated() - before
+    paragraph(
+        say,
+        f"One call of the kernel made {held:,} bytes. Its output is {q.nbytes:,}; the scores would be "
+        f"{2 * heads * n * n:,}.",
+    )
+    return found

@@ -1,0 +1,208 @@
+"""Launches: six trips through memory against two, counted; and why a Python loop of array calls is not flash attention.
+
+On a GPU every operation is a kernel of its own: it is launched, reads its inputs from the large memory (HBM) and writes
+its result there. What counts is how often the numbers travel. Nothing here is estimated: Account writes down each block
+that a kernel moves, Watch every single NumPy or torch call, while they happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import flashtile
+from flashtile import dispatch
+from flashtile.backends import tiles
+from flashtile.host import machine
+from flashtile.lab.bench.peers import OURS
+from flashtile.lab.bench.suite import time_all
+from flashtile.lab.bench.timing import Call, alternate
+from flashtile.lab.lessons import device
+from flashtile.lab.lessons.lesson import Say
+from flashtile.lab.lessons.text import heading, paragraph, table, timings
+from flashtile.lab.lessons.tiled_attention import standard, tiled
+from flashtile.lab.units import size
+from flashtile.numerics.dtypes import Array
+from flashtile.numerics.schedule import Event, Launch, Load, Store
+from flashtile.problem import describe
+
+BLOCK, DIM = 128, 64
+SCALE = DIM**-0.5
+
+
+@dataclass
+class Account:
+    """What each kernel reads from HBM and writes there, by the events of a run of the tiles backend."""
+
+    launches: list[dict[str, Any]] = field(default_factory=list)
+
+    def launch(self, kernel: str) -> None:
+        self.launches.append({"kernel": kernel, "read": 0, "written": 0})
+
+    def observe(self, event: Event, at: tiles.Machine) -> None:
+        match event:
+            case Launch(name):
+                self.launch(name)
+            case Load(name, n) | Store(name, n):
+                block = at.hbm[name][at.grid.block(name, n)]
+                self.launches[-1]["read" if isinstance(event, Load) else "written"] += block.nbytes
+
+    @property
+    def trips(self) -> int:
+        """One in for a kernel that read, one out for one that wrote."""
+        return sum((launch["read"] > 0) + (launch["written"] > 0) for launch in self.launches)
+
+    @property
+    def moved(self) -> int:
+        return sum(launch["read"] + launch["written"] for launch in self.launches)
+
+
+@dataclass
+class Watch:
+    """Calls of a library, seen from outside: each reads its arguments from memory and writes its result there."""
+
+    calls: int = 0
+    bytes: int = 0
+
+    def see(self, *arrays: Any) -> None:
+        self.calls += 1
+        self.bytes += sum(x.nbytes for x in arrays if hasattr(x, "nbytes"))
+
+
+def watched(watch: Watch, *arrays: Array) -> list[Array]:
+    """Arrays that report every calculation they take part in, and whose results do so too."""
+
+    class Watched(np.ndarray):
+        def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+            if "out" in options:
+                options["out"] = tuple(x.view(np.ndarray) for x in options["out"])
+            inputs = tuple(x.view(np.ndarray) if isinstance(x, Watched) else x for x in inputs)
+            result = np.asarray(getattr(ufunc, method)(*inputs, **options))
+            watch.see(*inputs, result)
+            return result.view(Watched)
+
+    return [x.view(Watched) for x in arrays]
+
+
+@contextmanager
+def watching_torch(watch: Watch) -> Iterator[None]:
+    """The same for torch, which passes every operation through here before it becomes a launch. Views move nothing."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if not func.is_view:
+                watch.see(*args, *(result if isinstance(result, tuple) else (result,)))
+            return result
+
+    with Mode():  # type: ignore[no-untyped-call]
+        yield
+
+
+def run(say: Say, quick: bool = False) -> dict[str, Any]:
+    n = 512 if quick else 2048
+    rng = np.random.default_rng(42)
+    Q, K, V = (rng.standard_normal((n, DIM)).astype(np.float32) for _ in range(3))
+
+    heading(say, "Three launches against one")
+    problem, three, one = describe(Q, K, V), Account(), Account()
+    standard_out, _ = tiles.standard(problem, BLOCK, three.observe)
+    one.launch("attention")  # all that follows is inside one kernel
+    flash_out, _ = tiles.forward(problem, "fa2", BLOCK, BLOCK, one.observe)
+    table(
+        say,
+        ("method", "kernel", "read", "written"),
+        [
+            (name, launch["kernel"], size(launch["read"]), size(launch["written"]))
+            for name, account in (("standard", three), ("flash", one))
+            for launch in account.launches
+        ],
+    )
+    apart = float(np.abs(standard_out - flash_out).max())
+    paragraph(
+        say,
+        f"N = {n}, D = {DIM}, float32, tiles of {BLOCK} x {BLOCK}. Standard: {len(three.launches)} launches, "
+        f"{three.trips} trips through memory, {size(three.moved)}. Flash: {len(one.launches)} launch, "
+        f"{one.trips} trips, {size(one.moved)}, {three.moved / one.moved:.1f} times less. "
+        f"The outputs differ by {apart:.1e}. "
+        "Most of what flash reads is K and V, again for each row of tiles; a cache holds much of that.",
+    )
+
+    heading(say, "A Python loop is not flash attention")
+    calls, times = on_cpu(say, Q, K, V, 0.2 if quick else 1)
+    loop, naive = calls["tiled loop"], calls["standard"]
+    paragraph(
+        say,
+        f"The loop does what flash attention does, yet it makes {loop['calls']} calls instead of {naive['calls']} and "
+        f"moves {loop['bytes'] / naive['bytes']:.1f} times the bytes of the standard way: every S, P and factor is "
+        "written by one call to be read by the next. On a GPU each call is a launch and each of those bytes a trip "
+        "through HBM. The tile has to stay where it is made, so the loop must be inside one kernel.",
+    )
+    on_gpu = on_torch(say, "cuda", quick) if machine.gpu() else None
+    paragraph(
+        say,
+        "That kernel can still be written in Python. Triton and Gluon compile a Python function to one GPU kernel: the",
+        "lesson fused-attention is this loop in Triton, and so are this package's GPU kernels.",
+    )
+    return {
+        "n": n,
+        "standard": {"launches": three.launches, "trips": three.trips, "bytes": three.moved},
+        "flash": {"launches": one.launches, "trips": one.trips, "bytes": one.moved},
+        "error": apart,
+        "calls": calls,
+        "times": times,
+        "gpu": on_gpu,
+        "holds": apart < 1e-5,
+    }
+
+
+def on_cpu(say: Say, Q: Array, K: Array, V: Array, seconds: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Standard attention, the tiled loop, and one call of the C++ core: calls, bytes and time."""
+    ways: dict[str, Callable[..., Any]] = {"standard": standard, "tiled loop": lambda q, k, v: tiled(q, k, v, BLOCK)}
+    watches = {name: Watch() for name in ways}
+    for name, way in ways.items():
+        way(*watched(watches[name], Q, K, V))
+    native = dispatch.TABLE[0]
+    if reason := native.missing():
+        paragraph(say, f"The C++ core is not compared: {reason}.")
+    else:
+        ways[OURS] = partial(flashtile.attention, backend=native.name)
+        watches[OURS] = Watch()
+        watches[OURS].see(Q, K, V, ways[OURS](Q, K, V))
+    calls = _show(say, watches)
+    contenders: dict[str, Call] = {name: partial(way, Q, K, V) for name, way in ways.items()}
+    return calls, timings(say, f"N = {len(Q)}, CPU", time_all(contenders, seconds))
+
+
+def on_torch(say: Say, where: str, quick: bool = False) -> dict[str, Any]:
+    """The same with torch on a device, where every call is a launch, if not more."""
+    import torch
+
+    n = 512 if quick else 4096
+    torch.manual_seed(42)
+    Q, K, V = (torch.randn(n, DIM, device=where) for _ in range(3))
+    ways: dict[str, Callable[[], Any]] = {
+        "standard": lambda: torch.softmax(Q @ K.T * SCALE, dim=1) @ V,
+        "tiled loop": lambda: tiled(Q, K, V, BLOCK, xp=torch),
+        OURS: lambda: flashtile.attention(Q, K, V),
+    }
+    watches = {name: Watch() for name in ways}
+    for name, way in ways.items():
+        with watching_torch(watches[name]):
+            way()
+    calls = _show(say, watches)
+    contenders = {name: device.finished(way, where) for name, way in ways.items()}
+    times = timings(say, f"N = {n}, torch on {where}", alternate(contenders, seconds=0.1 if quick else 1))
+    return {"n": n, "device": where, "calls": calls, "times": times}
+
+
+def _show(say: Say, watches: dict[str, Watch]) -> dict[str, dict[str, int]]:
+    rows = [(name, str(watch.calls), size(watch.bytes)) for name, watch in watches.items()]
+    table(say, ("way", "calls", "bytes in and out of calls"), rows)
+    return {name: {"calls": watch.calls, "bytes": watch.bytes} for name, watch in watches.items()}

@@ -1,0 +1,133 @@
+"""Online softmax: one row of scores, seen tile by tile, and nothing kept but a maximum and a sum.
+
+softmax(s)_j = exp(s_j) / sum_i exp(s_i) seems to need the whole row twice: once for the sum, once to divide. And exp
+of a large score overflows, so the row's maximum m is subtracted first; that seems to need the row a third time.
+
+One pass is enough. Keep, for the scores seen so far,
+
+    m = max s_j        l = sum exp(s_j - m)        o = sum exp(s_j - m) v_j
+
+A new tile may bring a larger maximum m_new. Each term of the old sums is exp(s_j - m), and should be exp(s_j - m_new).
+But
+
+    exp(s_j - m) * exp(m - m_new) = exp(s_j - m_new)
+
+with a factor that does not depend on j. So it comes out of the sum: l * exp(m - m_new) is exactly what the sum would
+have been, had m_new been known from the start, and the same holds for o. No term is lost and none is approximated. By
+induction l and o are right after every tile, and at the end o / l is the softmax times v: exp(-m) cancels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from flashtile import online_softmax
+from flashtile.lab.bench.timing import alternate
+from flashtile.lab.lessons.lesson import Say
+from flashtile.lab.lessons.text import heading, paragraph, table, timings
+from flashtile.numerics.dtypes import Array
+
+N, TILE = 2000, 500
+PEAKS = (2.1, 3.4, 2.9, 3.1)  # the largest score of each tile
+
+
+def plain(s: Array, v: Array) -> Array:
+    """The whole row at once."""
+    p = np.exp(s - s.max())
+    out: Array = p / p.sum() @ v
+    return out
+
+
+def online(s: Array, v: Array, tile: int) -> tuple[Array, list[dict[str, float]]]:
+    """A tile at a time; also returns what happened in each."""
+    m, l, o = -np.inf, 0.0, np.zeros(v.shape[1])
+    steps = []
+    for j in range(0, len(s), tile):
+        scores, values = s[j : j + tile], v[j : j + tile]
+        m_new = max(m, scores.max())
+        factor = np.exp(m - m_new)  # brings what was summed so far to the new maximum; 1 where it stays
+        p = np.exp(scores - m_new)
+        l = l * factor + p.sum()
+        o = o * factor + p @ values
+        steps.append({"max": scores.max(), "m_old": m, "m": m_new, "factor": factor, "sum": p.sum(), "l": l, "o": o[0]})
+        m = m_new
+    return o / l, [{name: float(x) for name, x in step.items()} for step in steps]
+
+
+def run(say: Say, quick: bool = False) -> dict[str, Any]:
+    rng = np.random.default_rng(42)
+    # Random scores of one token, moved so that each tile's largest is the one we chose.
+    s = np.concatenate([x + peak - x.max() for x, peak in zip(rng.standard_normal((4, TILE)), PEAKS, strict=True)])
+    v = rng.standard_normal((N, 4))
+
+    heading(say, "One token, four tiles")
+    paragraph(
+        say,
+        f"{N:,} tokens have {N * N:,} scores: {N * N * 2 / 1e6:.0f} MB in 16 bits. Here is one token's row, seen "
+        f"{TILE} keys at a time. m is the largest score so far, l the sum of exp(score - m), o[0] the first "
+        "number of the output before the division. The first factor is 0: before it there was nothing.",
+    )
+    out, steps = online(s, v, TILE)
+    table(
+        say,
+        ("keys", "largest here", "m", "factor", "sum here", "l", "o[0]"),
+        [
+            (
+                f"{n * TILE}-{(n + 1) * TILE - 1}",
+                *(f"{step[name]:.4f}" for name in ("max", "m", "factor", "sum", "l", "o")),
+            )
+            for n, step in enumerate(steps)
+        ],
+    )
+    rise = steps[1]
+    paragraph(
+        say,
+        f"The second tile brings a larger score, {rise['m']:.1f} after {rise['m_old']:.1f}. All that was summed "
+        f"before is multiplied by exp({rise['m_old']:.1f} - {rise['m']:.1f}) = {rise['factor']:.2f}: "
+        f"{rise['factor']:.4f} x {steps[0]['l']:.4f} + {rise['sum']:.4f} = {rise['l']:.4f}. The later tiles bring "
+        "nothing larger, so their factor is 1. At the end comes the only division: "
+        f"{steps[-1]['o']:.4f} / {steps[-1]['l']:.4f} = {out[0]:.6f}.",
+    )
+
+    heading(say, "The same answer")
+    errors = {f"{tile}": float(np.abs(online(s, v, tile)[0] - plain(s, v)).max()) for tile in (1, 7, 500, N)}
+    table(say, ("tile", "largest difference"), [(tile, f"{error:.1e}") for tile, error in errors.items()])
+    late = s[::-1] + 1000
+    with np.errstate(over="ignore", invalid="ignore"):
+        careless = np.exp(late) @ v / np.exp(late).sum()
+    careful = float(np.abs(online(late, v[::-1], TILE)[0] - plain(s, v)).max())
+    paragraph(
+        say,
+        f"Scores of 1000 and more, in the opposite order: difference {careful:.1e}. "
+        f"Without subtracting a maximum the answer would be {careless[0]}.",
+    )
+
+    heading(say, "Time")
+    rows = rng.standard_normal((64 if quick else 512, N))
+
+    def whole() -> Array:
+        P: Array = np.exp(rows - rows.max(axis=1, keepdims=True))
+        P /= P.sum(axis=1, keepdims=True)
+        return P
+
+    contenders = {"the whole row": whole, f"tiles of {TILE}": lambda: online_softmax(rows, TILE)}
+    times = timings(
+        say, f"softmax, {len(rows)} rows of {N}", alternate(contenders, seconds=0.1 if quick else 1, max_rounds=50)
+    )
+    paragraph(
+        say,
+        "Nothing is gained here yet: a softmax has to write its row anyway. Attention does not. It wants o, and never",
+        "the row; tiled-attention goes on from here.",
+    )
+    return {
+        "n": N,
+        "tile": TILE,
+        "steps": [{**step, "m_old": step["m_old"] if np.isfinite(step["m_old"]) else None} for step in steps],
+        "output": out.tolist(),
+        "errors": errors,
+        "error_at_1000": careful,
+        "times": times,
+        "holds": max(*errors.values(), careful) < 1e-10,
+    }

@@ -1,0 +1,147 @@
+"""Content: everything the page and the terminal show, computed now: studies, topics, lessons and scenes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from itertools import count
+from typing import Any
+
+from flashtile import dispatch
+from flashtile.host import machine
+from flashtile.lab import lessons, studies
+from flashtile.lab.lessons.lesson import Lesson, answer, source
+from flashtile.lab.report import topics, viewer
+from flashtile.lab.report.artist import Artist
+from flashtile.lab.studies.study import Study, Table, to_dict
+
+Progress = Callable[[str, int, int], None]  # what comes next, how many are done, of how many
+
+
+@dataclass(frozen=True)
+class Result:
+    """A study and its record; the rest follows from them."""
+
+    study: Study[Any]
+    record: Any
+
+    @property
+    def tables(self) -> list[Table]:
+        return self.study.tables(self.record)
+
+    @property
+    def findings(self) -> list[str]:
+        return self.study.findings(self.record)
+
+    @property
+    def holds(self) -> bool:
+        """Whether what was measured is as it must be; a study without such a bar holds."""
+        return bool(getattr(self.record, "holds", True))
+
+
+@dataclass(frozen=True)
+class Told:
+    """A lesson: what it printed and recorded, or why it could not run here."""
+
+    lesson: Lesson
+    text: str
+    record: dict[str, Any]
+    reason: str | None
+
+    @property
+    def source(self) -> str:
+        return source(self.lesson)
+
+    @property
+    def holds(self) -> bool:
+        return bool(self.record.get("holds", True))
+
+
+@dataclass(frozen=True)
+class Content:
+    """One run of everything."""
+
+    created: str
+    quick: bool
+    machine: dict[str, Any]
+    devices: list[dict[str, Any]]
+    backends: list[dict[str, Any]]
+    studies: tuple[Result, ...]
+    topics: tuple[Result, ...]
+    lessons: tuple[Told, ...]
+    scenes: dict[str, Any]
+
+    @property
+    def results(self) -> tuple[Result, ...]:
+        return self.studies + self.topics
+
+    @property
+    def broken(self) -> list[str]:
+        """The names of what does not hold."""
+        named = {r.study.name: r.holds for r in self.results} | {t.lesson.name: t.holds for t in self.lessons}
+        return [name for name, holds in named.items() if not holds]
+
+    def records(self) -> dict[str, Any]:
+        """Plain values for JSON, one a file."""
+        about = {
+            "created": self.created,
+            "quick": self.quick,
+            "machine": self.machine,
+            "devices": self.devices,
+            "backends": self.backends,
+            "broken": self.broken,
+        }
+        told = {
+            told.lesson.name: {"record": to_dict(told.record), "text": told.text, "unavailable": told.reason}
+            for told in self.lessons
+        }
+        return {"about": about, **{r.study.name: to_dict(r.record) for r in self.results}, "lessons": told}
+
+
+def collect(
+    quick: bool = False, progress: Progress = lambda what, done, total: None, artist: Artist | None = None
+) -> Content:
+    """Run everything, one thing after another. An artist draws beside it, but not while time is measured."""
+    total, done = len(studies.STUDIES) + len(topics.TOPICS) + len(lessons.LESSONS) + 1, count()
+
+    def compute(study: Study[Any]) -> Result:
+        progress(study.title, next(done), total)
+        return Result(study, study.compute(quick))
+
+    def draw(result: Result) -> None:
+        if artist is not None:
+            artist.draw(result.study.name, result.record)
+
+    results = []
+    for study in (*studies.STUDIES, *topics.COUNTED):
+        results.append(compute(study))
+        draw(results[-1])
+    devices = machine.devices()
+    if artist is not None:
+        artist.rest()
+    timed = [compute(study) for study in topics.TIMED]
+    told = []
+    for lesson in lessons.LESSONS:
+        progress(f"lesson: {lesson.title}", next(done), total)
+        told.append(tell(lesson))
+    for result in timed:
+        draw(result)
+    progress("the viewer", next(done), total)
+    return Content(
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        quick=quick,
+        machine=machine.describe(),
+        devices=devices,
+        backends=[{"backend": row.name, "device": row.device, "why_not": row.missing()} for row in dispatch.TABLE],
+        studies=tuple(results[: len(studies.STUDIES)]),
+        topics=(*results[len(studies.STUDIES) :], *timed),
+        lessons=tuple(told),
+        scenes=viewer.scenes(quick),
+    )
+
+
+def tell(lesson: Lesson) -> Told:
+    """Run a lesson in its short form."""
+    said = answer(lesson, quick=True)
+    return Told(lesson, said.get("text", ""), said.get("record", {}), said.get("unavailable"))

@@ -1,0 +1,148 @@
+"""The page as text: a pure function of the content of a run and its drawings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from flashtile.lab.bench.peers import OURS, SDPA
+from flashtile.lab.report import mathml, palette, tables, viewer
+from flashtile.lab.report.content import Content, Result
+from flashtile.lab.report.figures import Drawing
+from flashtile.lab.report.topics import speed
+from flashtile.lab.studies.study import SEED
+from flashtile.lab.units import quantity, seconds, size
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+
+class Section(NamedTuple):
+    """A part of the page: its id, which is also the name of its template, and its heading."""
+
+    id: str
+    title: str
+
+
+SECTIONS = (
+    Section("problem", "What hurts: a table of N by N"),
+    Section("viewer", "Watch the tiles"),
+    Section("trick", "The trick: softmax without the whole row"),
+    Section("traffic", "Why it is faster: fewer trips through memory"),
+    Section("studies", "The studies"),
+    Section("speed", "Speed, and how busy the machine is"),
+    Section("backward", "Training: the backward pass stores nothing either"),
+    Section("versions", "FlashAttention 1, 2 and 3: one principle"),
+    Section("serving", "Long contexts: the cache, grouped heads, many GPUs"),
+    Section("lives", "Where it lives"),
+    Section("lessons", "Lessons: from two vectors to a kernel"),
+    Section("gpu", "What needs a GPU, and what does not"),
+    Section("questions", "Can you answer these?"),
+    Section("recap", "In short"),
+    Section("run", "About this run"),
+)
+MATHS: dict[str, Callable[..., str]] = {"equation": mathml.equation, "eq": mathml.reference, "formula": mathml.formula}
+WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+
+
+def render(content: Content, drawings: dict[str, Drawing]) -> str:
+    """The whole page. `drawings` has one for each result that has anything to draw, by the name of its study."""
+    shown = {result.study.name: Shown(result, drawings.get(result.study.name)) for result in content.results}
+    topics = {result.study.name: shown[result.study.name] for result in content.topics}
+    side = topics["speed"].record.sides[-1]
+    fastest = speed.longest(side)
+    gpus = [device["name"] for device in content.devices if device["device"] != "cpu"]
+    return str(
+        environment()
+        .get_template("page.html.j2")
+        .render(
+            palette=palette.css(),
+            style=_text("style.css"),
+            sections=SECTIONS,
+            viewer=viewer.fragment(content.scenes),
+            quick=content.quick,
+            created=content.created.replace("T", " ").replace("+00:00", " UTC"),
+            machine=content.machine,
+            threads=topics["speed"].record.threads,
+            gpu=", ".join(gpus),
+            seed=SEED,
+            studies=[shown[result.study.name] for result in content.studies],
+            equivalence=shown["equivalence"].record,
+            topic=topics,
+            arithmetic=topics["arithmetic"],
+            lessons=content.lessons,
+            lesson={told.lesson.name: told for told in content.lessons},
+            best=fastest.runs[OURS],
+            standard=fastest.runs[speed.standard_of(fastest)],
+            ratio=_ratio(topics["speed"].record),
+            broken=content.broken,
+            available=tables.available(content),
+            needed=tables.needed(content),
+            versions=tables.versions(content),
+        )
+    )
+
+
+class Shown:
+    """A result with its drawing, if there is one, as the templates take it."""
+
+    def __init__(self, result: Result, drawing: Drawing | None) -> None:
+        self.study, self.record, self.drawing = result.study, result.record, drawing
+        self.tables, self.findings = result.tables, result.findings
+
+
+def environment() -> Environment:
+    """The templates of this folder, and what they may call. A name that is not there is an error, not empty text."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    templates = FileSystemLoader(str(files("flashtile.lab.report")))
+    env = Environment(
+        loader=templates, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    env.filters |= {"size": size, "seconds": seconds, "quantity": quantity, "number": "{:,}".format}
+    env.filters |= {"words": words, "by": by, "counted": counted, "kinds": tables.kinds}
+    env.globals |= {
+        **{name: _markup(function) for name, function in MATHS.items()},
+        "followed": tables.followed,
+        "launched": tables.launched,
+        "ordered": tables.ordered,
+        "worked": tables.worked,
+    }
+    return env
+
+
+def _markup(function: Callable[..., str]) -> Callable[..., str]:
+    """What it returns is markup already."""
+    from markupsafe import Markup
+
+    return lambda *given: Markup(function(*given))
+
+
+def words(n: int) -> str:
+    """Small numbers as words."""
+    return WORDS[n] if n < len(WORDS) else f"{n:,}"
+
+
+def counted(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def by(values: Iterable[Any], name: str) -> dict[Any, Any]:
+    """Values by one of their attributes."""
+    return {getattr(value, name): value for value in values}
+
+
+def _ratio(record: Any) -> str | None:
+    """Our time over SDPA's, the range of all cases; None where torch was not there."""
+    ratios = [
+        row.runs[OURS].seconds / row.runs[SDPA].seconds
+        for side in record.sides
+        for row in side.rows
+        if SDPA in row.runs
+    ]
+    return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else None
+
+
+def _text(name: str) -> str:
+    return files("flashtile.lab.report").joinpath(name).read_text()

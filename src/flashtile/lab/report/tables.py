@@ -1,0 +1,111 @@
+"""Tables that only the page has: from the records of lessons, from the machine, and how columns line up."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from flashtile.lab.report.content import Content, Told
+from flashtile.lab.studies.study import Table
+from flashtile.lab.units import size
+
+_NUMBER = re.compile(r"[-+]?\d|(none|not said)?$")
+
+
+def worked(record: Any) -> Table:
+    """All worked examples in one table, from the record of the study of arithmetic."""
+    rows = []
+    for example in record.examples:
+        lines = [(part.what, part.sum, part.result) for part in example.lines]
+        if sum(part.dtype is not None for part in example.lines) > 1:
+            lines.append(("together", "", f"{example.total:,} B = {size(example.total)}"))
+        rows += [("" if n else example.title, *line) for n, line in enumerate(lines)]
+    return Table("Worked out", ("example", "what", "sum", "result"), tuple(rows))
+
+
+def followed(row: dict[str, Any]) -> Table:
+    """One token through its tiles, from the record of the lesson online-softmax."""
+    names = ("max", "m", "factor", "sum", "l", "o")
+    return Table(
+        "One row of scores, a tile at a time",
+        ("keys", "largest here", "m", "factor", "sum here", "l", "O, first number"),
+        tuple(
+            (f"{n * row['tile']} to {(n + 1) * row['tile'] - 1}", *(f"{step[name]:.4f}" for name in names))
+            for n, step in enumerate(row["steps"])
+        ),
+    )
+
+
+def launched(counted: dict[str, Any]) -> Table:
+    """Every launch and what it moved, from the record of the lesson launches."""
+    return Table(
+        f"Every launch, N = {counted['n']:,}",
+        ("attention", "kernel", "read", "written"),
+        tuple(
+            (way, launch["kernel"], size(launch["read"]), size(launch["written"]))
+            for way in ("standard", "flash")
+            for launch in counted[way]["launches"]
+        ),
+    )
+
+
+def ordered(orders: dict[str, Any]) -> Table:
+    """FA1 beside FA2, from the record of the lesson fa1-vs-fa2."""
+    fa1, fa2 = orders["moved"]["fa1"], orders["moved"]["fa2"]
+    exchanged = [f"{way['exchanged']:,}" for way in orders["warps"].values()]
+    return Table(
+        "The two orders, counted",
+        ("what", "FA1", "FA2"),
+        (
+            ("read", size(fa1["read"]), size(fa2["read"])),
+            ("written", size(fa1["written"]), size(fa2["written"])),
+            ("writes of a block of O", str(fa1["writes_of_a_block"]), str(fa2["writes_of_a_block"])),
+            ("walks that can go side by side, a head", str(fa1["independent"]), str(fa2["independent"])),
+            ("numbers that warps exchange", *exchanged),
+        ),
+    )
+
+
+def available(content: Content) -> Table:
+    return Table(
+        "The ways to compute, on this machine",
+        ("backend", "device", "here"),
+        tuple((row["backend"], row["device"], row["why_not"] or "ready") for row in content.backends),
+    )
+
+
+def needed(content: Content) -> Table:
+    """For each lesson what it uses and how it ran."""
+    return Table(
+        "The lessons, on this machine",
+        ("lesson", "uses beyond NumPy", "here"),
+        tuple(
+            (
+                told.lesson.title,
+                ", ".join(told.lesson.needs) or "nothing",
+                told.reason or _ran(told),
+            )
+            for told in content.lessons
+        ),
+    )
+
+
+def _ran(told: Told) -> str:
+    where = {"cuda": "ran on the GPU", "cpu": "ran, its kernel interpreted on the CPU"}
+    return where.get(told.record.get("device", ""), "ran without its kernel" if told.lesson.kernel else "ran")
+
+
+def versions(content: Content) -> Table:
+    found = content.machine["versions"]
+    rows = [(name, version or "not installed") for name, version in found.items()]
+    rows += [("processor", content.machine["processor"]), ("instruction set", content.machine["isa"] or "no C++ core")]
+    rows += [("system", content.machine["system"]), ("commit", content.machine["commit"] or "not in a checkout")]
+    return Table("What it ran on", ("what", "which"), tuple(rows))
+
+
+def kinds(table: Table) -> list[str]:
+    """For each column whether it holds numbers, which line up on the right, or words."""
+    columns: Iterable[tuple[str, ...]] = zip(*table.rows, strict=True) if table.rows else [()] * len(table.head)
+    _, *others = ("number" if all(_NUMBER.match(cell) for cell in column) else "words" for column in columns)
+    return ["words", *others]  # the first column says what a row is

@@ -1,0 +1,6 @@
+"""The tile viewer: real traces, recorded with all their numbers, replayed in the page."""
+
+from flashtile.lab.report.viewer.fragment import fragment
+from flashtile.lab.report.viewer.scenes import scenes
+
+__all__ = ["fragment", "scenes"]

@@ -1,0 +1,116 @@
+"""The scenes: small attentions with real inputs, one for each way in which a band or a shape can cut the tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flashtile.band import Band
+from flashtile.cost.traffic import Layout
+from flashtile.numerics.dtypes import Array
+from flashtile.numerics.schedule import Grid
+
+SEED, DIM = 42, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """One head of one attention, and how it is cut."""
+
+    name: str
+    title: str
+    about: str  # filled in with the fields below
+    n_q: int
+    n_k: int
+    br: int
+    bc: int
+    band: Band
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(self.n_q, self.n_k, self.br, self.bc)
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(DIM, DIM, "float32")
+
+    @property
+    def told(self) -> str:
+        values = {name: getattr(self, name) for name in ("n_q", "n_k", "br", "bc")}
+        return self.about.format(
+            **values, left=self.band.left, right=self.band.right, offset=self.band.offset, late=-self.band.offset
+        )
+
+    def inputs(self) -> dict[str, Array]:
+        """Q, K, V and dO, of two decimals each, so that a record of them is short and exact."""
+        rng = np.random.default_rng(SEED)
+        lengths = {"Q": self.n_q, "K": self.n_k, "V": self.n_k, "dO": self.n_q}
+        return {name: rng.standard_normal((n, DIM)).round(2).astype(np.float32) for name, n in lengths.items()}
+
+
+SCENES = (
+    Scene("full", "Full", "Each of {n_q} queries sees all {n_k} keys. No tile needs a mask.", 16, 16, 4, 4, Band()),
+    Scene(
+        "causal",
+        "Causal",
+        "A query sees the keys up to its own. Tiles right of the diagonal are never touched; those on it need a mask.",
+        16,
+        16,
+        4,
+        4,
+        Band(right=0),
+    ),
+    Scene(
+        "window",
+        "Window",
+        "A query sees {left} keys before it, its own, and {right} after it. The work grows with the window, not with "
+        "the square of the length.",
+        24,
+        24,
+        4,
+        4,
+        Band(7, 2),
+    ),
+    Scene(
+        "offset",
+        "Offset",
+        "{n_q} new queries follow a cache of {offset} keys: causal, but the diagonal starts at key {offset}.",
+        8,
+        24,
+        4,
+        4,
+        Band(right=0, offset=16),
+    ),
+    Scene(
+        "oblong",
+        "Oblong tiles",
+        "Causal again, in tiles of {br} queries by {bc} keys. The diagonal crosses more than one tile of a row.",
+        24,
+        24,
+        6,
+        3,
+        Band(right=0),
+    ),
+    Scene(
+        "ragged",
+        "Ragged",
+        "{n_q} queries and {n_k} keys in tiles of {br} x {bc}: neither divides. The last tiles are smaller.",
+        18,
+        22,
+        5,
+        4,
+        Band(right=0, offset=4),
+    ),
+    Scene(
+        "empty",
+        "Empty rows",
+        "The diagonal starts {late} queries late, so the first {late} see no key at all: their output is 0.",
+        16,
+        16,
+        4,
+        4,
+        Band(right=0, offset=-6),
+    ),
+)
+QUICK = ("full", "causal", "ragged")

@@ -1,0 +1,128 @@
+"""scenes(): every trace, counter and sentence that the viewer replays, as plain values for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from flashtile.api import attention_backward, standard_attention
+from flashtile.band import FAR, cuts
+from flashtile.cost import traffic
+from flashtile.cost.trace import Trace, trace
+from flashtile.lab.report.viewer import clock, fit, run, warps, words
+from flashtile.lab.report.viewer.run import Run
+from flashtile.lab.report.viewer.scene import QUICK, SCENES, Scene
+from flashtile.numerics.dtypes import Array
+
+SIDE_BY_SIDE = ("standard", "fa1", "fa2")
+ORDERS = (*SIDE_BY_SIDE, "backward")
+
+
+def scenes(quick: bool = False) -> dict[str, Any]:
+    """All scenes, or with `quick` a few of them; the same ones every time."""
+    chosen = [scene for scene in SCENES if not quick or scene.name in QUICK]
+    return {
+        "counters": list(run.COUNTERS),
+        "words": words.LENS,
+        "scenes": [_record(scene) for scene in chosen],
+        "fit": asdict(fit.fit()),
+        "warps": {name: asdict(split) for name, split in warps.splits().items()},
+    }
+
+
+def _record(scene: Scene) -> dict[str, Any]:
+    inputs = scene.inputs()
+    exact = _exact(scene, inputs)
+    runs = {order: run.record(scene, _trace(scene, inputs, order), exact) for order in ORDERS}
+    moved = {order: [counts[0] for counts in runs[order].counts] for order in ORDERS}
+    shape = scene.n_q, scene.n_k, scene.br, scene.bc
+    return {
+        "name": scene.name,
+        "title": scene.title,
+        "about": scene.told,
+        **{name: getattr(scene, name) for name in ("n_q", "n_k", "br", "bc")},
+        "dim": scene.layout.dim,
+        "dtype": scene.layout.dtype,
+        "band": {name: x if abs(x) < FAR else None for name, x in asdict(scene.band).items()},
+        "tiles": {kind.name.lower(): n for kind, n in traffic.tile_counts(scene.band, *shape).items()},
+        "cuts": [_cuts(scene, i) for i in range(scene.grid.shape[0])],
+        "row": _telling_row(runs["fa2"]),
+        "inputs": run.plain(inputs),
+        "exact": run.plain(exact),
+        **{
+            name: {"forward": scale([runs[order] for order in SIDE_BY_SIDE]), "backward": scale([runs["backward"]])}
+            for name, scale in (("most", _most), ("reach", _reach), ("worst", _worst))
+        },
+        "start": {name: run.plain(_start(exact[x])) for name, x in (("forward", "out"), ("backward", "dq"))},
+        "runs": {order: asdict(x) for order, x in runs.items()},
+        "frames": {
+            **{order: clock.frames({o: moved[o] for o in SIDE_BY_SIDE}, order) for order in SIDE_BY_SIDE},
+            "backward": clock.frames({"backward": moved["backward"]}, "backward"),
+        },
+    }
+
+
+def _trace(scene: Scene, x: dict[str, Array], order: str) -> Trace:
+    dout = x["dO"] if order == "backward" else None
+    q, k, v = x["Q"], x["K"], x["V"]
+    return trace(q, k, v, order=order, block_q=scene.br, block_k=scene.bc, dout=dout, band=scene.band)
+
+
+def _exact(scene: Scene, x: dict[str, Array]) -> dict[str, Array]:
+    """The answers in float64: what a falling error is measured against."""
+    q, k, v, dout = (x[name].astype(np.float64) for name in ("Q", "K", "V", "dO"))
+    out, lse = standard_attention(q, k, v, band=scene.band, return_lse=True)
+    grads = attention_backward(dout, q, k, v, out, lse, band=scene.band, backend="reference")
+    return {"out": out, "lse": lse, "dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
+
+
+def _cuts(scene: Scene, i: int) -> dict[str, int]:
+    """Of one row of tiles."""
+    rows = scene.grid.rows(i)
+    return asdict(cuts(scene.band, rows.start, rows.stop, scene.n_k, scene.bc))
+
+
+def _telling_row(fa2: Run) -> int:
+    """The row whose maximum rises most often: the one to look at first."""
+    rises: dict[int, int] = {}
+    for at, numbers in fa2.numbers.items():
+        first = fa2.events[int(at)][1] * fa2.grid["br"]
+        for r, case in enumerate(numbers["case"]):
+            rises[first + r] = rises.get(first + r, 0) + (case == "bigger")
+    return max(rises, key=lambda row: rises[row])
+
+
+def _most(runs: list[Run]) -> dict[str, int]:
+    """The largest counters of some runs: bars that lie side by side have one scale."""
+    return {name: max(x.counts[-1][run.COUNTERS.index(name)] for x in runs) for name in ("moved", "peak")}
+
+
+def _reach(runs: list[Run]) -> list[float]:
+    """For each row, the largest number that its bars have to show."""
+    return _largest(runs, lambda numbers: [max(map(abs, row)) for row in numbers["out"]])
+
+
+def _worst(runs: list[Run]) -> list[float]:
+    """For each row, the largest error that it ever has once it has seen something."""
+    return _largest(runs, lambda numbers: numbers["error"])
+
+
+def _start(exact: Array) -> Array:
+    """The error of each row before it has seen anything."""
+    return run.largest_error(np.zeros_like(exact), exact)
+
+
+def _largest(runs: list[Run], of: Callable[[run.Numbers], list[float]]) -> list[float]:
+    """The largest number of each row over all events of some runs that bring results."""
+    found = [0.0] * runs[0].grid["n_q"]
+    for each in runs:
+        for at, numbers in each.numbers.items():
+            if "out" in numbers:
+                event = each.events[int(at)]
+                first = event[1 if event[0] == "Tile" else 2] * each.grid["br"]
+                for r, x in enumerate(of(numbers), first):
+                    found[r] = max(found[r], x)
+    return found

@@ -1,0 +1,65 @@
+"""Study: a question, the computation that answers it, and the tables, figure and sentences made of its record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from flashtile.numerics.dtypes import Array
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SEED = 42
+R = TypeVar("R")
+
+
+class Table(NamedTuple):
+    """Words for a terminal or a page; the first column says what a row is."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Study(Generic[R]):
+    """Everything shown is a pure function of the record that compute() returns."""
+
+    name: str
+    title: str
+    question: str
+    compute: Callable[..., R]  # (quick: bool = False)
+    draw: Callable[[R], Figure | None]  # None where the record has nothing to draw
+    tables: Callable[[R], list[Table]]
+    findings: Callable[[R], list[str]]
+
+
+def to_dict(record: Any) -> Any:
+    """A record in plain values for JSON; a number that is not finite becomes "inf", "-inf" or "nan"."""
+    if is_dataclass(record) and not isinstance(record, type):
+        return {field.name: to_dict(getattr(record, field.name)) for field in fields(record)}
+    if isinstance(record, dict):
+        return {str(key): to_dict(value) for key, value in record.items()}
+    if isinstance(record, (tuple, list)):
+        return [to_dict(value) for value in record]
+    if isinstance(record, float) and not np.isfinite(record):
+        return str(record)
+    if record is None or isinstance(record, (bool, int, float, str)):
+        return record
+    raise TypeError(f"record: expected plain values in dataclasses, tuples and dicts, got {type(record).__name__}")
+
+
+def samples(*shapes: tuple[int, ...], dtype: Any = np.float64) -> tuple[Array, ...]:
+    """Standard normal arrays, the same ones every time."""
+    rng = np.random.default_rng(SEED)
+    return tuple(rng.standard_normal(shape).astype(dtype) for shape in shapes)
+
+
+def qkv(n: int, d: int, dtype: Any = np.float64) -> tuple[Array, Array, Array]:
+    """Queries, keys and values of one head."""
+    q, k, v = samples((n, d), (n, d), (n, d), dtype=dtype)
+    return q, k, v

@@ -1,0 +1,160 @@
+"""Head: one head of one sequence as a two-dimensional problem, and the order of operations on its scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flashtile.band import Band
+from flashtile.numerics import dropout
+from flashtile.numerics.dtypes import Array, widen
+from flashtile.problem import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The scores of one tile, what softcap's derivative is there, and which pairs may see each other."""
+
+    S: Array  # [br, bc], -inf where masked
+    slope: Array | None  # d S / d (scale q.k) where softcap bends it
+    visible: Array | None  # None: all are
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Views of one query head, its key head, and everything that shapes its scores."""
+
+    problem: Problem
+    sequence: int
+    head: int
+    q_rows: slice  # of this sequence among the rows of problem.q
+    k_rows: slice  # its keys in use among the rows of problem.k
+    band: Band
+
+    @property
+    def n_q(self) -> int:
+        return int(self.q_rows.stop - self.q_rows.start)
+
+    @property
+    def n_k(self) -> int:
+        return int(self.k_rows.stop - self.k_rows.start)
+
+    @property
+    def kv_head(self) -> int:
+        return self.head // self.problem.group
+
+    @property
+    def first_of_group(self) -> bool:
+        return self.head % self.problem.group == 0
+
+    def queries(self, x: Array) -> Array:
+        """The rows of this head in an array laid out like q or out (or lse)."""
+        return x[self._batch, self.head, self.q_rows]
+
+    def keys(self, x: Array) -> Array:
+        """The rows of this head's key head in an array laid out like k or v."""
+        return x[self._batch, self.kv_head, self.k_rows]
+
+    @property
+    def _batch(self) -> int:
+        return 0 if self.problem.packed else self.sequence
+
+    @property
+    def sink(self) -> float | None:
+        sink = self.problem.sink
+        return None if sink is None else float(widen(sink[self.head : self.head + 1], np.float64)[0])
+
+    def pairs(self, x: Array, rows: Any, cols: slice) -> Array:
+        """A tile of this head's mask or bias: [br, bc], or 1 along an axis on which x is broadcast."""
+        plane = self._plane(x)
+        return plane[rows if plane.shape[0] > 1 else slice(None), cols if plane.shape[1] > 1 else slice(None)]
+
+    def add_pairs(self, total: Array, dS: Array, rows: slice, cols: slice) -> None:
+        """The other way round: add a tile of dS to the gradient of a bias, summed where the bias was broadcast."""
+        for axis in (0, 1):
+            if total.shape[2 + axis] == 1:
+                dS = dS.sum(axis=axis, keepdims=True)
+        self.pairs(total, rows, cols)[...] += dS
+
+    def _plane(self, x: Array) -> Array:
+        plane: Array = x[self.sequence if x.shape[0] > 1 else 0, self.head if x.shape[1] > 1 else 0]
+        return plane
+
+    def scores(self, Q: Array, K: Array, rows: Any, cols: slice, masked: bool) -> Scores:
+        """scale, softcap, + bias, + alibi, mask: from the product of a tile to what softmax sees.
+
+        `rows` indexes the queries (a slice or an index array); `masked` says that the band may cut the tile.
+        """
+        p, dtype = self.problem, Q.dtype
+        S = (Q @ K.T) * dtype.type(p.scale)
+        slope = None
+        if p.softcap:
+            bent = np.tanh(S / dtype.type(p.softcap))
+            S, slope = bent * dtype.type(p.softcap), 1 - bent * bent
+        if p.bias is not None:
+            S = S + widen(self.pairs(p.bias, rows, cols), dtype)
+        i, j = self._positions(rows, cols)
+        if p.alibi is not None:
+            row = p.alibi[self.sequence if len(p.alibi) > 1 else 0]
+            weight = widen(row[self.head : self.head + 1], dtype)[0]
+            S = S - weight * np.abs(i + self.band.offset - j).astype(dtype)
+        visible = self.visible(rows, cols, masked)
+        if visible is not None:
+            S = np.where(visible, S, dtype.type(-np.inf))
+            slope = None if slope is None else np.where(visible, slope, dtype.type(0))
+        return Scores(S, slope, visible)
+
+    def visible(self, rows: Any, cols: slice, masked: bool) -> Array | None:
+        """Which pairs of a tile may see each other; None: all may."""
+        i, j = self._positions(rows, cols)
+        visible = self.band.keep(i, j) if masked else None
+        if self.problem.mask is not None:
+            given = self.pairs(self.problem.mask, rows, cols)
+            visible = np.broadcast_to(given, (i.size, j.size)) if visible is None else visible & given
+        return visible
+
+    def kept(self, rows: Any, cols: slice, dtype: Any) -> Array | None:
+        """What dropout multiplies the weights of a tile by: 0 or 1 / (1 - dropout); None without dropout."""
+        p = self.problem
+        if not p.dropout:
+            return None
+        bits = dropout.keep(p.seed, self.sequence * p.heads + self.head, *self._positions(rows, cols), p.dropout)
+        kept: Array = bits * np.asarray(1 / (1 - p.dropout), dtype)
+        return kept
+
+    def _positions(self, rows: Any, cols: slice) -> tuple[Array, Array]:
+        i = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        return i[:, None], np.arange(cols.start, cols.stop)[None, :]
+
+
+def heads(problem: Problem) -> Iterator[Head]:
+    """Every head of every sequence, the heads of a group one after another."""
+    q_lengths, k_lengths = problem.q_lengths, problem.k_lengths
+    q_starts = problem.cu_q if problem.packed else [0] * problem.sequences
+    k_starts = problem.cu_k if problem.packed else [0] * problem.sequences
+    for s in range(problem.sequences):
+        q_rows = slice(int(q_starts[s]), int(q_starts[s]) + q_lengths[s])
+        k_rows = slice(int(k_starts[s]), int(k_starts[s]) + k_lengths[s])
+        band = problem.band_for(q_lengths[s], k_lengths[s])
+        for h in range(problem.heads):
+            yield Head(problem, s, h, q_rows, k_rows, band)
+
+
+def guarded_product(A: Array, B: Array, visible: Array | None) -> Array:
+    """A @ B in which a pair that may not see each other contributes nothing, not even 0 * NaN.
+
+    A is [r, c] with 0 where masked, B is [c, d]. Ordinary tiles take the ordinary product.
+    """
+    bad = [] if visible is None else np.flatnonzero(~np.isfinite(B).all(axis=1)).tolist()
+    clean = B
+    if bad:
+        clean = B.copy()
+        clean[bad] = 0
+    product: Array = A @ clean
+    for c in bad:
+        seen = visible[:, c]  # type: ignore[index]
+        product[seen] += A[seen, c, None] * B[c]
+    return product

@@ -1,0 +1,102 @@
+"""The operators flashtile::attention and flashtile::attention_backward: schemas, kernels, and fakes that know shapes.
+
+A fake checks the call as the kernel does, by shape; a number that is still symbolic is checked when it has a value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.problem import check_gradients, describe
+from flashtile.pytorch import run
+from flashtile.pytorch.interception import reject_shards, unwatched
+from flashtile.pytorch.operands import SCHEMA, Call, Settings
+
+LIBRARY: Any = torch.library.Library("flashtile", "DEF")  # type: ignore[no-untyped-call]
+LIBRARY.define(f"attention({SCHEMA}) -> (Tensor out, Tensor lse)")
+LIBRARY.define(
+    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool bias_grad, {SCHEMA})"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)"
+)
+ATTENTION = torch.ops.flashtile.attention.default
+ATTENTION_BACKWARD = torch.ops.flashtile.attention_backward.default
+
+Two = tuple[Tensor, Tensor]
+Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+# One kernel for every device: the dispatch table says which backend runs there, or why none does.
+@torch.library.impl(LIBRARY, "attention", "CompositeExplicitAutograd")
+def _attention(*args: Any) -> Two:
+    reject_shards()  # of a graph too, wherever that was compiled
+    call = Call(*args)
+    return run.forward(call.q, call.k, call.v, call.backend, call.options())
+
+
+@torch.library.impl(LIBRARY, "attention_backward", "CompositeExplicitAutograd")
+def _attention_backward(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, bias_grad: bool, *args: Any
+) -> Five:
+    call = Call(*args)
+    given = (dout, dlse, out, lse, bias_grad, call.q, call.k, call.v, call.backend, call.options())
+    # A schema has no tensor that may be absent among its results.
+    dq, dk, dv, dbias, dsink = (call.q.new_empty(0) if x is None else x for x in run.backward(*given))
+    return dq, dk, dv, dbias, dsink
+
+
+@torch.library.register_fake("flashtile::attention", lib=LIBRARY)  # type: ignore[untyped-decorator]
+def _fake_attention(*args: Any) -> Two:
+    call = _with_known_numbers(args)
+    problem = describe(call.q, call.k, call.v, **call.options())
+    rows = call.q.shape[:-1]
+    return (
+        call.q.new_empty((*rows, call.v.shape[-1]), dtype=getattr(torch, problem.out_dtype)),
+        call.q.new_empty(rows, dtype=getattr(torch, problem.accumulator)),
+    )
+
+
+@torch.library.register_fake("flashtile::attention_backward", lib=LIBRARY)  # type: ignore[untyped-decorator]
+def _fake_attention_backward(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, bias_grad: bool, *args: Any
+) -> Five:
+    call = _with_known_numbers(args)
+    check_gradients(describe(call.q, call.k, call.v, **call.options()), dout, out, lse, dlse)
+    dq, dk, dv, dbias, dsink = (
+        call.q.new_empty(0) if x is None else x.new_empty(x.shape)
+        for x in (call.q, call.k, call.v, call.bias if bias_grad else None, call.sink)
+    )
+    return dq, dk, dv, dbias, dsink
+
+
+def _with_known_numbers(args: tuple[Any, ...]) -> Call:
+    """The call with 0, which every option allows, for each number that is symbolic."""
+    return Call(*(0 if isinstance(x, torch.SymInt | torch.SymFloat) else x for x in args))
+
+
+def attention_backward(
+    settings: Settings,
+    bias_grad: bool,
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *others: Tensor,
+) -> run.Grads:
+    """The operator; or its kernel at once, where autograd has nothing to record and nobody else is watching.
+
+    A compiler that takes the way back alone is watching. others: the tensors among the options of these Settings.
+    """
+    tensors = [dout, out, lse, q, k, v, *others]
+    if dlse is not None:
+        tensors.append(dlse)
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling() and unwatched(tensors):
+        options = settings.options_with(others)
+        return run.backward(dout, dlse, out, lse, bias_grad, q, k, v, settings.backend, options)
+    grads: Five = ATTENTION_BACKWARD(dout, dlse, out, lse, bias_grad, *settings.call(q, k, v, others))
+    return grads

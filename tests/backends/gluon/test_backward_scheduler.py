@@ -1,0 +1,89 @@
+"""The tasks of a backward pass and the turns they take, against the band; without a GPU."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("torch")
+pytest.importorskip("triton.experimental.gluon")
+
+import torch
+
+from flashtile.backends.gluon import backward_scheduler, tuning
+from flashtile.backends.gluon.backward import constants
+from flashtile.backends.gluon.backward_scheduler import Extent
+from flashtile.backends.gpu.arguments import block, lengths, rule
+from flashtile.backends.gpu.tensors import count_tiles
+from flashtile.problem import Problem
+from tests.backends.gluon.emulator.language import python
+from tests.backends.gluon.emulator.registers import Number, Pointer, argument
+from tests.backends.gluon.shapes import check_cuts, dense_problems, packed_problems, visible
+
+find_column, query_tiles, turn_of = map(
+    python, (backward_scheduler.find_column, backward_scheduler.query_tiles, backward_scheduler.turn_of)
+)
+
+
+def check(p: Problem, section: int, in_order: bool, alike: bool = False) -> None:
+    """Each tile of keys is a task of each head, and visits all who see it; whole tiles hide nothing.
+
+    In order: at each tile of queries, tasks with something to add come one after the other, and none waits for one
+    that has a number after its own.
+    """
+    steps, width = tuning.backward(p.dim), max(64, block(p.dim))
+    tiles = count_tiles(p, p.n_k, p.k.shape[2], steps.keys)
+    heads = p.kv_heads * p.q.shape[0]
+    padded = count_tiles(p, p.n_q, p.q.shape[2], steps.keys) * steps.keys
+    counts = map(Number, (tiles, p.kv_heads, min(section, heads), padded, 0, tiles * heads))
+    work = Extent(argument(rule(p)), argument(lengths(p)), *counts)
+    C = argument(constants(p, steps, width, alike))
+    turns = Pointer(torch.empty(0)) if in_order else None
+    taken = set()
+    added = defaultdict(list)
+    for number in range(tiles * heads):
+        column = find_column(Number(number), turns, work, C)
+        at, key = column.at, column.tile * steps.keys
+        if p.packed and key >= at.k_room:
+            continue
+        assert (column.sequence, column.head, column.tile) not in taken
+        taken.add((column.sequence, column.head, column.tile))
+        *cut, seen = query_tiles(key, at, work, C)
+        sees = visible(p, at.q_len, at.k_len)[:, key : key + steps.keys]
+        if seen:
+            check_cuts(sees.T, cut, steps.block_q)
+        else:
+            assert not sees.any()
+        visited = range(cut[0] * steps.block_q, min(cut[3] * steps.block_q, at.q_len), steps.block_q)
+        for row in visited if in_order else ():
+            turn = turn_of(column, Number(row), work, C) * seen + seen - 1
+            assert turn >= 0 or not sees[row : row + steps.block_q].any()
+            if turn >= 0:
+                added[column.sequence, column.head, row].append((int(turn), number))
+    rooms = np.diff(p.cu_k) if p.packed else [p.n_k] * p.sequences
+    assert len(taken) == p.kv_heads * sum(-(-int(room) // steps.keys) for room in rooms)
+    for found in added.values():
+        assert [turn for turn, _ in sorted(found)] == list(range(len(found)))
+        assert sorted(found) == sorted(found, key=lambda x: x[1])
+
+
+@given(dense_problems(), st.integers(1, 6))
+@pytest.mark.parametrize("in_order", [False, True], ids=["any order", "in order"])
+def test_every_tile_of_keys_is_a_task(in_order: bool, p: Problem, section: int) -> None:
+    check(p, section, in_order)
+
+
+@given(packed_problems(), st.integers(1, 3))
+@pytest.mark.parametrize("in_order", [False, True], ids=["any order", "in order"])
+def test_every_tile_of_packed_keys(in_order: bool, p: Problem, section: int) -> None:
+    check(p, section, in_order)
+
+
+@given(packed_problems(alike=True), st.integers(1, 3))
+@pytest.mark.parametrize("in_order", [False, True], ids=["any order", "in order"])
+def test_every_tile_of_packed_sequences_that_are_their_own_keys(in_order: bool, p: Problem, section: int) -> None:
+    check(p, section, in_order, alike=True)

@@ -1,0 +1,212 @@
+"""Tickets: who shares them, who has them alone, and where their memory comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from itertools import pairwise
+from threading import get_ident
+from time import sleep
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from flashtile.backends.gluon import work_counters as module  # noqa: E402
+from flashtile.backends.gluon.work_counters import Tickets, tickets  # noqa: E402
+
+GPU = SimpleNamespace(type="cuda", index=0)
+SMALL = 4  # pairs of a bank
+plain_zeros = torch.zeros
+
+
+class Machine:
+    """A GPU as tickets() sees it, and torch's allocator: which streams are captured, which threads have a pool."""
+
+    def __init__(self) -> None:
+        self.stream, self.capturing, self.cleared = 1, False, 0
+        self.pooled: set[int] = set()  # threads, by torch.cuda.use_mem_pool() or a warm-up of torch.compile
+        self.of_pools: list[Any] = []
+        self.caller = get_ident()
+        self.waited, self.is_clearing = 0, False
+
+    def zeros(self, shape: Any, dtype: Any, device: Any) -> Any:
+        self.cleared += 1
+        made = plain_zeros(shape, dtype=dtype)
+        if get_ident() in self.pooled or self.is_capturing():
+            self.of_pools.append(made)
+        return made
+
+    def is_capturing(self) -> bool:
+        """Another thread begins on the default stream."""
+        return self.capturing and get_ident() == self.caller
+
+    def event(self) -> Any:
+        """Of what another thread began."""
+        assert get_ident() != self.caller
+        return SimpleNamespace(record=lambda: None, query=self.is_over)
+
+    def is_over(self) -> bool:
+        assert not self.capturing, "it may not be asked"
+        return not self.is_clearing
+
+    def current_stream(self, device: Any) -> Any:
+        def wait_event(_: Any) -> None:
+            assert device is GPU and not self.capturing and get_ident() == self.caller
+            self.waited += 1
+
+        return SimpleNamespace(wait_event=wait_event)
+
+    def is_of_a_pool(self, x: Any) -> bool:
+        return any(x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() for y in self.of_pools)
+
+
+@pytest.fixture
+def gpu() -> Iterator[Machine]:
+    machine = Machine()
+    with (
+        mock.patch.multiple(module, _of_stream={}, _banks={}, _taken={}, _clearing={}, BANK=SMALL),
+        mock.patch.object(torch, "zeros", machine.zeros),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: machine.capturing),
+        mock.patch.object(torch.cuda, "Event", machine.event),
+        mock.patch.object(torch.cuda, "current_stream", machine.current_stream),
+        mock.patch.object(torch.cuda, "device", lambda device: nullcontext()),
+        mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda _: machine.stream, create=True),
+    ):
+        yield machine
+
+
+def fill_bank() -> None:
+    """As a warm-up does: the second call finds that the bank of the first is cleared."""
+    for _ in range(2):
+        tickets(GPU).give_back()
+
+
+def apart(found: list[Tickets]) -> bool:
+    """Whether no two share a number, nor any a number of its own."""
+    parts = [x for each in found for x in each[:2] if x is not None]
+    places = sorted((x.data_ptr(), x.data_ptr() + x.numel() * x.element_size()) for x in parts)
+    return all(end <= begin for (_, end), (begin, _) in pairwise(places))
+
+
+def test_launches_of_a_stream_have_them_after_each_other(gpu: Machine) -> None:
+    first = tickets(GPU)
+    assert first.pair.tolist() == [0, 0] and first.marks.numel() == module.MOST_MARKS
+    assert first.pair.data_ptr() % 16 == first.marks.data_ptr() % 16
+    first.give_back()
+    cleared = gpu.cleared
+    assert tickets(GPU) is first
+    assert gpu.cleared == cleared
+    first.give_back()
+    gpu.stream = 2
+    assert apart([tickets(GPU), first])
+
+
+def test_nobody_has_what_was_not_given_back(gpu: Machine) -> None:
+    """As threads that launch on one stream at once, and a launch that failed."""
+    first, second = tickets(GPU), tickets(GPU)
+    assert apart([first, second])
+    second.give_back()
+    assert tickets(GPU) is second
+    assert apart([first, second, tickets(GPU)])
+
+
+def test_launches_in_graphs_have_their_own_and_clear_nothing(gpu: Machine) -> None:
+    fill_bank()
+    shared = tickets(GPU)
+    gpu.capturing, cleared = True, gpu.cleared
+    own = [tickets(GPU) for _ in range(SMALL)]
+    assert gpu.cleared == cleared
+    assert [x.pair.tolist() for x in own] == [[0, 0]] * SMALL
+    assert len({x.pair.data_ptr() % 16 for x in own}) == 1
+    assert apart([shared, *own])
+    for each in own:
+        each.give_back()  # of no use to anybody: the graph has it as long as it is there
+    gpu.capturing = False
+    assert apart([*own, tickets(GPU)])
+
+
+def test_an_empty_bank_is_filled_before_the_next_graph(gpu: Machine) -> None:
+    gpu.capturing = True
+    assert tickets(GPU).pair.tolist() == [0, 0]  # there is no bank yet: a node of the graph clears them
+    assert gpu.cleared == 1
+    gpu.capturing = False
+    fill_bank()
+    gpu.capturing, cleared = True, gpu.cleared
+    own = [tickets(GPU) for _ in range(SMALL + 1)]
+    assert gpu.cleared == cleared + 1  # the last one found none left
+    gpu.capturing = False
+    fill_bank()
+    gpu.capturing, cleared = True, gpu.cleared
+    assert apart([*own, tickets(GPU)])
+    assert gpu.cleared == cleared
+    assert len(module._banks[0]) == 2  # graphs still point into the first
+
+
+def test_no_graph_has_pairs_that_are_still_being_cleared(gpu: Machine) -> None:
+    """On the stream that it is captured on they are awaited, but a graph may be replayed on another."""
+    gpu.is_clearing = True
+    for cleared in (False, True):
+        fill_bank()
+        gpu.capturing, before = True, gpu.cleared
+        tickets(GPU)
+        assert gpu.cleared == before + (not cleared)
+        gpu.capturing = gpu.is_clearing = False
+
+
+class Slow(dict[int, int]):
+    """Leaves other threads the time to ask the same."""
+
+    def get(self, *args: Any) -> Any:
+        found = super().get(*args)
+        sleep(0.01)
+        return found
+
+
+def test_threads_that_capture_at_once_have_their_own(gpu: Machine) -> None:
+    fill_bank()
+    gpu.capturing = True
+    with mock.patch.object(module, "_taken", Slow(module._taken)), ThreadPoolExecutor(SMALL) as pool:
+        assert apart([*pool.map(tickets, [GPU] * SMALL)])
+
+
+def test_tickets_made_in_inference_mode_are_good_for_all(gpu: Machine) -> None:
+    with torch.inference_mode():
+        first = tickets(GPU)
+    first.marks.zero_()
+    first.give_back()
+    with torch.inference_mode():
+        fill_bank()
+    gpu.capturing = True
+    tickets(GPU).pair.zero_()
+
+
+def test_what_is_kept_comes_from_no_pool(gpu: Machine) -> None:
+    """Of a first call in the warm-up of torch.compile(mode="reduce-overhead"): the next graph overwrites that."""
+    gpu.pooled = {get_ident()}
+    assert gpu.is_of_a_pool(torch.zeros((1,), dtype=torch.int32, device="cuda"))
+    first = tickets(GPU)
+    assert gpu.waited == gpu.cleared - 1 == 2  # the bank's, and those of the stream
+    first.give_back()
+    fill_bank()
+    gpu.capturing = True
+    own = tickets(GPU)
+    assert not any(map(gpu.is_of_a_pool, (first.pair, first.marks, own.pair, *module._banks[0])))
+
+
+def test_of_a_graph_that_was_captured_before_any_call_nothing_is_kept(gpu: Machine) -> None:
+    gpu.capturing = True
+    own = tickets(GPU)
+    assert gpu.is_of_a_pool(own.pair)
+    own.give_back()
+    assert not module._banks and not module._of_stream
+
+
+def test_without_a_gpu() -> None:
+    found = tickets(torch.device("cpu"))
+    assert found.pair.tolist() == [0, 0] and found.marks is None
+    found.give_back()

@@ -1,0 +1,360 @@
+"""Series past their first call, with a driver that only listens."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import weakref
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from flashtile.backends.gpu import launcher, tensors  # noqa: E402
+from flashtile.backends.gpu import start as starting  # noqa: E402
+from flashtile.backends.gpu.arguments import Rows  # noqa: E402
+from flashtile.backends.gpu.start import At, Series, Start  # noqa: E402
+
+ROWS = Rows("*fp32", "i32", "i64", "constexpr")
+MAPPED = "tensordesc<bf16[8, 8],layout>"
+
+
+class Launch(NamedTuple):
+    """What the driver was told."""
+
+    grid: list[int]
+    threads: list[int]
+    shared: int
+    stream: int
+    attributes: list[tuple[int, int]]
+    function: int
+    parameters: list[Any]  # the map of a descriptor is the address in it
+
+
+class Driver:
+    """CUDA's, of a GPU that is not there. The parameters end with two of scratch memory."""
+
+    def __init__(self) -> None:
+        self.heard: list[Launch] = []
+        self.replaced: list[int] = []
+        self.sizes: list[int] = []  # of the parameters, in bytes
+        self.refuses = False
+        self.during: Any = None
+        self.stream = 5  # that is current
+
+    def cuLaunchKernelEx(self, config: Any, function: int, parameters: Any, extra: Any) -> int:
+        if self.refuses:
+            return 201
+        assert extra is None and len(parameters) == len(self.sizes) + 2
+        told = [config.attributes[n] for n in range(config.count)]
+        if self.during is not None:
+            self.during()
+        values = [read(at, size) for at, size in zip(parameters, [*self.sizes, 8, 8], strict=True)]
+        assert values[-2:] == [0, 0]
+        sizes = [*config.grid], [*config.block], config.shared
+        launch = Launch(*sizes, config.stream, [(x.id, x.value) for x in told], function, values[:-2])
+        self.heard.append(launch)
+        return 0
+
+    def cuTensorMapReplaceAddress(self, place: int, address: int) -> int:
+        assert place % 64 == 0
+        self.replaced.append(address)
+        ctypes.c_int64.from_address(place).value = address
+        return 0
+
+
+def read(at: int, size: int) -> int:
+    kind = {4: ctypes.c_int32, 8: ctypes.c_int64, launcher.MAP: ctypes.c_int64}[size]
+    return kind.from_address(at).value
+
+
+class CudaLauncher:
+    """By this name Start knows that the driver can be called at once."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid = launch_pdl = gsan_enabled = False
+
+    def __init__(self) -> None:
+        self.given: list[tuple[Any, ...]] = []
+
+    def __call__(self, *args: Any) -> None:
+        self.given.append(args)
+
+
+class Kernel:
+    """Compiled at once; knows with what it was started by Triton's own way."""
+
+    def __init__(self, *kinds: Any) -> None:
+        self.given: list[tuple[Any, ...]] = []
+        self.compiled = SimpleNamespace(
+            run=CudaLauncher(),
+            packed_metadata=(4, 1, 1000),
+            function=77,
+            metadata=SimpleNamespace(tensordesc_meta=[{}] * kinds.count(MAPPED)),
+            src=SimpleNamespace(signature=dict(enumerate(kinds))),
+        )
+
+    def __getitem__(self, grid: Any) -> Any:
+        def run(*args: Any, **constants: Any) -> Any:
+            self.given.append(args)
+            return self.compiled
+
+        return run
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """In place of the interpreter and of a GPU."""
+    found = Driver()
+    active = SimpleNamespace(
+        get_current_device=lambda: 1, get_current_stream=lambda device: 100 * device + found.stream
+    )
+    monkeypatch.setattr(starting, "INTERPRETED", False)
+    monkeypatch.setattr(starting, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(launcher, "_library", lambda: found)
+    return found
+
+
+class Map:
+    """An object that ends with the bytes of a map, as Triton's does."""
+
+    __slots__ = tuple(f"word{n}" for n in range(launcher.MAP // 8))
+
+
+def alone(*args: Any, **more: Any) -> Any:
+    """A Start of these, on its own, whose arguments are all values of the call."""
+    start, found = Start(*args, **more), []
+
+    def run(*values: Any) -> None:
+        if not found:
+            found.append(Series((start, tuple(map(At, range(len(values)))))))
+        found[0](*values)
+
+    return run
+
+
+def zeros(count: int) -> Iterable[Any]:
+    return (torch.zeros(4) for _ in range(count))
+
+
+def test_tensors_become_addresses_and_all_else_stays(driver: Driver) -> None:
+    kernel = Kernel(ROWS, "*i32", "constexpr", "constexpr", "i32", "i64", "constexpr")
+    driver.sizes = [8, 4, 8, 8, 4, 8]
+    start = alone(kernel, 9, rows={0: (-2, 1 << 40, 1)}, blocks={2: None}, C="constant")
+    first, second, marks, others = zeros(4)
+    start(first, marks, first, None, -8, 3 << 50)
+    assert kernel.given == [(Rows(first, -2, 1 << 40, 1), marks, None, None, -8, 3 << 50)]
+    start(second, others, second, None, -8, 3 << 50)
+    start(first, others, first, None, -8, 3 << 50)
+    rest = [-2, 1 << 40, others.data_ptr(), -8, 3 << 50]
+    assert driver.heard[0] == Launch([9, 1, 1], [128, 1, 1], 1000, 105, [], 77, [second.data_ptr(), *rest])
+    assert driver.heard[1].parameters == [first.data_ptr(), *rest]
+
+
+def test_tuples_are_written_anew_where_they_are_others(driver: Driver) -> None:
+    kernel = Kernel(("i64", "constexpr", "*fp32"), ("i32", "i32"))
+    driver.sizes = [8, 8, 4, 4]
+    start = alone(kernel, 1)
+    x, y = zeros(2)
+    plain = (1, 2)
+    calls = [((7, None, x), plain), ((8, None, y), plain), ((8, None, x), (3, 4)), ((9, None, y), plain)]
+    start(*calls[0])
+    for call in calls:
+        start(*call)
+    wanted = [[a, tensor.data_ptr(), *pair] for (a, _, tensor), pair in calls]
+    assert [heard.parameters for heard in driver.heard] == wanted
+
+
+def test_no_tensor_is_kept(driver: Driver) -> None:
+    kernel = Kernel("*fp32", ("i32", "*fp32"), ROWS)
+    driver.sizes = [8, 4, 8, 8, 4, 8]
+    start = alone(kernel, 1, rows={2: (1, 2, 1)})
+    for _ in range(3):
+        x, y, z = zeros(3)
+        start(x, (1, y), z)
+    gone = [weakref.ref(tensor) for tensor in (x, y, z)]
+    kernel.given.clear()
+    del x, y, z
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 3
+
+
+def test_a_kernel_that_follows_is_launched_so(driver: Driver) -> None:
+    driver.sizes = [4]
+    for follows in (False, True):
+        kernel = Kernel("i32")
+        kernel.compiled.run.launch_pdl = follows
+        start = alone(kernel, 1)
+        start(1)
+        start(1)
+        assert driver.heard[-1].attributes == ([(6, 1)] if follows else [])
+
+
+def test_each_launch_goes_to_the_stream_of_its_time(driver: Driver) -> None:
+    driver.sizes = [4]
+    start = alone(Kernel("i32"), 1)
+    for stream in (5, 6, 7):
+        driver.stream = stream
+        start(1)
+    assert [heard.stream for heard in driver.heard] == [106, 107]
+
+
+def test_a_launch_within_a_launch_has_memory_of_its_own(driver: Driver) -> None:
+    """As threads have that launch the same kernel at once."""
+    driver.sizes = [8]
+    start = alone(Kernel("*fp32"), 1)
+    outer, inner = zeros(2)
+    start(outer)
+
+    def once() -> None:
+        driver.during = None
+        start(inner)
+
+    for _ in range(2):
+        driver.during = once
+        start(outer)
+    assert [heard.parameters for heard in driver.heard] == 2 * [[inner.data_ptr()], [outer.data_ptr()]]
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["Triton 3.6", "Triton 3.8"])
+def test_a_map_gets_its_address_where_that_is_another(
+    later: bool, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvidia = pytest.importorskip("triton.backends.nvidia.driver")
+    encoded: list[Any] = []
+
+    def encode(descriptor: Any, metadata: Any) -> list[Any]:
+        encoded.append(descriptor)
+        return [Map(), *descriptor.shape]
+
+    def encode_later(descriptor: Any, metadata: Any, others: Any) -> list[Any]:
+        return encode(descriptor, metadata)
+
+    monkeypatch.setattr(nvidia, "make_tensordesc_arg", encode_later if later else encode)
+    kernel = Kernel(MAPPED, ROWS, MAPPED, "i32")
+    driver.sizes = [launcher.MAP, 4, 8, 4, 8, launcher.MAP, 4, 4]
+    like = tensors.maker(SimpleNamespace(base=None, shape=[6]))
+    start = alone(kernel, 1, rows={1: (1, 2, 1)}, blocks={2: like, 0: like})
+    x, y, z = zeros(3)
+    start(x, y, y, 5)
+    for first in (x, x, z, x):
+        start(first, y, y, 5)
+        at, other = first.data_ptr(), y.data_ptr()
+        assert driver.heard[-1].parameters == [at, 6, other, 1, 2, other, 6, 5]
+    assert len(encoded) == 2
+    assert driver.replaced == [x.data_ptr(), y.data_ptr(), z.data_ptr(), x.data_ptr()]
+
+
+def test_what_the_driver_refuses_goes_to_triton(driver: Driver) -> None:
+    driver.sizes = [8]
+    kernel = Kernel("*fp32", "constexpr")
+    start = alone(kernel, 3, C="constant")
+    x, y = zeros(2)
+    start(x)
+    driver.refuses = True
+    start(y)
+    assert kernel.compiled.run.given == [(3, 1, 1, 105, 77, (4, 1, 1000), None, None, None, y, "constant")]
+    driver.refuses = False
+    start(x)
+    assert driver.heard[-1].parameters == [x.data_ptr()] and len(kernel.compiled.run.given) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"global_scratch_size": 8},
+        {"profile_scratch_size": 8},
+        {"launch_cooperative_grid": True},
+        {"gsan_enabled": True},
+        {"packed_metadata": (4, 2, 0)},
+        {"kind": "fp32"},
+        {"kind": ("i32", "fp32")},
+        {"kind": ("i32", ("i32", "i32"))},
+        {"library": None},
+        {"meta": [{}]},
+    ],
+    ids=str,
+)
+def test_what_takes_more_goes_to_triton(
+    change: dict[str, Any], driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver.sizes = [4]
+    kernel = Kernel(change.get("kind", "i32"))
+    compiled = kernel.compiled
+    if "library" in change:
+        monkeypatch.setattr(launcher, "_library", lambda: None)
+    compiled.metadata.tensordesc_meta = change.get("meta", [])
+    compiled.packed_metadata = change.get("packed_metadata", compiled.packed_metadata)
+    for name in vars(CudaLauncher).keys() & change.keys():
+        setattr(compiled.run, name, change[name])
+    start = alone(kernel, 1)
+    start(1)
+    start(1)
+    assert not driver.heard and len(compiled.run.given) == 1
+
+
+def test_kernels_in_a_row_share_values(driver: Driver) -> None:
+    """A value that two of them take, a part of its memory, a tuple, a number that stays, one that is absent."""
+    driver.sizes = [8, 8, 4, 8]  # of either
+    first, second = Kernel("*fp32", "*fp32", "i32", "*fp32"), Kernel("*fp32", ("i64",), "i32", "*fp32", "constexpr")
+    later = At(0, 8, lambda x: x[2:])
+    row = Series((Start(first, 2), (At(0), later, 5, At(1))), (Start(second, 3), (later, At(2), 6, At(1), At(3))))
+    x, y, u, w = zeros(4)
+    row(x, y, (7,), None)
+    assert [len(kernel.given) for kernel in (first, second)] == [1, 1]
+    assert torch.equal(first.given[0][1], x[2:]) and second.given[0][4] is None
+    for a, b, number in ((x, y, 7), (u, w, 8), (w, u, 8)):
+        row(a, b, (number,), None)
+        launches = [heard.parameters for heard in driver.heard[-2:]]
+        assert launches[0] == [a.data_ptr(), a.data_ptr() + 8, 5, b.data_ptr()]
+        assert launches[1] == [a.data_ptr() + 8, number, 6, b.data_ptr()]
+    assert [heard.grid[0] for heard in driver.heard] == 3 * [2, 3]
+
+
+def test_a_row_goes_on_by_triton_where_the_driver_refuses(driver: Driver) -> None:
+    driver.sizes = [8]
+    kernels = [Kernel("*fp32") for _ in range(3)]
+    row = Series(*((Start(kernel, 1), (At(0),)) for kernel in kernels))
+    x, y = zeros(2)
+    row(x)
+
+    def refuse() -> None:
+        driver.refuses = len(driver.heard) == 0
+
+    driver.during = refuse
+    row(y)
+    assert len(driver.heard) == 1 and [len(kernel.compiled.run.given) for kernel in kernels] == [0, 1, 1]
+    assert kernels[2].compiled.run.given[0][-1] is y
+
+
+def test_nothing_to_launch(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the backward pass of no sequences; the driver of another GPU is none of CUDA's."""
+    monkeypatch.setattr(launcher, "_library", lambda: None)
+    row = Series()
+    row(torch.zeros(0))
+    row(torch.zeros(0))
+    assert not driver.heard
+
+
+def test_a_profiler_hears_of_launches(driver: Driver) -> None:
+    import triton
+
+    driver.sizes = [8]
+    kernel = Kernel("*fp32")
+    start = alone(kernel, 1)
+    x, y, z = zeros(3)
+    start(x)
+    hook = triton.knobs.runtime.launch_enter_hook
+    listener: Any = lambda metadata: None  # noqa: E731
+    hook.add(listener)
+    try:
+        start(y)
+    finally:
+        hook.remove(listener)
+    start(z)
+    assert kernel.given == [(x,), (y,)]
+    assert [heard.parameters for heard in driver.heard] == [[z.data_ptr()]]

@@ -1,0 +1,461 @@
+"""What a GPU launches is found again by shapes and options; here the interpreter stands for the GPU."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashtile as ft
+from flashtile import dispatch
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton", minversion="3.6")
+
+from torch.autograd import forward_ad  # noqa: E402
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+from torch.overrides import TorchFunctionMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from flashtile.backends.gpu.start import Series  # noqa: E402
+from flashtile.backends.triton import tuning  # noqa: E402
+from flashtile.pytorch import calls as prepared  # noqa: E402
+from flashtile.pytorch import interception, operands  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu does this on the GPU"),
+]
+OPTIONS = {"causal": False, "window": None, "bias": None, "dropout": 0.0, "seed": 0, "softcap": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = next(row for row in dispatch.TABLE if row.name == "triton")
+    monkeypatch.setattr(prepared, "dispatch", SimpleNamespace(choose=lambda *_: row))
+    monkeypatch.setattr(prepared, "on_cpu", SimpleNamespace(work_out=prepared._on_gpu))
+    monkeypatch.setattr(tuning, "choose", lambda *_: tuning.Config(16, 16, 4, 1))
+    monkeypatch.setattr(prepared, "_known", {})
+
+
+def tensors(n: int = 20, dim: int = 16, seed: int = 0) -> list[Any]:
+    rng = torch.Generator().manual_seed(seed)
+    return [torch.randn(1, 2, n, dim, generator=rng) for _ in range(3)]
+
+
+def find(q: Any, k: Any, v: Any, **more: Any) -> tuple[Any, Any]:
+    return prepared.find(q, k, v, "auto", {**OPTIONS, **more})
+
+
+def attention(q: Any, k: Any, v: Any, **more: Any) -> Any:
+    run, inputs = find(q, k, v, **more)
+    return run.forward(inputs)[0].numpy()
+
+
+def expected(q: Any, k: Any, v: Any, **more: Any) -> Any:
+    return ft.standard_attention(q.numpy(), k.numpy(), v.numpy(), **more)
+
+
+def test_other_numbers_run_what_was_prepared() -> None:
+    first, _ = find(*tensors(seed=1))
+    for seed in (2, 3):
+        given = tensors(seed=seed)
+        assert find(*given)[0] is first
+        np.testing.assert_allclose(attention(*given), expected(*given), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"causal": True}, {"softcap": 2.0}, {"window": (3, None)}, {"bias": torch.zeros(20, 20)}, {"dropout": 0.5}],
+    ids=str,
+)
+def test_other_options_are_prepared_anew(more: dict[str, Any]) -> None:
+    given = tensors()
+    assert find(*given)[0] is not find(*given, **more)[0]
+    assert find(*given, **more)[0] is find(*given, **more)[0]
+
+
+@pytest.mark.parametrize("more", [{}, {"causal": True}, {"causal": True, "window": (3, None), "softcap": 2.0}], ids=str)
+def test_a_call_with_gradients_is_prepared_once(more: dict[str, Any]) -> None:
+    """attention() looks at it before the operator does, and the way back after it."""
+    given = tensors()
+    first, _ = prepared.find(*given, "auto", more)
+    assert prepared.find(*given, "auto", operands.of(*given, "auto", **more).options())[0] is first
+
+
+def test_other_shapes_strides_and_alignments_are_prepared_anew() -> None:
+    q, k, v = tensors()
+    runs = [find(q, k, v)[0], find(*tensors(21))[0]]
+    runs.append(find(q.swapaxes(1, 2).contiguous().swapaxes(1, 2), k, v)[0])
+    room = torch.zeros(q.numel() + 1)
+    shifted = room[1:].view(q.shape).copy_(q)
+    runs.append(find(shifted, k, v)[0])
+    runs.append(find(*(x.double() for x in (q, k, v)))[0])
+    assert len(set(map(id, runs))) == len(runs)
+
+
+def test_a_seed_is_no_reason_to_prepare_anew() -> None:
+    given = tensors()
+    run, _ = find(*given, dropout=0.5, seed=1)
+    for seed in (1, 2**31, 2**63 + 5, 2**64 - 1):
+        assert find(*given, dropout=0.5, seed=seed)[0] is run
+        found = attention(*given, dropout=0.5, seed=seed)
+        np.testing.assert_allclose(found, expected(*given, dropout=0.5, seed=seed), atol=1e-5)
+
+
+def test_a_wrong_call_is_refused_after_a_right_one_too() -> None:
+    given = tensors()
+    find(*given, causal=True, dropout=0.5)
+    with pytest.raises(ft.DTypeError, match="causal"):
+        find(*given, causal=1, dropout=0.5)
+    find(*given, window=(1, 2))
+    with pytest.raises(ft.FlashtileError, match="window"):
+        find(*given, window=(True, 2))
+    find(*given, band=ft.Band(1, 2, 0))
+    with pytest.raises(ft.FlashtileError, match="band"):
+        find(*given, band=ft.Band(1.0, 2, 0))  # type: ignore[arg-type]
+    with pytest.raises(ft.FlashtileError, match="seed"):
+        find(*given, causal=True, dropout=0.5, seed=-1)
+
+
+def test_an_option_that_cannot_be_hashed() -> None:
+    given = tensors()
+    np.testing.assert_allclose(attention(*given, window=[3, 0]), expected(*given, window=(3, 0)), atol=1e-5)
+    assert not prepared._known
+
+
+def test_columns_apart_are_copied_each_time() -> None:
+    q, k, v = tensors()
+    apart = torch.zeros(1, 2, 20, 32)[..., ::2].copy_(q)
+    np.testing.assert_allclose(attention(apart, k, v), expected(q, k, v), atol=1e-5)
+    apart.mul_(2)
+    np.testing.assert_allclose(attention(apart, k, v), expected(q * 2, k, v), atol=1e-5)
+    assert not prepared._known
+
+
+def test_the_memory_does_not_fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "MOST", 3)
+    for n in range(1, 9):
+        find(*tensors(n))
+    assert 1 <= sum(map(len, prepared._known.values())) <= 3
+    for _ in range(9):
+        find(*(x.clone().requires_grad_(n % 2 == 0) for n, x in enumerate(tensors(1))))
+    assert 1 <= sum(map(len, prepared._known.values())) <= 3
+
+
+def test_nothing_prepared_holds_a_tensor() -> None:
+    import gc
+    import weakref
+
+    given = tensors()
+    attention(*given)
+    interception = weakref.ref(given[0])
+    del given
+    gc.collect()
+    assert interception() is None
+
+
+def test_gradients_of_any_layout() -> None:
+    """A gradient that came by expand() has no strides; of rank 3 and packed calls it has the caller's layout."""
+    q, k, v = tensors()
+    run, inputs = find(q, k, v)
+    out, lse = run.forward(inputs)
+    ones = torch.ones(1).expand(out.shape)
+    grads = run.backward(inputs, ones, out, lse, None)
+    whole = ft.attention_backward(
+        ones.contiguous().numpy(), *(x.numpy() for x in (q, k, v)), out.numpy(), lse.numpy(), backend="reference"
+    )
+    for found, exact in zip(grads[:3], whole[:3], strict=True):
+        np.testing.assert_allclose(found.numpy(), exact, atol=1e-5)
+    run, inputs = find(q[0], k[0], v[0])
+    out, lse = run.forward(inputs)
+    grads = run.backward(inputs, ones[0], out, lse, None)
+    assert grads.dq.shape == q[0].shape and lse.shape == (2, 20)
+    np.testing.assert_allclose(grads.dq.numpy(), whole.dq[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("shared", ["rows", "heads"])
+def test_wide_gradients_that_rows_or_heads_share(packed: bool, shared: str) -> None:
+    """They are rounded to the dtype of q, and torch gives such copies strides of its own choice."""
+    rng = torch.Generator().manual_seed(0)
+    q, k, v, x = (torch.randn((20, 3, 16) if packed else (3, 20, 16), generator=rng) for _ in range(4))
+    cu = torch.tensor([0, 7, 20], dtype=torch.int32)
+    more = {"cu_q": cu, "cu_k": cu} if packed else {}
+    run, inputs = find(q.half(), k.half(), v.half(), out_dtype="float32", **more)
+    out, lse = run.forward(inputs)
+    dout = x.narrow(int((shared == "heads") == packed), 0, 1).expand(x.shape)
+    assert dout.stride(-1) == 1
+    found, wanted = (run.backward(inputs, each, out, lse, None) for each in (dout, dout.contiguous()))
+    for a, b in zip(found[:3], wanted[:3], strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class Subclass(torch.Tensor):  # type: ignore[misc]
+    pass
+
+
+class Nested:
+    """As torch's nested tensors say it."""
+
+    @property
+    def shape(self) -> Any:
+        raise RuntimeError("no sizes")
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Tensors that lie nowhere, as plain to the dispatcher as those of a GPU are; no kernel is started for them."""
+    found = [torch.empty(1, 2, 20, 16, device="meta") for _ in range(3)]
+    monkeypatch.setattr(interception, "_PLAIN", interception._PLAIN | torch._C._dispatch_keys(found[0]).raw_repr())
+    monkeypatch.setattr(Series, "__call__", lambda self, *values: None)
+    return found
+
+
+def recall(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    return prepared.recall(q, k, v, "auto", options)
+
+
+def test_a_call_like_one_before_is_recalled(given: list[Any]) -> None:
+    assert recall(*given) is None
+    ft.attention(*given)
+    known = recall(*given)
+    assert known is not None and not known.needs_gradients
+    assert recall(*(torch.empty_like(x) for x in given)) is known
+    with torch.no_grad():
+        assert recall(*given) is known
+    assert recall(*given, causal=True) is None
+    ft.attention(*given, causal=True)
+    assert recall(*given, causal=True) is not known
+    sink = torch.empty(2, device="meta")
+    ft.attention(*given, sink=sink)
+    inputs = recall(*given, sink=sink, seed=3).inputs(*given, {"sink": sink, "seed": 3})
+    assert inputs.sink is sink and inputs.seed == 3 and inputs.q is given[0] and inputs.bias is None
+
+
+def test_one_that_needs_gradients_is_told_so(given: list[Any]) -> None:
+    given[1].requires_grad_()
+    out = ft.attention(*given)
+    assert recall(*given).needs_gradients and out.requires_grad
+    assert ft.attention(*given).requires_grad
+    with torch.no_grad():
+        assert not ft.attention(*given).requires_grad
+    given[1] = given[1].detach()
+    assert not ft.attention(*given).requires_grad
+    assert not recall(*given).needs_gradients
+
+
+def unlike(q: Any, k: Any, v: Any) -> dict[str, tuple[Any, ...]]:
+    """Calls that are none like one of these, right and wrong ones."""
+    return {
+        "dtype": (q.double(), k.double(), v.double()),
+        "keys": (q, k[:, :, 1:], v[:, :, 1:]),
+        "width of values": (q, k, v[..., 1:]),
+        "strides": (q.transpose(1, 2).contiguous().transpose(1, 2), k, v),
+        "gradients": (q, k, v.clone().requires_grad_()),
+        "CPU": (torch.zeros(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)),
+        "one on a CPU": (q, torch.zeros(k.shape), v),
+        "subclass": (q.as_subclass(Subclass), k, v),
+        "None": (q, None, v),
+        "number": (q, 5, v),
+        "NumPy": (q, k, np.zeros(v.shape, np.float32)),
+        "nested": (q, Nested(), v),
+        "nothing": (object(), k, v),
+    }
+
+
+@pytest.mark.parametrize("how", unlike(*(torch.empty(1, 2, 20, 16, device="meta") for _ in range(3))))
+def test_another_call_is_not_recalled(how: str, given: list[Any]) -> None:
+    ft.attention(*given)
+    assert recall(*unlike(*given)[how]) is None
+
+
+@pytest.mark.parametrize("twice", ["q, k and v", "k and v", "cu_q and cu_k"])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_tensor_that_comes_twice(twice: str, training: bool, given: list[Any]) -> None:
+    """It is prepared once, and not taken for two."""
+    cu = torch.empty(4, device="meta", dtype=torch.int32)
+    calls: dict[str, Any] = {
+        "q, k and v": (lambda x, *_: ft.attention(x, x, x)),
+        "k and v": (lambda x, y, _: ft.attention(x, y, y)),
+        "cu_q and cu_k": (lambda *x: ft.attention_packed(*(y[0].transpose(0, 1) for y in x), cu, cu)),
+    }
+    for _ in range(3):
+        fresh = [torch.empty_like(x, requires_grad=training) for x in given]
+        out = calls[twice](*fresh)
+        if training:
+            out.backward(torch.empty_like(out))
+    assert sum(map(len, prepared._known.values())) == 1
+    if "cu" not in twice:
+        assert recall(*(torch.empty_like(x, requires_grad=training) for x in given)) is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": 1},
+        {"causal": 1.0},
+        {"causal": 0},
+        {"window": [3, 0]},
+        {"softcap": 1},
+        {"seed": -1},
+        {"seed": True},
+        {"alibi": np.ones(2)},
+    ],
+    ids=str,
+)
+def test_other_options_are_not_recalled(options: dict[str, Any], given: list[Any]) -> None:
+    ft.attention(*given)
+    ft.attention(*given, causal=True)
+    ft.attention(*given, softcap=1.0)
+    ft.attention(*given, window=(3, 0))
+    assert recall(*given, **options) is None
+
+
+@pytest.mark.parametrize("name", ["seed", "causal", "dropout", "softcap", "deterministic", "moon"])
+def test_nothing_that_may_not_be_none_is(name: str, given: list[Any]) -> None:
+    ft.attention(*given)
+    assert recall(*given, mask=None, window=None) is not None
+    assert recall(*given, **{name: None}) is None
+
+
+class Index:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, Index])
+def test_numbers_that_may_change_are_read_each_time(kind: Any, given: list[Any]) -> None:
+    number = kind(2)
+    for options in ({"window": (number, 0)}, {"band": ft.Band(number, 0, 0)}, {"threads": number}):
+        ft.attention(*given, **options)
+        assert recall(*given, **options) is None
+    assert not prepared._known
+    ft.attention(*given, window=(np.int64(2), 0), scale=np.float64(0.5), out_dtype=np.float32)
+    assert recall(*given, window=(np.int64(2), 0), scale=np.float64(0.5), out_dtype=np.float32) is not None
+
+
+def test_few_calls_share_a_key(given: list[Any]) -> None:
+    for n in range(3 * prepared.MOST_OF_A_KEY):
+        q = torch.empty(1, 2, 20, 16 + n, device="meta")[..., :16]
+        ft.attention(q, *given[1:])
+    assert [len(found) for found in prepared._known.values()] == [prepared.MOST_OF_A_KEY]
+    assert recall(q, *given[1:]) is not None
+
+
+def test_factors_of_8_bits_are_looked_at_each_time(given: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is remembered of them is one tensor, which is not what a caller may give."""
+    row = next(row for row in dispatch.TABLE if row.name == "gluon")
+    monkeypatch.setattr(prepared, "dispatch", SimpleNamespace(choose=lambda *_: row))
+    given = [torch.empty(1, 2, 64, 64, device="meta", dtype=torch.float8_e4m3fn) for _ in range(3)]
+    factors = tuple(torch.empty((), device="meta") for _ in range(3))
+    ft.attention(*given, descale=factors)
+    assert prepared._known
+    with pytest.raises(ft.ShapeError, match="descale: expected three factors"):
+        ft.attention(*given, descale=torch.empty(1, 1, 3, device="meta"))
+
+
+def seen_within(how: str, q: Any, k: Any, v: Any) -> Any:
+    """What is recalled of a call while something watches it, or would cast it first."""
+    seen: list[Any] = []
+
+    def look(x: Any) -> Any:
+        seen.append((recall(q, k, v), recall(x, k, v)))
+        return x * 1
+
+    if how == "vmap":
+        torch.vmap(look)(q)
+    elif how == "grad":
+        torch.func.vjp(look, q)
+    elif how == "jvp":
+        torch.func.jvp(look, (q,), (q,))
+    elif how == "functionalize":
+        torch.func.functionalize(look)(q)
+    elif how == "make_fx":
+        make_fx(look)(q)
+    elif how == "jit":
+        torch.jit.trace(look, (q,), check_trace=False)
+    elif how == "dual":
+        with forward_ad.dual_level():
+            look(forward_ad.make_dual(q, q))
+    else:
+        modes = {
+            "function mode": FunctionMode,
+            "dispatch mode": DispatchMode,
+            "fake": partial(torch._subclasses.FakeTensorMode, allow_non_fake_inputs=True),
+            "autocast": partial(torch.autocast, "cpu"),
+        }
+        with modes[how]():
+            look(q)
+    return seen
+
+
+WATCHERS = [
+    *("vmap", "grad", "jvp", "functionalize", "make_fx", "jit", "dual"),
+    *("function mode", "dispatch mode", "fake", "autocast"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*vmap")
+@pytest.mark.parametrize("how", WATCHERS)
+def test_nothing_is_recalled_where_somebody_watches(how: str, given: list[Any]) -> None:
+    ft.attention(*given)
+    assert recall(*given) is not None
+    found = seen_within(how, *given)
+    assert found and all(each == (None, None) for each in found)
+    assert recall(*given) is not None
+
+
+def test_a_call_that_was_watched_is_not_recalled(given: list[Any]) -> None:
+    """Not even by one that is watched in the same way."""
+    with DispatchMode():
+        ft.attention(*given)
+        assert recall(*given) is None
+    seen = []
+
+    def look(x: Any) -> Any:
+        out = ft.attention(x, *given[1:])
+        seen.append(recall(x, *given[1:]))
+        return out
+
+    torch.func.vjp(look, given[0])
+    assert seen == [None]
+
+
+def test_calls_of_a_subclass_are_not_recalled(given: list[Any]) -> None:
+    """It hears of every call, and within what it does about it nobody would tell the tensors from plain ones."""
+    with torch.inference_mode():  # where tensors are the same to the dispatcher before the operator and within
+        mine = [x.clone().as_subclass(Subclass) for x in given]
+        with torch._C.DisableTorchFunctionSubclass():
+            prepared.find(*mine, "auto", {})
+        assert recall(*mine) is None
+    parameters = [torch.nn.Parameter(x, requires_grad=False) for x in given]
+    ft.attention(*parameters)
+    assert recall(*parameters) is not None
+
+
+def test_algorithms_that_have_to_be_deterministic(given: list[Any]) -> None:
+    ft.attention(*given)
+    torch.use_deterministic_algorithms(True)
+    try:
+        count = sum(map(len, prepared._known.values()))
+        ft.attention(*given)
+        assert sum(map(len, prepared._known.values())) == count + 1
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,109 @@
+"""Inside torch's context_parallel() a rank has a part of the sequences, and calls are refused; not so around it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+
+import flashtile as ft  # noqa: E402
+from flashtile.compat.sdpa import scaled_dot_product_attention  # noqa: E402
+from flashtile.pytorch import calls, interception  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available() or sys.platform != "linux", reason="this torch has no gloo"),
+    pytest.mark.filterwarnings("ignore"),  # torch's own, of a feature that it calls a prototype
+]
+REFUSAL = r"^(q, k, v|query, key, value): expected whole sequences, got a rank's part of them, as inside torch's "
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[Any]:
+    """Of this process alone, which torch treats as it does many."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def qkv() -> list[Any]:
+    rng = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 2, 16, 8, generator=rng) for _ in range(3)]
+
+
+def context(mesh: Any) -> Any:
+    from torch.distributed.tensor.experimental import context_parallel
+
+    buffers = qkv()
+    return context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3)
+
+
+STARTS = torch.tensor([0, 16])
+CALLS = {
+    "attention": lambda q, k, v: ft.attention(q, k, v),
+    "sdpa": lambda q, k, v: scaled_dot_product_attention(q, k, v),
+    "gradients": lambda q, k, v: ft.attention(q.requires_grad_(), k, v),
+    "packed": lambda q, k, v: ft.attention_packed(
+        *(x[0].transpose(0, 1) for x in (q, k, v)), *[torch.tensor([0, 16])] * 2
+    ),
+}
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["first", "known"])
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_are_refused_there(name: str, known: bool, mesh: Any) -> None:
+    calls._known.clear()
+    given, call = qkv(), CALLS[name]
+    if known:
+        for _ in range(2):
+            before = call(*given)
+    with context(mesh):
+        for _ in range(2):
+            with pytest.raises(ft.UnsupportedError, match=REFUSAL):
+                call(*given)
+    after = call(*given)
+    assert not known or torch.equal(before, after)
+
+
+def test_so_are_graphs_that_were_compiled_before(mesh: Any) -> None:
+    given = qkv()
+    compiled = torch.compile(ft.attention, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*given), ft.attention(*given))
+    with context(mesh), pytest.raises(ft.UnsupportedError, match=REFUSAL):
+        compiled(*given)
+    torch._dynamo.reset()
+
+
+def test_a_mode_in_the_place_of_the_function() -> None:
+    """As torch 2.8 has it as well."""
+    from torch.overrides import TorchFunctionMode
+
+    class DistributeFunction(TorchFunctionMode):
+        __module__ = interception._SHARDING[0]
+
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return function(*args, **(kwargs or {}))
+
+    given = qkv()
+    ft.attention(*given)
+    with DistributeFunction(), pytest.raises(ft.UnsupportedError, match=REFUSAL):
+        ft.attention(*given)
+
+
+def test_another_function_in_the_place_of_torchs_own_is_none_of_our_business(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = qkv()
+    ft.attention(*given)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", nullcontext)
+    assert calls.recall(*given, "auto", {}) is not None
+    ft.attention(*given, causal=True)

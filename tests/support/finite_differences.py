@@ -1,0 +1,91 @@
+"""Gradients as slopes: along a direction, against finite differences of the oracle's forward pass alone."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from flashtile.backends import reference
+from flashtile.numerics.dtypes import narrow, widen
+from tests.support.grid import EPS, GRADIENTS, Call, standard
+from tests.support.runners import Runner
+
+STEP = 1e-3  # of the differences, whose own error is below SLOPE of a slope
+SLOPE = 1e-8
+STEADY = 16  # units of the accumulator: constants such as the scale are rounded once, and err the same way everywhere
+
+
+def agree(call: Call, runner: Runner) -> None:
+    """<gradient, direction> of each input against the slope of the loss <out, dout> + <lse, dlse> that way.
+
+    The size of a direction's numbers is drawn, and their signs are the gradient's: the oracle's, or where that is 0
+    those of what was found. So what is wrong adds up and rounding does not: of n numbers, 1 % too much is about sqrt(n)
+    times as plain as along signs drawn at random. A slope is one along any direction, so it does not matter to what is
+    compared where the signs come from.
+    """
+    rng = np.random.default_rng(zlib.crc32(np.ascontiguousarray(call.q).tobytes()))
+    grads = runner.backward(call, *runner.forward(call))
+    exact, rounded = (standard(call, precision) for precision in ("float64", call.problem().dtype))
+    for name in GRADIENTS:
+        if (given := getattr(grads, name)) is None:
+            continue
+        found = widen(given, np.float64)
+        right = exact[name].reshape(found.shape)
+        rounding = widen(narrow(rounded[name], call.problem().dtype), np.float64).reshape(found.shape) - right
+        along = np.abs(rng.standard_normal(found.shape)) * np.where(np.where(right == 0, found, right) < 0, -1, 1)
+        slope = slope_of(call, name[1:], along)
+        bound = allowed(call, right, along, rounding)
+        with np.errstate(invalid="ignore"):  # Inf less Inf is NaN, which no bound allows
+            error = abs(float((found * along).sum()) - slope)
+        assert error <= bound, f"{name}: {error:.3g} from the slope {slope:.6g}; allowed: {bound:.3g}"
+
+
+def allowed(call: Call, right: Any, along: Any, rounding: Any) -> float:
+    """How far a slope may be off. right: the oracle's gradient; what was found might be Inf, and would allow as much.
+
+    rounding: the errors of standard attention in the same dtype. Along such directions these add up to no more than
+    `usual`, in the mean square. A gradient's errors may be 3 times as large, as everywhere, and one sum in 400 is over
+    3 times the root of its mean square.
+    """
+    usual = float(np.hypot((rounding * np.sign(along)).sum(), np.linalg.norm(rounding)))
+    problem = call.problem()
+    steady = (SLOPE + STEADY * EPS[problem.accumulator]) * max(1.0, float(np.abs(right * along).sum()))
+    few = 3 * EPS[problem.dtype] * float(np.linalg.norm(right)) if right.size <= 64 else 0.0  # see grid.allowed()
+    return 9 * usual + steady + few
+
+
+def slope_of(call: Call, name: str, along: Any) -> float:
+    """Of the loss, as one input moves: central differences of order 4."""
+    call = in_double(call)
+
+    def at(t: float) -> float:
+        return loss(_moved(call, name, t * along))
+
+    return (8 * (at(STEP) - at(-STEP)) - (at(2 * STEP) - at(-2 * STEP))) / (12 * STEP)
+
+
+def loss(call: Call) -> float:
+    problem = call.problem()
+    out, lse = (problem.as_given(x) for x in reference.forward(problem))
+    return float((out * call.dout).sum() + np.where(np.isneginf(lse), 0, lse * call.dlse).sum())
+
+
+def in_double(call: Call) -> Call:
+    """The same numbers in float64; whole numbers and masks as they are."""
+
+    def double(x: Any) -> Any:
+        whole = not isinstance(x, np.ndarray) or x.dtype == bool or np.issubdtype(x.dtype, np.signedinteger)
+        return x if whole else widen(x, np.float64)
+
+    options = {name: double(x) for name, x in call.options.items() if name != "out_dtype"}
+    q, k, v, dout, dlse = map(double, (call.q, call.k, call.v, call.dout, call.dlse))
+    return replace(call, q=q, k=k, v=v, dout=dout, dlse=dlse, options=options)
+
+
+def _moved(call: Call, name: str, by: Any) -> Call:
+    if name in ("bias", "sink"):
+        return replace(call, options=call.options | {name: call.options[name] + by})
+    return replace(call, **{name: getattr(call, name) + by})

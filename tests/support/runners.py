@@ -1,0 +1,148 @@
+"""Every way to run a call that this machine has: each backend of the table, and tiles in both orders and odd sizes.
+
+Of a backend that takes tensors only, arrays become tensors and results arrays again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashtile as ft
+from flashtile import dispatch
+from flashtile.backends import tiles
+from flashtile.numerics.dtypes import name_of, narrow
+from flashtile.problem import check_gradients
+from tests.support.grid import Call
+
+
+@dataclass(frozen=True)
+class Runner:
+    """forward(call) -> out, lse; backward(call, out, lse) -> Grads; both as the public functions give them.
+
+    refusal(call): why it does not take a call; None where it does.
+    """
+
+    name: str
+    forward: Callable[[Call], tuple[Any, Any]]
+    backward: Callable[[Call, Any, Any], ft.Grads]
+    refusal: Callable[[Call], str | None] = lambda call: None
+    same_bits: bool = True  # where numbers differ that a result does not depend on
+
+
+def public(name: str, **more: Any) -> Runner:
+    def forward(call: Call) -> tuple[Any, Any]:
+        if call.packed:
+            return ft.attention_packed(
+                call.q, call.k, call.v, **call.packed, return_lse=True, backend=name, **call.options, **more
+            )
+        return ft.attention(call.q, call.k, call.v, return_lse=True, backend=name, **call.options, **more)
+
+    def backward(call: Call, out: Any, lse: Any) -> ft.Grads:
+        return ft.attention_backward(
+            call.dout,
+            call.q,
+            call.k,
+            call.v,
+            out,
+            lse,
+            dlse=call.dlse,
+            backend=name,
+            **call.packed,
+            **call.options,
+            **more,
+        )
+
+    return Runner(name, forward, backward)
+
+
+def by_torch(name: str) -> Runner:
+    """A call that the backend does not take is an error that says why, and skips its test."""
+    row = next(row for row in dispatch.TABLE if row.name == name)
+
+    def given(call: Call) -> tuple[list[Any], dict[str, Any]]:
+        from tests.pytorch.samples import tensor
+
+        options = {
+            key: tensor(x) if isinstance(x, np.ndarray) else x for key, x in (call.packed | call.options).items()
+        }
+        return [tensor(x) for x in (call.q, call.k, call.v)], options
+
+    def refusal(call: Call) -> str | None:
+        return row.why_not(call.problem(), "cpu", tensors=True)
+
+    def forward(call: Call) -> tuple[Any, Any]:
+        from flashtile.pytorch.bridge import to_numpy
+        from tests.pytorch.samples import run
+
+        tensors, options = given(call)
+        if reason := refusal(call):
+            with pytest.raises(ft.UnsupportedError, match=re.escape(f"backend: {name} cannot run this: {reason}")):
+                run(*tensors, backend=name, **options)
+            pytest.skip(reason)
+        out, lse = run(*tensors, backend=name, **options)
+        return to_numpy(out), to_numpy(lse)
+
+    def backward(call: Call, out: Any, lse: Any) -> ft.Grads:
+        from flashtile.pytorch import run as kernel
+        from flashtile.pytorch.bridge import to_numpy
+        from tests.pytorch.samples import tensor
+
+        tensors, options = given(call)
+        dout, dlse, out, lse = (None if x is None else tensor(x) for x in (call.dout, call.dlse, out, lse))
+        grads = kernel.backward(dout, dlse, out, lse, True, *tensors, name, options)
+        return ft.Grads(*(None if x is None else to_numpy(x) for x in grads))
+
+    return Runner(name, forward, backward, refusal, same_bits=False)
+
+
+def tiled(order: str, block_q: int, block_k: int) -> Runner:
+    def forward(call: Call) -> tuple[Any, Any]:
+        problem = call.problem()
+        out, lse = tiles.forward(problem, order, block_q, block_k)
+        return problem.as_given(narrow(out, problem.out_dtype)), problem.as_given(lse)
+
+    def backward(call: Call, out: Any, lse: Any) -> ft.Grads:
+        problem = call.problem()
+        dout, out, lse, dlse = check_gradients(problem, call.dout, out, lse, call.dlse)
+        grads = tiles.backward(problem, dout, out, lse, dlse, block_q, block_k)
+        dq, dk, dv = (problem.as_given(narrow(x, problem.dtype)) for x in grads[:3])
+        dbias, dsink = (
+            None if x is None else narrow(x, name_of(given.dtype)).reshape(given.shape)
+            for x, given in ((grads.dbias, call.options.get("bias")), (grads.dsink, call.options.get("sink")))
+        )
+        return ft.Grads(dq, dk, dv, dbias, dsink)
+
+    return Runner(f"tiles {order} {block_q}x{block_k}", forward, backward)
+
+
+RUNNERS = (
+    *((by_torch if row.tensors_only else public)(row.name) for row in dispatch.TABLE if row.device == "cpu"),
+    tiled("fa1", 16, 24),
+    tiled("fa2", 7, 50),
+)
+
+
+def missing(name: str) -> str | None:
+    """Why a backend cannot run here, in the words of the dispatch table."""
+    for row in dispatch.TABLE:
+        if row.name == name.split()[0]:
+            return row.missing() if hasattr(row.load(), "forward") else "it is not there"
+    return None
+
+
+def or_skip(runner: Runner) -> Any:
+    """The runner as a parameter, skipped with the reason where this machine has no such backend."""
+    reason = missing(runner.name)
+    marks = [pytest.mark.skip(reason=f"{runner.name}: {reason}")] if reason else []
+    return pytest.param(runner, id=runner.name, marks=marks)
+
+
+every_runner = pytest.mark.parametrize("runner", [or_skip(r) for r in RUNNERS])
+TENSORS_ONLY = {row.name for row in dispatch.TABLE if row.tensors_only}
+every_runner_of_arrays = pytest.mark.parametrize("runner", [or_skip(r) for r in RUNNERS if r.name not in TENSORS_ONLY])

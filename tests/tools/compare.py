@@ -1,0 +1,161 @@
+"""Versions of this package beside each other, in one process and in turns.
+
+python -m tests.tools.compare OTHER... --only WORDS: OTHER is a commit, or a folder that holds a package `flashtile`;
+the rows are those of `flashtile bench gpu`. Prints its time / the time of the package that is installed.
+
+With --cpu the cases are those of `flashtile bench cpu` and a small training step. OTHER, a commit, is compiled first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from io import BytesIO
+from pathlib import Path
+from tarfile import TarFile
+from tempfile import TemporaryDirectory
+from types import ModuleType
+
+from flashtile.backends.native import library
+from flashtile.lab.bench import peers as on_cpu
+from flashtile.lab.bench.cases import CPU, TRAINING, Case, Group
+from flashtile.lab.bench.gpu import device, peers, rows
+from flashtile.lab.bench.gpu.suite import Bench
+from flashtile.lab.bench.timing import Call, alternate, geometric_mean
+from tests.tools.tree import ROOT
+
+NAME = re.compile(r"\bflashtile\b")
+
+
+def files_of(other: str) -> dict[str, str]:
+    """The Python files of a version, by their path in the package."""
+    folder = Path(other, "flashtile")
+    if folder.is_dir():
+        return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*.py")}
+    command = ("git", "archive", f"{other}:src/flashtile")
+    with TarFile(fileobj=BytesIO(subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout)) as archive:
+        names = [name for name in archive.getnames() if name.endswith(".py")]
+        return {name: file.read().decode() for name in names if (file := archive.extractfile(name))}
+
+
+def renamed(other: str, name: str, folder: Path) -> None:
+    """Leave a copy of a version in this folder as a package of another name, which shares nothing with ours."""
+    for path, text in files_of(other).items():
+        place = folder / name / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(NAME.sub(name, text))
+
+
+def benchmark_of(name: str, module: str) -> ModuleType:
+    """A module of such a package's benchmark, which stood elsewhere before it was a part of flashtile.lab."""
+    bench = "lab.bench" if find_spec(f"{name}.lab") else "bench"
+    return import_module(f"{name}.{bench}.{module}")
+
+
+def peer_of(name: str) -> peers.Peer:
+    """What such a package calls its own, in the benchmark."""
+    found: peers.Peer = benchmark_of(name, "gpu.peers").PEERS[0]
+    assert found.name == name
+    return found
+
+
+def compare(others: list[str], only: list[str], rounds: int) -> None:
+    with TemporaryDirectory() as folder:
+        sys.path.insert(0, folder)
+        names = {f"flashtile_{n}": other for n, other in enumerate(others)}
+        for name, other in names.items():
+            renamed(other, name, Path(folder))
+        bench = Bench(device.Cuda(), [peers.PEERS[0], *map(peer_of, names)], rounds)
+        for row in rows.measurable(rows.select([rows.TRAIN], only, False), bench.device.name)[0]:
+            found = bench.measure(row)
+            ratios = {other: found["ratios"][name]["value"] for name, other in names.items() if name in found["ratios"]}
+            told = " ".join(f"{other} {ratio:.3f}" for other, ratio in ratios.items())
+            print(f"{row.name}: {found['times'][peers.OURS]['median_s'] * 1e6:.1f} us; {told}", found["absent"] or "")
+
+
+SMALL_STEP = Group("small-training", "a small training step", (Case(128, 128, 64, 4, 4, 2, direction=TRAINING),), bar=1)
+
+
+def compiled(other: str, package: Path) -> None:
+    """Put the C++ core of a commit where its renamed package looks for it."""
+    with TemporaryDirectory() as folder:
+        command = ("git", "archive", other)
+        with TarFile(fileobj=BytesIO(subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout)) as tar:
+            tar.extractall(folder, filter="data")
+        build = f"{folder}/build"
+        for command in (
+            ("cmake", "-S", folder, "-B", build, f"-DFLASHTILE_ISA={library.candidates()[0]}"),
+            ("cmake", "--build", build, "--parallel"),
+        ):
+            subprocess.run(command, check=True, capture_output=True)
+        for core in Path(build).glob("libflashtile-*.so"):
+            shutil.copy(core, package / "backends" / "native")
+
+
+def contender(name: str, group: Group, case: Case, threads: int) -> Call | None:
+    """A case run by such a package, by what its own benchmark calls; None if that has no such case."""
+    module = benchmark_of(name, "peers")
+    known = (x for x in benchmark_of(name, "cases").CPU if x.name == group.name or group is SMALL_STEP)
+    if group is not SMALL_STEP and all(case.to_dict() != x.to_dict() for found in known for x in found.cases):
+        return None
+    found: Call = module.contenders(module.Workload(case, threads), ours_alone=True)[module.OURS]
+    return found
+
+
+def compare_on_cpu(others: list[str], only: list[str], seconds: float) -> Iterator[tuple[str, str, dict[str, float]]]:
+    """Of each case: our time / the time of each other."""
+    if "FLASHTILE_NATIVE_DIR" in os.environ:
+        raise SystemExit("FLASHTILE_NATIVE_DIR names one core for all versions: unset it, and install this tree")
+    threads = on_cpu.default_threads()
+    with TemporaryDirectory() as folder:
+        sys.path.insert(0, folder)
+        names = {other: f"flashtile_{n}" for n, other in enumerate(others)}
+        for other, name in names.items():
+            renamed(other, name, Path(folder))
+            compiled(other, Path(folder, name))
+        for group in (*CPU, SMALL_STEP):
+            if only and not any(word in group.name for word in only):
+                continue
+            for case in group.cases:
+                calls = {name: contender(name, group, case, threads) for name in ("flashtile", *names.values())}
+                able = {name: call for name, call in calls.items() if call is not None}
+                times = alternate(able, seconds=seconds, warm_up=3, min_rounds=5, shuffle=random.Random(0))
+                ratios = {
+                    other: times["flashtile"].median / times[name].median
+                    for other, name in names.items()
+                    if name in times
+                }
+                yield group.name, case.name, ratios
+
+
+def tell_cpu(others: list[str], only: list[str], seconds: float) -> None:
+    """A line a case, and one a group with the geometric mean."""
+    groups: dict[str, list[dict[str, float]]] = {}
+    for group, case, ratios in compare_on_cpu(others, only, seconds):
+        groups.setdefault(group, []).append(ratios)
+        print(f"{group}: {case}:", *(f"{other} {ratio:.3f}" for other, ratio in ratios.items()), flush=True)
+    for group, rows_of in groups.items():
+        means = {other: [row[other] for row in rows_of if other in row] for other in others}
+        print(f"{group}:", *(f"{other} {geometric_mean(each):.3f}" for other, each in means.items() if each))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("others", nargs="+", metavar="OTHER")
+    parser.add_argument("--only", action="append", default=[], metavar="WORDS")
+    parser.add_argument("--rounds", type=int, default=11, help="on a GPU")
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--seconds", type=float, default=4.0, help="for a case on a CPU")
+    asked = parser.parse_args()
+    if asked.cpu:
+        tell_cpu(asked.others, asked.only, asked.seconds)
+    else:
+        compare(asked.others, asked.only, asked.rounds)

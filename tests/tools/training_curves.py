@@ -1,0 +1,60 @@
+"""Trains on this GPU, leaves docs/training.json and draws docs/training.png: python -m tests.tools.training_curves.
+
+With a record of such a run it draws that one: python -m tests.tools.training_curves docs/training.json.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flashtile import dispatch
+from flashtile.lab.bench import records
+from flashtile.lab.studies import canvas
+from tests.support import training
+from tests.tools.tree import ROOT
+
+RECORD, PICTURE = ROOT / "docs" / "training.json", ROOT / "docs" / "training.png"
+COLOURS = (canvas.BLUE, canvas.RED, canvas.GREEN)
+
+
+def train(courses: tuple[training.Course, ...] = training.GPU_COURSES) -> records.Record:
+    """Every course with every backend of its device that can run here, beside torch's kernels."""
+    record = records.new("training", quick=False)
+    for course in courses:
+        able = [row.name for row in dispatch.TABLE if row.device == course.device and row.missing() is None]
+        curves = {name: training.losses(course, training.ours(name)) for name in able}
+        others = training.peers(course)
+        record["measurements"].append({"course": asdict(course), "flashtile": curves, "torch": others})
+    return record
+
+
+def draw(record: records.Record, picture: Path) -> None:
+    """Above, the losses; below, how far each is from that of torch's plainest kernel, which is noise or is not."""
+    courses: list[dict[str, Any]] = record["measurements"]
+    figure, axes = canvas.panels(2, len(courses), width=5.0 * len(courses), height=6.0)
+    for n, measured in enumerate(courses):
+        above, below = axes[n], axes[n + len(courses)]
+        plain = measured["torch"]["MATH"]
+        above.plot(plain, color=canvas.MUTED, linewidth=3, alpha=0.4, label="torch")
+        for curve in measured["torch"].values():
+            below.plot(np.subtract(curve, plain), color=canvas.MUTED, linewidth=0.8)
+        for (name, curve), colour in zip(measured["flashtile"].items(), COLOURS, strict=False):
+            above.plot(curve, color=colour, linewidth=0.9, label=f"flashtile, {name}")
+            below.plot(np.subtract(curve, plain), color=colour, linewidth=0.8)
+        canvas.label(above, f"head dim {measured['course']['head_dim']}", y="loss")
+        canvas.label(below, "apart from torch's plainest kernel", x="step", y="difference of the losses")
+        canvas.legend(above)
+    figure.savefig(picture)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        draw(records.read(Path(sys.argv[1])), PICTURE)
+    else:
+        records.write(train(), RECORD)
+        draw(records.read(RECORD), PICTURE)

@@ -18,7 +18,7 @@ from flashtile.lab.studies.study import to_dict
 from tests.lab.report.markup import Markup
 from tests.tools.tree import SOURCE
 
-TEMPLATES = [*(SOURCE / "report").glob("*.j2"), *(SOURCE / "report" / "sections").glob("*.j2")]
+TEMPLATES = [*(SOURCE / "lab" / "report").glob("*.j2"), *(SOURCE / "lab" / "report" / "sections").glob("*.j2")]
 NAMES = re.compile(r"FlashAttention(-| )\d(, \d and \d)?|float\d\d")  # digits that belong to a name
 NUMBER_WORDS = re.compile(r"\b(three|four|five|six|seven|eight|nine|ten|eleven|twelve|hundred|thousand)\b", re.I)
 

@@ -1,7 +1,7 @@
 """What a warpgroup of the backward pass does with the keys it owns, whatever their width.
 
-It walks the tiles of queries that see them, and leaves dK and dV behind; backward_up_to_128.py and backward_over_128.py have what is done with
-a tile.
+It walks the tiles of queries that see them, and leaves dK and dV behind. backward_up_to_128.py and
+backward_over_128.py have what is done with a tile.
 """
 
 from __future__ import annotations

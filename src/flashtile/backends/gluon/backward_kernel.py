@@ -1,7 +1,7 @@
 """The backward kernel for Hopper: a program takes 128 keys, or 64 wide ones, and walks the queries that see them.
 
-One warp fetches Q, dO and the statistics of rows; two warpgroups hold K, V, dK and dV, and work as backward_up_to_128.py or backward_over_128.py
-says. Two more warps have the copy engine add dQ to float32 in memory.
+One warp fetches Q, dO and the statistics of rows; two warpgroups hold K, V, dK and dV, and work as
+backward_up_to_128.py or backward_over_128.py says. Two more warps have the copy engine add dQ to float32 in memory.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ class MendForward:
     """The launch that makes spoiled tiles of a forward pass anew, whichever kernel made them.
 
     A tile is block_q rows of a head. With packed_heads they are of so many heads, row r of query r // packed_heads, and
-    these heads count as one. That kernel writes a mark for each tile, 0 or 1: nonfinite_kernels.py says where. chained: it
-    also leads (pdl.py).
+    these heads count as one. That kernel writes a mark for each tile, 0 or 1: nonfinite_kernels.py says where. chained:
+    it also leads (pdl.py).
     """
 
     def __init__(

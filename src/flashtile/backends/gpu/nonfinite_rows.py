@@ -3,8 +3,8 @@
 0 * NaN is NaN, so one NaN in a value would reach every row of its tile, also those that may not see it. Ordinary data
 pays nothing for that: rows whose sums come out finite are done. Others are made anew by a careful walk, of the same
 functions with CAREFUL set: all tiles are masked and none comes by a descriptor, products take the finite part of the
-second factor, and then poison() gives the NaN and Inf to exactly the rows that see them. nonfinite_kernels.py does that for
-the tiles that other kernels mark.
+second factor, and then poison() gives the NaN and Inf to exactly the rows that see them. nonfinite_kernels.py
+does that for the tiles that other kernels mark.
 """
 
 from __future__ import annotations

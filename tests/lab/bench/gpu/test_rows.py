@@ -66,14 +66,14 @@ def test_a_row_knows_what_runs_it():
 def test_the_hopper_kernels_take_what_their_bars_are_about(monkeypatch):
     gluon = dispatch.TABLE[[row.name for row in dispatch.TABLE].index("gluon")].load()
     monkeypatch.setattr(gluon, "missing", lambda: None)
-    monkeypatch.setattr(gluon.portable, "missing", lambda: None)
+    monkeypatch.setattr(gluon.gpu, "missing", lambda: None)
     assert {row.backend("cuda") for row in ROWS if row.suite == "train"} == {"gluon"}
     assert [row.backend("cuda") for row in rows.select(["small"])] == ["triton", "gluon"]
 
 
 def test_8_bits_are_measured_where_they_are_multiplied_as_they_are(monkeypatch):
     gluon = dispatch.TABLE[[row.name for row in dispatch.TABLE].index("gluon")].load()
-    monkeypatch.setattr(gluon.portable, "missing", lambda: None)
+    monkeypatch.setattr(gluon.gpu, "missing", lambda: None)
     for reason in ("it needs a Hopper GPU", None):
         monkeypatch.setattr(gluon, "missing", lambda reason=reason: reason)
         here, unfit = rows.measurable(ROWS, "cuda")

@@ -1,4 +1,4 @@
-"""Small calls of NumPy arrays: the second of a kind goes straight to the core, and nobody can tell."""
+"""The cache of NumPy calls: the second of a kind runs at once, with the same result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import flashtile as ft
-from flashtile import calls as again
+from flashtile import calls as cache
 from flashtile.backends import native
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason="there is no C++ core")
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(native.missing() is not None, reason="there is n
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(again, "_known", {})
+    monkeypatch.setattr(cache, "KNOWN", {})
 
 
 def arrays(seed: int = 0, dtype: Any = np.float32, shape: tuple[int, ...] = (2, 4, 20, 16)) -> list[Any]:
@@ -42,22 +42,22 @@ def test_the_same_bits(name: str, dtype: Any) -> None:
     for shape in ((2, 4, 20, 16), (4, 20, 16), (20, 16)):
         given = arrays(1, dtype, shape)
         ft.attention(*arrays(0, dtype, shape), **options)
-        assert len(again._known) == 1
+        assert len(cache.KNOWN) == 1
         found = ft.attention(*given, **options, return_lse=True)
         alone = ft.attention(*given, **options)
-        assert len(again._known) == 1
-        again._known.clear()
+        assert len(cache.KNOWN) == 1
+        cache.KNOWN.clear()
         wanted = ft.attention(*given, **options, return_lse=True)
         for a, b in zip((*found, alone), (*wanted, wanted[0]), strict=True):
             assert a.shape == b.shape and a.dtype == b.dtype
             np.testing.assert_array_equal(a, b)
-        again._known.clear()
+        cache.KNOWN.clear()
 
 
 def test_a_seed_is_its_own() -> None:
     given = arrays()
     found = [ft.attention(*given, dropout=0.5, seed=seed) for seed in (1, 2, 1)]
-    assert len(again._known) == 1
+    assert len(cache.KNOWN) == 1
     np.testing.assert_array_equal(found[0], found[2])
     assert (found[0] != found[1]).any()
 
@@ -74,35 +74,51 @@ def test_other_strides_and_widths() -> None:
     ]
     for call in calls * 2:
         np.testing.assert_allclose(ft.attention(*call), ft.standard_attention(*call), atol=1e-5)
-    assert len(again._known) == len(calls)
+    assert len(cache.KNOWN) == len(calls)
 
 
-@pytest.mark.parametrize(
-    "how", ["mask", "kv_lengths", "out_dtype", "dtype", "column", "unaligned", "subclass", "large", "empty", "tiles"]
-)
+@pytest.mark.parametrize("how", ["mask", "bias", "kv_lengths", "out_dtype", "large"])
+def test_what_is_known(how: str) -> None:
+    q, k, v = arrays()
+    long = tuple(x.reshape(1, 1, -1, 1)[:, :, :40] for x in arrays(1, shape=(1, 1, 1 << 15, 1)))
+    calls: dict[str, tuple[tuple[Any, ...], list[dict[str, Any]]]] = {
+        "mask": ((q, k, v), [{"mask": np.tri(20, dtype=bool)}, {"mask": np.tri(20, dtype=bool).T.copy()}]),
+        "bias": ((q, k, v), [{"bias": x} for x in np.random.default_rng(0).random((2, 20, 20), np.float32)]),
+        "kv_lengths": ((q, k, v), [{"kv_lengths": np.array([3, 20])}, {"kv_lengths": np.array([9, 0])}]),
+        "out_dtype": ((q, k, v), [{"out_dtype": "float32"}]),
+        "large": ((arrays(1, shape=(1, 1, 1 << 15, 1))[0], *long[1:]), [{}]),
+    }
+    given, several = calls[how]
+    for options in several * 2:
+        found = ft.attention(*given, **options)
+        np.testing.assert_array_equal(found, ft.attention(*(x.copy() for x in given), **options, backend="native"))
+        if how != "large":
+            exact = {name: x for name, x in options.items() if name != "out_dtype"}
+            np.testing.assert_allclose(found, ft.standard_attention(*given, **exact), atol=1e-5)
+    assert len(cache.KNOWN) == 2
+
+
+@pytest.mark.parametrize("how", ["dtype", "column", "unaligned", "unaligned bias", "subclass", "empty", "tiles"])
 def test_what_is_described_each_time(how: str) -> None:
     q, k, v = arrays()
-    shifted = np.empty(q.nbytes + 1, np.uint8)[1:].view(np.float32).reshape(q.shape)
-    shifted[...] = q
+    shifted, bias = (np.empty(n * 4 + 1, np.uint8)[1:].view(np.float32) for n in (q.size, 400))
+    shifted, bias = shifted.reshape(q.shape), bias.reshape(20, 20)
+    shifted[...], bias[...] = q, 0
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
-        "mask": ((q, k, v), {"mask": np.ones((20, 20), bool)}),
-        "kv_lengths": ((q, k, v), {"kv_lengths": np.array([3, 20])}),
-        "out_dtype": ((q, k, v), {"out_dtype": "float32"}),
         "dtype": (tuple(x.astype(">f4").astype("f4").view(type("A", (np.ndarray,), {})) for x in (q, k, v)), {}),
         "column": ((q[..., ::2], k[..., ::2], v[..., ::2]), {}),
         "unaligned": ((shifted, k, v), {}),
+        "unaligned bias": ((q, k, v), {"bias": bias}),
         "subclass": ((q.view(type("A", (np.ndarray,), {})), k, v), {}),
-        "large": (tuple(np.zeros((1, 1, native.MOST_ROWS + 1, 2), np.float32) for _ in range(3)), {}),
         "empty": ((q[:, :, :0], k, v), {}),
         "tiles": ((q, k, v), {"backend": "tiles"}),
     }
     given, options = calls[how]
     for _ in range(2):
         out = ft.attention(*given, **options)
-    assert not again._known
-    if how != "large":
-        plain = {name: x for name, x in options.items() if name not in ("backend", "out_dtype")}
-        np.testing.assert_allclose(out, ft.standard_attention(*given, **plain), atol=1e-5)
+    assert not cache.KNOWN
+    plain = {name: x for name, x in options.items() if name != "backend"}
+    np.testing.assert_allclose(out, ft.standard_attention(*given, **plain), atol=1e-5)
 
 
 def test_wrong_calls_are_refused_after_right_ones() -> None:
@@ -124,7 +140,7 @@ def test_wrong_calls_are_refused_after_right_ones() -> None:
     for given, options, words in wrong:
         with pytest.raises(ft.FlashtileError, match=f"^{words}"):
             ft.attention(*given, **options)
-    assert len(again._known) == 1
+    assert len(cache.KNOWN) == 1
 
 
 class Index:
@@ -138,11 +154,11 @@ def test_numbers_that_may_change_are_read_each_time() -> None:
     given, number = arrays(), Index()
     first = ft.attention(*given, window=(number, 0))
     number.value = 1
-    assert (ft.attention(*given, window=(number, 0)) != first).any() and not again._known
+    assert (ft.attention(*given, window=(number, 0)) != first).any() and not cache.KNOWN
 
 
 def test_the_memory_does_not_fill(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(again, "MOST", 3)
+    monkeypatch.setattr(cache, "MOST", 3)
     for n in range(1, 9):
         ft.attention(*arrays(shape=(n, 4)))
-    assert 1 <= len(again._known) <= 3
+    assert 1 <= len(cache.KNOWN) <= 3

@@ -1,6 +1,6 @@
-"""Small calls of NumPy arrays that come again: known by shapes, strides, dtypes and options, and run at once.
+"""The cache of NumPy calls: what runs a call, by the layouts and dtypes of its arrays and by its options.
 
-For tensors pytorch/prepared.py does it. Only plain calls: those with a mask or other arrays are described each time.
+pytorch/calls.py is the same for tensors.
 """
 
 from __future__ import annotations
@@ -9,21 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from flashtile import dispatch
 from flashtile.band import Band
-from flashtile.host import threads
 from flashtile.host.address import address
-from flashtile.numerics.dtypes import accumulator
-from flashtile.problem import Problem
+from flashtile.inputs import Inputs
+from flashtile.options import ARRAYS
 
-MOST = 2048  # calls remembered
-DTYPES = {np.dtype(name): np.dtype(accumulator(name)) for name in ("float16", "float32", "float64")}
-FIXED = (int, float, str, np.generic, np.dtype, type)  # what an option may be without ever changing
-_known: dict[Any, Any] = {}
+MOST = 2048  # calls in the cache
+DTYPES = {np.dtype(name) for name in ("float16", "float32", "float64")}
+FIXED = (int, float, str, np.generic, np.dtype, type)  # classes of options that never change
+KNOWN: dict[Any, Any] = {}  # from a key to a runner
+_ARRAYS = frozenset(ARRAYS)
+_NONE = (None,) * len(ARRAYS)
+_inputs: Any = tuple.__new__  # Inputs._make() takes twice as long
 
 
 def key_of(q: Any, k: Any, v: Any, backend: str, options: dict[str, Any]) -> tuple[Any, ...] | None:
-    """All that decides what runs; None of a call that is not remembered. The arguments may be anything."""
+    """All that decides what runs; None for a call that is not cached. The arguments may be anything."""
     dtype = getattr(q, "dtype", None)
     if backend.__class__ is not str or not (
         q.__class__ is k.__class__ is v.__class__ is np.ndarray and k.dtype is v.dtype is dtype in DTYPES
@@ -36,7 +37,11 @@ def key_of(q: Any, k: Any, v: Any, backend: str, options: dict[str, Any]) -> tup
         if name == "seed":
             if x.__class__ is not int or not 0 <= x < 1 << 64:
                 return None
-        elif name == "out_dtype" or (part := part_of_key(name, x)) is None:
+        elif name in _ARRAYS:
+            if x.__class__ is not np.ndarray or address(x) % x.itemsize or name in ("cu_q", "cu_k"):
+                return None
+            key += name, x.shape, x.strides, x.dtype
+        elif (part := part_of_key(name, x)) is None:
             return None
         else:
             key += part
@@ -44,7 +49,7 @@ def key_of(q: Any, k: Any, v: Any, backend: str, options: dict[str, Any]) -> tup
 
 
 def part_of_key(name: str, x: Any) -> tuple[Any, ...] | None:
-    """An option as part of a key; None of one that may have another value by the next time.
+    """An option as part of a key; None if it may have another value by the next call.
 
     1 equals True and 1.0, but describe() tells them apart: hence the classes.
     """
@@ -60,24 +65,17 @@ def part_of_key(name: str, x: Any) -> tuple[Any, ...] | None:
     return name, *x, kind, *map(type, x)
 
 
-def attention(key: Any, q: Any, k: Any, v: Any, return_lse: bool, options: dict[str, Any]) -> Any:
-    """The answer to a call that is known by this key; None to any other."""
-    core = _known.get(key)
-    if core is None:
-        return None
-    rows = q.shape[:-1]
-    out = np.empty((*rows, v.shape[-1]), q.dtype)
-    lse = np.empty(rows, DTYPES[q.dtype]) if return_lse else None
-    count = int(options.get("threads") or threads.default())
-    given = address(q), address(k), address(v), address(out)
-    core(count, options.get("seed", 0), *given, None if lse is None else address(lse))
-    return out if lse is None else (out, lse)
+def inputs(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Inputs:
+    """The inputs of a call, as the caller gave them."""
+    if not options:
+        return _inputs(Inputs, (q, k, v, *_NONE, 0))  # type: ignore[no-any-return]
+    given = options.get
+    return _inputs(Inputs, (q, k, v, *map(given, ARRAYS), given("seed", 0)))  # type: ignore[no-any-return]
 
 
-def remember(key: Any, problem: Problem, row: dispatch.Backend) -> None:
-    """Where its backend prepares such calls."""
-    core = row.small(problem)
-    if core is not None:
-        if len(_known) >= MOST:
-            _known.clear()
-        _known[key] = core
+def remember(key: Any, runner: Any) -> None:
+    """Store a runner, if it runs other calls as well."""
+    if key is not None and runner.lasting:
+        if len(KNOWN) >= MOST:
+            KNOWN.clear()
+        KNOWN[key] = runner

@@ -11,12 +11,13 @@ from types import ModuleType
 from typing import Any
 
 from flashtile.errors import UnsupportedError
+from flashtile.host.arrays import NUMPY, Arrays
+from flashtile.inputs import Inputs
 from flashtile.problem import Problem
-from flashtile.results import Grads
 
 
 def _nothing(problem: Problem) -> None:
-    """Of a backend that has no objection to any problem, or prepares none."""
+    """Default hook: no objection."""
 
 
 def _always(problem: Problem) -> bool:
@@ -29,9 +30,9 @@ _module = cache(importlib.import_module)  # a small call would notice the look-u
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A row of the table. Its module has why_not(), and forward() and backward(), or, on a GPU, prepare().
+    """A row of the table. Its module has prepare(), and may have missing(), why_not(), suits() and tile().
 
-    It may have missing(), suits() and tile() too, and on a CPU small().
+    With gradients_by it also has differentiates().
     """
 
     name: str
@@ -40,7 +41,6 @@ class Backend:
     about: str
     generation: int | None = None  # of NVIDIA's GPUs, by their compute capability; None: any GPU, or none
     eight_bits: bool = False  # multiplies 8-bit tensors as they are; the others are given wider ones
-    given_memory: bool = False  # its results may lie in memory that is made for it
     tensors_only: bool = False  # takes torch tensors and no NumPy arrays
     gradients_by: str | None = None  # the row that makes the gradients which this one does not, see differentiates()
 
@@ -75,54 +75,30 @@ class Backend:
         asked = device == self.device and (tensors or not self.tensors_only)
         return (self.missing() if asked else None) or self.objection(problem, device, tensors)
 
-    def forward(self, problem: Problem, memory: Any = None) -> tuple[Any, Any]:
-        """Output (rank 4) and lse (rank 3). memory: what makes them, in NumPy's place, if this backend can be told."""
-        result: tuple[Any, Any] = self.load().forward(problem, **self._more(memory))
-        return result
+    def prepare(self, problem: Problem, arrays: Arrays = NUMPY) -> tuple[Any, Inputs]:
+        """What runs this problem, and its inputs; `runner.lasting`: and all that differ in their inputs alone.
 
-    def backward(
-        self,
-        problem: Problem,
-        dout: Any,
-        out: Any,
-        lse: Any,
-        dlse: Any,
-        *,
-        bias_grad: bool = True,
-        memory: Any = None,
-    ) -> Grads:
-        """Gradients of rank 4; bias_grad=False saves that of the bias, which is N x N where nothing else is."""
-        more = self._more(memory)
-        result: Grads = self.load().backward(problem, dout, out, lse, dlse, bias_grad=bias_grad, **more)
-        return result
-
-    def _more(self, memory: Any) -> dict[str, Any]:
-        return {"memory": memory} if self.given_memory and memory is not None else {}
-
-    def small(self, problem: Problem) -> Any:
-        """What runs this problem, and again all that differ from it in numbers alone; None where that gains nothing."""
-        return getattr(self.load(), "small", _nothing)(problem)
-
-    def prepare(self, problem: Problem) -> tuple[Any, Problem]:
-        """What runs this problem, and again all that differ from it in numbers alone; the problem as that wants it."""
-        runner, problem = self.load().prepare(problem)
+        runner.forward(inputs, with_lse) gives output and lse, runner.backward(inputs, dout, out, lse, dlse) the Grads,
+        as arrays of this library in the caller's layout. `arrays` counts on a CPU only.
+        """
+        runner, inputs = self.load().prepare(problem, arrays)
         if self.gradients_by is not None and not self.load().differentiates(problem):
-            runner = _Joined(runner, named(self.gradients_by).prepare(problem)[0])
-        return runner, problem
+            runner = _Joined(runner, named(self.gradients_by).prepare(problem, arrays)[0])
+        return runner, inputs
 
 
 class _Joined:
     """The forward pass of one backend and the backward pass of another."""
 
-    __slots__ = ("anywhere", "backward", "forward", "output")
+    __slots__ = ("alignment", "backward", "forward", "lasting")
 
     def __init__(self, forward: Any, backward: Any) -> None:
-        self.anywhere = forward.anywhere and backward.anywhere
-        self.forward, self.output, self.backward = forward.forward, forward.output, backward.backward
+        self.lasting, self.alignment = forward.lasting and backward.lasting, forward.alignment
+        self.forward, self.backward = forward.forward, backward.backward
 
 
 TABLE = (
-    Backend("native", "flashtile.backends.native", "cpu", "C++ core, queries in the SIMD lanes", given_memory=True),
+    Backend("native", "flashtile.backends.native", "cpu", "C++ core, queries in the SIMD lanes"),
     Backend(
         "sdpa", "flashtile.backends.sdpa", "cpu", "torch's own attention, where there is no core", tensors_only=True
     ),

@@ -1,35 +1,31 @@
-"""Inputs: what changes from one call to the next when all else stays: the tensors, and the seed of dropout."""
+"""Inputs: what changes from one call to the next while all else stays: the arrays, and the seed of dropout."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
+from flashtile.options import ARRAYS
 from flashtile.problem import Problem
 
+TENSORS = ("q", "k", "v", *ARRAYS)
+_of = attrgetter(*TENSORS, "seed")
 
-class Inputs(NamedTuple):
-    """The tensors may be as the caller gave them or views of a Problem: they count by where they begin.
+if TYPE_CHECKING:
+    _Fields = Any
+else:
+    _Fields = namedtuple("_Fields", (*TENSORS, "seed"))
 
-    seed: a number, or on a GPU also a tensor of one, which only the kernels read.
+
+class Inputs(_Fields):  # type: ignore[misc]
+    """q, k, v, the arrays among the options, and the seed: a number, or a tensor that only the kernels read.
+
+    The arrays may be as the caller gave them or views of a Problem: only where they begin counts.
     """
 
-    q: Any
-    k: Any
-    v: Any
-    mask: Any
-    bias: Any
-    alibi: Any
-    sink: Any
-    kv_lengths: Any
-    cu_q: Any
-    cu_k: Any
-    descale: Any
-    seed: Any
+    __slots__ = ()
 
     @classmethod
     def of(cls, p: Problem) -> Inputs:
-        options = (p.mask, p.bias, p.alibi, p.sink, p.kv_lengths, p.cu_q, p.cu_k, p.descale)
-        return cls(p.q, p.k, p.v, *options, p.seed)
-
-
-TENSORS = Inputs._fields[:-1]
+        return cls._make(_of(p))  # type: ignore[no-any-return]

@@ -10,10 +10,10 @@ from flashtile import plan
 from flashtile.backends import tiles
 from flashtile.backends.native import blocks
 from flashtile.band import Band
+from flashtile.checks.shapes import MAX_DIM
 from flashtile.cost import traffic
 from flashtile.lab.catalogue import chips, models
 from flashtile.lab.catalogue.chip import SRAM_BYTES_A_CLOCK
-from flashtile.problem import MAX_DIM
 from tests.tools.tree import ROOT
 
 TEXT = (ROOT / "docs" / "io.md").read_text()

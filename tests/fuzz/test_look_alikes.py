@@ -116,7 +116,7 @@ def _bytes(x: Any) -> bytes:
 
 
 def forget() -> None:
-    again._known.clear()
+    again.KNOWN.clear()
     prepared._known.clear()
 
 

@@ -138,11 +138,11 @@ def test_autocast(dtype: torch.dtype) -> None:
     assert all(x.dtype == torch.float32 and x.isfinite().all() for x in grads)
 
 
-def some(dtype: torch.dtype = torch.bfloat16, **options: Any) -> operands.Call:
-    return operands.of(*qkv(dtype=dtype), "auto", **options)
+def some(dtype: torch.dtype = torch.bfloat16, **options: Any) -> operands.Operands:
+    return operands.operands(*qkv(dtype=dtype), "auto", options)
 
 
-CALLS: dict[str, Callable[[], operands.Call]] = {
+CALLS: dict[str, Callable[[], operands.Operands]] = {
     "plain": lambda: some(),
     "float32": lambda: some(torch.float32, causal=True),
     "float64": lambda: some(torch.float64),
@@ -158,11 +158,10 @@ CALLS: dict[str, Callable[[], operands.Call]] = {
         out_dtype="float32",
         deterministic=True,
     ),
-    "packed": lambda: operands.of(
+    "packed": lambda: operands.operands(
         *(cuda(65, h, 64, requires_grad=True) for h in (4, 2, 2)),
         "auto",
-        cu_q=torch.tensor(CU, device="cuda"),
-        cu_k=torch.tensor(CU, device="cuda", dtype=torch.int32),
+        {"cu_q": torch.tensor(CU, device="cuda"), "cu_k": torch.tensor(CU, device="cuda", dtype=torch.int32)},
     ),
 }
 
@@ -173,7 +172,7 @@ def test_opcheck(name: str) -> None:
 
 
 def test_opcheck_of_the_way_back() -> None:
-    given = operands.Call(*(x.detach() if torch.is_tensor(x) else x for x in CALLS["bias and sink"]()))
+    given = operands.Operands(*(x.detach() if torch.is_tensor(x) else x for x in CALLS["bias and sink"]()))
     out, lse = operators.ATTENTION(*given)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     for bias_grad, dlse in ((True, None), (False, torch.ones_like(lse))):

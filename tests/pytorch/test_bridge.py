@@ -14,10 +14,9 @@ pytest.importorskip("torch")
 import torch
 
 import flashtile as ft
-from flashtile import dispatch
-from flashtile.backends import native
-from flashtile.numerics.dtypes import BFLOAT16, FLOATS, carrier, name_of
-from flashtile.pytorch.bridge import Memory, to_numpy, to_torch
+from flashtile.backends.native import runner
+from flashtile.numerics.dtypes import BFLOAT16, FLOATS, name_of
+from flashtile.pytorch.bridge import TENSORS, to_numpy, to_torch
 from tests.pytorch.samples import BACKENDS, every_backend, randn
 
 
@@ -70,18 +69,25 @@ def test_an_array_keeps_its_tensor() -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_memory_of_a_tensor_comes_back_as_one(dtype: str) -> None:
-    made = Memory.empty((1, 2, 3, 4), carrier(dtype)).swapaxes(1, 2)
-    address = made.__array_interface__["data"][0]
-    assert name_of(made.dtype) == dtype
-    found = to_torch(made[0].swapaxes(0, 1))
-    assert found.data_ptr() == address and found.shape == (2, 3, 4) and not found._is_view()
-    assert found.dtype is getattr(torch, dtype) and found.is_contiguous()
-    part = to_torch(Memory.zeros((2, 2), np.float32)[:1])
-    assert part.tolist() == [[0, 0]] and part.untyped_storage().nbytes() == 8
+def test_results_are_plain_tensors(dtype: str) -> None:
+    make = TENSORS.maker((2, 3, 4), dtype, None)
+    found, other = make(), make()
+    assert found.shape == (2, 3, 4) and found.dtype is getattr(torch, dtype) and found.is_contiguous()
+    assert found.data_ptr() == TENSORS.address(found) != TENSORS.address(other) and not found._is_view()
+    TENSORS.clear(found)
+    assert not found.any()
 
 
-LARGE = (1, 1, native.MOST_ROWS + 1, 2)  # more rows than a call has that is remembered
+def test_a_copy_that_the_core_can_read() -> None:
+    memory = torch.zeros(9, dtype=torch.uint8)
+    odd = memory[1:].view(torch.uint8)
+    between = torch.empty(0, dtype=torch.float32).set_(odd.untyped_storage(), 0, (2,))
+    for x in (torch.ones(4, 4).T, torch.ones(4)[::2], between):
+        y = TENSORS.contiguous(x)
+        assert y.is_contiguous() and y.data_ptr() % 4 == 0 and torch.equal(x, y)
+
+
+LARGE = (1, 1, (1 << 14) + 1, 2)
 
 
 @every_backend
@@ -112,16 +118,15 @@ def test_so_can_those_of_packed_calls_and_of_plans() -> None:
 
 @pytest.mark.skipif("native" not in BACKENDS, reason="no compiled core")
 def test_results_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large ones would notice."""
     made: list[int] = []
-    plain = native.forward
+    plain = runner.Runner.forward
 
     def listen(*args: Any, **more: Any) -> Any:
         found = plain(*args, **more)
-        made.extend(x.__array_interface__["data"][0] for x in found)
+        made.extend(x.data_ptr() for x in found)
         return found
 
-    monkeypatch.setattr(dispatch.TABLE[0].load(), "forward", listen)
+    monkeypatch.setattr(runner.Runner, "forward", listen)
     q = randn(*LARGE, dtype=torch.float32)
     found = ft.attention(q, q[:, :, :1], q[:, :, :1], return_lse=True)
     assert [x.data_ptr() for x in found] == made

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from flashtile.backends.gpu.start import Series  # noqa: E402
 from flashtile.backends.triton import tuning  # noqa: E402
-from flashtile.pytorch import calls as prepared  # noqa: E402
+from flashtile.pytorch import calls as cache  # noqa: E402
 from flashtile.pytorch import interception, operands  # noqa: E402
 
 pytestmark = [
@@ -35,10 +35,10 @@ OPTIONS = {"causal": False, "window": None, "bias": None, "dropout": 0.0, "seed"
 @pytest.fixture(autouse=True)
 def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     row = next(row for row in dispatch.TABLE if row.name == "triton")
-    monkeypatch.setattr(prepared, "dispatch", SimpleNamespace(choose=lambda *_: row))
-    monkeypatch.setattr(prepared, "on_cpu", SimpleNamespace(work_out=prepared._on_gpu))
+    monkeypatch.setattr(cache, "dispatch", SimpleNamespace(choose=lambda *_: row))
+    monkeypatch.setattr(cache, "on_cpu", SimpleNamespace(prepare=cache._on_gpu))
     monkeypatch.setattr(tuning, "choose", lambda *_: tuning.Config(16, 16, 4, 1))
-    monkeypatch.setattr(prepared, "_known", {})
+    monkeypatch.setattr(cache, "_known", {})
 
 
 def tensors(n: int = 20, dim: int = 16, seed: int = 0) -> list[Any]:
@@ -47,12 +47,12 @@ def tensors(n: int = 20, dim: int = 16, seed: int = 0) -> list[Any]:
 
 
 def find(q: Any, k: Any, v: Any, **more: Any) -> tuple[Any, Any]:
-    return prepared.find(q, k, v, "auto", {**OPTIONS, **more})
+    return cache.find(q, k, v, "auto", {**OPTIONS, **more})
 
 
 def attention(q: Any, k: Any, v: Any, **more: Any) -> Any:
     run, inputs = find(q, k, v, **more)
-    return run.forward(inputs)[0].numpy()
+    return run.runner.forward(inputs)[0].numpy()
 
 
 def expected(q: Any, k: Any, v: Any, **more: Any) -> Any:
@@ -82,8 +82,8 @@ def test_other_options_are_prepared_anew(more: dict[str, Any]) -> None:
 def test_a_call_with_gradients_is_prepared_once(more: dict[str, Any]) -> None:
     """attention() looks at it before the operator does, and the way back after it."""
     given = tensors()
-    first, _ = prepared.find(*given, "auto", more)
-    assert prepared.find(*given, "auto", operands.of(*given, "auto", **more).options())[0] is first
+    first, _ = cache.find(*given, "auto", more)
+    assert cache.find(*given, "auto", operands.operands(*given, "auto", more).options())[0] is first
 
 
 def test_other_shapes_strides_and_alignments_are_prepared_anew() -> None:
@@ -124,7 +124,7 @@ def test_a_wrong_call_is_refused_after_a_right_one_too() -> None:
 def test_an_option_that_cannot_be_hashed() -> None:
     given = tensors()
     np.testing.assert_allclose(attention(*given, window=[3, 0]), expected(*given, window=(3, 0)), atol=1e-5)
-    assert not prepared._known
+    assert not cache._known
 
 
 def test_columns_apart_are_copied_each_time() -> None:
@@ -133,17 +133,17 @@ def test_columns_apart_are_copied_each_time() -> None:
     np.testing.assert_allclose(attention(apart, k, v), expected(q, k, v), atol=1e-5)
     apart.mul_(2)
     np.testing.assert_allclose(attention(apart, k, v), expected(q * 2, k, v), atol=1e-5)
-    assert not prepared._known
+    assert not cache._known
 
 
 def test_the_memory_does_not_fill(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared, "MOST", 3)
+    monkeypatch.setattr(cache, "MOST", 3)
     for n in range(1, 9):
         find(*tensors(n))
-    assert 1 <= sum(map(len, prepared._known.values())) <= 3
+    assert 1 <= sum(map(len, cache._known.values())) <= 3
     for _ in range(9):
         find(*(x.clone().requires_grad_(n % 2 == 0) for n, x in enumerate(tensors(1))))
-    assert 1 <= sum(map(len, prepared._known.values())) <= 3
+    assert 1 <= sum(map(len, cache._known.values())) <= 3
 
 
 def test_nothing_prepared_holds_a_tensor() -> None:
@@ -162,17 +162,17 @@ def test_gradients_of_any_layout() -> None:
     """A gradient that came by expand() has no strides; of rank 3 and packed calls it has the caller's layout."""
     q, k, v = tensors()
     run, inputs = find(q, k, v)
-    out, lse = run.forward(inputs)
+    out, lse = run.runner.forward(inputs)
     ones = torch.ones(1).expand(out.shape)
-    grads = run.backward(inputs, ones, out, lse, None)
+    grads = run.runner.backward(inputs, ones, out, lse, None)
     whole = ft.attention_backward(
         ones.contiguous().numpy(), *(x.numpy() for x in (q, k, v)), out.numpy(), lse.numpy(), backend="reference"
     )
     for found, exact in zip(grads[:3], whole[:3], strict=True):
         np.testing.assert_allclose(found.numpy(), exact, atol=1e-5)
     run, inputs = find(q[0], k[0], v[0])
-    out, lse = run.forward(inputs)
-    grads = run.backward(inputs, ones[0], out, lse, None)
+    out, lse = run.runner.forward(inputs)
+    grads = run.runner.backward(inputs, ones[0], out, lse, None)
     assert grads.dq.shape == q[0].shape and lse.shape == (2, 20)
     np.testing.assert_allclose(grads.dq.numpy(), whole.dq[0], atol=1e-5)
 
@@ -186,10 +186,10 @@ def test_wide_gradients_that_rows_or_heads_share(packed: bool, shared: str) -> N
     cu = torch.tensor([0, 7, 20], dtype=torch.int32)
     more = {"cu_q": cu, "cu_k": cu} if packed else {}
     run, inputs = find(q.half(), k.half(), v.half(), out_dtype="float32", **more)
-    out, lse = run.forward(inputs)
+    out, lse = run.runner.forward(inputs)
     dout = x.narrow(int((shared == "heads") == packed), 0, 1).expand(x.shape)
     assert dout.stride(-1) == 1
-    found, wanted = (run.backward(inputs, each, out, lse, None) for each in (dout, dout.contiguous()))
+    found, wanted = (run.runner.backward(inputs, each, out, lse, None) for each in (dout, dout.contiguous()))
     for a, b in zip(found[:3], wanted[:3], strict=True):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
 
@@ -226,7 +226,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def recall(q: Any, k: Any, v: Any, **options: Any) -> Any:
-    return prepared.recall(q, k, v, "auto", options)
+    return cache.recall(q, k, v, "auto", options)
 
 
 def test_a_call_like_one_before_is_recalled(given: list[Any]) -> None:
@@ -242,7 +242,8 @@ def test_a_call_like_one_before_is_recalled(given: list[Any]) -> None:
     assert recall(*given, causal=True) is not known
     sink = torch.empty(2, device="meta")
     ft.attention(*given, sink=sink)
-    inputs = recall(*given, sink=sink, seed=3).inputs(*given, {"sink": sink, "seed": 3})
+    assert recall(*given, sink=sink, seed=3) is recall(*given, sink=sink)
+    inputs = cache.inputs(*given, {"sink": sink, "seed": 3})
     assert inputs.sink is sink and inputs.seed == 3 and inputs.q is given[0] and inputs.bias is None
 
 
@@ -298,7 +299,7 @@ def test_a_tensor_that_comes_twice(twice: str, training: bool, given: list[Any])
         out = calls[twice](*fresh)
         if training:
             out.backward(torch.empty_like(out))
-    assert sum(map(len, prepared._known.values())) == 1
+    assert sum(map(len, cache._known.values())) == 1
     if "cu" not in twice:
         assert recall(*(torch.empty_like(x, requires_grad=training) for x in given)) is None
 
@@ -346,27 +347,27 @@ def test_numbers_that_may_change_are_read_each_time(kind: Any, given: list[Any])
     for options in ({"window": (number, 0)}, {"band": ft.Band(number, 0, 0)}, {"threads": number}):
         ft.attention(*given, **options)
         assert recall(*given, **options) is None
-    assert not prepared._known
+    assert not cache._known
     ft.attention(*given, window=(np.int64(2), 0), scale=np.float64(0.5), out_dtype=np.float32)
     assert recall(*given, window=(np.int64(2), 0), scale=np.float64(0.5), out_dtype=np.float32) is not None
 
 
 def test_few_calls_share_a_key(given: list[Any]) -> None:
-    for n in range(3 * prepared.MOST_OF_A_KEY):
+    for n in range(3 * cache.MOST_OF_A_KEY):
         q = torch.empty(1, 2, 20, 16 + n, device="meta")[..., :16]
         ft.attention(q, *given[1:])
-    assert [len(found) for found in prepared._known.values()] == [prepared.MOST_OF_A_KEY]
+    assert [len(found) for found in cache._known.values()] == [cache.MOST_OF_A_KEY]
     assert recall(q, *given[1:]) is not None
 
 
 def test_factors_of_8_bits_are_looked_at_each_time(given: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """What is remembered of them is one tensor, which is not what a caller may give."""
     row = next(row for row in dispatch.TABLE if row.name == "gluon")
-    monkeypatch.setattr(prepared, "dispatch", SimpleNamespace(choose=lambda *_: row))
+    monkeypatch.setattr(cache, "dispatch", SimpleNamespace(choose=lambda *_: row))
     given = [torch.empty(1, 2, 64, 64, device="meta", dtype=torch.float8_e4m3fn) for _ in range(3)]
     factors = tuple(torch.empty((), device="meta") for _ in range(3))
     ft.attention(*given, descale=factors)
-    assert prepared._known
+    assert cache._known
     with pytest.raises(ft.ShapeError, match="descale: expected three factors"):
         ft.attention(*given, descale=torch.empty(1, 1, 3, device="meta"))
 
@@ -443,7 +444,7 @@ def test_calls_of_a_subclass_are_not_recalled(given: list[Any]) -> None:
     with torch.inference_mode():  # where tensors are the same to the dispatcher before the operator and within
         mine = [x.clone().as_subclass(Subclass) for x in given]
         with torch._C.DisableTorchFunctionSubclass():
-            prepared.find(*mine, "auto", {})
+            cache.find(*mine, "auto", {})
         assert recall(*mine) is None
     parameters = [torch.nn.Parameter(x, requires_grad=False) for x in given]
     ft.attention(*parameters)
@@ -454,8 +455,8 @@ def test_algorithms_that_have_to_be_deterministic(given: list[Any]) -> None:
     ft.attention(*given)
     torch.use_deterministic_algorithms(True)
     try:
-        count = sum(map(len, prepared._known.values()))
+        count = sum(map(len, cache._known.values()))
         ft.attention(*given)
-        assert sum(map(len, prepared._known.values())) == count + 1
+        assert sum(map(len, cache._known.values())) == count + 1
     finally:
         torch.use_deterministic_algorithms(False)

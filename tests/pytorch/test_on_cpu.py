@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 import flashtile as ft
 from flashtile.backends import native
-from flashtile.backends.native.runner import Prepared
+from flashtile.backends.native import runner
 from flashtile.host import threads
 
 torch = pytest.importorskip("torch")
@@ -146,9 +147,16 @@ def test_lengths_are_looked_at_each_time(dtype: Any) -> None:
             ft.attention(*given, causal=True, kv_lengths=torch.tensor(wrong, dtype=dtype))
 
 
-def test_other_backends_and_large_calls_are_not_kept() -> None:
+def test_large_calls_are_kept_too() -> None:
+    large = (1, 1, 1 << 15, 2)
+    wanted = ft.attention(*tensors(shape=large), window=(3, 0))
+    for _ in range(2):
+        assert torch.equal(ft.attention(*tensors(shape=large), window=(3, 0)), wanted)
+    assert known() == 1
+
+
+def test_other_backends_and_copies_are_not_kept() -> None:
     ft.attention(*tensors(), backend="tiles")
-    ft.attention(*tensors(shape=(1, 1, native.MOST_ROWS + 1, 2)))
     ft.attention(*(x[..., ::2] for x in tensors()))  # copied first
     ft.attention(*(x[:, :, :0] for x in tensors()))
     assert known() == 0
@@ -156,13 +164,12 @@ def test_other_backends_and_large_calls_are_not_kept() -> None:
 
 def test_torch_says_how_many_threads_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
-    plain = Prepared.__call__
 
-    def listen(self: Prepared, n: int, *rest: Any) -> None:
-        told.append(n)
-        plain(self, n, *rest)
+    def forward(words: Any) -> int:
+        told.append(words[runner.THREADS])
+        return 0
 
-    monkeypatch.setattr(Prepared, "__call__", listen)
+    monkeypatch.setattr(runner.library, "load", lambda: SimpleNamespace(ft_forward=forward, ft_backward=None))
     monkeypatch.setattr(threads, "asked_for", lambda: None)
     before = torch.get_num_threads()
     try:

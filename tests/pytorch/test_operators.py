@@ -23,9 +23,9 @@ from tests.pytorch.samples import every_backend, randn
 CU_Q, CU_K = torch.tensor([0, 3, 9]), torch.tensor([0, 5, 11], dtype=torch.int32)
 
 
-def some(dtype: torch.dtype = torch.float64, grad: bool = True, **options: Any) -> operands.Call:
+def some(dtype: torch.dtype = torch.float64, grad: bool = True, **options: Any) -> operands.Operands:
     q, k, v = (randn(*shape, dtype=dtype, requires_grad=grad) for shape in ((2, 4, 9, 8), (2, 2, 11, 8), (2, 2, 11, 6)))
-    return operands.of(q, k, v, options.pop("backend", "auto"), **options)
+    return operands.operands(q, k, v, options.pop("backend", "auto"), options)
 
 
 CALLS = {
@@ -46,13 +46,12 @@ CALLS = {
     ),
     "a seed in a tensor": lambda: some(dropout=0.2, seed=torch.tensor(-5)),
     "no gradients": lambda: some(grad=False),
-    "packed": lambda: operands.of(
+    "packed": lambda: operands.operands(
         *(randn(*shape, requires_grad=True) for shape in ((9, 4, 8), (11, 2, 8), (11, 2, 6))),
         "auto",
-        cu_q=CU_Q,
-        cu_k=CU_K,
-        bias=randn(2, 1, 6, 6, requires_grad=True),
+        {"cu_q": CU_Q, "cu_k": CU_K, "bias": randn(2, 1, 6, 6, requires_grad=True)},
     ),
+    "window": lambda: some(window=(None, 3)),
     **{
         dtype: lambda dtype=dtype: some(getattr(torch, dtype), out_dtype="float64" if dtype == "float64" else "float32")
         for dtype in FLOATS
@@ -77,13 +76,9 @@ def test_opcheck_of_the_way_back(backend: str) -> None:
 
 
 def test_schema_and_call_name_the_same_arguments() -> None:
-    assert tuple(argument.name for argument in operators.ATTENTION._schema.arguments) == operands.Call._fields
+    assert tuple(argument.name for argument in operators.ATTENTION._schema.arguments) == operands.Operands._fields
     tensors = re.findall(r"Tensor\??\s(\w+)", operands.SCHEMA)
-    assert (
-        tuple(tensors)
-        == operands.Call._fields[: operands.N_TENSORS]
-        == ("q", "k", "v", *operands.TENSORS, "seed_tensor")
-    )
+    assert tuple(tensors) == operands.Operands._fields[: len(tensors)] == operands.TENSORS
     assert {*tensors} - {"seed_tensor"} == set(inputs.TENSORS)
 
 
@@ -93,10 +88,10 @@ def test_a_call_is_its_options_again() -> None:
         {"band": ft.Band(1, 2, -3), "seed": 2**63, "out_dtype": torch.float32, "scale": 0.1, "deterministic": True},
     ):
         q = randn(3, 4)
-        again = operands.of(q, q, q, "tiles", **options).options()
+        again = operands.operands(q, q, q, "tiles", options).options()
         assert again == options | ({"out_dtype": "float32"} if "out_dtype" in options else {})
         assert list(again) == [name for name in signature(ft.attention).parameters if name in options]
-    assert operands.of(q, q, q, "tiles").options() == {}
+    assert operands.operands(q, q, q, "tiles", {}).options() == {}
 
 
 @pytest.mark.parametrize("where", ["meta", "fake", "fake cuda"])
@@ -275,7 +270,7 @@ def test_rows_of_no_sequence(device: str) -> None:
 def test_torch_may_ask_for_determinism(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(
-        run, "output", lambda q, k, v, backend, options: seen.append(options.get("deterministic", False))
+        run, "forward", lambda q, k, v, backend, options, _: [seen.append(options.get("deterministic", False))]
     )
     x = torch.zeros(2, 3, 4)
     torch.use_deterministic_algorithms(asked)

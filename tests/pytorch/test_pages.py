@@ -6,13 +6,12 @@ import mmap
 import sys
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 
 from flashtile.pytorch import pages
-from flashtile.pytorch.bridge import Memory, to_torch
+from flashtile.pytorch.bridge import maker
 
 
 @pytest.fixture
@@ -24,9 +23,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
 def test_large_memory_asks(asked: list[tuple[Any, ...]]) -> None:
-    Memory.empty((pages.LARGE // 4 - 1,), np.float32)
+    maker((pages.LARGE // 4 - 1,), "float32")()
     assert not asked
-    made = to_torch(Memory.empty((pages.LARGE,), np.float32))
+    made = maker((pages.LARGE,), "float32")()
     ((begin, size, _),) = asked
     assert begin % mmap.PAGESIZE == 0 and 0 <= begin - made.data_ptr() < mmap.PAGESIZE
     assert begin + size == made.data_ptr() + made.nbytes
@@ -36,10 +35,10 @@ def test_where_nobody_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "toaster")
     assert pages._advise.__wrapped__() is None
     monkeypatch.setattr(pages, "_advise", lambda: None)
-    assert Memory.zeros((pages.LARGE,), np.float32).sum() == 0
+    assert maker((pages.LARGE,), "float32")().zero_().sum() == 0
 
 
 def test_a_real_system_takes_it() -> None:
-    x = Memory.empty((pages.LARGE,), np.float32)
-    x.fill(1)
+    x = maker((pages.LARGE,), "float32")()
+    x.fill_(1)
     assert x.sum() == pages.LARGE

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 import flashtile as ft  # noqa: E402
 from flashtile.compat.flash_attn import flash_attn_func  # noqa: E402
 from flashtile.compat.sdpa import scaled_dot_product_attention  # noqa: E402
-from flashtile.pytorch import calls, operands, operators  # noqa: E402
+from flashtile.pytorch import calls, entry, operands, operators  # noqa: E402
 from tests.pytorch.samples import every_backend, randn  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -169,7 +169,7 @@ def test_outside_of_graphs_the_number_is_read_at_once() -> None:
 
 def test_a_seed_that_only_kernels_read_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one on a GPU is."""
-    monkeypatch.setattr(operands, "settled_seed", lambda seed: seed)
+    monkeypatch.setattr(entry, "settled_seed", lambda seed: seed)
     calls._known.clear()
     for _ in range(2):  # a call that is known the second time
         given, seed = qkv(), tensor(5)
@@ -185,7 +185,7 @@ def test_a_seed_that_only_kernels_read_is_saved(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_operator_saves_it() -> None:
     given, seed = qkv(), tensor(5)
-    out, _ = operators.ATTENTION(*operands.of(*given, "auto", causal=True, dropout=0.5, seed=seed))
+    out, _ = operators.ATTENTION(*operands.operands(*given, "auto", {"causal": True, "dropout": 0.5, "seed": seed}))
     found = [out.detach(), *torch.autograd.grad(out.square().sum(), given, retain_graph=True)]
     assert equal(found, passes(drop, 5))
     seed.zero_()

@@ -12,8 +12,9 @@ import numpy as np
 
 import flashtile as ft
 from flashtile.backends import reference
+from flashtile.checks.shapes import check_gradients
 from flashtile.numerics.dtypes import accumulator, carrier, name_of, narrow, widen
-from flashtile.problem import Problem, check_gradients, describe
+from flashtile.problem import Problem, describe
 
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink")

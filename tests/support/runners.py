@@ -16,8 +16,8 @@ import pytest
 import flashtile as ft
 from flashtile import dispatch
 from flashtile.backends import tiles
+from flashtile.checks.shapes import check_gradients
 from flashtile.numerics.dtypes import name_of, narrow
-from flashtile.problem import check_gradients
 from tests.support.grid import Call
 
 
@@ -132,7 +132,7 @@ def missing(name: str) -> str | None:
     """Why a backend cannot run here, in the words of the dispatch table."""
     for row in dispatch.TABLE:
         if row.name == name.split()[0]:
-            return row.missing() if hasattr(row.load(), "forward") else "it is not there"
+            return row.missing() if hasattr(row.load(), "prepare") else "it is not there"
     return None
 
 

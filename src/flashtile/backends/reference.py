@@ -6,11 +6,15 @@ dtype", whose error is the yardstick for every other backend.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import numpy as np
 
+from flashtile.backends.once import Once
 from flashtile.cost.tiling import Tiling
+from flashtile.host.arrays import Arrays
+from flashtile.inputs import Inputs
 from flashtile.numerics.dtypes import QUIET, Array, narrow, widen
 from flashtile.numerics.head import Head, Scores, guarded_product, heads
 from flashtile.numerics.softmax import pivot
@@ -122,3 +126,8 @@ def _weights(
         if s.visible is not None:  # 0 already, unless a NaN elsewhere in the row got into its m
             P = np.where(s.visible, P, real(0))
     return Scores(P, None, s.visible), s.slope, lse, of_sink
+
+
+def prepare(problem: Problem, arrays: Arrays) -> tuple[Once, Inputs]:
+    """A runner of this one call."""
+    return Once(sys.modules[__name__], problem, arrays), Inputs.of(problem)

@@ -6,13 +6,17 @@ state, head.py what a score is; here they meet. Nothing in SRAM is larger than a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from flashtile.backends.once import Once
 from flashtile.band import Kind
+from flashtile.host.arrays import Arrays
+from flashtile.inputs import Inputs
 from flashtile.numerics import schedule
 from flashtile.numerics.dtypes import QUIET, Array, widen
 from flashtile.numerics.head import Head, guarded_product, heads
@@ -156,7 +160,8 @@ class Backward(Machine):
 
     @property
     def scale(self) -> float:
-        return self.head.problem.scale
+        scale: float = self.head.problem.scale
+        return scale
 
 
 class Standard(Machine):
@@ -291,3 +296,8 @@ def _delta(head: Head, grid: Grid, dout: Array, out: Array, lse: Array, dlse: Ar
     if dlse is not None:
         D = D - head.queries(dlse)
     return np.where(np.isneginf(head.queries(lse)), real(0), D)
+
+
+def prepare(problem: Problem, arrays: Arrays) -> tuple[Once, Inputs]:
+    """A runner of this one call."""
+    return Once(sys.modules[__name__], problem, arrays), Inputs.of(problem)

@@ -1,27 +1,23 @@
-"""Whether an argument is what it should be, each by itself; problem.py has what they are to each other."""
+"""Checks of arguments that are no options: which library, storage, shapes and dtypes by themselves."""
 
 from __future__ import annotations
 
 import math
 import numbers
-import operator
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from flashtile.band import FAR, Band
+from flashtile.band import FAR
+from flashtile.checks.numbers import LARGEST, TEXT, check_integer, check_real
+from flashtile.checks.options import INTEGERS, name_of_any
 from flashtile.cost.hardware import Hardware
 from flashtile.errors import DTypeError, ShapeError
-from flashtile.host.threads import MOST as MOST_THREADS
 from flashtile.numerics.dtypes import EIGHT_BITS, FLOATS, name_of
+from flashtile.options import PLAIN_ARRAYS
 
-LARGEST = {"float32": float(np.finfo(np.float32).max), "float64": sys.float_info.max}
 MOST_ELEMENTS = 1 << 60  # NumPy counts bytes by 63 bits
-TEXT = (str, bytes, bytearray)  # sequences all of them, but never of numbers that somebody meant
-INTEGERS = ("int32", "int64")
-ARRAYS = ("mask", "bias", "alibi", "sink", "kv_lengths")  # among the options
 
 
 def library_of(q: Any, first: str = "q") -> str:
@@ -82,7 +78,7 @@ def check_stored(tensors: Mapping[str, Any]) -> None:
 
 def check_numpy(q: Any, options: Mapping[str, Any], /, **others: Any) -> None:
     """That all of them, and those among the options, are NumPy arrays."""
-    if library(q, **others, **{name: options.get(name) for name in ARRAYS}) != "numpy":
+    if library(q, **others, **{name: options.get(name) for name in PLAIN_ARRAYS}) != "numpy":
         raise DTypeError(f"q: expected a NumPy array, got {type(q).__name__}")
 
 
@@ -132,7 +128,7 @@ def listed(name: str, x: Any, like: Any) -> Any:
     """Starts or lengths, if in a list, as an array of the library of `like` and where that is."""
     if not isinstance(x, list | tuple):
         return x
-    integers = [_integer(name, n, 0, FAR) for n in x]
+    integers = [check_integer(name, n, 0, FAR) for n in x]
     if library_of(like) == "numpy":
         return np.array(integers, np.int64)
     import torch
@@ -179,13 +175,13 @@ def check_rows(rows: Any, n_q: int) -> Any:
 
 def check_size(name: str, value: Any) -> int:
     """A block or chunk size: an integer of at least 1."""
-    return _integer(name, value, 1, FAR)
+    return check_integer(name, value, 1, FAR)
 
 
 def check_shape(name: str, shape: Any) -> tuple[int, ...]:
     if isinstance(shape, TEXT) or not isinstance(shape, Sequence):
         raise DTypeError(f"{name}: expected a sequence of lengths, got {type(shape).__name__}")
-    lengths = tuple(_integer(name, n, 0, FAR) for n in shape)
+    lengths = tuple(check_integer(name, n, 0, FAR) for n in shape)
     if len(lengths) > 4:
         raise ShapeError(f"{name}: expected at most 4 axes, got {lengths}")
     if math.prod(lengths) >= MOST_ELEMENTS:
@@ -209,62 +205,13 @@ def check_hardware(hardware: Any) -> None:
 def to_host(name: str, x: Any) -> Any:
     """Starts or lengths that may be in a tensor on any device, where describe() looks at their values."""
     if isinstance(x, list | tuple):
-        return np.array([_integer(name, n, 0, FAR) for n in x], np.int64)
+        return np.array([check_integer(name, n, 0, FAR) for n in x], np.int64)
     if not hasattr(x, "cpu") or name_of(x.dtype) not in INTEGERS:
         return x
     if x.device.type == "meta":
         raise DTypeError(f"{name}: expected a tensor with values, got one on {x.device}")
     check_stored({name: x})
     return x.to("cpu", copy=True).numpy()  # which fixes the size of a storage, and so not of that of the caller
-
-
-def check_ends(causal: Any, window: Any, band: Any, most: int | None = FAR) -> tuple[Any, ...]:
-    """causal, and the left, right and offset of a band; a window has no offset, and None where it has no end.
-
-    most: None in a graph of torch's, where lengths that have a limit would not be of any length.
-    """
-    causal = check_flag("causal", causal)
-    if band is not None:
-        if not isinstance(band, Band):
-            raise DTypeError(f"band: expected a flashtile.Band, got {type(band).__name__}")
-        if causal or window is not None:
-            raise ShapeError("band: expected no causal or window beside it, the band says it all")
-        ends = (("left", band.left), ("right", band.right), ("offset", band.offset))
-        return causal, *(_integer(f"band.{name}", x, None if most is None else -most, most) for name, x in ends)
-    if window is None:
-        return causal, None, None, None
-    if not isinstance(window, Sequence) or isinstance(window, TEXT) or len(window) != 2:
-        raise ShapeError(f"window: expected a pair (left, right), got {window!r}")
-    return causal, *(None if x is None else _integer("window", x, 0, most) for x in window), None
-
-
-def check_numbers(
-    scale: Any, softcap: Any, dropout: Any, seed: Any, deterministic: Any, threads: Any
-) -> tuple[float | None, float, float, int, bool, int | None]:
-    """All of them, as numbers of Python's own."""
-    return (
-        None if scale is None else _number("scale", scale),
-        _at_least_zero("softcap", softcap),
-        _probability(dropout),
-        _integer("seed", seed, 0, 2**64 - 1),
-        check_flag("deterministic", deterministic),
-        None if threads is None else _integer("threads", threads, 1, MOST_THREADS),
-    )
-
-
-def is_tensor(x: Any) -> bool:
-    """Of torch's, which need not be there."""
-    return hasattr(x, "__torch_function__")
-
-
-def check_seed(seed: Any, q: Any) -> None:
-    """Of a seed in a tensor: that it is one number of 64 bits, where q is or on the host."""
-    if name_of(seed.dtype) != "int64":
-        raise DTypeError(f"seed: expected int64, got {name_of(seed.dtype)}")
-    if tuple(seed.shape) not in ((), (1,)):
-        raise ShapeError(f"seed: expected shape () or (1,), got {tuple(seed.shape)}")
-    if seed.device != q.device and seed.device.type != "cpu":
-        raise DTypeError(f"seed: expected a tensor on {q.device} like q, or on a CPU, got one on {seed.device}")
 
 
 def check_descale(descale: Any, q: Any) -> tuple[Any, Any, Any]:
@@ -275,7 +222,7 @@ def check_descale(descale: Any, q: Any) -> tuple[Any, Any, Any]:
     whole = None
     for x in descale:
         if x is None or isinstance(x, numbers.Real):
-            factor = _number("descale", x)
+            factor = check_real("descale", x)
             if abs(factor) > LARGEST["float32"]:
                 raise ShapeError(f"descale: expected a number within float32, got {factor}")
             checked.append(factor)
@@ -289,73 +236,3 @@ def check_descale(descale: Any, q: Any) -> tuple[Any, Any, Any]:
             raise ShapeError(f"descale: expected shape () or (batch, kv_heads), got {shape}")
         checked.append(x)
     return checked[0], checked[1], checked[2]
-
-
-def check_flag(name: str, value: Any) -> bool:
-    if value is True or value is False:
-        return value
-    if isinstance(value, np.bool_):
-        return bool(value)
-    raise DTypeError(f"{name}: expected True or False, got {value!r}")
-
-
-def _number(name: str, value: Any) -> float:
-    if type(value) is not float:
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise DTypeError(f"{name}: expected a number, got {type(value).__name__}")
-        most = LARGEST["float64"]
-        if isinstance(value, numbers.Rational) and (value < -most or not value <= most):
-            raise ShapeError(f"{name}: expected a finite number, got one too large for a float")
-    number = float(value)
-    if not -math.inf < number < math.inf:  # math.isfinite() of a symbol is beyond torch.compile
-        raise ShapeError(f"{name}: expected a finite number, got {value}")
-    return number
-
-
-def _at_least_zero(name: str, value: Any) -> float:
-    number = _number(name, value)
-    if number < 0:
-        raise ShapeError(f"{name}: expected a number of at least 0, got {value}")
-    return number
-
-
-def _probability(value: Any) -> float:
-    number = _at_least_zero("dropout", value)
-    if number >= 1:
-        raise ShapeError(f"dropout: expected a probability below 1, got {value}")
-    return number
-
-
-def _integer(name: str, value: Any, low: int | None, high: int | None) -> int:
-    """None: no limit that way."""
-    if type(value).__name__ == "SymInt":  # in a graph of torch's: the operator checks it when it has a value
-        return value  # type: ignore[no-any-return]
-    number: int | None = value
-    if type(value) is not int:  # so it seems to be while torch.compile traces, and index() of a symbol would settle it
-        try:
-            number = None if isinstance(value, bool) else operator.index(value)
-        except TypeError:  # of a fraction, or of an array of several
-            number = None
-    if number is None:
-        raise DTypeError(f"{name}: expected an integer, got {type(value).__name__}")
-    if (low is not None and number < low) or (high is not None and number > high):
-        wanted = f"of at least {low}" if high is None else f"from {low} to {high}"
-        got = value if abs(number) < 1 << 128 else "a number of very many digits"  # Python refuses to write some
-        raise ShapeError(f"{name}: expected an integer {wanted}, got {got}")
-    return number
-
-
-def dtype_of(name: str, x: Any) -> str:
-    """The name of an array's dtype."""
-    try:
-        return name_of(x.dtype)
-    except AttributeError:
-        raise DTypeError(f"{name}: expected an array, got {type(x).__name__}") from None
-
-
-def name_of_any(dtype: Any) -> str:
-    """Also of what is no dtype at all."""
-    try:
-        return name_of(dtype)
-    except TypeError:  # it cannot be hashed
-        return type(dtype).__name__

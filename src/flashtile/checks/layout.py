@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from flashtile.checks.arguments import check_choice, is_tensor, library
+from flashtile.checks.arguments import check_choice, library
+from flashtile.checks.options import is_tensor
+from flashtile.checks.shapes import broadcastable
 from flashtile.errors import DTypeError, ShapeError
 from flashtile.numerics.dtypes import name_of
-from flashtile.problem import broadcastable
 
 LAYOUTS = ("bhnd", "bnhd")  # (batch, heads, length, dim), and lengths before heads
 MOST_HEADS = 256  # more than any model has

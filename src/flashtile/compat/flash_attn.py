@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from flashtile.api import attention, attention_packed
-from flashtile.checks.arguments import check_flag, library
+from flashtile.checks.arguments import library
+from flashtile.checks.numbers import check_flag
 from flashtile.compat import weights
 from flashtile.compat.errors import as_theirs
 from flashtile.compat.kv_cache import check_alike, check_integers, check_table, find, hidden, paged, used_pages
@@ -308,7 +309,7 @@ def _parts(name: str, x: Tensor, count: int, axes: int) -> tuple[Tensor, ...]:
 def _dense(q: Tensor, k: Tensor, v: Tensor, with_lse: bool, options: dict[str, Any]) -> Any:
     """The output, or that and the lse."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    found = attention(q, k, v, return_lse=with_lse, layout="bhnd", **options)
+    found: Any = attention(q, k, v, return_lse=with_lse, layout="bhnd", **options)
     if not with_lse:
         return found.transpose(1, 2).contiguous()
     out, lse = found

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from flashtile.api import attention, attention_packed
 from flashtile.band import Band
-from flashtile.checks.arguments import check_flag
+from flashtile.checks.numbers import check_flag
+from flashtile.checks.shapes import MAX_DIM
 from flashtile.compat.errors import check_tensors, theirs
 from flashtile.compat.options import dropped, masked
 from flashtile.errors import DTypeError, FlashtileError, ShapeError
-from flashtile.problem import MAX_DIM
 from flashtile.pytorch import subclasses
 from flashtile.pytorch.interception import reject_shards
 from flashtile.pytorch.operators import LIBRARY

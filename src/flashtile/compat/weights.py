@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashtile.api import attention, attention_packed
-from flashtile.problem import MAX_DIM
+from flashtile.checks.shapes import MAX_DIM
 
 ROUND = 128  # lengths are rounded up to multiples of it
 

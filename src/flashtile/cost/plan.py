@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashtile import dispatch
-from flashtile.api import Options
 from flashtile.backends import tiles
 from flashtile.band import FAR, Band, Kind, ceil_div, cuts
-from flashtile.checks.arguments import check_dtype, check_hardware, check_shape, is_tensor, to_host
+from flashtile.checks.arguments import check_dtype, check_hardware, check_shape, to_host
 from flashtile.checks.keywords import check_keywords
+from flashtile.checks.options import is_tensor
 from flashtile.cost import traffic
 from flashtile.cost.hardware import Hardware, Rates
 from flashtile.cost.tiling import Tiling
 from flashtile.numerics.dtypes import EIGHT_BITS, ITEMSIZE, Array, accumulator, carrier, wider
+from flashtile.options import DEFAULTS, OPTIONS, Options
 from flashtile.problem import Problem, describe
 
 if TYPE_CHECKING:
@@ -99,22 +100,12 @@ def plan(
     what the least time is there, and which tile that GPU would get. A device is "cpu", "cuda" or torch's own, whose
     number does not matter. On a CPU a device or dtype of torch's stands for tensors, any other for NumPy arrays.
     """
-    check_keywords("plan", options, Options.__annotations__)
+    check_keywords("plan", options, DEFAULTS.keys() - {"layout", "key_padding_mask"})
     tensors = any(type(x).__module__.partition(".")[0] == "torch" for x in (dtype, device))
     name, device = check_dtype(dtype), str(device).partition(":")[0]
     given = {"q_shape": q_shape, "k_shape": k_shape, "v_shape": k_shape if v_shape is None else v_shape}
     shapes = [check_shape(key, shape) for key, shape in given.items()]
-    stand_ins: dict[str, Any] = dict(options)
-    beside = accumulator(name) if name == EIGHT_BITS else name
-    for key, kind in (("mask", "bool"), ("bias", beside), ("alibi", beside), ("sink", beside)):
-        if isinstance(stand_ins.get(key), (tuple, list)):
-            stand_ins[key] = stand_in(check_shape(key, stand_ins[key]), kind)
-    stand_ins.pop("descale", None)  # whose numbers change nothing that is planned
-    if is_tensor(stand_ins.get("seed")):  # nor does that, and it may be on a GPU
-        del stand_ins["seed"]
-    stand_ins |= {"cu_q": cu_q, "cu_k": cu_k}
-    for key in ("cu_q", "cu_k", "kv_lengths"):
-        stand_ins[key] = to_host(key, stand_ins.get(key))
+    stand_ins = _stand_ins({**options, "cu_q": cu_q, "cu_k": cu_k}, name)
     if hardware is not None:
         check_hardware(hardware)
     problem = describe(*(stand_in(shape, name) for shape in shapes), **stand_ins)
@@ -154,6 +145,22 @@ def plan(
         kv_bytes=counts.kv_bytes,
         floor=None if hardware is None else Floor.under(flops, counts.least_bytes, hardware.rates),
     )
+
+
+def _stand_ins(options: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """The options of a call of this dtype, shapes replaced by arrays that have them."""
+    like_q = accumulator(dtype) if dtype == EIGHT_BITS else dtype
+    found: dict[str, Any] = {}
+    for name, x in options.items():
+        kind = OPTIONS[name].array
+        if kind == "factors" or (name == "seed" and is_tensor(x)):
+            continue  # values that change nothing in a plan, and may be on a GPU
+        if kind in ("bool", "like q") and isinstance(x, tuple | list):
+            x = stand_in(check_shape(name, x), "bool" if kind == "bool" else like_q)
+        elif kind == "integers":
+            x = to_host(name, x)
+        found[name] = x
+    return found
 
 
 def stand_in(shape: Sequence[int], dtype: str) -> Array:

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flashtile.api import Options
 from flashtile.backends import tiles
 from flashtile.band import Band, Kind
 from flashtile.checks.arguments import check_choice, check_head, check_numpy, check_size
 from flashtile.checks.keywords import check_keywords
+from flashtile.checks.shapes import check_gradients
 from flashtile.numerics.dtypes import Array, narrow
 from flashtile.numerics.schedule import FORWARD, Event, Grid, Tile
-from flashtile.problem import Problem, check_gradients, describe
+from flashtile.options import Options
+from flashtile.problem import Problem, describe
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.options import OPTIONS
+
 _HALVES = (torch.float16, torch.bfloat16)
 _CAST = {
     **dict.fromkeys(("q", "k", "v"), (*_HALVES, torch.float32)),
-    **dict.fromkeys(("bias", "alibi", "sink"), _HALVES),  # float32 is as welcome beside 16-bit inputs
+    # float32 is as welcome beside 16-bit inputs
+    **{name: _HALVES for name, option in OPTIONS.items() if option.array == "like q"},
 }
 
 

@@ -15,47 +15,80 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
+from flashtile.calls import inputs
+from flashtile.checks.arguments import check_stored
 from flashtile.errors import UnsupportedError
-from flashtile.pytorch import eight_bits, operators, run
-from flashtile.pytorch.operands import N_TENSORS, Call, Settings
+from flashtile.inputs import Inputs
+from flashtile.pytorch import calls, eight_bits, operators, run
+from flashtile.pytorch.interception import unwatched
+from flashtile.pytorch.operands import FIELDS, TENSORS, Operands, operands
 
-_NONE = Call(*(None for _ in Call._fields))
+_NONE = Operands(*(None for _ in FIELDS))
 
 
 class Attention(torch.autograd.Function):
-    """out and lse, and the way back: of Settings, q, k, v and the tensors among the options."""
+    """out and lse, and the way back: of an Entry, inputs, q, k, v and the tensors among the options."""
 
     @staticmethod
-    def forward(settings: Settings, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Any:
-        options = settings.options_with(others)
-        if settings.known is not None:
-            return run.again(settings.known, q, k, v, True, options)
-        return run.forward(q, k, v, settings.backend, options)
+    def forward(entry: calls.Entry, x: Inputs, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Any:
+        return entry.runner.forward(x, True)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.settings, *tensors = inputs
+        ctx.entry, x, *tensors = inputs
+        ctx.seed = x.seed if x.seed.__class__ is int else 0  # a tensor is among the others
         _save(ctx, *tensors, *output)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        q, k, v, *others, out, lse = ctx.saved_tensors
-        _, need_q, need_k, need_v, *need_others = ctx.needs_input_grad
-        settings = ctx.settings
-        needs = dict(zip(settings.names, need_others, strict=True)) if others else {}
+        *tensors, out, lse = ctx.saved_tensors
+        _, _, need_q, need_k, need_v, *need_others = ctx.needs_input_grad
+        entry = ctx.entry
+        needs = dict(zip(entry.names, need_others, strict=True)) if need_others else {}
         if dout is None:  # only the lse was used
             dout = torch.zeros_like(out)
-        dq, dk, dv, dbias, dsink = operators.attention_backward(
-            settings, needs.get("bias", False), dout, dlse, out, lse, q, k, v, *others
+        dq, dk, dv, dbias, dsink = _differentiate(
+            entry, ctx.seed, needs.get("bias", False), dout, dlse, out, lse, tensors
         )
         grads = {"bias": dbias, "sink": dsink}
         return (
+            None,
             None,
             dq if need_q else None,
             dk if need_k else None,
             dv if need_v else None,
             *(grads.get(name) if need else None for name, need in needs.items()),
         )
+
+
+def _differentiate(
+    entry: calls.Entry,
+    seed: Any,
+    bias_grad: bool,
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    tensors: list[Tensor],
+) -> run.Grads:
+    """The operator; or what it runs, where autograd has nothing to record and nobody else is watching.
+
+    A compiler that traces the way back alone is watching. Hooks may bring back tensors that lie in another way.
+    """
+    q, k, v, *others = tensors
+    options = entry.options_with(others, seed)
+    given = [dout, out, lse, *tensors]
+    if dlse is not None:
+        given.append(dlse)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not unwatched(given):
+        grads: operators.Five = operators.ATTENTION_BACKWARD(
+            dout, dlse, out, lse, bias_grad, *operands(q, k, v, entry.backend, options)
+        )
+        return grads
+    if not entry.fits_again(tuple(tensors)):
+        return run.backward(dout, dlse, out, lse, bias_grad, q, k, v, entry.backend, options)
+    check_stored({"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse}))
+    return run.differentiate(entry, inputs(q, k, v, options), options, dout, dlse, out, lse, bias_grad)
 
 
 # Attention.apply() without what torch does first: it binds the arguments to the signature of forward(), which takes
@@ -77,17 +110,17 @@ class _Forward(_Operator):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         _, *args = inputs
-        reject_gradients(args[0], Call(*ctx.needs_input_grad[1:]).alibi)
-        _save(ctx, *args[:N_TENSORS], *output)
-        ctx.settings = args[N_TENSORS:]
+        reject_gradients(args[0], Operands(*ctx.needs_input_grad[1:]).alibi)
+        _save(ctx, *args[: len(TENSORS)], *output)
+        ctx.numbers = args[len(TENSORS) :]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         *tensors, out, lse = ctx.saved_tensors
-        needs = Call(*ctx.needs_input_grad[1:])
+        needs = Operands(*ctx.needs_input_grad[1:])
         if dout is None:
             dout = torch.zeros_like(out)
-        grads = operators.ATTENTION_BACKWARD(dout, dlse, out, lse, needs.bias, *tensors, *ctx.settings)
+        grads = operators.ATTENTION_BACKWARD(dout, dlse, out, lse, needs.bias, *tensors, *ctx.numbers)
         named = zip(("q", "k", "v", "bias", "sink"), grads, strict=True)
         return None, *_NONE._replace(**{name: grad for name, grad in named if getattr(needs, name)})
 

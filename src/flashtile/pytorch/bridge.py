@@ -9,14 +9,18 @@ import ctypes
 import sys
 from collections.abc import Callable
 from functools import cache, lru_cache, partial
+from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flashtile.numerics.dtypes import BFLOAT16, Array
+from flashtile.host import threads
+from flashtile.host.arrays import Arrays
+from flashtile.numerics.dtypes import BFLOAT16, Array, name_of
 from flashtile.pytorch import pages
+from flashtile.pytorch.operands import number_of
 
 _GUARDS: Any = torch._C._dynamo.guards
 
@@ -29,51 +33,23 @@ class _Lent(ctypes.Array):  # type: ignore[type-arg]
     tensor: Tensor
 
 
-class _Made(_Lent):
-    """Likewise, of a tensor that nobody else has yet."""
-
-
 def to_numpy(x: Tensor) -> Array:
     """A view of a CPU tensor; bfloat16, which NumPy lacks, as flashtile's record of its bits."""
-    return _array(x, _Lent)
-
-
-def to_torch(x: Array) -> Tensor:
-    """A contiguous tensor with the values of an array: the one that Memory made for it, or a copy."""
-    found = x.base
-    while isinstance(found, np.ndarray):
-        found = found.base
-    if isinstance(found, _Made) and x.flags.c_contiguous and x.nbytes == found.tensor.nbytes:
-        tensor = found.tensor
-        return tensor if tensor.shape == x.shape else tensor.resize_(x.shape)  # no view, for which autograd has rules
-    copy = _empty(x.shape, x.dtype)
-    to_numpy(copy)[...] = x
-    return copy
-
-
-class Memory:
-    """Makes arrays as the module numpy does, but in tensors, which to_torch() gives back."""
-
-    @staticmethod
-    def empty(shape: tuple[int, ...], dtype: Any) -> Array:
-        return _array(_empty(shape, np.dtype(dtype)), _Made)
-
-    @staticmethod
-    def zeros(shape: tuple[int, ...], dtype: Any) -> Array:
-        made = Memory.empty(shape, dtype)
-        made.fill(0)
-        return made
-
-
-def _array(x: Tensor, lent: type[_Lent]) -> Array:
     dtype = _dtype(x.dtype)
     if not x.numel():  # it may lie nowhere
         return np.empty(tuple(x.shape), dtype)
-    memory: Any = lent.from_address(x.data_ptr())
+    memory: Any = _Lent.from_address(x.data_ptr())
     memory.tensor = x
     strides = None if x.is_contiguous() else [n * dtype.itemsize for n in x.stride()]
     array: Array = np.ndarray(x.shape, dtype, memory, 0, strides)
     return array
+
+
+def to_torch(x: Array) -> Tensor:
+    """A contiguous tensor with the values of an array."""
+    copy: Tensor = maker(x.shape, name_of(x.dtype))()
+    to_numpy(copy)[...] = x
+    return copy
 
 
 @cache
@@ -87,21 +63,35 @@ def _dtype(dtype: torch.dtype) -> np.dtype[Any]:
     return found
 
 
-@cache
-def _kind(dtype: np.dtype[Any]) -> torch.dtype:
-    """The other way round."""
-    found: torch.dtype = torch.bfloat16 if dtype == BFLOAT16 else getattr(torch, dtype.name)
-    return found
-
-
-def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Tensor:
-    made: Tensor = maker(shape, _kind(dtype))()
-    if made.nbytes >= pages.LARGE:
-        pages.make_large(made.data_ptr(), made.nbytes)
-    return made
-
-
 @lru_cache(1024)
-def maker(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Any]:
-    """What makes such tensors, contiguous, past the dispatcher."""
-    return partial(_GUARDS._empty_strided_cpu, shape, torch.empty(shape, device="meta").stride(), dtype)
+def maker(shape: tuple[int, ...], name: str, q_dtype: Any = None) -> Callable[[], Any]:
+    """What makes contiguous tensors like this, past the dispatcher."""
+    dtype = getattr(torch, name)
+    make = partial(_GUARDS._empty_strided_cpu, shape, torch.empty(shape, device="meta").stride(), dtype)
+    if prod(shape) * dtype.itemsize < pages.LARGE:
+        return make
+
+    def make_large() -> Any:
+        made = make()
+        pages.make_large(made.data_ptr(), made.nbytes)
+        return made
+
+    return make_large
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % x.element_size() else x
+
+
+TENSORS = Arrays(
+    address=Tensor.data_ptr,
+    layout=lambda x: (x.shape, x.stride(), x.dtype),
+    contiguous=_contiguous,
+    maker=maker,
+    clear=Tensor.zero_,
+    to_numpy=to_numpy,
+    from_numpy=to_torch,
+    number=number_of,
+    threads=lambda: threads.asked_for() or torch.get_num_threads(),
+)

@@ -1,8 +1,9 @@
-"""Calls that come again: what runs one is worked out once and found again by the tensors and options of the next."""
+"""The cache of calls of tensors: what runs a call, and the guard that recognises calls like it."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,143 +11,150 @@ from torch._C._dynamo.guards import TensorGuards
 
 from flashtile import dispatch
 from flashtile.backends.gpu.device import tf32
-from flashtile.calls import part_of_key
+from flashtile.calls import inputs, part_of_key
 from flashtile.checks.arguments import check_stored, elements_across
-from flashtile.inputs import TENSORS, Inputs
+from flashtile.inputs import Inputs
 from flashtile.numerics.dtypes import EIGHT_BITS
+from flashtile.options import ARRAYS
 from flashtile.problem import describe
 from flashtile.pytorch import on_cpu
 from flashtile.pytorch.interception import left_alone, never_hears, quiet, unwatched
-from flashtile.pytorch.operands import tensors_of
+from flashtile.pytorch.operands import constants, tensors_among, tensors_of
 
-MOST = 2048  # calls remembered; a cache that grows by a token a step would otherwise fill the memory
+MOST = 2048  # calls in the cache: one that grows by a token a step would otherwise fill the memory
 MOST_OF_A_KEY = 16  # each is looked at until one fits
-ALIGNED = 16  # bytes, that addresses are multiples of or not
-_OPTIONS = TENSORS[3:]
-_NONE = (None,) * len(_OPTIONS)
-_NO_ONE: tuple[Known, ...] = ()
-_MAY_BE_NONE = {*TENSORS, "window", "band", "scale", "out_dtype", "threads"}
-_inputs: Any = tuple.__new__  # Inputs._make() takes twice as long
+_ARRAYS = frozenset(ARRAYS)
+_MAY_BE_NONE = {*ARRAYS, "window", "band", "scale", "out_dtype", "threads"}
+_NO_ENTRIES: tuple[Entry, ...] = ()
 
 
-class Known(NamedTuple):
-    """What runs a call, and how a call like it is told.
+class Entry:
+    """A runner, the call it is for without its tensors, and the guard that recognises calls like that one.
 
-    alike is torch's own look at tensors: types, devices, dtypes, shapes, strides, which of them need gradients, and
-    what the dispatcher would do with them. It does not see where they lie: off is _off() of them, where that matters to
-    what runs the call; reach: how many elements there are from the first to the last one, and the bytes of each.
+    torch's guard compares types, devices, dtypes, shapes, strides, which tensors need gradients, and what the
+    dispatcher would do with them. Besides, `off` says by how many bytes addresses miss the alignment (None: not any of
+    three), and `reach` how many elements lie from the first to the last of each tensor, and the bytes of an element.
     """
 
-    alike: Any
-    anywhere: bool
-    off: tuple[int, ...] | None
-    reach: tuple[tuple[int, int], ...]
-    run: Any
-    with_others: bool  # whether any tensor comes with q, k and v
-    needs_gradients: bool
-    unwatched: bool
+    __slots__ = (
+        *("alignment", "backend", "constants", "guard", "names", "needs_gradients"),
+        *("off", "reach", "runner", "shared", "unwatched"),
+    )
 
-    def inputs(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Inputs:
-        others = map(options.get, _OPTIONS) if self.with_others else _NONE
-        made: Inputs = _inputs(Inputs, (q, k, v, *others, options.get("seed", 0)))
-        return made
+    def __init__(
+        self, backend: str, options: dict[str, Any], runner: Any, tensors: tuple[Tensor, ...], shared: bool
+    ) -> None:
+        """tensors: those of the call, each once. shared: whether one of them comes twice."""
+        self.backend, self.runner, self.shared = backend, runner, shared
+        self.names = tensors_among(options)
+        self.constants = constants(options)
+        self.needs_gradients = any(x.requires_grad for x in tensors)
+        self.guard: Any = None
+        if runner.lasting:
+            self.guard = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+            self.alignment = runner.alignment
+            self.off: tuple[int, ...] | None = _off(tensors, runner.alignment)
+            if len(tensors) == 3 and not any(self.off):
+                self.off = None
+            self.reach = tuple((elements_across(x), x.element_size()) for x in tensors)
+            self.unwatched = unwatched(tensors) and all(map(never_hears, tensors))
+
+    def fits(self, tensors: tuple[Tensor, ...]) -> bool:
+        """Whether the runner can run a call of these tensors, whose storage may have been freed or shrunk since."""
+        if not self.guard.check(*tensors):
+            return False
+        alignment = self.alignment
+        if len(tensors) == 3:  # as in most calls; a loop takes longer
+            (q, k, v), ((of_q, size), (of_k, _), (of_v, _)) = tensors, self.reach
+            at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+            return (
+                ((at_q | at_k | at_v) % alignment == 0 if self.off is None else self.off == _off(tensors, alignment))
+                and len(q.untyped_storage()) >= (q.storage_offset() + of_q) * size
+                and len(k.untyped_storage()) >= (k.storage_offset() + of_k) * size
+                and len(v.untyped_storage()) >= (v.storage_offset() + of_v) * size
+            )
+        if self.off != _off(tensors, alignment):
+            return False
+        for x, (across, size) in zip(tensors, self.reach, strict=True):
+            if len(x.untyped_storage()) < (x.storage_offset() + across) * size:
+                return False
+        return True
+
+    def fits_again(self, tensors: tuple[Tensor, ...]) -> bool:
+        """Whether it can run the backward pass of a call whose tensors come back like this from autograd."""
+        return self.guard is not None and not self.shared and self.fits(tensors)
+
+    def options_with(self, tensors: Iterable[Any], seed: int) -> dict[str, Any]:
+        """The options of a call with these tensors, in the order of their names, and this seed."""
+        found = self.constants | dict(zip(self.names, tensors, strict=True))
+        return found | {"seed": seed} if seed else found
 
 
-_known: dict[Any, list[Known]] = {}
+_known: dict[Any, list[Entry]] = {}
 
 
-def find(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Any, Inputs]:
-    """What runs this call, and the tensors to run it on. A wrong call is told so here.
+def find(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Entry | None, Inputs]:
+    """What runs this call, and its inputs; an error if the call is wrong.
 
     None where the backend does not multiply 8-bit tensors as they are.
     """
     key, tensors = _key(q, k, v, backend, options)
-    known = _recall(key, tensors)
-    if known is not None:
-        return known.run, known.inputs(q, k, v, options)
+    entry = _recall(key, tensors)
+    if entry is not None:
+        return entry, inputs(q, k, v, options)
     check_stored(tensors_of(q, k, v, options))
-    run, inputs, lasting = (on_cpu.work_out if q.is_cpu else _on_gpu)(q, k, v, backend, options)
-    if lasting:
-        _remember(key, tensors, run, any(x is not None for x in inputs[3:-1]))
-    return run, inputs
+    runner, given = (on_cpu.prepare if q.is_cpu else _on_gpu)(q, k, v, backend, options)
+    if runner is None:
+        return None, given
+    entry = Entry(backend, options, runner, tensors, len(tensors) < 3 + len(tensors_among(options)))
+    if runner.lasting:
+        _remember(key, entry)
+        given = inputs(q, k, v, options)
+    return entry, given
 
 
-def _on_gpu(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Any, Inputs, bool]:
-    """What on_cpu.work_out() is on a CPU."""
-    given = describe(q, k, v, **options)
-    row = dispatch.choose(given, backend, q.device.type)
-    if given.dtype == EIGHT_BITS and not row.eight_bits:
-        return None, Inputs.of(given), False
-    run, problem = row.prepare(given)
-    return run, Inputs.of(problem), problem is given
+def _on_gpu(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Any, Inputs]:
+    """What on_cpu.prepare() is on a CPU."""
+    problem = describe(q, k, v, **options)
+    row = dispatch.choose(problem, backend, q.device.type)
+    if problem.dtype == EIGHT_BITS and not row.eight_bits:
+        return None, Inputs.of(problem)
+    return row.prepare(problem)
 
 
 @left_alone
-def recall(q: Any, k: Any, v: Any, backend: str, options: dict[str, Any]) -> Known | None:
-    """A call like this one, which may be anything that a caller might give, where neither is watched; None without."""
+def recall(q: Any, k: Any, v: Any, backend: str, options: dict[str, Any]) -> Entry | None:
+    """The entry of a call, which may be anything that a caller might give, if nobody watches it; None without one."""
     if not quiet() or (options and options.get("descale") is not None):  # what is remembered of it is something else
         return None
     try:
-        known = _recall(*_key(q, k, v, backend, options))
+        entry = _recall(*_key(q, k, v, backend, options))
     except (AttributeError, RuntimeError, TypeError):  # not even a shape; or one that cannot be hashed
         return None
-    return known if known is not None and known.unwatched else None
+    return entry if entry is not None and entry.unwatched else None
 
 
-def _recall(key: Any, tensors: tuple[Tensor, ...]) -> Known | None:
-    for known in _known.get(key, _NO_ONE):
-        if (
-            known.alike.check(*tensors)
-            and (known.anywhere or known.off == _off(tensors))
-            and _stored(tensors, known.reach)
-        ):
-            return known
+def _recall(key: Any, tensors: tuple[Tensor, ...]) -> Entry | None:
+    for entry in _known.get(key, _NO_ENTRIES):
+        if entry.fits(tensors):
+            return entry
     return None
 
 
-def _remember(key: Any, tensors: tuple[Tensor, ...], run: Any, with_others: bool) -> None:
+def _remember(key: Any, entry: Entry) -> None:
     if key is None:
         return
     if sum(map(len, _known.values())) >= MOST:
         _known.clear()
-    known = Known(
-        TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None),
-        run.anywhere,
-        _off(tensors),
-        tuple((elements_across(x), x.element_size()) for x in tensors),
-        run,
-        with_others,
-        any(x.requires_grad for x in tensors),
-        unwatched(tensors) and all(map(never_hears, tensors)),
-    )
     found = _known.setdefault(key, [])
-    found.append(known)
+    found.append(entry)
     if len(found) > MOST_OF_A_KEY:
         del found[0]
 
 
-def _off(tensors: tuple[Tensor, ...]) -> tuple[int, ...] | None:
-    """By how many bytes tensors miss the alignment for which kernels are compiled; None where none of three does."""
-    if len(tensors) == 3:
-        q, k, v = tensors
-        if not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNED:
-            return None
-    return tuple(x.data_ptr() % ALIGNED for x in tensors)
-
-
-def _stored(tensors: tuple[Tensor, ...], reach: tuple[tuple[int, int], ...]) -> bool:
-    """Whether the storage of each holds it: it may have been freed, or shrunk, since the tensor was made."""
-    if len(tensors) == 3:  # as of most calls; a loop takes longer
-        (q, k, v), ((of_q, size), (of_k, _), (of_v, _)) = tensors, reach
-        return (
-            len(q.untyped_storage()) >= (q.storage_offset() + of_q) * size
-            and len(k.untyped_storage()) >= (k.storage_offset() + of_k) * size
-            and len(v.untyped_storage()) >= (v.storage_offset() + of_v) * size
-        )
-    for x, (across, size) in zip(tensors, reach, strict=True):
-        if len(x.untyped_storage()) < (x.storage_offset() + across) * size:
-            return False
-    return True
+def _off(tensors: tuple[Tensor, ...], alignment: int) -> tuple[int, ...]:
+    """By how many bytes addresses miss an alignment."""
+    return tuple(x.data_ptr() % alignment for x in tensors)
 
 
 def _key(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Any, tuple[Tensor, ...]]:
@@ -172,7 +180,7 @@ def _key(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any])
                 return None, (q, k, v)
         elif kind is bool or kind is float or kind is torch.dtype:  # as most are
             key += name, x, kind
-        elif (name in TENSORS or name == "seed") and isinstance(x, Tensor):
+        elif (name in _ARRAYS or name == "seed") and isinstance(x, Tensor):
             if x.is_nested:
                 return None, (q, k, v)
             key.append(name)

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.checks.arguments import ARRAYS, check_descale, library
+from flashtile.calls import inputs
+from flashtile.checks.arguments import check_descale, library
 from flashtile.checks.layout import doubt
+from flashtile.options import PLAIN_ARRAYS
 from flashtile.problem import describe
-from flashtile.pytorch import autocast, calls, eight_bits, operands, operators, run, subclasses
+from flashtile.pytorch import autocast, calls, eight_bits, operators, run, subclasses
 from flashtile.pytorch.autograd import record, reject_forward_mode, reject_gradients
 from flashtile.pytorch.interception import left_alone, reject_shards, unwatched
-from flashtile.pytorch.operands import Settings
-
-_ARRAYS = ("cu_q", "cu_k", *ARRAYS)
+from flashtile.pytorch.operands import operands, settled_seed, tensors_among
 
 
 def attention(
@@ -35,27 +35,33 @@ def attention(
         options["deterministic"] = True
     if torch.compiler.is_compiling():
         q, k, v, options = _as_operators_take_them(q, k, v, options)
-        subclasses.check_plain(
-            {"q": q, "k": k, "v": v, **{name: options[name] for name in operands.tensors_among(options)}}
-        )
-        # call.of() checks the numbers, the operator's fake the tensors
-        out, lse = operators.ATTENTION(*operands.of(q, k, v, backend, **options))
+        subclasses.check_plain({"q": q, "k": k, "v": v, **{name: options[name] for name in tensors_among(options)}})
+        # operands() checks the numbers, the operator's fake the tensors
+        out, lse = operators.ATTENTION(*operands(q, k, v, backend, options))
         return (out, lse) if return_lse else out
     if "seed" in options:
-        options["seed"] = operands.settled_seed(options["seed"])
-    known = calls.recall(q, k, v, backend, options)
-    if known is None:
+        options["seed"] = settled_seed(options["seed"])
+    entry = calls.recall(q, k, v, backend, options)
+    if entry is None:
         return _for_the_first_time(q, k, v, backend, return_lse, options, unsaid)
-    if known.needs_gradients and torch.is_grad_enabled():
-        return _recorded(q, k, v, backend, return_lse, options, known)
-    return run.again(known, q, k, v, return_lse, options)
+    return _run(entry, q, k, v, return_lse, options)
+
+
+@left_alone
+def _run(entry: calls.Entry, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, options: dict[str, Any]) -> Any:
+    """A call like one before."""
+    if entry.needs_gradients and torch.is_grad_enabled():
+        results = _recorded(q, k, v, entry.backend, options, entry)
+    else:
+        results = entry.runner.forward(inputs(q, k, v, options), return_lse)
+    return results if return_lse else results[0]
 
 
 def _as_operators_take_them(
     q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
     """Arguments that belong together, factors in one tensor, everything cast as autocast has it."""
-    arrays = {name: x for name, x in options.items() if name in _ARRAYS} if options else options
+    arrays = {name: x for name, x in options.items() if name in PLAIN_ARRAYS} if options else options
     library(q, k=k, v=v, **arrays)
     if options and options.get("descale") is not None:
         options["descale"] = eight_bits.side_by_side(check_descale(options["descale"], q), q.device)
@@ -72,34 +78,35 @@ def _for_the_first_time(
     """Of a call that is not known; one that is watched never is."""
     reject_shards()
     q, k, v, options = _as_operators_take_them(q, k, v, options)
-    names = operands.tensors_among(options)
+    names = tensors_among(options)
     tensors = [q, k, v, *(options[name] for name in names)]
     if not unwatched(tensors):
         subclasses.check_plain(dict(zip(("q", "k", "v", *names), tensors, strict=True)))
         describe(q, k, v, **options)  # a wrong call should meet our words before torch's
-        out, lse = operators.ATTENTION(*operands.of(q, k, v, backend, **options))
+        out, lse = operators.ATTENTION(*operands(q, k, v, backend, options))
         return (out, lse) if return_lse else out
     if unsaid:
         doubt(q, k, bool(options.get("causal")), 5)
     reject_forward_mode(tensors)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
-        return _recorded(q, k, v, backend, return_lse, options)
-    return (run.forward if return_lse else run.output)(q, k, v, backend, options)
+        results = _recorded(q, k, v, backend, options)
+    else:
+        results = run.forward(q, k, v, backend, options, return_lse)
+    return results if return_lse else results[0]
 
 
 @left_alone
 def _recorded(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    backend: str,
-    return_lse: bool,
-    options: dict[str, Any],
-    known: calls.Known | None = None,
-) -> Any:
-    """For autograd, of a call that nobody else watches."""
-    names = operands.tensors_among(options) if options else []
-    if names or q.dtype is eight_bits.DTYPE:  # before anything is computed
-        reject_gradients(q, "alibi" in names and options["alibi"].requires_grad)
-    out, lse = record(Settings(backend, options, names, known), q, k, v, *(options[name] for name in names))
-    return (out, lse) if return_lse else out
+    q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any], entry: calls.Entry | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output and lse for autograd, of a call that nobody else watches."""
+    if q.dtype is eight_bits.DTYPE or options:  # before anything is computed
+        slopes = options.get("alibi")
+        reject_gradients(q, slopes is not None and slopes.requires_grad)
+    if entry is None:
+        entry, given = calls.find(q, k, v, backend, options)
+        assert entry is not None, "8-bit tensors have no gradients"
+    else:
+        given = inputs(q, k, v, options)
+    results: tuple[Tensor, Tensor] = record(entry, given, q, k, v, *map(options.get, entry.names))
+    return results

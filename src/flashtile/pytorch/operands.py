@@ -1,90 +1,100 @@
-"""Call: the arguments of the operator flashtile::attention, and their way from and back to options. Settings."""
+"""The operator's arguments, in the order of its schema, and their way from and back to options."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections import namedtuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flashtile.band import Band
-from flashtile.checks.arguments import ARRAYS, TEXT, check_ends, check_numbers, check_stored
-from flashtile.numerics.dtypes import name_of
+from flashtile.band import FAR, Band
+from flashtile.checks.arguments import check_stored
+from flashtile.checks.numbers import TEXT
+from flashtile.checks.options import settled_band
+from flashtile.options import ARRAYS, NUMBERS, OPTIONS
 from flashtile.pytorch.interception import readable
 
-SCHEMA = (
-    "Tensor q, Tensor k, Tensor v, Tensor? cu_q, Tensor? cu_k, "
-    "Tensor? mask, Tensor? bias, Tensor? alibi, Tensor? sink, Tensor? kv_lengths, Tensor? descale, "
-    "Tensor? seed_tensor, bool causal, SymInt? left, SymInt? right, SymInt? offset, float softcap, float? scale, "
-    "float dropout, SymInt seed, str? out_dtype, str backend, bool deterministic, int? threads"
+TENSORS = ("q", "k", "v", *ARRAYS, "seed_tensor")
+FIELDS = (*TENSORS, *NUMBERS, "backend")
+SCHEMA = ", ".join(
+    [
+        *("Tensor q", "Tensor k", "Tensor v"),
+        *(f"{OPTIONS[name].schema} {name}" for name in ARRAYS),
+        "Tensor? seed_tensor",
+        *(f"{OPTIONS[name].schema} {name}" for name in NUMBERS),
+        "str backend",
+    ]
 )
-TENSORS = ("cu_q", "cu_k", *ARRAYS, "descale")  # among the options
-N_TENSORS = 3 + len(TENSORS) + 1  # they come first in a Call, that of a seed the last
-_MAY_BE_TENSORS = frozenset((*TENSORS, "seed"))
+_MAY_BE_TENSORS = frozenset((*ARRAYS, "seed"))
+_WHOLE = ("window", "band", "seed", "threads")  # whole numbers, or made of them
 _ONE = (torch.Size(()), torch.Size((1,)))
-_name_of = name_of.__wrapped__  # without its cache, of which torch.compile warns
+if TYPE_CHECKING:
+    _Fields = Any
+else:
+    _Fields = namedtuple("_Fields", FIELDS)
 
 
-class Call(NamedTuple):
-    """One call, in the order of SCHEMA; or something about each argument of it, such as whether it needs a gradient.
+class Operands(_Fields):  # type: ignore[misc]
+    """One call in the order of SCHEMA; or a fact about each argument of it, such as whether it needs a gradient.
 
-    left and right are a window, and with an offset a flashtile.Band. seed is 64 bits with a sign, for a schema has no
-    unsigned integers; seed_tensor, where there is one, holds them in its place.
+    A window and a Band are lists of their numbers, FAR for no limit. seed is 64 bits with a sign, for a schema has no
+    unsigned integers; a seed_tensor holds them in its place.
     """
 
-    q: Any
-    k: Any
-    v: Any
-    cu_q: Any
-    cu_k: Any
-    mask: Any
-    bias: Any
-    alibi: Any
-    sink: Any
-    kv_lengths: Any
-    descale: Any
-    seed_tensor: Any
-    causal: Any
-    left: Any
-    right: Any
-    offset: Any
-    softcap: Any
-    scale: Any
-    dropout: Any
-    seed: Any
-    out_dtype: Any
-    backend: Any
-    deterministic: Any
-    threads: Any
+    __slots__ = ()
 
     def options(self) -> dict[str, Any]:
-        """What describe() takes besides q, k and v, as attention() hands it on: only what is given, in its order."""
-        banded = self.offset is not None
-        windowed = not banded and not (self.left is None and self.right is None)
-        every = {
-            "cu_q": self.cu_q,
-            "cu_k": self.cu_k,
-            "causal": self.causal or None,
-            "window": (self.left, self.right) if windowed else None,
-            "band": Band(self.left, self.right, self.offset) if banded else None,
-            "mask": self.mask,
-            "bias": self.bias,
-            "alibi": self.alibi,
-            "softcap": self.softcap or None,
-            "sink": self.sink,
-            "scale": self.scale,
-            "dropout": self.dropout or None,
-            "seed": self.seed % 2**64 or None if self.seed_tensor is None else settled_seed(self.seed_tensor),
-            "kv_lengths": self.kv_lengths,
-            "descale": self.descale,
-            "out_dtype": self.out_dtype,
-            "deterministic": self.deterministic or None,
-            "threads": self.threads,
-        }
-        return {name: x for name, x in every.items() if x is not None}
+        """What describe() takes besides q, k and v: only what is not as it is by default."""
+        found: dict[str, Any] = {}
+        for name, option in OPTIONS.items():
+            x = getattr(self, name)
+            if name == "seed":
+                x = x % 2**64 if self.seed_tensor is None else settled_seed(self.seed_tensor)
+            elif x is not None and name == "window":
+                x = tuple(None if n == FAR else n for n in x)
+            elif x is not None and name == "band":
+                x = Band(*x)
+            if option.array or isinstance(x, Tensor):
+                if x is not None:
+                    found[name] = x
+            elif x != option.default:
+                found[name] = x
+        return found
+
+
+def operands(q: Any, k: Any, v: Any, backend: str, options: Mapping[str, Any]) -> Operands:
+    """The operands of a call, its numbers checked and Python's own; describe() checks the tensors."""
+    found: dict[str, Any] = {}
+    for name, option in OPTIONS.items():
+        x = options.get(name, option.default)
+        if option.array:
+            found[name] = x
+        elif name == "seed":
+            found["seed_tensor"] = x if isinstance(x, Tensor) else None
+            x = 0 if isinstance(x, Tensor) else _plain(x)
+            found[name] = x if _is_drawn(x) else _signed(option.check(name, x, None))
+        else:
+            found[name] = option.check(name, _plain(x, option.schema.startswith("float")), None)
+    window, band = found["window"], found["band"]
+    settled_band(found["causal"], window, band)
+    if window is not None:
+        found["window"] = [FAR if n is None else n for n in window]
+    if band is not None:
+        found["band"] = [band.left, band.right, band.offset]
+    return Operands(q=q, k=k, v=v, backend=str(backend), **found)
+
+
+def constants(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options without tensors and seed, whose values a later change of the caller's objects cannot reach."""
+    found = {name: x for name, x in options.items() if name not in _MAY_BE_TENSORS}
+    for name in _WHOLE:
+        if name in found:
+            found[name] = _settled(found[name])
+    return found
 
 
 def tensors_of(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -104,20 +114,14 @@ def number_of(seed: Tensor) -> int:
 
 
 def settled_seed(x: Any) -> Any:
-    """The seed in a tensor that the host can read at no cost; anything else as it is.
-
-    What is wrong with it describe() says.
-    """
-    if isinstance(x, Tensor) and readable(x) and x.dtype is torch.int64 and x.shape in _ONE:
-        return number_of(x)
-    return x
-
-
-_WHOLE = ("window", "band", "seed", "threads")  # whole numbers, or made of them
+    """The seed in a tensor that the host can read at no cost; anything else, wrong or not, as it is."""
+    if isinstance(x, Tensor):
+        return number_of(x) if readable(x) and x.dtype is torch.int64 and x.shape in _ONE else x
+    return _settled(x)
 
 
 def _settled(x: Any) -> Any:
-    """Such an option in Python's own numbers: a tensor, say, may have another value before gradients are made.
+    """An option in Python's own numbers: an array, say, may have another value before gradients are made.
 
     What is wrong with it stays as it is, for describe() to say so.
     """
@@ -133,93 +137,8 @@ def _settled(x: Any) -> Any:
         return x
 
 
-class Settings:
-    """A call without its tensors, which autograd keeps in a way of its own. names: of those among the options.
-
-    known: a call like it, if there is one; see prepared.py.
-    """
-
-    __slots__ = ("_options", "backend", "known", "names")
-
-    def __init__(self, backend: str, options: dict[str, Any], names: list[str], known: Any) -> None:
-        self.backend, self.names, self.known = backend, names, known
-        self._options = options | dict.fromkeys(names) if names else options  # that keep their places: see prepared.py
-        if "window" in options or "band" in options or "seed" in options or "threads" in options:
-            whole = (name for name in _WHOLE if name in options and name not in names)
-            self._options = self._options | {name: _settled(options[name]) for name in whole}
-
-    def options_with(self, tensors: Iterable[Any]) -> dict[str, Any]:
-        """The options with these tensors, in the order of their names."""
-        return self._options | dict(zip(self.names, tensors, strict=True)) if self.names else self._options
-
-    def call(self, q: Any, k: Any, v: Any, tensors: Iterable[Any]) -> Call:
-        """The call of these tensors."""
-        return of(q, k, v, self.backend, **self.options_with(tensors))
-
-
-def of(
-    q: Any,
-    k: Any,
-    v: Any,
-    backend: str,
-    *,
-    cu_q: Any = None,
-    cu_k: Any = None,
-    causal: bool = False,
-    window: Any = None,
-    band: Band | None = None,
-    mask: Any = None,
-    bias: Any = None,
-    alibi: Any = None,
-    softcap: float = 0.0,
-    sink: Any = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
-    seed: Any = 0,
-    kv_lengths: Any = None,
-    descale: Any = None,
-    out_dtype: Any = None,
-    deterministic: bool = False,
-    threads: int | None = None,
-) -> Call:
-    """The call that options stand for, its numbers Python's own; describe() judges the tensors."""
-    if isinstance(window, (tuple, list)) and len(window) == 2:  # torch.compile knows no tuple | list before torch 2.10
-        window = _whole(window[0]), _whole(window[1])
-    causal, left, right, offset = check_ends(_whole(causal), window, band, None)
-    seed_tensor = None
-    if isinstance(seed, Tensor):
-        seed, seed_tensor = 0, seed
-    seed = _whole(seed)
-    drawn = _is_drawn(seed)
-    scale, softcap, dropout, checked, deterministic, threads = check_numbers(
-        _real(scale), _real(softcap), _real(dropout), 0 if drawn else seed, _whole(deterministic), _whole(threads)
-    )
-    return Call(
-        q,
-        k,
-        v,
-        cu_q,
-        cu_k,
-        mask,
-        bias,
-        alibi,
-        sink,
-        kv_lengths,
-        descale,
-        seed_tensor,
-        causal,
-        left,
-        right,
-        offset,
-        softcap,
-        scale,
-        dropout,
-        seed if drawn else checked - 2**64 if checked >= 2**63 else checked,
-        None if out_dtype is None else _name_of(out_dtype),
-        str(backend),
-        deterministic,
-        threads,
-    )
+def _signed(seed: int) -> int:
+    return seed - 2**64 if seed >= 2**63 else seed
 
 
 def _is_drawn(seed: Any) -> bool:
@@ -232,11 +151,10 @@ def _is_drawn(seed: Any) -> bool:
     return drawn
 
 
-def _real(x: Any) -> Any:
-    """torch.compile takes a number of NumPy's for an array of no axes."""
-    return float(x) if isinstance(x, np.ndarray) and x.ndim == 0 else x
-
-
-def _whole(x: Any) -> Any:
-    """Likewise; of an array, int() is more than torch.compile can follow."""
-    return x.tolist() if isinstance(x, np.ndarray) else x
+def _plain(x: Any, real: bool = False) -> Any:
+    """A number of NumPy's as Python's own: torch.compile takes it for an array, of which it cannot trace int()."""
+    if isinstance(x, np.ndarray):
+        return float(x) if real and x.ndim == 0 else x.tolist()
+    if isinstance(x, (tuple, list)):  # torch.compile knows no tuple | list before torch 2.10
+        return tuple(y.tolist() if isinstance(y, np.ndarray) else y for y in x)
+    return x

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.problem import check_gradients, describe
+from flashtile.checks.shapes import check_gradients
+from flashtile.problem import describe
 from flashtile.pytorch import run
-from flashtile.pytorch.interception import reject_shards, unwatched
-from flashtile.pytorch.operands import SCHEMA, Call, Settings
+from flashtile.pytorch.interception import reject_shards
+from flashtile.pytorch.operands import SCHEMA, Operands
 
 LIBRARY: Any = torch.library.Library("flashtile", "DEF")  # type: ignore[no-untyped-call]
 LIBRARY.define(f"attention({SCHEMA}) -> (Tensor out, Tensor lse)")
@@ -32,7 +33,7 @@ Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 @torch.library.impl(LIBRARY, "attention", "CompositeExplicitAutograd")
 def _attention(*args: Any) -> Two:
     reject_shards()  # of a graph too, wherever that was compiled
-    call = Call(*args)
+    call = Operands(*args)
     return run.forward(call.q, call.k, call.v, call.backend, call.options())
 
 
@@ -40,7 +41,7 @@ def _attention(*args: Any) -> Two:
 def _attention_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, bias_grad: bool, *args: Any
 ) -> Five:
-    call = Call(*args)
+    call = Operands(*args)
     given = (dout, dlse, out, lse, bias_grad, call.q, call.k, call.v, call.backend, call.options())
     # A schema has no tensor that may be absent among its results.
     dq, dk, dv, dbias, dsink = (call.q.new_empty(0) if x is None else x for x in run.backward(*given))
@@ -71,32 +72,12 @@ def _fake_attention_backward(
     return dq, dk, dv, dbias, dsink
 
 
-def _with_known_numbers(args: tuple[Any, ...]) -> Call:
+def _with_known_numbers(args: tuple[Any, ...]) -> Operands:
     """The call with 0, which every option allows, for each number that is symbolic."""
-    return Call(*(0 if isinstance(x, torch.SymInt | torch.SymFloat) else x for x in args))
+    return Operands(*(_known(x) for x in args))
 
 
-def attention_backward(
-    settings: Settings,
-    bias_grad: bool,
-    dout: Tensor,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *others: Tensor,
-) -> run.Grads:
-    """The operator; or its kernel at once, where autograd has nothing to record and nobody else is watching.
-
-    A compiler that takes the way back alone is watching. others: the tensors among the options of these Settings.
-    """
-    tensors = [dout, out, lse, q, k, v, *others]
-    if dlse is not None:
-        tensors.append(dlse)
-    if not torch.is_grad_enabled() and not torch.compiler.is_compiling() and unwatched(tensors):
-        options = settings.options_with(others)
-        return run.backward(dout, dlse, out, lse, bias_grad, q, k, v, settings.backend, options)
-    grads: Five = ATTENTION_BACKWARD(dout, dlse, out, lse, bias_grad, *settings.call(q, k, v, others))
-    return grads
+def _known(x: Any) -> Any:
+    if isinstance(x, list):
+        return [_known(y) for y in x]
+    return 0 if isinstance(x, torch.SymInt | torch.SymFloat) else x

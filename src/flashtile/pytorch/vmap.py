@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.options import OPTIONS
 from flashtile.pytorch import operators
-from flashtile.pytorch.operands import Call
+from flashtile.pytorch.operands import Operands
 
 Dims = tuple[int | None, ...]
 Mapped = tuple[tuple[Tensor, ...], tuple[int, ...]]
+_RANKS = {"q": 4, "k": 4, "v": 4} | {name: option.rank for name, option in OPTIONS.items() if option.rank}
 
 
 class Fold:
@@ -31,12 +33,12 @@ class Fold:
             x = x.unsqueeze(1)
         return x.expand(self.n, self.batch, *x.shape[2:]).flatten(0, 1)
 
-    def call(self, call: Call, mapped: Call) -> Call:
-        ranks = {"q": 4, "k": 4, "v": 4, "mask": 4, "bias": 4, "alibi": 2, "kv_lengths": 1, "descale": 3}
-        return call._replace(
+    def call(self, call: Operands, mapped: Operands) -> Operands:
+        folded: Operands = call._replace(
             seed_tensor=None,  # nothing is dropped
-            **{name: self.fold(getattr(call, name), getattr(mapped, name), rank) for name, rank in ranks.items()},
+            **{name: self.fold(getattr(call, name), getattr(mapped, name), rank) for name, rank in _RANKS.items()},
         )
+        return folded
 
     def unfold(self, x: Tensor, shape: Sequence[int]) -> Tensor:
         """The n results of this shape. An input that its batch shared gets the sum of their gradients."""
@@ -49,7 +51,7 @@ class Fold:
 def _attention(info: Any, dims: Dims, *args: Any) -> Mapped:
     n = info.batch_size
     args, mapped = _mapped_first(args, dims)
-    call, of = Call(*args), Call(*mapped)
+    call, of = Operands(*args), Operands(*mapped)
     if _stands_alone(call) or of.sink:
         return _in_turn(operators.ATTENTION, n, args, mapped)
     rows = call.q.shape[of.q : -1]
@@ -61,7 +63,7 @@ def _attention_backward(info: Any, dims: Dims, *args: Any) -> Mapped:
     n = info.batch_size
     args, mapped = _mapped_first(args, dims)
     dout, dlse, out, lse, bias_grad = args[:5]
-    call, of = Call(*args[5:]), Call(*mapped[5:])
+    call, of = Operands(*args[5:]), Operands(*mapped[5:])
     if _stands_alone(call) or call.sink is not None:  # the gradient of a sink sums over the batch
         return _in_turn(operators.ATTENTION_BACKWARD, n, args, mapped)
     fold = Fold(n, call.q, of.q)
@@ -91,11 +93,11 @@ def _attention_backward(info: Any, dims: Dims, *args: Any) -> Mapped:
 
 def _mapped_first(args: tuple[Any, ...], dims: Dims) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
     """The arguments with their mapped axes in front, and which of them have one."""
-    moved = (x if d is None else x.movedim(d, 0) for x, d in zip(args, dims, strict=True))
-    return tuple(moved), tuple(d is not None for d in dims)
+    mapped = tuple(isinstance(x, Tensor) and d is not None for x, d in zip(args, dims, strict=True))
+    return tuple(x.movedim(d, 0) if m else x for x, d, m in zip(args, dims, mapped, strict=True)), mapped
 
 
-def _stands_alone(call: Call) -> bool:
+def _stands_alone(call: Operands) -> bool:
     """Packed sequences have no batch to join, and dropout's bits depend on the place in it."""
     return call.cu_q is not None or call.dropout != 0
 

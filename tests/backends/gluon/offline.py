@@ -128,8 +128,9 @@ def start_call(case: Case) -> None:
     from flashtile.backends.gluon.backward import Backward
     from flashtile.backends.gluon.forward import Forward
     from flashtile.band import Band
+    from flashtile.checks.shapes import check_gradients
     from flashtile.inputs import Inputs
-    from flashtile.problem import check_gradients, describe
+    from flashtile.problem import describe
 
     words = case.options.split()
     length = 4001 if "ragged" in words else 256 if "short" in words else 4096

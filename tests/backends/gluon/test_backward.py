@@ -30,9 +30,10 @@ from flashtile.backends.gpu.tensors import (  # noqa: E402
     aligned,
     results,
 )
+from flashtile.checks.shapes import check_gradients  # noqa: E402
 from flashtile.inputs import Inputs  # noqa: E402
 from flashtile.numerics.dtypes import name_of, narrow  # noqa: E402
-from flashtile.problem import check_gradients, describe  # noqa: E402
+from flashtile.problem import describe  # noqa: E402
 from tests.backends.triton import kernels  # noqa: E402
 from tests.support.grid import Call, Case, Size, build, check_backward, truth  # noqa: E402
 from tests.support.runners import public  # noqa: E402

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashtile.backends import native
-from flashtile.numerics.dtypes import FLOATS, carrier
+from flashtile.numerics.dtypes import FLOATS, accumulator, carrier
+from flashtile.problem import describe
 from tests.backends.native.core import needs_native
 from tests.support.grid import Call, Case, Size, build
 from tests.support.runners import public
@@ -51,16 +51,20 @@ def test_the_numbers_are_the_same(size: Size, dtype: str) -> None:
     same_numbers(size, dtype)
 
 
+@needs_native
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("pack", [native._rows, native._pairs])
-def test_tensors_lie_at_multiples_of_their_elements(pack: Any, dtype: str) -> None:
-    x: Any = np.zeros((1, 2, 3, 4), carrier(dtype))
-    alive: list[Any] = []
-    assert pack(x, alive)[0] == x.ctypes.data and not alive  # no copy without need
-    assert pack(shifted(x), alive)[0] % x.itemsize == 0 and len(alive) == 1
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "alibi", "sink", "cu_q", "cu_k"])
+def test_arrays_lie_at_multiples_of_their_elements(name: str, dtype: str) -> None:
+    from flashtile.backends.native.runner import laid_out
 
-
-@pytest.mark.parametrize("dtype", ["int64", "float32", "float64"])
-def test_small_arrays_lie_at_multiples_of_their_elements(dtype: str) -> None:
-    x: Any = np.zeros(3, dtype)
-    assert native._plain(shifted(x), dtype, []) % x.itemsize == 0
+    real = carrier(accumulator(dtype))
+    given: dict[str, Any] = {x: np.zeros((5, 2, 8), carrier(dtype)) for x in "qkv"}
+    given |= {"bias": np.zeros((2, 2, 3, 3), carrier(dtype)), "alibi": np.zeros(2, real), "sink": np.zeros(2, real)}
+    given |= {"cu_q": np.array([0, 2, 5]), "cu_k": np.array([0, 2, 5])}
+    p = describe(**given)
+    assert laid_out(p) is p  # no copy without need
+    odd = laid_out(describe(**given | {name: shifted(given[name])}))
+    for each in given:
+        x = getattr(odd, each)
+        assert x.ctypes.data % x.itemsize == 0
+        assert np.shares_memory(x, given[each]) == (each != name)

@@ -7,8 +7,9 @@ import re
 import pytest
 
 from flashtile.backends.native import blocks
+from flashtile.checks.shapes import MAX_DIM
 from flashtile.cost.plan import stand_in
-from flashtile.problem import MAX_DIM, describe
+from flashtile.problem import describe
 from tests.tools.tree import SOURCE
 
 CORE = SOURCE / "backends" / "native" / "core"

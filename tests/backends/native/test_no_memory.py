@@ -33,13 +33,22 @@ CALL = """
 import ctypes, signal
 import numpy as np
 from flashtile.backends import native
+from flashtile.host.arrays import NUMPY
 from flashtile.problem import describe
 
 exhausted = ctypes.c_bool.in_dll(ctypes.CDLL("{allocator}"), "exhausted")
 x = np.random.default_rng(0).standard_normal((1, 4, 200, 32)).astype(np.float32)
 few, more = (describe(x, x, x, threads=n) for n in (2, 3))
-out, lse = native.forward(few)
-{call}
+runners = {{id(p): native.prepare(p, NUMPY) for p in (few, more)}}
+run, inputs = runners[id(few)]
+out, lse = run.forward(inputs)
+
+
+def call(problem):
+    run, inputs = runners[id(problem)]
+    return run.{call}
+
+
 before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
 exhausted.value = True
 try:
@@ -67,8 +76,8 @@ def allocator(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "call",
     [
-        "call = native.forward",  # no memory for one more worker
-        "call = lambda problem: native.backward(problem, x, out, lse, None)",
+        "forward(inputs)",  # no memory for one more worker
+        "backward(inputs, x, out, lse, None)",
     ],
     ids=["forward", "backward"],
 )

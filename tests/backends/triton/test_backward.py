@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from flashtile.problem import check_gradients, describe
+from flashtile.checks.shapes import check_gradients
+from flashtile.problem import describe
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")

@@ -2,8 +2,8 @@
 
 import pytest
 
+from flashtile.checks.shapes import MAX_DIM
 from flashtile.lab.catalogue import Model, length, models
-from flashtile.problem import MAX_DIM
 
 GIB = 1 << 30
 

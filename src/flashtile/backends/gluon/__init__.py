@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashtile.backends import gpu
 from flashtile.cost.tiling import Tiling
+from flashtile.inputs import Inputs
 from flashtile.numerics.dtypes import EIGHT_BITS
 from flashtile.problem import Problem
 
@@ -104,13 +105,13 @@ def tile(problem: Problem, capability: tuple[int, int] | None = None) -> Tiling:
     return Tiling(tuning.ROWS * config.consumers // heads, config.block_k, heads)
 
 
-def prepare(problem: Problem) -> tuple[Runner, Problem]:
-    """Its launches, for this problem and all that differ from it in numbers alone; and the problem as they want it."""
+def prepare(problem: Problem, arrays: Any = None) -> tuple[Runner, Inputs]:
+    """Its launches, for this problem and all that differ from it in their inputs alone, and its inputs."""
     from flashtile.backends.gluon.passes import Runner
     from flashtile.backends.gpu.tensors import laid_out
 
-    problem = laid_out(problem)
-    return Runner(problem), problem
+    p = laid_out(problem)
+    return Runner(p, lasting=p is problem), Inputs.of(p)
 
 
 def differentiates(problem: Problem) -> bool:

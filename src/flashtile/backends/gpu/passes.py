@@ -13,32 +13,32 @@ from typing import Any
 from flashtile.backends.gpu.arguments import ALIGNED
 from flashtile.backends.gpu.device import index_of, on_device
 from flashtile.backends.gpu.tensors import aligned, outline, tidy_gradients
+from flashtile.checks.shapes import check_gradients
 from flashtile.inputs import TENSORS, Inputs
-from flashtile.problem import Problem, check_gradients
+from flashtile.problem import Problem
 from flashtile.results import Grads
 
 
 class Passes:
     """A call without its numbers: what is launched for tensors of these shapes, strides, dtypes and alignments."""
 
-    anywhere = False  # kernels are compiled for alignments
+    alignment = ALIGNED  # kernels are compiled for it
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, lasting: bool) -> None:
+        """lasting: whether the problem is as the caller gave it, so that other calls like it can run this way too."""
+        self.lasting = lasting
         self._device = problem.q.device
         self._index = index_of(self._device)
         seed = problem.seed if isinstance(problem.seed, int) else outline(problem.seed)
-        self._problem = replace(problem, seed=seed, **{name: outline(getattr(problem, name)) for name in TENSORS})
+        outlines: dict[str, Any] = {name: outline(getattr(problem, name)) for name in TENSORS} | {"seed": seed}
+        self._problem = replace(problem, **outlines)
         self._aligned = {name: aligned(getattr(problem, name)) for name in "qkv"}
         self._forward: Callable[[Inputs, bool], tuple[Any, Any]]
         self._ways_back: dict[Any, tuple[Callable[..., Grads], bool]] = {}
 
-    def forward(self, x: Inputs) -> tuple[Any, Any]:
-        """Output and lse, contiguous, in the caller's layout."""
-        return on_device(self._index, self._forward, x, True)
-
-    def output(self, x: Inputs) -> Any:
-        """The output alone: a small call notices what the memory of an lse costs."""
-        return on_device(self._index, self._forward, x, False)[0]
+    def forward(self, x: Inputs, with_lse: bool = True) -> tuple[Any, Any]:
+        """Output and lse, contiguous, in the caller's layout. An lse that is not asked for holds anything."""
+        return on_device(self._index, self._forward, x, with_lse)
 
     def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Grads:
         """Gradients from the saved output and lse, in the caller's layout, those of bias (of rank 4) and sink wide."""

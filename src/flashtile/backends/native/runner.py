@@ -1,67 +1,265 @@
-"""Prepared: a small forward call without its numbers: the core's struct, in which a call replaces a few words."""
+"""Runner: a call of the C++ core as its struct, core/flashtile.h, in which each call replaces addresses and numbers."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
-# Words of 64 bits, as core/flashtile.h has them.
-THREADS, SEED, LENGTHS, Q, K, V, OUT, LSE = 1, 19, 22, 23, 28, 33, 38, 43
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from flashtile.backends.native import library
+from flashtile.checks.options import check_lengths
+from flashtile.checks.shapes import check_gradients
+from flashtile.host.address import address
+from flashtile.host.arrays import Arrays
+from flashtile.inputs import Inputs
+from flashtile.numerics.dtypes import ITEMSIZE, widen
+from flashtile.options import ARRAYS
+from flashtile.problem import Problem
+from flashtile.results import Grads
+
+_DTYPES = {"float32": 0, "float64": 1, "bfloat16": 2, "float16": 3}
+# ft_problem: integers, three doubles, the seed, three pointers, eight tensors, sink, six tensors, dsink. A tensor is an
+# address, and the strides of sequence, head, row and column in elements.
+_STRUCT = struct.Struct("16q 3d Q 3Q" + " Q4q" * 8 + " Q" + " Q4q" * 6 + " Q")
+# The places of its 64-bit words.
+THREADS, SEED, STARTS, LENGTHS, Q, K, V, OUT, LSE = 1, 19, 20, 22, 23, 28, 33, 38, 43
 OTHERS = {"bias": 48, "mask": 53, "alibi": 58, "sink": 63}
-MOST_ROWS = 1 << 14  # of a call that notices what Python does before it
+DOUT, DLSE, DQ, DK, DV, DBIAS, DSINK = 64, 69, 74, 79, 84, 89, 94
+
+_Tensor = tuple[int, ...]
+_ABSENT: _Tensor = (0, 0, 0, 0, 0)
 
 
-class _Room(NamedTuple):
-    """The memory of one call at a time."""
+class Runner:
+    """Runs calls whose arrays lie like those of a problem, forward and backward; `lasting` says whether others may.
 
-    words: Any
-    lengths: Any
+    Threads at once have a copy of the struct each.
+    """
 
+    def __init__(self, p: Problem, arrays: Arrays, lasting: bool) -> None:
+        core = library.load()
+        self.lasting, self._alive = lasting, None if lasting else p
+        self._problem = p = _outlined(p)
+        self.alignment = max(x.itemsize for x in (p.q, p.bias, p.alibi, p.sink) if x is not None)
+        self._arrays = arrays
+        self._address = arrays.address if lasting else address
+        self._others = [(name, word) for name, word in OTHERS.items() if getattr(p, name) is not None]
+        self._has_lengths, self._packed = p.kv_lengths is not None, p.packed
+        self._forward, self._backward = core.ft_forward, core.ft_backward
+        self._out, self._lse = self._result(p.out_shape(), p.out_dtype), self._result(p.out_shape()[:-1], p.accumulator)
+        self._words = _STRUCT.pack(
+            *_inputs(p), *_lies(p, p.out_shape()), *_lies(p, p.out_shape()[:-1]), *_options(p), *_ABSENT * 6, 0
+        )
+        self._rooms: list[tuple[Any, Any]] = []
+        self._ways_back: dict[Any, _WayBack] = {}
 
-class Prepared:
-    """Runs the call for other tensors that lie like those it was made for. Threads at once have a room each."""
-
-    __slots__ = ("_check", "_forward", "_others", "_rooms", "_sequences", "_words", "others")
-
-    def __init__(self, words: bytes, sequences: int, others: tuple[str, ...], forward: Any, check: Any) -> None:
-        """others: by name, the arrays that come with q, k and v; besides, lengths of so many sequences, or 0."""
-        self._words, self._forward, self._check = words, forward, check
-        self._sequences = sequences
-        self.others, self._others = others, [OTHERS[name] for name in others]
-        self._rooms: list[_Room] = []
-
-    def __call__(
-        self,
-        threads: int,
-        seed: int,
-        q: int,
-        k: int,
-        v: int,
-        out: int,
-        lse: int | None,
-        others: Iterable[int] = (),
-        lengths: Sequence[int] = (),
-    ) -> None:
-        """By addresses, but for the lengths; an lse of None is not wanted."""
-        try:
-            room = self._rooms.pop()
-        except IndexError:
-            room = self._room()
-        words = room.words
-        words[THREADS], words[SEED] = threads, seed
-        words[Q], words[K], words[V] = q, k, v
-        words[OUT], words[LSE] = out, lse or 0
-        for word, at in zip(self._others, others, strict=True):
-            words[word] = at
-        if lengths:
-            room.lengths[:] = lengths
-        self._check(self._forward(words))
+    def forward(self, x: Inputs, with_lse: bool = True) -> tuple[Any, Any]:
+        """Output, and lse if asked for, contiguous in the caller's layout."""
+        out, lse = self._out(), self._lse() if with_lse else None
+        words, _ = room = self._given(x, self._rooms, self._words)
+        address = self._arrays.address
+        words[OUT], words[LSE] = address(out), address(lse) if with_lse else 0
+        _check(self._forward(words))
         self._rooms.append(room)
+        return out, lse
 
-    def _room(self) -> _Room:
-        words = (ctypes.c_uint64 * (len(self._words) // 8)).from_buffer_copy(self._words)
-        lengths = (ctypes.c_int64 * self._sequences)()
-        if self._sequences:
+    def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Grads:
+        """Gradients from the saved output and lse, in the caller's layout; of bias (rank 4) and sink in wide dtypes."""
+        arrays = self._arrays
+        address, layout = arrays.address, arrays.layout
+        key = (bias_grad, layout(dout), layout(out), layout(lse), None if dlse is None else layout(dlse))
+        way = self._ways_back.get(key)
+        if way is None:
+            way = self._ways_back[key] = _WayBack(self, dout, out, lse, dlse, bias_grad)
+        at_dout, at_out, at_lse, at_dlse = (
+            address(dout),
+            address(out),
+            address(lse),
+            0 if dlse is None else address(dlse),
+        )
+        if way.copies or (at_dout | at_out) & way.between or (at_lse | at_dlse) & way.between_sums:
+            dout, out, lse, dlse = (None if y is None else arrays.contiguous(y) for y in (dout, out, lse, dlse))
+            if way.copies:
+                return self.backward(x, dout, out, lse, dlse, bias_grad=bias_grad)
+            at_dout, at_out, at_lse, at_dlse = (0 if y is None else address(y) for y in (dout, out, lse, dlse))
+        words, _ = room = self._given(x, way.rooms, way.words)
+        made = [None if make is None else make() for make in way.results]
+        words[OUT], words[LSE], words[DOUT], words[DLSE] = at_out, at_lse, at_dout, at_dlse
+        for word, y in zip((DQ, DK, DV, DBIAS, DSINK), made, strict=True):
+            words[word] = 0 if y is None else address(y)
+        if made[3] is not None:
+            arrays.clear(made[3])
+        _check(self._backward(words))
+        way.rooms.append(room)
+        return Grads(*made)
+
+    def _given(self, x: Inputs, rooms: list[tuple[Any, Any]], struct: bytes) -> tuple[Any, Any]:
+        """A struct with the inputs of a call, and the memory that its lengths are in."""
+        try:
+            room = rooms.pop()
+        except IndexError:
+            room = self._room(struct)
+        words, lengths = room
+        address, seed = self._address, x.seed
+        words[THREADS] = self._problem.threads or self._arrays.threads()
+        words[SEED] = seed if seed.__class__ is int else self._arrays.number(seed)
+        words[Q], words[K], words[V] = address(x.q), address(x.k), address(x.v)
+        for name, word in self._others:
+            words[word] = address(getattr(x, name))
+        if self._has_lengths:
+            given = x.kv_lengths.tolist()
+            if self.lasting and given and not 0 <= min(given) <= max(given) <= self._problem.n_k:
+                check_lengths(np.array(given), self._problem.n_k)
+            lengths[:] = given
+        if self._packed:
+            words[STARTS], words[STARTS + 1] = address(x.cu_q), address(x.cu_k)
+        return room
+
+    def _room(self, struct: bytes) -> tuple[Any, Any]:
+        words = (ctypes.c_uint64 * (len(struct) // 8)).from_buffer_copy(struct)
+        lengths = (ctypes.c_int64 * self._problem.sequences)() if self._has_lengths else None
+        if lengths is not None:
             words[LENGTHS] = ctypes.addressof(lengths)
-        return _Room(words, lengths)
+        return words, lengths
+
+    def _result(self, shape: Sequence[int], dtype: str) -> Callable[[], Any]:
+        """What makes a result of this shape, rank 4 or 3, in the caller's layout."""
+        p = self._problem
+        given = (shape[2], shape[1], *shape[3:]) if p.packed else tuple(shape[4 - p.rank :])
+        return self._arrays.maker(given, dtype, p.q.dtype)
+
+
+class _WayBack:
+    """A backward pass of dout, out, lse and dlse that lie like these.
+
+    copies: whether they have to be copied first, for the core reads rows of contiguous columns between whole elements.
+    """
+
+    def __init__(self, runner: Runner, dout: Any, out: Any, lse: Any, dlse: Any, bias_grad: bool) -> None:
+        p, arrays = runner._problem, runner._arrays
+        checked = check_gradients(p, dout, out, lse, dlse)
+        views = [None if x is None else arrays.to_numpy(x) for x in checked]
+        self.between, self.between_sums = ITEMSIZE[p.out_dtype] - 1, ITEMSIZE[p.accumulator] - 1
+        self.copies = not all(x is None or _lies_well(x, n < 2, 0) for n, x in enumerate(views))
+        self.rooms: list[tuple[Any, Any]] = []
+        if self.copies:
+            return
+        dout, out, lse, dlse = views
+        shapes = [x.shape for x in (p.q, p.k, p.v)]
+        of_bias, real = p.bias is not None and bias_grad, p.accumulator
+        self.results: list[Callable[[], Any] | None] = [runner._result(shape, p.dtype) for shape in shapes]
+        self.results += [arrays.maker(p.bias.shape, real, None) if of_bias else None]
+        self.results += [None if p.sink is None else arrays.maker(p.sink.shape, real, None)]
+        gradients = [_lies(p, shape) for shape in shapes]
+        dbias = _lies(None, p.bias.shape) if of_bias else _ABSENT
+        self.words = _STRUCT.pack(
+            *_inputs(p),
+            *_rows(out),
+            *_rows(lse[..., None]),
+            *_options(p),
+            *_rows(dout),
+            *(_ABSENT if dlse is None else _rows(dlse[..., None])),
+            *sum(gradients, ()),
+            *dbias,
+            0,
+        )
+
+
+def laid_out(p: Problem) -> Problem:
+    """The problem with copies of what the core cannot read where it lies; p itself if it can read all."""
+    copies: dict[str, Any] = {
+        name: np.array(x, order="C") for name in "qkv" if not _lies_well(x := getattr(p, name), True, address(x))
+    }
+    for name in ("mask", "bias"):
+        x = getattr(p, name)
+        if x is not None and any(n % x.itemsize for n in (address(x), *x.strides)):
+            copies[name] = np.array(x, order="C")
+    vectors = {"alibi": p.accumulator, "sink": p.accumulator, "cu_q": "int64", "cu_k": "int64"}
+    for name, dtype in vectors.items():
+        x = getattr(p, name)
+        if x is not None and (plain := _plain(x, dtype)) is not x:
+            copies[name] = plain
+    return replace(p, **copies) if copies else p
+
+
+def _plain(x: Any, dtype: str) -> Any:
+    """x, or a copy unless it is contiguous, aligned and of this dtype."""
+    found = np.ascontiguousarray(widen(x, dtype))
+    return found if found.flags.aligned else found.copy()
+
+
+def _outlined(p: Problem) -> Problem:
+    """The problem with arrays of the same shapes, strides and dtypes that hold no memory."""
+    found: dict[str, Any] = {}
+    for name in ("q", "k", "v", *ARRAYS):
+        if (x := getattr(p, name)) is not None:
+            found[name] = as_strided(np.empty(1, x.dtype), x.shape, x.strides)
+    return replace(p, **found)
+
+
+def _inputs(p: Problem) -> list[Any]:
+    """The struct up to v, without addresses."""
+    bias_dtype = p.accumulator if p.bias is None or p.bias.itemsize > 2 else p.dtype
+    dtypes = (_DTYPES[p.dtype], _DTYPES[p.out_dtype], _DTYPES[bias_dtype])
+    sizes = (p.sequences, p.heads, p.kv_heads, p.n_q, p.n_k, p.dim, p.dim_v)
+    band = (p.band.left, p.band.right, p.band.offset, p.align_end)
+    fields = [_STRUCT.size, 1, *dtypes, *sizes, *band, p.scale, p.softcap, p.dropout, 0, 0, 0, 0]
+    return [*fields, *_rows(p.q), *_rows(p.k), *_rows(p.v)]
+
+
+def _options(p: Problem) -> tuple[int, ...]:
+    """bias, mask, alibi and sink, without addresses."""
+    pairs = (_ABSENT if x is None else _pairs(x) for x in (p.bias, p.mask))
+    alibi = _ABSENT
+    if p.alibi is not None:
+        rows, heads = p.alibi.shape
+        alibi = (0, heads if rows > 1 else 0, 1, 0, 0)
+    return (*sum(pairs, ()), *alibi, 0)
+
+
+def _pairs(x: Any) -> _Tensor:
+    """A mask or bias: 0 along axes of length 1."""
+    return (0, *(0 if n == 1 else s // x.itemsize for n, s in zip(x.shape, x.strides, strict=True)))
+
+
+def _rows(x: Any) -> _Tensor:
+    """A tensor of rank 4 with contiguous columns."""
+    a, b, c, _ = x.strides
+    return 0, a // x.itemsize, b // x.itemsize, c // x.itemsize, 1
+
+
+def _lies(p: Problem | None, shape: Sequence[int]) -> _Tensor:
+    """A contiguous result of this shape, rank 4 or 3. Packed ones, whose problem this is, are contiguous by rows."""
+    _, heads, rows, *rest = shape
+    width = rest[0] if rest else 1
+    if p is None:
+        lengths = shape[0], heads, rows, width
+        strides = heads * rows * width, rows * width, width, 1
+        return 0, *(0 if n == 1 else s for n, s in zip(lengths, strides, strict=True))
+    if p.packed:
+        return 0, 0, width, heads * width, 1
+    return 0, heads * rows * width, rows * width, width, 1
+
+
+def _lies_well(x: Any, has_columns: bool, at: int) -> bool:
+    """Whether the core can read x at this address: flags.aligned is true for any record, and so for any bfloat16."""
+    if not x.size:
+        return True
+    *strides, last = x.strides
+    if not has_columns:
+        strides.append(last)
+    elif last != x.itemsize and x.shape[-1] > 1:
+        return False
+    return not any(n % x.itemsize for n in (at, *strides))
+
+
+def _check(status: int) -> None:
+    if status == 2:
+        raise MemoryError("native core: out of memory")
+    if status:
+        raise RuntimeError("native core: it was built for another version of flashtile")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
+from flashtile.backends.once import Once
 from flashtile.cost.tiling import Tiling
 from flashtile.host import machine
+from flashtile.host.arrays import Arrays
+from flashtile.inputs import Inputs
 from flashtile.problem import Problem
-from flashtile.results import Grads
 
 KEYS = 512  # that torch has in a tile, and the rows of one for so many queries
 ROWS = ((768, 256), (192, 64), (0, 32))
@@ -52,15 +53,8 @@ def tile(problem: Problem, capability: object = None) -> Tiling:
     return Tiling(next(rows for least, rows in ROWS if problem.n_q >= least), KEYS)
 
 
-def forward(problem: Problem) -> tuple[Any, Any]:
-    """Output (rank 4) and lse (rank 3)."""
+def prepare(problem: Problem, arrays: Arrays) -> tuple[Once, Inputs]:
+    """A runner of this one call."""
     from flashtile.backends.sdpa import passes
 
-    return passes.forward(problem)
-
-
-def backward(problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Grads:
-    """Gradients of rank 4."""
-    from flashtile.backends.sdpa import passes
-
-    return passes.backward(problem, dout, out, lse, dlse, bias_grad=bias_grad)
+    return Once(passes, problem, arrays), Inputs.of(problem)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flashtile.backends.gpu import missing, why_not
 from flashtile.cost.tiling import Tiling
+from flashtile.inputs import Inputs
 from flashtile.problem import Problem
 
 if TYPE_CHECKING:
@@ -22,13 +23,13 @@ def tile(problem: Problem, capability: tuple[int, int] | str | None = None) -> T
     return Tiling(max(1, config.block_q // heads), config.block_k, min(heads, config.block_q))
 
 
-def prepare(problem: Problem) -> tuple[Runner, Problem]:
-    """Its launches, for this problem and all that differ from it in numbers alone; and the problem as they want it.
+def prepare(problem: Problem, arrays: Any = None) -> tuple[Runner, Inputs]:
+    """Its launches, for this problem and all that differ from it in their inputs alone, and its inputs.
 
     No atomics: gradients have the same bits on every run, whatever `deterministic` says.
     """
     from flashtile.backends.gpu.tensors import laid_out
     from flashtile.backends.triton.passes import Runner
 
-    problem = laid_out(problem)
-    return Runner(problem), problem
+    p = laid_out(problem)
+    return Runner(p, lasting=p is problem), Inputs.of(p)

@@ -16,8 +16,8 @@ from flashtile.results import Grads
 class Runner(Passes):
     """Runs calls like this one, whatever their numbers are."""
 
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
+    def __init__(self, problem: Problem, lasting: bool = True) -> None:
+        super().__init__(problem, lasting)
         self._forward = Forward(self._problem, self._device, self._aligned)
 
     def _differentiate(

@@ -69,7 +69,7 @@ def attend(
                 "use_cache=False), got one that does not"
             )
         narrow(options, same)
-        found = attention(query, key, value, layout="bhnd", return_lse=with_lse, **options)
+        found: Any = attention(query, key, value, layout="bhnd", return_lse=with_lse, **options)
         return found if with_lse else (found, None)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     found = attention_packed(q, k, v, cu_q, cu_k, return_lse=with_lse, **options)

@@ -83,7 +83,7 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, backend: str 
         unsaid = said.pop("layout", None) is None
         if (padding := said.pop("key_padding_mask", None)) is not None:
             said["mask"] = axes.with_padding(q, k, said.get("mask"), padding)
-    if q.__class__ is not np.ndarray and library_of(q) == "torch":
+    if q.__class__ is not np.ndarray and hasattr(q, "__torch_function__"):
         import flashtile.pytorch  # not "from": that is one call more each time
 
         if "kv_lengths" in said:
@@ -96,7 +96,7 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, backend: str 
         if unsaid:
             axes.doubt(q, k, bool(said.get("causal")), 3)
     else:
-        inputs = calls.inputs(q, k, v, said)
+        inputs = calls.inputs_of(q, k, v, said)
     results = runner.forward(inputs, return_lse)
     return results if return_lse else results[0]
 

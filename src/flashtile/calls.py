@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from flashtile.band import Band
-from flashtile.host.address import address
-from flashtile.inputs import Inputs
+from flashtile.inputs import NO_ARRAYS, Inputs, inputs
 from flashtile.options import ARRAYS
 
 MOST = 2048  # calls in the cache
@@ -19,8 +18,6 @@ DTYPES = {np.dtype(name) for name in ("float16", "float32", "float64")}
 FIXED = (int, float, str, np.generic, np.dtype, type)  # classes of options that never change
 KNOWN: dict[Any, Any] = {}  # from a key to a runner
 _ARRAYS = frozenset(ARRAYS)
-_NONE = (None,) * len(ARRAYS)
-_inputs: Any = tuple.__new__  # Inputs._make() takes twice as long
 
 
 def key_of(q: Any, k: Any, v: Any, backend: str, options: dict[str, Any]) -> tuple[Any, ...] | None:
@@ -30,15 +27,17 @@ def key_of(q: Any, k: Any, v: Any, backend: str, options: dict[str, Any]) -> tup
         q.__class__ is k.__class__ is v.__class__ is np.ndarray and k.dtype is v.dtype is dtype in DTYPES
     ):
         return None
-    if (address(q) | address(k) | address(v)) % dtype.itemsize:
+    if not (q.flags.aligned and k.flags.aligned and v.flags.aligned):
         return None
     key = [backend, dtype, q.shape, q.strides, k.shape, k.strides, v.shape, v.strides]
     for name, x in options.items():
         if name == "seed":
             if x.__class__ is not int or not 0 <= x < 1 << 64:
                 return None
+        elif x.__class__ is bool or x.__class__ is float:  # as most are
+            key += name, x, x.__class__
         elif name in _ARRAYS:
-            if x.__class__ is not np.ndarray or address(x) % x.itemsize or name in ("cu_q", "cu_k"):
+            if x.__class__ is not np.ndarray or not x.flags.aligned:
                 return None
             key += name, x.shape, x.strides, x.dtype
         elif (part := part_of_key(name, x)) is None:
@@ -65,12 +64,11 @@ def part_of_key(name: str, x: Any) -> tuple[Any, ...] | None:
     return name, *x, kind, *map(type, x)
 
 
-def inputs(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Inputs:
+def inputs_of(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Inputs:
     """The inputs of a call, as the caller gave them."""
     if not options:
-        return _inputs(Inputs, (q, k, v, *_NONE, 0))  # type: ignore[no-any-return]
-    given = options.get
-    return _inputs(Inputs, (q, k, v, *map(given, ARRAYS), given("seed", 0)))  # type: ignore[no-any-return]
+        return inputs((q, k, v, *NO_ARRAYS, 0))
+    return inputs((q, k, v, *map(options.get, ARRAYS), options.get("seed", 0)))
 
 
 def remember(key: Any, runner: Any) -> None:

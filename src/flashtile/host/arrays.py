@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ class Arrays(NamedTuple):
     """Functions on the arrays of NumPy, or on tensors on the CPU."""
 
     address: Callable[[Any], int]
-    layout: Callable[[Any], tuple[Any, ...]]  # shape, strides and dtype
+    strides: Callable[[Any], tuple[int, ...]]  # in bytes, or in elements
     contiguous: Callable[[Any], Any]  # a copy, aligned, unless it is so
     # Makes contiguous arrays of this shape and dtype. bfloat16 has several NumPy dtypes: the last argument is q's.
     maker: Callable[[tuple[int, ...], str, Any], Callable[[], Any]]
@@ -25,7 +26,7 @@ class Arrays(NamedTuple):
     to_numpy: Callable[[Any], Any]  # the same memory
     from_numpy: Callable[[Any], Any]
     number: Callable[[Any], int]  # the seed in an array
-    threads: Callable[[], int]  # the number for a call that does not give one
+    threads: Callable[[], int]  # the number for a call, if neither it nor FLASHTILE_THREADS gives one
 
 
 def _maker(shape: tuple[int, ...], name: str, q_dtype: Any) -> Callable[[], Any]:
@@ -38,7 +39,7 @@ def _contiguous(x: Any) -> Any:
 
 NUMPY = Arrays(
     address=address,
-    layout=lambda x: (x.shape, x.strides, x.dtype),
+    strides=attrgetter("strides"),
     contiguous=_contiguous,
     maker=_maker,
     clear=lambda x: x.fill(0),

@@ -15,7 +15,6 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from flashtile.calls import inputs
 from flashtile.checks.arguments import check_stored
 from flashtile.errors import UnsupportedError
 from flashtile.inputs import Inputs
@@ -88,7 +87,7 @@ def _differentiate(
     if not entry.fits_again(tuple(tensors)):
         return run.backward(dout, dlse, out, lse, bias_grad, q, k, v, entry.backend, options)
     check_stored({"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse}))
-    return run.differentiate(entry, inputs(q, k, v, options), options, dout, dlse, out, lse, bias_grad)
+    return run.differentiate(entry, entry.inputs(q, k, v, options), options, dout, dlse, out, lse, bias_grad)
 
 
 # Attention.apply() without what torch does first: it binds the arguments to the signature of forward(), which takes

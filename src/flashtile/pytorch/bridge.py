@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashtile.host import threads
 from flashtile.host.arrays import Arrays
 from flashtile.numerics.dtypes import BFLOAT16, Array, name_of
 from flashtile.pytorch import pages
@@ -86,12 +85,12 @@ def _contiguous(x: Tensor) -> Tensor:
 
 TENSORS = Arrays(
     address=Tensor.data_ptr,
-    layout=lambda x: (x.shape, x.stride(), x.dtype),
+    strides=Tensor.stride,
     contiguous=_contiguous,
     maker=maker,
     clear=Tensor.zero_,
     to_numpy=to_numpy,
     from_numpy=to_torch,
     number=number_of,
-    threads=lambda: threads.asked_for() or torch.get_num_threads(),
+    threads=torch.get_num_threads,
 )

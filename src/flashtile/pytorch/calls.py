@@ -11,9 +11,9 @@ from torch._C._dynamo.guards import TensorGuards
 
 from flashtile import dispatch
 from flashtile.backends.gpu.device import tf32
-from flashtile.calls import inputs, part_of_key
+from flashtile.calls import part_of_key
 from flashtile.checks.arguments import check_stored, elements_across
-from flashtile.inputs import Inputs
+from flashtile.inputs import NO_ARRAYS, Inputs, inputs
 from flashtile.numerics.dtypes import EIGHT_BITS
 from flashtile.options import ARRAYS
 from flashtile.problem import describe
@@ -84,6 +84,12 @@ class Entry:
         """Whether it can run the backward pass of a call whose tensors come back like this from autograd."""
         return self.guard is not None and not self.shared and self.fits(tensors)
 
+    def inputs(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Inputs:
+        """The inputs of such a call, as the caller gave them."""
+        if self.names:
+            return inputs((q, k, v, *map(options.get, ARRAYS), options.get("seed", 0)))
+        return inputs((q, k, v, *NO_ARRAYS, options.get("seed", 0) if options else 0))
+
     def options_with(self, tensors: Iterable[Any], seed: int) -> dict[str, Any]:
         """The options of a call with these tensors, in the order of their names, and this seed."""
         found = self.constants | dict(zip(self.names, tensors, strict=True))
@@ -101,7 +107,7 @@ def find(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any])
     key, tensors = _key(q, k, v, backend, options)
     entry = _recall(key, tensors)
     if entry is not None:
-        return entry, inputs(q, k, v, options)
+        return entry, entry.inputs(q, k, v, options)
     check_stored(tensors_of(q, k, v, options))
     runner, given = (on_cpu.prepare if q.is_cpu else _on_gpu)(q, k, v, backend, options)
     if runner is None:
@@ -109,7 +115,7 @@ def find(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any])
     entry = Entry(backend, options, runner, tensors, len(tensors) < 3 + len(tensors_among(options)))
     if runner.lasting:
         _remember(key, entry)
-        given = inputs(q, k, v, options)
+        given = entry.inputs(q, k, v, options)
     return entry, given
 
 

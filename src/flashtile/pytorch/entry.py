@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.calls import inputs
 from flashtile.checks.arguments import check_descale, library
 from flashtile.checks.layout import doubt
 from flashtile.options import PLAIN_ARRAYS
@@ -53,7 +52,7 @@ def _run(entry: calls.Entry, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, 
     if entry.needs_gradients and torch.is_grad_enabled():
         results = _recorded(q, k, v, entry.backend, options, entry)
     else:
-        results = entry.runner.forward(inputs(q, k, v, options), return_lse)
+        results = entry.runner.forward(entry.inputs(q, k, v, options), return_lse)
     return results if return_lse else results[0]
 
 
@@ -107,6 +106,6 @@ def _recorded(
         entry, given = calls.find(q, k, v, backend, options)
         assert entry is not None, "8-bit tensors have no gradients"
     else:
-        given = inputs(q, k, v, options)
+        given = entry.inputs(q, k, v, options)
     results: tuple[Tensor, Tensor] = record(entry, given, q, k, v, *map(options.get, entry.names))
     return results

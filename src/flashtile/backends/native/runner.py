@@ -6,7 +6,8 @@ import ctypes
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from operator import attrgetter
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -14,6 +15,7 @@ from numpy.lib.stride_tricks import as_strided
 from flashtile.backends.native import library
 from flashtile.checks.options import check_lengths
 from flashtile.checks.shapes import check_gradients
+from flashtile.host import threads
 from flashtile.host.address import address
 from flashtile.host.arrays import Arrays
 from flashtile.inputs import Inputs
@@ -31,6 +33,7 @@ THREADS, SEED, STARTS, LENGTHS, Q, K, V, OUT, LSE = 1, 19, 20, 22, 23, 28, 33, 3
 OTHERS = {"bias": 48, "mask": 53, "alibi": 58, "sink": 63}
 DOUT, DLSE, DQ, DK, DV, DBIAS, DSINK = 64, 69, 74, 79, 84, 89, 94
 
+_kind = attrgetter("shape", "dtype")
 _Tensor = tuple[int, ...]
 _ABSENT: _Tensor = (0, 0, 0, 0, 0)
 
@@ -48,6 +51,7 @@ class Runner:
         self.alignment = max(x.itemsize for x in (p.q, p.bias, p.alibi, p.sink) if x is not None)
         self._arrays = arrays
         self._address = arrays.address if lasting else address
+        self._threads = p.threads or threads.asked_for()
         self._others = [(name, word) for name, word in OTHERS.items() if getattr(p, name) is not None]
         self._has_lengths, self._packed = p.kv_lengths is not None, p.packed
         self._forward, self._backward = core.ft_forward, core.ft_backward
@@ -64,39 +68,52 @@ class Runner:
         words, _ = room = self._given(x, self._rooms, self._words)
         address = self._arrays.address
         words[OUT], words[LSE] = address(out), address(lse) if with_lse else 0
-        _check(self._forward(words))
+        if status := self._forward(words):
+            _fail(status)
         self._rooms.append(room)
         return out, lse
 
     def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Grads:
         """Gradients from the saved output and lse, in the caller's layout; of bias (rank 4) and sink in wide dtypes."""
         arrays = self._arrays
-        address, layout = arrays.address, arrays.layout
-        key = (bias_grad, layout(dout), layout(out), layout(lse), None if dlse is None else layout(dlse))
+        address, strides = arrays.address, arrays.strides
+        key: tuple[Any, ...] = (
+            bias_grad,
+            *_kind(dout),
+            strides(dout),
+            *_kind(out),
+            strides(out),
+            *_kind(lse),
+            strides(lse),
+        )
+        if dlse is not None:
+            key += *_kind(dlse), strides(dlse)
         way = self._ways_back.get(key)
         if way is None:
             way = self._ways_back[key] = _WayBack(self, dout, out, lse, dlse, bias_grad)
-        at_dout, at_out, at_lse, at_dlse = (
-            address(dout),
-            address(out),
-            address(lse),
-            0 if dlse is None else address(dlse),
-        )
+        at_dout, at_out, at_lse = address(dout), address(out), address(lse)
+        at_dlse = 0 if dlse is None else address(dlse)
         if way.copies or (at_dout | at_out) & way.between or (at_lse | at_dlse) & way.between_sums:
             dout, out, lse, dlse = (None if y is None else arrays.contiguous(y) for y in (dout, out, lse, dlse))
             if way.copies:
                 return self.backward(x, dout, out, lse, dlse, bias_grad=bias_grad)
             at_dout, at_out, at_lse, at_dlse = (0 if y is None else address(y) for y in (dout, out, lse, dlse))
         words, _ = room = self._given(x, way.rooms, way.words)
-        made = [None if make is None else make() for make in way.results]
         words[OUT], words[LSE], words[DOUT], words[DLSE] = at_out, at_lse, at_dout, at_dlse
-        for word, y in zip((DQ, DK, DV, DBIAS, DSINK), made, strict=True):
-            words[word] = 0 if y is None else address(y)
-        if made[3] is not None:
-            arrays.clear(made[3])
-        _check(self._backward(words))
+        make_dq, make_dk, make_dv, make_dbias, make_dsink = way.results
+        dq, dk, dv, dbias, dsink = make_dq(), make_dk(), make_dv(), None, None
+        words[DQ], words[DK], words[DV] = address(dq), address(dk), address(dv)
+        if make_dbias is not None:
+            dbias = make_dbias()
+            arrays.clear(dbias)
+            words[DBIAS] = address(dbias)
+        if make_dsink is not None:
+            dsink = make_dsink()
+            words[DSINK] = address(dsink)
+        if status := self._backward(words):
+            _fail(status)
         way.rooms.append(room)
-        return Grads(*made)
+        return Grads(dq, dk, dv, dbias, dsink)
 
     def _given(self, x: Inputs, rooms: list[tuple[Any, Any]], struct: bytes) -> tuple[Any, Any]:
         """A struct with the inputs of a call, and the memory that its lengths are in."""
@@ -106,7 +123,7 @@ class Runner:
             room = self._room(struct)
         words, lengths = room
         address, seed = self._address, x.seed
-        words[THREADS] = self._problem.threads or self._arrays.threads()
+        words[THREADS] = self._threads or self._arrays.threads()
         words[SEED] = seed if seed.__class__ is int else self._arrays.number(seed)
         words[Q], words[K], words[V] = address(x.q), address(x.k), address(x.v)
         for name, word in self._others:
@@ -152,7 +169,7 @@ class _WayBack:
         dout, out, lse, dlse = views
         shapes = [x.shape for x in (p.q, p.k, p.v)]
         of_bias, real = p.bias is not None and bias_grad, p.accumulator
-        self.results: list[Callable[[], Any] | None] = [runner._result(shape, p.dtype) for shape in shapes]
+        self.results: list[Any] = [runner._result(shape, p.dtype) for shape in shapes]
         self.results += [arrays.maker(p.bias.shape, real, None) if of_bias else None]
         self.results += [None if p.sink is None else arrays.maker(p.sink.shape, real, None)]
         gradients = [_lies(p, shape) for shape in shapes]
@@ -258,8 +275,7 @@ def _lies_well(x: Any, has_columns: bool, at: int) -> bool:
     return not any(n % x.itemsize for n in (at, *strides))
 
 
-def _check(status: int) -> None:
+def _fail(status: int) -> NoReturn:
     if status == 2:
         raise MemoryError("native core: out of memory")
-    if status:
-        raise RuntimeError("native core: it was built for another version of flashtile")
+    raise RuntimeError("native core: it was built for another version of flashtile")

@@ -26,14 +26,14 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, on_gpu: Callable[[Any], None]) -> list[tuple[str, bool, bool]]:
     """On Hopper, of each launch: the kernel, whether it is launched to follow, and whether compiled for a chain."""
-    from flashtile.backends.gpu.start import Start
+    from flashtile.backends.gpu.kernel_launch import KernelLaunch
 
     found: list[tuple[str, bool, bool]] = []
 
-    def listen(start: Start, *args: Any) -> None:
+    def listen(start: KernelLaunch, *args: Any) -> None:
         name = start.kernel.fn.__name__.removesuffix("_kernel")
-        found.append((name, start.options.get("launch_pdl", False), start.constants.get("CHAINED", False)))
+        found.append((name, start.options.get("launch_pdl", False), start.constants.get("PDL", False)))
 
-    monkeypatch.setattr(Start, "__call__", listen)
+    monkeypatch.setattr(KernelLaunch, "__call__", listen)
     on_gpu((9, 0))
     return found

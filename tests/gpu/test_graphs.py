@@ -110,7 +110,7 @@ def test_the_place_of_an_lse_that_nobody_wants_outlives_the_graph_it_was_made_in
     q = torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16)
     want = ft.attention(q, q, q)
     ft.attention(q, q, q)
-    tensors._dumps.clear()
+    tensors._discard_buffers.clear()
     first = torch.cuda.CUDAGraph()
     with torch.cuda.graph(first):
         out = ft.attention(q, q, q)
@@ -133,7 +133,7 @@ def test_the_place_of_an_lse_that_nobody_wants_outlives_the_graph_it_was_made_in
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch's, of one in which its memory is set up
 def test_what_is_kept_is_not_overwritten_by_what_torch_compile_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Warmed up in the memory of its graphs, with nothing kept from before."""
-    monkeypatch.setattr(tensors, "_dumps", {})
+    monkeypatch.setattr(tensors, "_discard_buffers", {})
     for name in ("_of_stream", "_banks", "_taken", "_clearing"):
         monkeypatch.setattr(work_counters, name, {})
     q = torch.randn(2, 8, 2048, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -143,7 +143,7 @@ def test_what_is_kept_is_not_overwritten_by_what_torch_compile_captures(monkeypa
         return loss
 
     (want,) = torch.autograd.grad(step(q), q)
-    tensors._dumps.clear()
+    tensors._discard_buffers.clear()
     for each in (work_counters._of_stream, work_counters._banks, work_counters._taken, work_counters._clearing):
         each.clear()
     compiled = torch.compile(step, mode="reduce-overhead")
@@ -153,8 +153,8 @@ def test_what_is_kept_is_not_overwritten_by_what_torch_compile_captures(monkeypa
         others = [torch.zeros(1 << 16, device="cuda", dtype=torch.int32) for _ in range(20)]
         torch.testing.assert_close(found, want, rtol=2e-2, atol=2e-2)
         assert not any(x.any() for x in others)
-    kept = [x.pair for free in work_counters._of_stream.values() for x in free]
-    kept += [*tensors._dumps.values(), *(bank for banks in work_counters._banks.values() for bank in banks)]
+    kept = [x.counters for free in work_counters._of_stream.values() for x in free]
+    kept += [*tensors._discard_buffers.values(), *(bank for banks in work_counters._banks.values() for bank in banks)]
     segments = torch.cuda.memory_snapshot()
     for x in kept:
         (segment,) = (s for s in segments if s["address"] <= x.data_ptr() < s["address"] + s["total_size"])

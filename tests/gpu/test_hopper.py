@@ -161,21 +161,21 @@ def jump(call: Call, runner: Runner = CUDA) -> None:
 
 
 @contextmanager
-def marks() -> Iterator[list[Tensor]]:
-    """The marks of the calls that are made meanwhile: not 0 where a tile was spoiled and made anew."""
+def flags() -> Iterator[list[Tensor]]:
+    """The flags of the calls that are made meanwhile: not 0 where a tile was spoiled and made anew."""
     made: list[Tensor] = []
 
     def lent(device: torch.device) -> Any:
-        found = work_counters.tickets(device)
-        found.marks.zero_()
+        found = work_counters.acquire_counters(device)
+        found.flags.zero_()
 
-        def give_back() -> None:
-            made.append(found.marks.clone())
-            found.give_back()
+        def release() -> None:
+            made.append(found.flags.clone())
+            found.release()
 
-        return SimpleNamespace(pair=found.pair, marks=found.marks, give_back=give_back)
+        return SimpleNamespace(counters=found.counters, flags=found.flags, release=release)
 
-    with mock.patch.object(forward, "tickets", lent):
+    with mock.patch.object(forward, "acquire_counters", lent):
         yield made
 
 
@@ -187,7 +187,7 @@ STEEP = ([0, 300], [0, 0, 300, 0], [0, 2000], [300, 0, 300, 0, 300], [0, 100, 30
 @each_dim
 @pytest.mark.parametrize("levels", GENTLE, ids=str)
 def test_jumps_that_a_weight_can_hold(levels: list[int], dim: int, dtype: str) -> None:
-    with marks() as made:
+    with flags() as made:
         jump(stairs(levels, dim, dtype))
     assert made and not any(x.any() for x in made), "nothing had to be made anew"
 
@@ -196,8 +196,8 @@ def test_jumps_that_a_weight_can_hold(levels: list[int], dim: int, dtype: str) -
 @each_dim
 @pytest.mark.parametrize("levels", STEEP, ids=str)
 def test_jumps_past_the_largest_weight(levels: list[int], dim: int, dtype: str) -> None:
-    """In bfloat16 no maximum is searched for after the first tile: these overflow, and are mended."""
-    with marks() as made:
+    """In bfloat16 no maximum is searched for after the first tile: these overflow, and are recomputed."""
+    with flags() as made:
         jump(stairs(levels, dim, dtype))
     assert any(x.any() for x in made) == (dtype == "bfloat16")
 

@@ -84,7 +84,7 @@ def test_backward_adds_delta_and_dq(deterministic: bool) -> None:
     def backward() -> tuple[Tensor, ...]:
         return torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
-    counters = 3 * delta // 32  # a mark for 64 rows, a turn for each 64 x 64 of dQ, and as much to round up
+    counters = 3 * delta // 32  # a flag for 64 rows, a turn for each 64 x 64 of dQ, and as much to round up
     assert added(backward) <= 2 * q.nbytes + delta + counters
 
 

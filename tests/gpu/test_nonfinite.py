@@ -87,7 +87,7 @@ def test_visible_things_reach_those_who_see_them(size: str, hider: str, dtype: s
 @pytest.mark.parametrize(("option", "dim"), [("causal", 64), ("causal", 128), ("causal", 256), ("everything", 64)])
 @pytest.mark.parametrize("heads", [(2, 1), (8, 4)], ids=["few programs", "many programs"])
 def test_long_sequences(heads: tuple[int, int], option: str, dim: int) -> None:
-    """Keys by the copy engine. Few programs mend their own rows of the output; many leave that to another kernel."""
+    """Keys by the copy engine. Few programs recompute their own rows of the output; many leave that to another kernel."""
     check(*one_bad_number(Size(4, *heads, 577, 641, dim, dim), (option,), "bfloat16", np.nan))
 
 
@@ -150,13 +150,13 @@ def test_packed_neighbours(option: str, dtype: str) -> None:
     out, lse = CUDA.forward(poisoned)
     grads = CUDA.backward(poisoned, out, lse)
 
-    def mended(x: Any, where: slice, right: Any) -> Any:
+    def recomputed(x: Any, where: slice, right: Any) -> Any:
         """What was found, and for the bad sequence what is right: of that one nothing is asked here."""
         return nonfinite.put(x, where, right[where])
 
-    check_forward(call, exact, mended(out, bad_q, exact.out), mended(lse, bad_q, exact.lse))
+    check_forward(call, exact, recomputed(out, bad_q, exact.out), recomputed(lse, bad_q, exact.lse))
     right = {"dq": bad_q, "dk": bad_k, "dv": bad_k}
-    found = {name: mended(getattr(grads, name), where, exact.grads[name]) for name, where in right.items()}
+    found = {name: recomputed(getattr(grads, name), where, exact.grads[name]) for name, where in right.items()}
     check_backward(call, exact, grads._replace(**found))
 
 

@@ -1,6 +1,6 @@
 """Kernels close after each other: numbers change from call to call, and nobody reads what a call before left behind.
 
-Those of a backward pass of triton are chained (pdl.py).
+Those of a backward pass of triton use programmatic dependent launch (pdl.py).
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def test_many_threads() -> None:
 
 
 def test_threads_on_one_stream_mend_rows_of_their_own() -> None:
-    """What came out spoiled is marked for a launch that follows; launches of other threads may come between."""
+    """What came out spoiled is flagged for a launch that follows; launches of other threads may come between."""
     rng = torch.Generator("cuda").manual_seed(0)
     calls = []
     for n in range(8):

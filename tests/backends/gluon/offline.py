@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from unittest import mock
 
-from tests.backends.triton.machine_code import loops, nvidia, tool, turns
+from tests.backends.triton.machine_code import loops, nvidia, pdl_order, tool
 from tests.backends.triton.offline import ROOT, TARGETS, Phantom
 
 WAIT = re.compile(r"\bWARPGROUP\.DEPBAR\b")
@@ -33,7 +33,7 @@ class Case(NamedTuple):
     options: str = ""
     dtype: str = "bfloat16"
     dim_v: int | None = None  # None: as wide as the keys
-    work: str = "forward"  # or "backward"; or, of a forward pass, "transpose" or "mend" for the kernels beside it
+    work: str = "forward"  # or "backward"; or, of a forward pass, "transpose" or "recompute" for the kernels beside it
 
 
 class Built(NamedTuple):
@@ -46,7 +46,7 @@ class Built(NamedTuple):
     waits: list[int]  # for products, in each loop over tiles
     products: list[int]  # instructions, in each of these loops
     advice: list[str]
-    turns: str  # see machine_code.py
+    pdl_order: str  # see machine_code.py
     seconds: float
 
 
@@ -74,8 +74,8 @@ def build_here(cases: Iterable[Case]) -> Iterator[Built]:
     from flashtile.backends.gluon.backward_kernel import backward_kernel
     from flashtile.backends.gluon.forward_kernel import forward_kernel
     from flashtile.backends.gluon.transpose_kernel import transpose_kernel
-    from flashtile.backends.gpu.nonfinite_kernels import mend_forward_kernel
-    from flashtile.backends.gpu.start import Start
+    from flashtile.backends.gpu.kernel_launch import KernelLaunch
+    from flashtile.backends.gpu.nonfinite_kernels import recompute_forward_kernel
 
     triton.runtime.driver.set_active(Phantom(TARGETS["sm_90"]))
     kernels: list[dict[str, Any]] = []
@@ -86,14 +86,14 @@ def build_here(cases: Iterable[Case]) -> Iterator[Built]:
         "forward": [forward_kernel],
         "backward": [backward_kernel],
         "transpose": [transpose_kernel],
-        "mend": [mend_forward_kernel],
+        "recompute": [recompute_forward_kernel],
     }
 
-    def compile_only(start: Start, *args: Any) -> None:
+    def compile_only(start: KernelLaunch, *args: Any) -> None:
         if start.kernel in wanted:
             start.kernel[start.grid](*start.whole(args), **start.constants, **start.options)
 
-    with mock.patch.object(Start, "__call__", compile_only):
+    with mock.patch.object(KernelLaunch, "__call__", compile_only):
         for case in cases:
             kernels.clear()
             wanted[:] = of_work[case.work]
@@ -115,7 +115,7 @@ def _built(case: Case, log: str, *, metadata: Any, metadata_group: Any, times: A
         "setmaxnreg.inc" in (text := files[".ptx"].read_text()) and "setmaxnreg.dec" in text,
         *([sum(bool(word.search(line)) for line in body) for body in bodies] for word in (WAIT, PRODUCT)),
         ADVICE.findall(log),
-        turns(text),
+        pdl_order(text),
         times.total / 1e6,
     )
 

@@ -32,10 +32,10 @@ def dense_problems(draw: Any) -> Problem:
 
 
 @st.composite
-def packed_problems(draw: Any, alike: bool = False) -> Problem:
-    """Up to four sequences, some of them without queries or keys. alike: each is as long as its keys."""
+def packed_problems(draw: Any, same_starts: bool = False) -> Problem:
+    """Up to four sequences, some of them without queries or keys. same_starts: each is as long as its keys."""
     pairs = draw(PAIRS.filter(lambda pairs: all(map(sum, zip(*pairs, strict=True)))))
-    if alike:
+    if same_starts:
         pairs = [(n_q, n_q) for n_q, _ in pairs]
     dim, options = draw(DIMS), draw(BANDS)
     cu_q, cu_k = (np.cumsum([0, *lengths]).astype(np.int32) for lengths in zip(*pairs, strict=True))

@@ -1,6 +1,6 @@
 """What goes on about the backward kernel on Hopper, under Triton's interpreter; the kernel itself needs a GPU.
 
-In its place all of dQ is spoiled and all tiles of keys are marked, so that everything is made anew.
+In its place all of dQ is spoiled and all tiles of keys are flagged, so that everything is made anew.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flashtile.backends.gluon import passes  # noqa: E402
 from flashtile.backends.gluon.backward import DQ, Backward, _Workspace  # noqa: E402
 from flashtile.backends.gluon.backward_kernel import backward_kernel  # noqa: E402
 from flashtile.backends.gpu.arguments import INTERPRETED  # noqa: E402
-from flashtile.backends.gpu.start import Start  # noqa: E402
+from flashtile.backends.gpu.kernel_launch import KernelLaunch  # noqa: E402
 from flashtile.backends.gpu.tensors import (  # noqa: E402
     Result,
     aligned,
@@ -63,19 +63,19 @@ def test_all_is_made_anew_from_what_is_left(name: str, monkeypatch: pytest.Monke
     lent = []
 
     def spoil(*args: Any) -> None:
-        rows, total, marks = args[4], args[5], args[10]
+        rows, total, flags = args[4], args[5], args[10]
         check_statistics(call, lse, rows.flatten(), total.reshape(problem.heads * len(problem.q), -1), run)
         lent.append(len(rows) != 2)
         total.fill_(torch.nan)
-        (_, mend_args) = run._launch[False].steps[-1]
-        marks[: mend_args[12]] = 1  # those of keys
+        (_, recompute_args) = run._launch[False].steps[-1]
+        flags[: recompute_args[12]] = 1  # those of keys
 
-    start = Start.__call__
+    start = KernelLaunch.__call__
 
-    def unless_it_needs_a_gpu(self: Start, *args: Any) -> None:
+    def unless_it_needs_a_gpu(self: KernelLaunch, *args: Any) -> None:
         (spoil if self.kernel is backward_kernel else partial(start, self))(*args)
 
-    monkeypatch.setattr(Start, "__call__", unless_it_needs_a_gpu)
+    monkeypatch.setattr(KernelLaunch, "__call__", unless_it_needs_a_gpu)
     found = run(Inputs.of(problem), *given)
     dq, dk, dv = (kernels.array(x) for x in found[:3])
     dsink = None if found.dsink is None else narrow(kernels.array(found.dsink), name_of(call.options["sink"].dtype))
@@ -107,10 +107,10 @@ def check_statistics(call: Call, lse: Any, rows: Any, total: Any, run: Backward)
     group=st.sampled_from([1, 2, 8]),
     n_q=st.integers(1, 5000),
     dims=st.sampled_from([(64, 64), (64, 128), (128, 64), (256, 256)]),
-    chained=st.booleans(),
+    use_pdl=st.booleans(),
 )
 def test_results_wait_where_their_memory_is_lent(
-    heads: int, group: int, n_q: int, dims: tuple[int, int], chained: bool
+    heads: int, group: int, n_q: int, dims: tuple[int, int], use_pdl: bool
 ) -> None:
     """finish_kernel begins with the other heads while the kernel still reads statistics there."""
     dim, dim_v = dims
@@ -118,8 +118,8 @@ def test_results_wait_where_their_memory_is_lent(
     q, k, v = (torch.empty(2, *shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
     p = describe(q, k, v)
     dq, *_ = results(p, q.device)
-    space = _Workspace(p, q.device, dq, Result(p, p.heads, n_q, None, "float32", q.device), 1, chained)
-    if not chained:
+    space = _Workspace(p, q.device, dq, Result(p, p.heads, n_q, None, "float32", q.device), 1, use_pdl)
+    if not use_pdl:
         assert space.complete is None and space.at_once == space.columns
         return
     lent = prod(space.rows_shape) * 4 if space.rows.place == DQ.place else 0

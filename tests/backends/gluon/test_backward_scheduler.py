@@ -16,7 +16,7 @@ import torch
 
 from flashtile.backends.gluon import backward_scheduler, tuning
 from flashtile.backends.gluon.backward import constants
-from flashtile.backends.gluon.backward_scheduler import Extent
+from flashtile.backends.gluon.backward_scheduler import Work
 from flashtile.backends.gpu.arguments import block, lengths, rule
 from flashtile.backends.gpu.tensors import count_tiles
 from flashtile.problem import Problem
@@ -24,12 +24,12 @@ from tests.backends.gluon.emulator.language import python
 from tests.backends.gluon.emulator.registers import Number, Pointer, argument
 from tests.backends.gluon.shapes import check_cuts, dense_problems, packed_problems, visible
 
-find_column, query_tiles, turn_of = map(
-    python, (backward_scheduler.find_column, backward_scheduler.query_tiles, backward_scheduler.turn_of)
+find_key_tile, query_tiles, turn_of = map(
+    python, (backward_scheduler.find_key_tile, backward_scheduler.query_tiles, backward_scheduler.turn_of)
 )
 
 
-def check(p: Problem, section: int, in_order: bool, alike: bool = False) -> None:
+def check(p: Problem, section: int, in_order: bool, same_starts: bool = False) -> None:
     """Each tile of keys is a task of each head, and visits all who see it; whole tiles hide nothing.
 
     In order: at each tile of queries, tasks with something to add come one after the other, and none waits for one
@@ -40,15 +40,15 @@ def check(p: Problem, section: int, in_order: bool, alike: bool = False) -> None
     heads = p.kv_heads * p.q.shape[0]
     padded = count_tiles(p, p.n_q, p.q.shape[2], steps.keys) * steps.keys
     counts = map(Number, (tiles, p.kv_heads, min(section, heads), padded, 0, tiles * heads))
-    work = Extent(argument(rule(p)), argument(lengths(p)), *counts)
-    C = argument(constants(p, steps, width, alike))
+    work = Work(argument(rule(p)), argument(lengths(p)), *counts)
+    C = argument(constants(p, steps, width, same_starts))
     turns = Pointer(torch.empty(0)) if in_order else None
     taken = set()
     added = defaultdict(list)
     for number in range(tiles * heads):
-        column = find_column(Number(number), turns, work, C)
+        column = find_key_tile(Number(number), turns, work, C)
         at, key = column.at, column.tile * steps.keys
-        if p.packed and key >= at.k_room:
+        if p.packed and key >= at.k_rows:
             continue
         assert (column.sequence, column.head, column.tile) not in taken
         taken.add((column.sequence, column.head, column.tile))
@@ -83,7 +83,7 @@ def test_every_tile_of_packed_keys(in_order: bool, p: Problem, section: int) -> 
     check(p, section, in_order)
 
 
-@given(packed_problems(alike=True), st.integers(1, 3))
+@given(packed_problems(same_starts=True), st.integers(1, 3))
 @pytest.mark.parametrize("in_order", [False, True], ids=["any order", "in order"])
 def test_every_tile_of_packed_sequences_that_are_their_own_keys(in_order: bool, p: Problem, section: int) -> None:
-    check(p, section, in_order, alike=True)
+    check(p, section, in_order, same_starts=True)

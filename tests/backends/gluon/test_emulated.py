@@ -20,7 +20,7 @@ import torch
 
 from flashtile.backends import gluon
 from flashtile.backends.gluon import backward, forward
-from flashtile.backends.gluon.work_counters import MOST_MARKS, Tickets
+from flashtile.backends.gluon.work_counters import MOST_FLAGS, WorkCounters
 from flashtile.cost import traffic
 from flashtile.numerics.dtypes import narrow, widen
 from tests.backends.gluon.emulated import Emulated, emulated, marks
@@ -99,7 +99,7 @@ def test_bands(name: str, dim: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_problems_at_random(kind: Kind) -> None:
-    some_problems(kind, 0, 1, mends=(False, False))
+    some_problems(kind, 0, 1, recomputes=(False, False))
 
 
 @pytest.mark.slow
@@ -108,13 +108,13 @@ def test_a_thousand_problems(kind: Kind) -> None:
     """With alibi a row may stand far from all keys it sees, and near some that are not in use: their weights overflow
     on the way back.
     """
-    some_problems(kind, 1, 50, mends=(False, None if "alibi" in kind.options else False))
+    some_problems(kind, 1, 50, recomputes=(False, None if "alibi" in kind.options else False))
 
 
-def some_problems(kind: Kind, first_seed: int, count: int, mends: tuple[bool | None, bool | None]) -> None:
+def some_problems(kind: Kind, first_seed: int, count: int, recomputes: tuple[bool | None, bool | None]) -> None:
     for seed in range(first_seed, first_seed + count):
         call = problem(kind, np.random.default_rng([zlib.crc32(str(kind).encode()), seed]), (1, 400))
-        check(call, same_dtype_error(call), emulated(seed, 1 + seed % 4, mends))
+        check(call, same_dtype_error(call), emulated(seed, 1 + seed % 4, recomputes))
 
 
 # ---- orders ----
@@ -222,7 +222,7 @@ def hide_nan(dim: int, seed: int) -> None:
     hidden = {name: widen(getattr(call, name), np.float64) for name in "kv"}
     for x in hidden.values():
         x[0, :, 150:], x[1, :, 70:] = np.nan, np.nan
-    runner = emulated(seed, mends=(True, False))
+    runner = emulated(seed, recomputes=(True, False))
     beside = Runner("beside NaN", *(partial(_of_others, run, hidden) for run in (runner.forward, runner.backward)))
     check(call, same_dtype_error(call), beside)
 
@@ -237,12 +237,12 @@ def _of_others(run: Any, others: dict[str, Any], call: Call, *results: Any) -> A
 def test_gradients_of_large_scores(options: tuple[str, ...], dim: int) -> None:
     """Their lse has lost the logarithm of the sum: such rows are made anew, of maximum and sum."""
     call = large_scores(2.0**33, options, "bfloat16", Size(1, 2, 1, 100, 150, dim, dim))
-    check(call, same_dtype_error(call), emulated(dim, mends=(None, True)))
+    check(call, same_dtype_error(call), emulated(dim, recomputes=(None, True)))
 
 
 def test_gradients_of_large_scores_in_packed_sequences() -> None:
     call = large_scores(2.0**33, ("causal",), "bfloat16", Size.packed(4, 2, 64, 64, *PACKED))
-    check(call, same_dtype_error(call), emulated(mends=(None, True)))
+    check(call, same_dtype_error(call), emulated(recomputes=(None, True)))
 
 
 def test_counters_are_left_as_they_were() -> None:
@@ -251,21 +251,25 @@ def test_counters_are_left_as_they_were() -> None:
 
 def leave_counters() -> None:
     """The next launch on a stream has the same ones."""
-    pair, marks = torch.zeros(2, dtype=torch.int32), torch.full((MOST_MARKS,), 7, dtype=torch.int32)
-    home: list[Tickets] = []
+    counters, flags = torch.zeros(2, dtype=torch.int32), torch.full((MOST_FLAGS,), 7, dtype=torch.int32)
+    pool: list[WorkCounters] = []
     with ExitStack() as stack:
         for module in (forward, backward):
-            stack.enter_context(mock.patch.object(module, "tickets", lambda _device: Tickets(pair, marks, home)))
+            stack.enter_context(
+                mock.patch.object(module, "acquire_counters", lambda _device: WorkCounters(counters, flags, pool))
+            )
         for dim in DIMS:
             agree(Case(SIZES[dim], "bfloat16", ("causal",)))
-            assert not pair.any() and home.pop().pair is home.pop().pair is pair
+            assert not counters.any() and pool.pop().counters is pool.pop().counters is counters
 
 
 @pytest.mark.parametrize("levels", [[0, 100, 0], [0, 30, 60, 150], [0, 0, 300, 0], [0, 2000]], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_jumps(levels: list[int], dtype: str) -> None:
-    """Also past the largest weight; such rows are mended."""
-    jump(stairs(levels, 64, dtype), emulated(len(levels), mends=(dtype == "bfloat16" and max(levels) > 200, False)))
+    """Also past the largest weight; such rows are recomputed."""
+    jump(
+        stairs(levels, 64, dtype), emulated(len(levels), recomputes=(dtype == "bfloat16" and max(levels) > 200, False))
+    )
 
 
 EACH = torch.tensor([[0.5, 2.0], [1.25, 0.0625]])

@@ -39,7 +39,7 @@ def check(p: Problem, section: int) -> None:
         sees = visible(p, task.q_len, task.k_len)
         for warpgroup in range(config.consumers):
             first = task.row + warpgroup * ROWS
-            assert first % ROWS == 0  # tuning.seen_first() counts on it
+            assert first % ROWS == 0  # tuning.one_right_cut() counts on it
             rows = [row for row in range(first, first + ROWS) if 0 <= row < task.q_len * shared]
             taken.update((task.sequence, task.head, row) for row in rows)
             if rows:

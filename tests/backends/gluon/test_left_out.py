@@ -48,25 +48,35 @@ FORWARD, BACKWARD = (
     (backward_kernel, backward_up_to_128, backward_over_128, dq, backward_producer, backward_scheduler, row_kernels),
 )
 WORDS = (
-    *("fence_async_shared", "sync", "arrive", r"mbarrier\.wait", r"mbarrier\.arrive", r"tma\.store_wait", "added"),
-    *("await_buffer", "await_all", "follow", "give_back", "await_count", "clear_unused", "send_dq", "dismiss", "leave"),
+    *("fence_async_shared", "sync", "arrive", r"mbarrier\.wait", r"mbarrier\.arrive", r"tma\.store_wait", "await_adds"),
+    *(
+        "await_buffer",
+        "await_all_buffers",
+        "wait_for_previous",
+        "release_slot",
+        "await_count",
+        "clear_unused",
+        "send_dq",
+        "post_stop",
+        "retire",
+    ),
     "thread_barrier",
 )
 STATEMENT = re.compile(rf"\s+({'|'.join(WORDS)})\(.*\)(\s*#.*)?")
 PRODUCTS = re.compile(r"warpgroup_mma_wait\((\d)")
 # What others see to as well, and why it stands there all the same.
 SPARED = {
-    "forward_kernel.skip: mbarrier.wait(shared.k.full.index(slot), phase)": "values come later, and are waited for",
-    "backward_up_to_128.own_128_keys: sync(TOGETHER, WARPGROUPS)": "the other's keys are used after its first dS",
+    "forward_kernel.skip_tiles: mbarrier.wait(shared.k.full.index(slot), phase)": "values come later, and are waited for",
+    "backward_up_to_128.process_128_keys: sync(WARPGROUPS_MEET, WARPGROUPS)": "the other's keys are used after its first dS",
     "backward_over_128.step: mbarrier.wait(shared.q_full.index(half), (t >> 1) & 1)": "who made P has waited for them",
-    "backward_producer.load: sync(Q_FREE + ((t + 1) & 1), ALL)": "nobody comes there any more",
-    "backward_producer.load: sync(DO_FREE + ((t + 1) & 1), ALL)": "nobody comes there any more",
+    "backward_producer.load: sync(Q_FREE + ((t + 1) & 1), WITH_LOADER)": "nobody comes there any more",
+    "backward_producer.load: sync(DO_FREE + ((t + 1) & 1), WITH_LOADER)": "nobody comes there any more",
     **dict.fromkeys(
         (
             "forward_kernel.consume: thread_barrier()",
-            "forward_kernel.pass_over: thread_barrier()",
-            "forward_scheduler.dismiss: thread_barrier()",
-            "backward_up_to_128.own_128_keys: thread_barrier()",
+            "forward_kernel.skip_empty_tasks: thread_barrier()",
+            "forward_scheduler.post_stop: thread_barrier()",
+            "backward_up_to_128.process_128_keys: thread_barrier()",
             "backward_producer.load: thread_barrier()",
         ),
         "an arrival beside it has the warps of a role meet",

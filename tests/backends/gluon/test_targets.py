@@ -88,7 +88,7 @@ ROOM_FOR_OPTIONS = 56  # gradients at head dim 256 with options that one would n
 # For products, in a loop over tiles: S and P V; S, dP, dV and dK, dQ.
 WAITS = {"forward": 2, "backward": 4}
 # What they say to the kernels before and after them (pdl.py), before they touch memory.
-TURNS = {"forward": "lead touch", "8 bits": "follow lead touch", "backward": "follow lead touch"}
+PDL_ORDER = {"forward": "launch memory", "8 bits": "wait launch memory", "backward": "wait launch memory"}
 
 
 def faults(built: Built) -> list[str]:
@@ -107,8 +107,8 @@ def faults(built: Built) -> list[str]:
         found.append("no loop over tiles with products in it")
     if any(waits != WAITS[case.work] for waits in built.waits):
         found.append(f"{built.waits} waits in loops over tiles, where {WAITS[case.work]} do")
-    if built.turns != TURNS[kind]:
-        found.append(f"it says {built.turns}, and should {TURNS[kind]}")
+    if built.pdl_order != PDL_ORDER[kind]:
+        found.append(f"its PDL order is {built.pdl_order}, and should be {PDL_ORDER[kind]}")
     return [f"{case}: {fault}" for fault in found]
 
 
@@ -137,13 +137,15 @@ def test_other_widths() -> None:
 )
 def test_kernels_beside_8_bits(dim: int) -> None:
     """Values are turned within registers, and spoiled tiles made anew."""
-    turned, mended = build(Case(dim, "causal descale", EIGHT_BITS, work=work) for work in ("transpose", "mend"))
+    turned, recomputed = build(
+        Case(dim, "causal descale", EIGHT_BITS, work=work) for work in ("transpose", "recompute")
+    )
     assert turned.stack == turned.shared == 0
-    assert turned.turns == "lead touch"
-    assert mended.stack == 0
+    assert turned.pdl_order == "launch memory"
+    assert recomputed.stack == 0
 
 
-BUILT = Built(Case(64), 232448, 0, True, [2, 2], [12, 12], [], "lead touch", 1.0)
+BUILT = Built(Case(64), 232448, 0, True, [2, 2], [12, 12], [], "launch memory", 1.0)
 SERIAL = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."
 
 
@@ -156,9 +158,9 @@ SERIAL = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async in
         (BUILT._replace(products=[], waits=[]), "no loop over tiles"),
         (BUILT._replace(waits=[2, 3]), "3] waits"),
         (BUILT._replace(advice=ADVICE.findall(SERIAL)), "C7510"),
-        (BUILT._replace(turns="touch lead"), "it says touch lead"),
+        (BUILT._replace(pdl_order="memory launch"), "its PDL order is memory launch"),
     ],
-    ids=["stack", "shared", "registers", "products", "waits", "advice", "turns"],
+    ids=["stack", "shared", "registers", "products", "waits", "advice", "pdl_order"],
 )
 def test_the_gate_closes(built: Built, fault: str) -> None:
     assert faults(BUILT) == []

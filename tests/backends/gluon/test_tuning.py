@@ -23,7 +23,7 @@ def problem(n_q: int, n_k: int, dim: int = 64, **options: Any) -> Problem:
 
 def check_seen_first(p: Problem) -> None:
     """64 rows from a multiple of 64 on: the last tile that any of them sees is seen by all that see anything."""
-    if not tuning.seen_first(p):
+    if not tuning.one_right_cut(p):
         return
     block_k = tuning.forward(p.dim).block_k
     sees = visible(p, p.n_q, p.n_k)
@@ -46,12 +46,12 @@ def test_rows_see_their_first_tile_when_the_ends_meet(n_q: int, n_k: int, dim: i
 
 
 def test_where_it_is_promised() -> None:
-    assert tuning.seen_first(problem(256, 256)) and tuning.seen_first(problem(100, 256))
-    assert tuning.seen_first(problem(256, 256, causal=True)) and tuning.seen_first(problem(64, 256, causal=True))
-    assert tuning.seen_first(problem(256, 256, window=(100, 0)))
-    assert not tuning.seen_first(problem(256, 255, causal=True))
-    assert not tuning.seen_first(problem(256, 256, window=(100, None)))
-    assert not tuning.seen_first(problem(256, 256, causal=True, kv_lengths=np.array([3], np.int32)))
+    assert tuning.one_right_cut(problem(256, 256)) and tuning.one_right_cut(problem(100, 256))
+    assert tuning.one_right_cut(problem(256, 256, causal=True)) and tuning.one_right_cut(problem(64, 256, causal=True))
+    assert tuning.one_right_cut(problem(256, 256, window=(100, 0)))
+    assert not tuning.one_right_cut(problem(256, 255, causal=True))
+    assert not tuning.one_right_cut(problem(256, 256, window=(100, None)))
+    assert not tuning.one_right_cut(problem(256, 256, causal=True, kv_lengths=np.array([3], np.int32)))
 
 
 @given(LENGTHS, LENGTHS, LIMITS, LIMITS, st.integers(-200, 200), DIMS)
@@ -114,7 +114,7 @@ def test_few_rows_leave_no_warpgroup_idle(dim: int, dtype: str, rows: int | None
     """Three warpgroups of 64 rows are for heads that fill their tiles."""
     config = tuning.forward(dim, dtype, rows)
     assert config.consumers == consumers
-    assert config.block_k == tuning.forward(dim, dtype).block_k  # seen_first() counts on it
+    assert config.block_k == tuning.forward(dim, dtype).block_k  # one_right_cut() counts on it
 
 
 def test_heads_that_share_tiles_count_together() -> None:

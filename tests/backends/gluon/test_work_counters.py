@@ -1,4 +1,4 @@
-"""Tickets: who shares them, who has them alone, and where their memory comes from."""
+"""WorkCounters: who shares them, who has them alone, and where their memory comes from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flashtile.backends.gluon import work_counters as module  # noqa: E402
-from flashtile.backends.gluon.work_counters import Tickets, tickets  # noqa: E402
+from flashtile.backends.gluon.work_counters import WorkCounters, acquire_counters  # noqa: E402
 
 GPU = SimpleNamespace(type="cuda", index=0)
 SMALL = 4  # pairs of a bank
@@ -25,7 +25,7 @@ plain_zeros = torch.zeros
 
 
 class Machine:
-    """A GPU as tickets() sees it, and torch's allocator: which streams are captured, which threads have a pool."""
+    """A GPU as acquire_counters() sees it, and torch's allocator: which streams are captured, which threads have a pool."""
 
     def __init__(self) -> None:
         self.stream, self.capturing, self.cleared = 1, False, 0
@@ -83,10 +83,10 @@ def gpu() -> Iterator[Machine]:
 def fill_bank() -> None:
     """As a warm-up does: the second call finds that the bank of the first is cleared."""
     for _ in range(2):
-        tickets(GPU).give_back()
+        acquire_counters(GPU).release()
 
 
-def apart(found: list[Tickets]) -> bool:
+def apart(found: list[WorkCounters]) -> bool:
     """Whether no two share a number, nor any a number of its own."""
     parts = [x for each in found for x in each[:2] if x is not None]
     places = sorted((x.data_ptr(), x.data_ptr() + x.numel() * x.element_size()) for x in parts)
@@ -94,55 +94,55 @@ def apart(found: list[Tickets]) -> bool:
 
 
 def test_launches_of_a_stream_have_them_after_each_other(gpu: Machine) -> None:
-    first = tickets(GPU)
-    assert first.pair.tolist() == [0, 0] and first.marks.numel() == module.MOST_MARKS
-    assert first.pair.data_ptr() % 16 == first.marks.data_ptr() % 16
-    first.give_back()
+    first = acquire_counters(GPU)
+    assert first.counters.tolist() == [0, 0] and first.flags.numel() == module.MOST_FLAGS
+    assert first.counters.data_ptr() % 16 == first.flags.data_ptr() % 16
+    first.release()
     cleared = gpu.cleared
-    assert tickets(GPU) is first
+    assert acquire_counters(GPU) is first
     assert gpu.cleared == cleared
-    first.give_back()
+    first.release()
     gpu.stream = 2
-    assert apart([tickets(GPU), first])
+    assert apart([acquire_counters(GPU), first])
 
 
 def test_nobody_has_what_was_not_given_back(gpu: Machine) -> None:
     """As threads that launch on one stream at once, and a launch that failed."""
-    first, second = tickets(GPU), tickets(GPU)
+    first, second = acquire_counters(GPU), acquire_counters(GPU)
     assert apart([first, second])
-    second.give_back()
-    assert tickets(GPU) is second
-    assert apart([first, second, tickets(GPU)])
+    second.release()
+    assert acquire_counters(GPU) is second
+    assert apart([first, second, acquire_counters(GPU)])
 
 
 def test_launches_in_graphs_have_their_own_and_clear_nothing(gpu: Machine) -> None:
     fill_bank()
-    shared = tickets(GPU)
+    shared = acquire_counters(GPU)
     gpu.capturing, cleared = True, gpu.cleared
-    own = [tickets(GPU) for _ in range(SMALL)]
+    own = [acquire_counters(GPU) for _ in range(SMALL)]
     assert gpu.cleared == cleared
-    assert [x.pair.tolist() for x in own] == [[0, 0]] * SMALL
-    assert len({x.pair.data_ptr() % 16 for x in own}) == 1
+    assert [x.counters.tolist() for x in own] == [[0, 0]] * SMALL
+    assert len({x.counters.data_ptr() % 16 for x in own}) == 1
     assert apart([shared, *own])
     for each in own:
-        each.give_back()  # of no use to anybody: the graph has it as long as it is there
+        each.release()  # of no use to anybody: the graph has it as long as it is there
     gpu.capturing = False
-    assert apart([*own, tickets(GPU)])
+    assert apart([*own, acquire_counters(GPU)])
 
 
 def test_an_empty_bank_is_filled_before_the_next_graph(gpu: Machine) -> None:
     gpu.capturing = True
-    assert tickets(GPU).pair.tolist() == [0, 0]  # there is no bank yet: a node of the graph clears them
+    assert acquire_counters(GPU).counters.tolist() == [0, 0]  # there is no bank yet: a node of the graph clears them
     assert gpu.cleared == 1
     gpu.capturing = False
     fill_bank()
     gpu.capturing, cleared = True, gpu.cleared
-    own = [tickets(GPU) for _ in range(SMALL + 1)]
+    own = [acquire_counters(GPU) for _ in range(SMALL + 1)]
     assert gpu.cleared == cleared + 1  # the last one found none left
     gpu.capturing = False
     fill_bank()
     gpu.capturing, cleared = True, gpu.cleared
-    assert apart([*own, tickets(GPU)])
+    assert apart([*own, acquire_counters(GPU)])
     assert gpu.cleared == cleared
     assert len(module._banks[0]) == 2  # graphs still point into the first
 
@@ -153,7 +153,7 @@ def test_no_graph_has_pairs_that_are_still_being_cleared(gpu: Machine) -> None:
     for cleared in (False, True):
         fill_bank()
         gpu.capturing, before = True, gpu.cleared
-        tickets(GPU)
+        acquire_counters(GPU)
         assert gpu.cleared == before + (not cleared)
         gpu.capturing = gpu.is_clearing = False
 
@@ -171,42 +171,42 @@ def test_threads_that_capture_at_once_have_their_own(gpu: Machine) -> None:
     fill_bank()
     gpu.capturing = True
     with mock.patch.object(module, "_taken", Slow(module._taken)), ThreadPoolExecutor(SMALL) as pool:
-        assert apart([*pool.map(tickets, [GPU] * SMALL)])
+        assert apart([*pool.map(acquire_counters, [GPU] * SMALL)])
 
 
 def test_tickets_made_in_inference_mode_are_good_for_all(gpu: Machine) -> None:
     with torch.inference_mode():
-        first = tickets(GPU)
-    first.marks.zero_()
-    first.give_back()
+        first = acquire_counters(GPU)
+    first.flags.zero_()
+    first.release()
     with torch.inference_mode():
         fill_bank()
     gpu.capturing = True
-    tickets(GPU).pair.zero_()
+    acquire_counters(GPU).counters.zero_()
 
 
 def test_what_is_kept_comes_from_no_pool(gpu: Machine) -> None:
     """Of a first call in the warm-up of torch.compile(mode="reduce-overhead"): the next graph overwrites that."""
     gpu.pooled = {get_ident()}
     assert gpu.is_of_a_pool(torch.zeros((1,), dtype=torch.int32, device="cuda"))
-    first = tickets(GPU)
+    first = acquire_counters(GPU)
     assert gpu.waited == gpu.cleared - 1 == 2  # the bank's, and those of the stream
-    first.give_back()
+    first.release()
     fill_bank()
     gpu.capturing = True
-    own = tickets(GPU)
-    assert not any(map(gpu.is_of_a_pool, (first.pair, first.marks, own.pair, *module._banks[0])))
+    own = acquire_counters(GPU)
+    assert not any(map(gpu.is_of_a_pool, (first.counters, first.flags, own.counters, *module._banks[0])))
 
 
 def test_of_a_graph_that_was_captured_before_any_call_nothing_is_kept(gpu: Machine) -> None:
     gpu.capturing = True
-    own = tickets(GPU)
-    assert gpu.is_of_a_pool(own.pair)
-    own.give_back()
+    own = acquire_counters(GPU)
+    assert gpu.is_of_a_pool(own.counters)
+    own.release()
     assert not module._banks and not module._of_stream
 
 
 def test_without_a_gpu() -> None:
-    found = tickets(torch.device("cpu"))
-    assert found.pair.tolist() == [0, 0] and found.marks is None
-    found.give_back()
+    found = acquire_counters(torch.device("cpu"))
+    assert found.counters.tolist() == [0, 0] and found.flags is None
+    found.release()

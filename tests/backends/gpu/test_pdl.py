@@ -22,7 +22,7 @@ from flashtile.problem import describe  # noqa: E402
 )
 def test_which_gpus_have_chains(architecture: Any, can: bool, on_gpu: Callable[[Any], None]) -> None:
     on_gpu(architecture)
-    assert pdl.chains(torch.device("cpu")) is can
+    assert pdl.supports_pdl(torch.device("cpu")) is can
 
 
 def problem(n_q: int, n_k: int, **options: Any) -> Any:
@@ -36,7 +36,7 @@ def backward(p: Any) -> None:
 
 
 LEADS, FOLLOWS, ALONE = (False, True), (True, True), (False, False)
-BACKWARD = ["statistics", "dkdv", "dq", "mend_sums", "mend_backward"]
+BACKWARD = ["statistics", "dkdv", "dq", "recompute_sums", "recompute_backward"]
 
 
 def test_each_kernel_begins_in_the_tail_of_the_one_before(launched: list[Any]) -> None:
@@ -47,7 +47,7 @@ def test_each_kernel_begins_in_the_tail_of_the_one_before(launched: list[Any]) -
 def test_what_mends_an_output_begins_so_too(launched: list[Any]) -> None:
     run, p = dispatch.named("triton").prepare(problem(300, 300))
     run.forward(Inputs.of(p))
-    assert launched == [("forward", *LEADS), ("mend_forward", *FOLLOWS)]
+    assert launched == [("forward", *LEADS), ("recompute_forward", *FOLLOWS)]
 
 
 def test_what_adds_to_dbias_is_launched_when_all_is_complete(launched: list[Any]) -> None:

@@ -38,7 +38,7 @@ class Machine:
         monkeypatch.setattr(torch, "zeros", self.zeros)
         empty = torch.empty
         monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: empty(*shape, dtype=dtype))
-        monkeypatch.setattr(tensors, "_dumps", {})
+        monkeypatch.setattr(tensors, "_discard_buffers", {})
 
     def say(self, event: str) -> Any:
         self.events.append((event, get_ident()))
@@ -82,9 +82,9 @@ def test_no_mode_of_the_caller_sees_it(gpu: Machine) -> None:
 
 def test_while_a_stream_is_captured_nothing_is_kept(gpu: Machine) -> None:
     gpu.capturing = True
-    first, second = (tensors.dump(torch.float32, GPU) for _ in range(2))
-    assert first.numel() == tensors.DUMPED and first.data_ptr() != second.data_ptr()
-    assert not tensors._dumps
+    first, second = (tensors.discard_buffer(torch.float32, GPU) for _ in range(2))
+    assert first.numel() == tensors.DISCARDED and first.data_ptr() != second.data_ptr()
+    assert not tensors._discard_buffers
     gpu.capturing = False
-    kept = tensors.dump(torch.float32, GPU)
-    assert tensors.dump(torch.float32, GPU) is kept is tensors._dumps[torch.float32, GPU]
+    kept = tensors.discard_buffer(torch.float32, GPU)
+    assert tensors.discard_buffer(torch.float32, GPU) is kept is tensors._discard_buffers[torch.float32, GPU]

@@ -1,4 +1,4 @@
-"""Scratch: its parts lie beside each other, and are where their At says."""
+"""Scratch: its parts lie beside each other, and are where their Argument says."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_parts() -> None:
 def test_the_rest_of_a_part() -> None:
     scratch = Scratch(0, torch.device("cpu"))
     scratch.part((3,), torch.float32)
-    marks = scratch.part((7,), torch.int32)
-    rest, memory = after(marks, 5), scratch.maker()()
+    flags = scratch.part((7,), torch.int32)
+    rest, memory = after(flags, 5), scratch.maker()()
     assert rest.of(memory).shape == (2,) and rest.of(memory).data_ptr() == memory.data_ptr() + rest.offset
-    assert rest.of(memory).data_ptr() == marks.of(memory)[5:].data_ptr()
+    assert rest.of(memory).data_ptr() == flags.of(memory)[5:].data_ptr()

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import torch
 
 from flashtile.backends.gpu import tensors
-from flashtile.backends.gpu.tensors import DUMPED, FARTHEST, Result, laid_out, tidy, tidy_gradients
+from flashtile.backends.gpu.tensors import DISCARDED, FARTHEST, Result, laid_out, tidy, tidy_gradients
 from flashtile.backends.triton import tuning
 from flashtile.problem import describe
 
@@ -102,12 +102,14 @@ def test_what_nobody_wants_is_dumped_where_there_is_room() -> None:
     """Small results of one dtype in one place; each large one in its own."""
     x = torch.randn(1, 2, 3, 8)
     p = describe(x, x, x)
-    small, smaller, large = (Result(p, 2, n, None, "float32", x.device) for n in (DUMPED // 2, 3, DUMPED // 2 + 1))
+    small, smaller, large = (
+        Result(p, 2, n, None, "float32", x.device) for n in (DISCARDED // 2, 3, DISCARDED // 2 + 1)
+    )
     wide = Result(p, 2, 3, None, "float64", x.device)
-    place = small.dump()
+    place = small.discard_buffer()
     assert place.numel() >= small.numel and place.dtype == torch.float32 and place.device == x.device
-    assert smaller.dump().data_ptr() == place.data_ptr()
-    assert wide.dump().dtype == torch.float64
-    one, other = large.dump(), large.dump()
+    assert smaller.discard_buffer().data_ptr() == place.data_ptr()
+    assert wide.discard_buffer().dtype == torch.float64
+    one, other = large.discard_buffer(), large.discard_buffer()
     assert one.shape == other.shape == large.shape
     assert len({x.data_ptr() for x in (place, one, other, small.empty())}) == 4

@@ -58,12 +58,12 @@ def spills(text: str) -> list[int]:
     return [sum(bool(SPILL.search(line)) for line in body) for body in loops(text)]
 
 
-def turns(ptx: str) -> str:
-    """In the order of a kernel's text, where it follows, leads (pdl.py) and touches memory; no word twice running."""
-    words = {"griddepcontrol.wait": "follow", "griddepcontrol.launch_dependents": "lead"}
+def pdl_order(ptx: str) -> str:
+    """In the order of a kernel's text, where it with_pdl, leads (pdl.py) and touches memory; no word twice running."""
+    words = {"griddepcontrol.wait": "wait", "griddepcontrol.launch_dependents": "launch"}
     found: list[str] = []
     for line in ptx.splitlines():
-        said = next((word for code, word in words.items() if code in line), "touch" if MEMORY.search(line) else None)
+        said = next((word for code, word in words.items() if code in line), "memory" if MEMORY.search(line) else None)
         if said is not None and found[-1:] != [said]:
             found.append(said)
     return " ".join(found)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from tests.backends.triton.machine_code import Figures, amd, nvidia, turns
+from tests.backends.triton.machine_code import Figures, amd, nvidia, pdl_order
 
 ROOT = Path(__file__).parents[3]
 KILO = 1024
@@ -67,8 +67,8 @@ class Built(NamedTuple):
     shared: int  # bytes
     seconds: float
     narrow: int  # products by mma.sync with fewer columns than their layout has, of which Triton 3.6 leaves some out
-    turns: str | None  # see machine_code.py; None on a GPU that has no word for them
-    follows: bool  # it is launched so
+    pdl_order: str | None  # see machine_code.py; None on a GPU that has no word for them
+    with_pdl: bool  # launched with programmatic dependent launch
     code: Figures
 
     @property
@@ -145,9 +145,9 @@ def _built(target: Target, case: Case, *, src: Any, metadata: Any, metadata_grou
     files = {Path(path).suffix: Path(path) for path in metadata_group.values()}
     code = nvidia(files[".ptx"], files[".cubin"]) if target.backend == "cuda" else amd(files[".amdgcn"])
     narrow = narrow_products(files[".ttgir"].read_text()) if target.backend == "cuda" else 0
-    said = turns(files[".ptx"].read_text()) if target.backend == "cuda" else None
-    follows = metadata.get("launch_pdl", False)
-    return Built(case, src.name, tile, metadata["shared"], times.total / 1e6, narrow, said, follows, code)
+    said = pdl_order(files[".ptx"].read_text()) if target.backend == "cuda" else None
+    with_pdl = metadata.get("launch_pdl", False)
+    return Built(case, src.name, tile, metadata["shared"], times.total / 1e6, narrow, said, with_pdl, code)
 
 
 def narrow_products(code: str) -> int:
@@ -195,7 +195,7 @@ def start(case: Case) -> None:
 def constants(src: Any) -> dict[str, Any]:
     """The constants of a kernel by name, those in named tuples too: where there are several, of its ordinary walk."""
     found = {src.fn.arg_names[path[0]]: _plain(value) for path, value in src.constants.items() if len(path) == 1}
-    inside = [found[name]._asdict() for name in ("AGAIN", "OF_QUERIES", "C") if found.get(name) is not None]
+    inside = [found[name]._asdict() for name in ("RECOMPUTE", "OF_QUERIES", "C") if found.get(name) is not None]
     return found | {name: _plain(value) for fields in inside for name, value in fields.items()}
 
 

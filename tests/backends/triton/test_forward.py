@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from flashtile.backends.gpu import device as gpu  # noqa: E402
 from flashtile.backends.gpu.config import Config  # noqa: E402
-from flashtile.backends.gpu.start import FUSED  # noqa: E402
+from flashtile.backends.gpu.kernel_launch import FUSED  # noqa: E402
 from flashtile.backends.triton import tuning  # noqa: E402
 from flashtile.backends.triton.forward import Forward  # noqa: E402
 
@@ -53,7 +53,7 @@ def test_a_short_decode_has_two_programs_a_processor(batch: int, keys: int, spli
     assert tile(found) == SHORT and found._splits == splits
     (programs, *_) = found._start.grid
     assert programs == 8 * batch * splits <= 2 * PROCESSORS and 2 * programs > PROCESSORS
-    assert found._mend is None and found._start.constants["AGAIN"] is not None
+    assert found._recompute is None and found._start.constants["RECOMPUTE"] is not None
 
 
 @pytest.mark.parametrize(

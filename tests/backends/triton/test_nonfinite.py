@@ -1,4 +1,4 @@
-"""NaN and Inf through the Triton kernels under the interpreter: who marks, who mends, and who is given what."""
+"""NaN and Inf through the Triton kernels under the interpreter: who flags, who recomputes, and who is given what."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.support.large_scores import large_scores
 torch = pytest.importorskip("torch")
 
 from flashtile.backends.gpu import device as gpu  # noqa: E402
-from flashtile.backends.gpu import nonfinite as mend  # noqa: E402
+from flashtile.backends.gpu import nonfinite as recompute  # noqa: E402
 from flashtile.backends.gpu import nonfinite_kernels, scratch  # noqa: E402
 from flashtile.backends.gpu.config import Config  # noqa: E402
+from flashtile.backends.gpu.kernel_launch import Argument  # noqa: E402
 from flashtile.backends.gpu.scratch import Scratch  # noqa: E402
-from flashtile.backends.gpu.start import At  # noqa: E402
 from flashtile.backends.gpu.tensors import laid_out  # noqa: E402
 from flashtile.backends.triton import tuning  # noqa: E402
 from flashtile.backends.triton.passes import Runner  # noqa: E402
@@ -33,7 +33,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning"),
     pytest.mark.skipif(kernels.DEVICE == "cuda", reason="tests/gpu does this on the GPU"),
 ]
-MEND, INSIDE = 1, 1000  # processors: with 1 tiles are marked for another kernel, with 1000 programs mend their own rows
+RECOMPUTE, INSIDE = (
+    1,
+    1000,
+)  # processors: with 1 tiles are flagged for another kernel, with 1000 programs recompute their own rows
 TARGETS = ("q", "k", "v", "dout")  # one a sequence
 LONG = Size(4, 2, 1, 37, 48, 16, 16)
 DECODE = Size(4, 2, 1, 1, 270, 16, 16)
@@ -53,16 +56,16 @@ OPTIONS = [
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of two careful ones each where the dtype is float32, and more marks than a program looks at together."""
+    """Tiles of two careful ones each where the dtype is float32, and more flags than a program looks at together."""
     monkeypatch.setattr(tuning, "choose", lambda *_: Config(32, 32, 4, 1))
-    monkeypatch.setattr(nonfinite_kernels, "MARKS", type(nonfinite_kernels.MARKS)(4))
+    monkeypatch.setattr(nonfinite_kernels, "FLAGS_AT_ONCE", type(nonfinite_kernels.FLAGS_AT_ONCE)(4))
 
 
 def processors(n: int) -> Any:
     return mock.patch.object(gpu, "processors", lambda _device: n)
 
 
-def forward(call: Call, exact: Truth, where: int = MEND) -> tuple[Any, Any]:
+def forward(call: Call, exact: Truth, where: int = RECOMPUTE) -> tuple[Any, Any]:
     with processors(where):
         out, lse = kernels.forward(call)
     check_forward(call, exact, out, lse)
@@ -70,11 +73,11 @@ def forward(call: Call, exact: Truth, where: int = MEND) -> tuple[Any, Any]:
 
 
 def check(call: Call, exact: Truth, backward: bool = True) -> None:
-    """Both ways to mend a forward pass, and the one of a backward pass."""
+    """Both ways to recompute a forward pass, and the one of a backward pass."""
     forward(call, exact, INSIDE)
     out, lse = forward(call, exact)
     if backward:
-        with processors(MEND):
+        with processors(RECOMPUTE):
             check_backward(call, exact, kernels.backward(call, out, lse))
 
 
@@ -176,7 +179,7 @@ def test_short_decode(splits: int, options: tuple[str, ...], value: float | None
     programs = splits * size.batch * size.kv_heads
     with processors(programs // 2):
         prepared = Runner(laid_out(kernels.problem_of(call)))._forward
-        assert prepared._splits == splits and prepared._start.grid[0] == programs and prepared._mend is None
+        assert prepared._splits == splits and prepared._start.grid[0] == programs and prepared._recompute is None
     forward(call, exact, programs // 2)
 
 
@@ -193,13 +196,13 @@ def test_packed_neighbours(options: tuple[str, ...]) -> None:
     for name in ("k", "v"):
         for where in (BAD[1], *([slice(20, 30), slice(117, None)] if "kv_lengths" in options else [])):
             poisoned = nonfinite.changed(poisoned, name, where, np.nan)
-    for where in (INSIDE, MEND):
+    for where in (INSIDE, RECOMPUTE):
         with processors(where):
             out, lse = kernels.forward(poisoned)
         assert np.isnan(out[BAD[0]]).all() and np.isnan(lse[BAD[0]]).all()
         others = (nonfinite.put(x, BAD[0], right[BAD[0]]) for x, right in ((out, exact.out), (lse, exact.lse)))
         check_forward(call, exact, *others)
-    with processors(MEND):
+    with processors(RECOMPUTE):
         grads = kernels.backward(poisoned, out, lse)
     found: dict[str, Any] = {}
     for name, where in zip(("dq", "dk", "dv"), (BAD[0], BAD[1], BAD[1]), strict=True):
@@ -232,7 +235,7 @@ def test_large_doubles_are_not_infinite() -> None:
 
 
 @pytest.fixture
-def marks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def flags(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Those of the calls in a test, each 7 until a kernel writes it; other numbers between kernels begin as NaN."""
     made: list[Any] = []
 
@@ -246,54 +249,54 @@ def marks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return make
 
     part = Scratch.part
-    parts: list[Any] = []  # marks among the scratch memory that is being planned
+    parts: list[Any] = []  # flags among the scratch memory that is being planned
 
-    def listen(self: Scratch, shape: tuple[int, ...], dtype: Any) -> At:
+    def listen(self: Scratch, shape: tuple[int, ...], dtype: Any) -> Argument:
         found = part(self, shape, dtype)
         parts.extend([found] if dtype is torch.int32 else [])
         return found
 
     def spoilt(shape: tuple[int, ...], dtype: Any, device: Any) -> Callable[[], Any]:
-        marks = parts.copy()
+        flags = parts.copy()
         parts.clear()
 
         def make() -> Any:
             memory = torch.full(shape, torch.nan, dtype=dtype, device=device)
-            made.extend(each.of(memory).fill_(7) for each in marks)
+            made.extend(each.of(memory).fill_(7) for each in flags)
             return memory
 
         return make
 
-    monkeypatch.setattr(mend, "empty", sevens)
+    monkeypatch.setattr(recompute, "empty", sevens)
     monkeypatch.setattr(Scratch, "part", listen)
     monkeypatch.setattr(scratch, "empty", spoilt)
     return made
 
 
-def test_which_tiles_are_marked(marks: list[Any]) -> None:
+def test_which_tiles_are_marked(flags: list[Any]) -> None:
     """Number (sequence * heads + head) * tiles + tile, where the tiles of rows 0.., 32.., 64.. are 0, 1, 2."""
     call = build(Case(Size(2, 4, 2, 70, 70, 16, 16), "float32", ("causal",)))
     bad = nonfinite.changed(call, "v", (1, 0, 40, 3), np.nan)
-    with processors(MEND):
+    with processors(RECOMPUTE):
         kernels.forward(bad)
         kernels.backward(nonfinite.changed(call, "k", (1, 0, 40, 3), np.nan), *kernels.forward(call))
     expected = np.zeros((2, 4, 3), np.int32)
     expected[1, :2, 1:] = 1
-    np.testing.assert_array_equal(marks[0].reshape(2, 4, 3), expected)
-    assert not marks[1].any()
-    of_keys, of_queries = marks[2][:12].reshape(2, 2, 3), marks[2][12:].reshape(2, 4, 3)
+    np.testing.assert_array_equal(flags[0].reshape(2, 4, 3), expected)
+    assert not flags[1].any()
+    of_keys, of_queries = flags[2][:12].reshape(2, 2, 3), flags[2][12:].reshape(2, 4, 3)
     np.testing.assert_array_equal(of_queries, expected)
     np.testing.assert_array_equal(of_keys[0], 0)  # the lse that was given knows of no NaN: only its own key has one
     np.testing.assert_array_equal(of_keys[1], [[0, 1, 0], [0, 0, 0]])
 
 
 @pytest.mark.parametrize("size", [LONG, PACKED], ids=str)
-def test_finite_numbers_leave_no_mark(size: Size, marks: list[Any]) -> None:
+def test_finite_numbers_leave_no_flag(size: Size, flags: list[Any]) -> None:
     """Nor does what stood in memory before: statistics of rows are read beyond the last one."""
     call = build(Case(size, "float32", ("kv_lengths", "causal")))
-    with processors(MEND):
+    with processors(RECOMPUTE):
         kernels.backward(call, *kernels.forward(call))
-    assert len(marks) == 2 and not any(x.any() for x in marks)
+    assert len(flags) == 2 and not any(x.any() for x in flags)
 
 
 LARGE_SCORES = [
@@ -316,18 +319,18 @@ def test_gradients_of_large_scores_in_packed_sequences() -> None:
     check(call, same_dtype_error(call))
 
 
-def test_large_scores_without_a_gradient_are_not_mended(marks: list[Any]) -> None:
+def test_large_scores_without_a_gradient_are_not_mended(flags: list[Any]) -> None:
     """Padding, as many hide it: a bias of -1e9 for all keys of its rows."""
     call = build(Case(SMALL, "float32", ("bias",)))
     call = nonfinite.changed(call, "bias", (slice(None), slice(None), slice(20, None)), -1e9)
     idle = replace(call, dout=nonfinite.put(call.dout, (..., slice(20, None), slice(None)), 0.0), dlse=call.dlse * 0)
-    with processors(MEND):
+    with processors(RECOMPUTE):
         out, lse = kernels.forward(idle)
         grads = kernels.backward(idle, out, lse)
         check_backward(idle, same_dtype_error(idle), grads)
-        assert not marks[-1].any()
+        assert not flags[-1].any()
         kernels.backward(call, out, lse)
-    assert marks[-1].any()
+    assert flags[-1].any()
 
 
 @cache

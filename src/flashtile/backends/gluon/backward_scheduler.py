@@ -1,4 +1,4 @@
-"""Columns: the tasks of the backward pass, tiles of keys; which comes when, who sees them, and what is told of them.
+"""Columns: the tasks of the backward pass, tiles of keys; which comes when, who sees them, and what is read_field of them.
 
 The loading warp works it out, and posts it on a board in shared memory: warpgroups have no registers to spare for
 numbers that they need once.
@@ -12,14 +12,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gluon.compatibility import thread_barrier
-from flashtile.backends.gluon.forward_scheduler import LANES, Orders, claim, one
-from flashtile.backends.gpu.blocks import locate, measure
+from flashtile.backends.gluon.forward_scheduler import LANES, TaskDescriptor, claim_task, load_scalar
+from flashtile.backends.gpu.blocks import locate, sequence_bounds
 from flashtile.backends.gpu.cuts import cuts, reach
 from flashtile.backends.gpu.unspecialized import plain
 
 KEYS = gl.constexpr(64)  # of a tile that a warpgroup works on
 # What warpgroups have to know of their keys.
-ROOM = gl.constexpr(0)  # keys from the task's first to the end of the sequence
+KEYS_LEFT = gl.constexpr(0)  # keys from the task's first to the end of the sequence
 IN_USE = gl.constexpr(1)  # likewise, of those in use
 FIRST = gl.constexpr(2)  # the first query that sees the first key
 LAST = gl.constexpr(3)  # and the last, were there no end of queries
@@ -27,9 +27,9 @@ NEAREST = gl.constexpr(4)  # that from which alibi counts
 SEQUENCE = gl.constexpr(5)  # as descriptors count: 0 where sequences are packed
 HEAD = gl.constexpr(6)
 ROW = gl.constexpr(7)  # of the first key, where the tensor begins being 0
-MARK = gl.constexpr(8)
+FLAG = gl.constexpr(8)
 CUT = gl.constexpr(9)  # 0, and how many tiles of queries later whole ones begin, whole ones end, and all end
-GO = gl.constexpr(13)  # 0: there is no task any more
+STATE = gl.constexpr(13)  # 0: there is no task any more
 FIELDS = gl.constexpr(14)
 # And of a tile of queries.
 QUERY = gl.constexpr(0)  # its first
@@ -37,39 +37,39 @@ DQ_AT = gl.constexpr(1)  # where its dQ lies
 SLOPE = gl.constexpr(2)  # where alibi has that of its head
 TURN = gl.constexpr(3)  # how many tasks add to this tile of dQ before, if in a fixed order; under 0: it is not counted
 TILE_FIELDS = gl.constexpr(4)
-ORDERS = gl.constexpr(8)  # tiles whose orders are kept: a warp that writes dQ is up to four tiles behind
+TILE_SLOTS = gl.constexpr(8)  # tiles whose orders are kept: a warp that writes dQ is up to four tiles behind
 
 
 @gluon.jit
-def board_of(memory, n):
-    """The orders of the n-th task of a program. Two have room: one may be ending while the next runs."""
-    return Orders(memory, (n & 1) * FIELDS)
+def task_descriptor(memory, n):
+    """The orders of the n-th task of a program. Two have keys_left: one may be ending while the next runs."""
+    return TaskDescriptor(memory, (n & 1) * FIELDS)
 
 
 @gluon.jit
-def told(orders, field):
+def read_field(orders, field):
     return get(orders.board, orders.begin + field)
 
 
 @gluon.jit
-def tell(orders, field, x):
+def write_field(orders, field, x):
     put(orders.board, orders.begin + field, x)
 
 
-class Extent(NamedTuple):
+class Work(NamedTuple):
     """What there is to do: tiles of keys (of all sequences where they are packed), heads, rows of a head in dQ."""
 
     rule: Any
     lengths: Any
     tiles: Any
     kv_heads: Any
-    section: Any  # heads, the last ones, that are worked on side by side; see find_column()
+    section: Any  # heads, the last ones, that are worked on side by side; see find_key_tile()
     padded: Any
-    mark_tiles: Any
+    flag_tiles: Any
     tasks: Any  # tiles of all heads and sequences
 
 
-class Column(NamedTuple):
+class KeyTile(NamedTuple):
     """A task: a tile of keys of one key head of one sequence."""
 
     sequence: Any
@@ -80,27 +80,27 @@ class Column(NamedTuple):
 
 
 @gluon.jit
-def anew(x, n):
+def rematerialize(x, n):
     """x, made anew for each n, which is under 2^30: it need not wait in a register of a warp that has few."""
     return x | (n >> 30)
 
 
 @gluon.jit
-def next_column(counter, turns, work, C: gl.constexpr):
+def next_key_tile(counter, turns, work, C: gl.constexpr):
     """The next task, and its number. Of packed sequences there may be fewer than numbers: a program that takes one
     task after the other passes over those without keys.
     """
-    number = claim(counter)
-    column = find_column(gl.minimum(number, work.tasks - 1), turns, work, C)
+    number = claim_task(counter)
+    column = find_key_tile(gl.minimum(number, work.tasks - 1), turns, work, C)
     if work.lengths.cu_k is not None and C.PERSISTENT:
-        while (number < work.tasks) & (column.tile * C.KEYS >= column.at.k_room):
-            number = claim(counter)
-            column = find_column(gl.minimum(number, work.tasks - 1), turns, work, C)
+        while (number < work.tasks) & (column.tile * C.KEYS >= column.at.k_rows):
+            number = claim_task(counter)
+            column = find_key_tile(gl.minimum(number, work.tasks - 1), turns, work, C)
     return column, number
 
 
 @gluon.jit
-def find_column(number, turns, work, C: gl.constexpr):
+def find_key_tile(number, turns, work, C: gl.constexpr):
     """The task of a number: tiles of keys, then key heads, then sequences.
 
     The heads of a section come side by side: first tiles of keys, which a causal band gives most to do, of all of them,
@@ -121,7 +121,7 @@ def find_column(number, turns, work, C: gl.constexpr):
     first = last  # head of a section
     end = columns
     if turns is not None:
-        half = (anew(work.section, number) + 1) // 2
+        half = (rematerialize(work.section, number) + 1) // 2
         first = gl.where(first_keys_first, last, column // half * half)
         end = gl.where(first_keys_first, columns, gl.minimum(first + half, last))
     if column >= first:
@@ -135,8 +135,8 @@ def find_column(number, turns, work, C: gl.constexpr):
         tile = gl.where(first_keys_first, tile, work.tiles - 1 - tile)
     lengths = work.lengths
     sequence, tile = locate(lengths.cu_k, lengths.n_k, tile, column // work.kv_heads, lengths, C.KEYS)
-    at = measure(lengths, work.rule.offset, sequence)
-    return Column(sequence, column % work.kv_heads, tile, at, first_keys_first)
+    at = sequence_bounds(lengths, work.rule.offset, sequence)
+    return KeyTile(sequence, column % work.kv_heads, tile, at, first_keys_first)
 
 
 @gluon.jit
@@ -174,7 +174,7 @@ def reach_at(limit, row):
     if limit is None:
         return reach(limit)
     else:
-        return reach(anew(limit, row))
+        return reach(rematerialize(limit, row))
 
 
 @gluon.jit
@@ -195,34 +195,34 @@ def turn_of(column, row, work, C: gl.constexpr):
 
 
 @gluon.jit
-def post(board, column, place, key, cut, seen, work):
+def post_task(board, column, place, key, cut, seen, work):
     """Write what warpgroups have to know."""
     at, rule = column.at, work.rule
-    tell(board, GO, 1)
-    tell(board, ROOM, at.k_room - key)
-    tell(board, IN_USE, (at.k_len - key) * seen)
-    tell(board, FIRST, key - at.offset - reach(rule.right))
-    tell(board, LAST, key - at.offset + reach(rule.left))
+    write_field(board, STATE, 1)
+    write_field(board, KEYS_LEFT, at.k_rows - key)
+    write_field(board, IN_USE, (at.k_len - key) * seen)
+    write_field(board, FIRST, key - at.offset - reach(rule.right))
+    write_field(board, LAST, key - at.offset + reach(rule.left))
     if rule.alibi is not None:
-        tell(board, NEAREST, key - at.offset - plain(rule.alibi_offset))
-    tell(board, SEQUENCE, place)
-    tell(board, HEAD, column.head)
-    tell(board, ROW, at.k_start + key)
-    tell(board, CUT, 0)
-    tell(board, CUT + 1, cut[1] - cut[0])
-    tell(board, CUT + 2, cut[2] - cut[0])
-    tell(board, CUT + 3, cut[3] - cut[0])
-    mark = key // KEYS
+        write_field(board, NEAREST, key - at.offset - plain(rule.alibi_offset))
+    write_field(board, SEQUENCE, place)
+    write_field(board, HEAD, column.head)
+    write_field(board, ROW, at.k_start + key)
+    write_field(board, CUT, 0)
+    write_field(board, CUT + 1, cut[1] - cut[0])
+    write_field(board, CUT + 2, cut[2] - cut[0])
+    write_field(board, CUT + 3, cut[3] - cut[0])
+    flag = key // KEYS
     if work.lengths.cu_q is not None:
-        mark += at.k_start // KEYS + column.sequence
-    tell(board, MARK, (place * work.kv_heads + column.head) * work.mark_tiles + mark)
+        flag += at.k_start // KEYS + column.sequence
+    write_field(board, FLAG, (place * work.kv_heads + column.head) * work.flag_tiles + flag)
     thread_barrier()  # the lane that speaks next speaks for all of them
 
 
 @gluon.jit
-def order_of(t):
+def tile_slot(t):
     """Where the orders of tile t begin."""
-    return (t & (ORDERS - 1)) * TILE_FIELDS
+    return (t & (TILE_SLOTS - 1)) * TILE_FIELDS
 
 
 @gluon.jit
@@ -232,4 +232,4 @@ def put(board, field, x):
 
 @gluon.jit
 def get(board, field):
-    return one(board.index(field))
+    return load_scalar(board.index(field))

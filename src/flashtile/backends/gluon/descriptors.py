@@ -9,11 +9,13 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashtile.backends.gpu.tensors import Result, maker
+from flashtile.backends.gpu.tensors import Result, maker_like
 from flashtile.numerics.dtypes import EIGHT_BITS, name_of
 
 
-def descriptors(x: Any, box: list[int], packed_heads: int | None = None, swizzled: bool = True) -> Callable[[Any], Any]:
+def descriptor_maker(
+    x: Any, box: list[int], packed_heads: int | None = None, swizzled: bool = True
+) -> Callable[[Any], Any]:
     """What makes a descriptor of tensors that lie like x; the packed_heads of one of rank 4 get an axis of their own.
 
     Tiles that the matrix unit reads are swizzled in shared memory.
@@ -27,7 +29,7 @@ def descriptors(x: Any, box: list[int], packed_heads: int | None = None, swizzle
     layout = gl.NVMMASharedLayout.get_default_for(box, _element(x.dtype))
     if not swizzled:
         layout = gl.NVMMASharedLayout(0, 8 * x.element_size(), len(box))
-    return maker(TensorDescriptor(x, shape, stride, box, layout))
+    return maker_like(TensorDescriptor(x, shape, stride, box, layout))
 
 
 def _element(dtype: Any) -> Any:

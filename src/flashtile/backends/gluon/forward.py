@@ -8,16 +8,16 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gluon import tuning
-from flashtile.backends.gluon.descriptors import descriptors, outline_of
+from flashtile.backends.gluon.descriptors import descriptor_maker, outline_of
 from flashtile.backends.gluon.forward_kernel import forward_kernel
 from flashtile.backends.gluon.transpose_kernel import KEYS, WIDTH, transpose_kernel
 from flashtile.backends.gluon.tuning import ROWS
-from flashtile.backends.gluon.work_counters import MOST_MARKS, tickets
+from flashtile.backends.gluon.work_counters import MOST_FLAGS, acquire_counters
 from flashtile.backends.gpu import device as gpu
 from flashtile.backends.gpu.arguments import block, lengths, lengths_of, rule, rule_of
-from flashtile.backends.gpu.nonfinite import MendForward
-from flashtile.backends.gpu.pdl import chains, following
-from flashtile.backends.gpu.start import At, Maker, Series, Start, Step
+from flashtile.backends.gpu.kernel_launch import Argument, BoundLaunch, KernelLaunch, LaunchSequence, Maker
+from flashtile.backends.gpu.nonfinite import RecomputeForward
+from flashtile.backends.gpu.pdl import pdl_options, supports_pdl
 from flashtile.backends.gpu.tensors import Result, count_tiles, empty, strides
 from flashtile.band import FAR
 from flashtile.inputs import Inputs
@@ -26,7 +26,7 @@ from flashtile.problem import Problem
 
 MOST_RISING = 64  # keys: with an alibi slope of 1, less than 2^93
 # The values of a forward pass.
-Q, K, V, OUT, LSE, MARKS, TICKETS, SINK, RULE, LENGTHS, TURNED = map(At, range(11))
+Q, K, V, OUT, LSE, FLAGS, COUNTERS, SINK, RULE, LENGTHS, TURNED = map(Argument, range(11))
 
 
 class Constants(NamedTuple):
@@ -44,10 +44,12 @@ class Constants(NamedTuple):
     LOAD_REGISTERS: Any
     OUT_PARTS: Any
     WEIGHTS_SHARED: Any
-    TRUST: Any  # see softmax.py
-    WHOLE: Any  # no band, no length and no ragged end cuts a tile of keys
-    SHORT: Any  # of some tasks a warpgroup has no rows
-    SEEN_FIRST: Any  # the first tile that a warpgroup takes is the only one cut on the right, and all its rows see it
+    SKIP_MAX: Any  # see softmax.py
+    ALL_FULL: Any  # no band, no length and no ragged end cuts a tile of keys
+    MAY_BE_EMPTY: Any  # of some tasks a warpgroup has no rows
+    ONE_RIGHT_CUT: (
+        Any  # the first tile that a warpgroup takes is the only one cut on the right, and all its rows see it
+    )
 
 
 class Forward:
@@ -60,27 +62,27 @@ class Forward:
         n_rows, batch, heads = p.q.shape[2], p.q.shape[0], p.heads // packed_heads
         self._out = Result(p, p.heads, n_rows, p.dim_v, p.out_dtype, device)
         self._lse = Result(p, p.heads, n_rows, None, p.accumulator, device)
-        tiles, mark_tiles = (count_tiles(p, p.n_q * packed_heads, n_rows, n) for n in (ROWS * config.consumers, ROWS))
+        tiles, flag_tiles = (count_tiles(p, p.n_q * packed_heads, n_rows, n) for n in (ROWS * config.consumers, ROWS))
         tasks = tiles * heads * batch
         counts = (tiles, heads, _section(p, heads * batch), tasks)
-        chained = chains(device)
-        mend = MendForward(p, device, self._out, self._lse, ROWS, packed_heads, chained)
-        self._own_marks, self._marks = mend.make, mend.count
+        use_pdl = supports_pdl(device)
+        recompute = RecomputeForward(p, device, self._out, self._lse, ROWS, packed_heads, use_pdl)
+        self._own_flags, self._flags = recompute.make, recompute.count
         self._rule, self._lengths = rule(p), lengths(p)
         self._turn = Transpose(p, device) if p.dtype == EIGHT_BITS else None
-        start = Start(
+        start = KernelLaunch(
             forward_kernel,
             min(tasks, gpu.processors(device)),
-            {"num_warps": 4} | following(chained and self._turn is not None),
+            {"num_warps": 4} | pdl_options(use_pdl and self._turn is not None),
             {4: self._out.strides, 5: self._lse.strides},
             dict(enumerate(self._blocks(p, config, packed_heads))),
             C=constants(p, config, packed_heads),
         )
         values = V if self._turn is None else TURNED
-        self._launch = Series(
+        self._launch = LaunchSequence(
             *([] if self._turn is None else [self._turn.step]),
-            (start, (Q, K, values, OUT, OUT, LSE, MARKS, mark_tiles, TICKETS, SINK, RULE, LENGTHS, *counts)),
-            mend.step(Q, K, V, OUT, LSE, SINK, MARKS, RULE, LENGTHS),
+            (start, (Q, K, values, OUT, OUT, LSE, FLAGS, flag_tiles, COUNTERS, SINK, RULE, LENGTHS, *counts)),
+            recompute.step(Q, K, V, OUT, LSE, SINK, FLAGS, RULE, LENGTHS),
         )
 
     def _blocks(self, p: Problem, config: tuning.Config, packed_heads: int) -> list[Maker | None]:
@@ -88,26 +90,26 @@ class Forward:
         width, width_v = _width(p), block(p.dim_v)
         rows_block = [1, 1, ROWS // packed_heads, packed_heads]
         if self._turn is None:
-            v = descriptors(p.v, [1, 1, config.block_k, width_v])
+            v = descriptor_maker(p.v, [1, 1, config.block_k, width_v])
         else:
-            v = descriptors(self._turn.outline, [1, 1, width_v, config.block_k])
+            v = descriptor_maker(self._turn.outline, [1, 1, width_v, config.block_k])
         out = None
         if ITEMSIZE[p.out_dtype] == 2 and p.dim_v % 8 == 0:
             whole = outline_of(self._out, p.q.shape[0], p.heads, p.q.shape[2], p.dim_v)
-            out = descriptors(whole, [*rows_block, width_v // config.out_parts], packed_heads)
-        q = descriptors(p.q, [*rows_block, width], packed_heads)
-        return [q, descriptors(p.k, [1, 1, config.block_k, width]), v, out]
+            out = descriptor_maker(whole, [*rows_block, width_v // config.out_parts], packed_heads)
+        q = descriptor_maker(p.q, [*rows_block, width], packed_heads)
+        return [q, descriptor_maker(p.k, [1, 1, config.block_k, width]), v, out]
 
     def __call__(self, x: Inputs, with_lse: bool) -> tuple[Any, Any]:
-        out, lse = self._out.empty(), self._lse.empty() if with_lse else self._lse.dump()
-        shared = tickets(self._device)
-        marks = self._own_marks() if shared.marks is None or self._marks > MOST_MARKS else shared.marks
+        out, lse = self._out.empty(), self._lse.empty() if with_lse else self._lse.discard_buffer()
+        shared = acquire_counters(self._device)
+        flags = self._own_flags() if shared.flags is None or self._flags > MOST_FLAGS else shared.flags
         if self._packed:  # tiles that no sequence has are never written
-            marks[: self._marks].zero_()
+            flags[: self._flags].zero_()
         a_rule, a_lengths = rule_of(self._rule, x), lengths_of(self._lengths, x)
         turned = None if self._turn is None else self._turn.empty()
-        self._launch(x.q, x.k, x.v, out, lse, marks, shared.pair, x.sink, a_rule, a_lengths, turned)
-        shared.give_back()
+        self._launch(x.q, x.k, x.v, out, lse, flags, shared.counters, x.sink, a_rule, a_lengths, turned)
+        shared.release()
         return out, lse
 
 
@@ -122,8 +124,8 @@ class Transpose:
         self.outline = torch.empty(shape, dtype=p.v.dtype, device="meta")
         rows = dict(enumerate(strides(x, p) for x in (p.v, self.outline)))
         programs = batch * p.kv_heads * counts[0] * -(-p.dim_v // int(WIDTH.value))
-        start = Start(transpose_kernel, programs, {"num_warps": 1}, rows, DIM_V=p.dim_v)
-        self.step: Step = (start, (V, TURNED, RULE, LENGTHS, *counts))
+        start = KernelLaunch(transpose_kernel, programs, {"num_warps": 1}, rows, DIM_V=p.dim_v)
+        self.step: BoundLaunch = (start, (V, TURNED, RULE, LENGTHS, *counts))
 
 
 def constants(p: Problem, config: tuning.Config, packed_heads: int) -> Constants:
@@ -134,7 +136,7 @@ def constants(p: Problem, config: tuning.Config, packed_heads: int) -> Constants
     trust = p.dtype == "bfloat16" and (p.alibi is None or p.band.right <= MOST_RISING)
     short = p.packed or -(-p.n_q * packed_heads // ROWS) % config.consumers != 0
     sizes = (p.group, packed_heads, p.dim_v, _width(p), block(p.dim_v))
-    return Constants(*map(gl.constexpr, (*sizes, *config, trust, whole, short, tuning.seen_first(p))))
+    return Constants(*map(gl.constexpr, (*sizes, *config, trust, whole, short, tuning.one_right_cut(p))))
 
 
 def _width(p: Problem) -> int:

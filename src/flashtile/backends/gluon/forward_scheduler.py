@@ -1,4 +1,4 @@
-"""Tasks and orders: which tile of query rows a program takes, and what each of its warpgroups is to do about it.
+"""Tasks and descriptor: which tile of query rows a program takes, and what each of its warpgroups is to do about it.
 
 The loading warp works all of it out, a lane for each warpgroup, and leaves it in shared memory. Warpgroups have no
 registers to spare for numbers that they need once a task.
@@ -13,16 +13,16 @@ from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gluon import tuning
 from flashtile.backends.gluon.compatibility import thread_barrier
-from flashtile.backends.gpu.blocks import locate, measure
+from flashtile.backends.gpu.blocks import locate, sequence_bounds
 from flashtile.backends.gpu.cuts import clip, cuts, reach
 from flashtile.backends.gpu.unspecialized import plain
 
 ROWS = gl.constexpr(tuning.ROWS)
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
-MOST = gl.constexpr(4)  # warpgroups
+MAX_WARPGROUPS = gl.constexpr(4)  # warpgroups
 
 # What an order says, in the place that it is posted. Tiles come in falling order.
-GO = gl.constexpr(0)  # 0: there is no task any more; IDLE: this warpgroup has no rows of it
+STATE = gl.constexpr(0)  # 0: there is no task any more; NO_ROWS: this warpgroup has no rows of it
 SKIP = gl.constexpr(1)  # tiles that only other warpgroups see, before this one's first
 STRETCHES = gl.constexpr(
     2
@@ -39,17 +39,17 @@ SEQUENCE = gl.constexpr(13)
 HEAD = gl.constexpr(14)
 QUERY = gl.constexpr(15)  # of the first row, where the tensor begins being 0
 LSE = gl.constexpr(16)  # of the first row, counted in elements
-MARK = gl.constexpr(17)
+FLAG = gl.constexpr(17)
 GAIN = gl.constexpr(18)  # of descaling: what q.k, and what the output, is multiplied with; bits of a float32
 VALUE_GAIN = gl.constexpr(19)
 FIELDS = gl.constexpr(20)
-IDLE = gl.constexpr(2)
+NO_ROWS = gl.constexpr(2)
 
 
-class Orders(NamedTuple):
-    """A board in shared memory, and where on it the orders of a task begin."""
+class TaskDescriptor(NamedTuple):
+    """A mailbox in shared memory, and where on it the descriptor of a task begin."""
 
-    board: Any
+    mailbox: Any
     begin: Any
 
 
@@ -89,7 +89,7 @@ def find_task(number, work, C: gl.constexpr):
         head = number % work.heads
         tile = work.tiles - 1 - number // work.heads
         sequence, tile = locate(work.lengths.cu_q, work.lengths.n_q, tile, 0, work.lengths, TILE)
-        at = measure(work.lengths, work.rule.offset, sequence)
+        at = sequence_bounds(work.lengths, work.rule.offset, sequence)
         row = tile * TILE
     else:
         at_once = work.tiles * work.section
@@ -99,7 +99,7 @@ def find_task(number, work, C: gl.constexpr):
         column = first + inside % beside
         sequence = column // work.heads
         head = column % work.heads
-        at = measure(work.lengths, work.rule.offset, sequence)
+        at = sequence_bounds(work.lengths, work.rule.offset, sequence)
         row = gl.cdiv(at.q_len * C.PACKED_HEADS, ROWS) * ROWS - (inside // beside + 1) * TILE
     return Task(sequence, head, row, at.q_start, at.q_len, at.k_start, at.k_len, at.offset)
 
@@ -116,77 +116,77 @@ def key_tiles(task, row, N_ROWS: gl.constexpr, work, C: gl.constexpr):
 
 
 @gluon.jit
-def post(orders, task, tiles, results, work, C: gl.constexpr):
-    """Write the orders of a task, one column a warpgroup. tiles: key_tiles() of the program."""
+def post_task(descriptor, task, tiles, results, work, C: gl.constexpr):
+    """Write the descriptor of a task, one column a warpgroup. tiles: key_tiles() of the program."""
     rule = work.rule
-    row = task.row + ROWS * gl.arange(0, MOST, LANES)
+    row = task.row + ROWS * gl.arange(0, MAX_WARPGROUPS, LANES)
     begin, full_begin, full_end, end = key_tiles(task, row, ROWS, work, C)
     end = clip(end, tiles[0] + 1, tiles[3])
     begin = clip(begin, tiles[0], end - 1)
     full_end = clip(full_end, begin, end - 1)  # the first tile is always taken for a cut one
-    if not C.SEEN_FIRST:  # and the first whole one too, so that every row has seen a key before the others
+    if not C.ONE_RIGHT_CUT:  # and the first whole one too, so that every row has seen a key before the others
         full_end = gl.maximum(full_end - 1, begin)
     full_begin = clip(full_begin, begin, full_end)
     go = row * 0 + 1
     skip = tiles[3] - end
-    if C.SHORT:
+    if C.MAY_BE_EMPTY:
         idle = (row >= task.q_len * C.PACKED_HEADS) | (row + ROWS <= 0)
-        go = gl.where(idle, IDLE, go)
+        go = gl.where(idle, NO_ROWS, go)
         skip = gl.where(idle, tiles[3] - tiles[0], skip)
-    put(orders, GO, go)
-    put(orders, SKIP, skip)
-    put(orders, STRETCHES, end - 1 - full_end)
-    put(orders, STRETCHES + 1, full_end - full_begin)
-    put(orders, STRETCHES + 2, full_begin - begin)
-    put(orders, SKIP_AFTER, begin - tiles[0])
-    put(orders, FIRST_KEY, (end - 1) * C.BLOCK_K)
+    put(descriptor, STATE, go)
+    put(descriptor, SKIP, skip)
+    put(descriptor, STRETCHES, end - 1 - full_end)
+    put(descriptor, STRETCHES + 1, full_end - full_begin)
+    put(descriptor, STRETCHES + 2, full_begin - begin)
+    put(descriptor, SKIP_AFTER, begin - tiles[0])
+    put(descriptor, FIRST_KEY, (end - 1) * C.BLOCK_K)
     query = row // C.PACKED_HEADS
     at = query + task.offset
     if rule.right is not None:
-        put(orders, LAST_SEEN, at + reach(rule.right))
-    put(orders, LAST_KEY, row * 0 + task.k_len - 1)
+        put(descriptor, LAST_SEEN, at + reach(rule.right))
+    put(descriptor, LAST_KEY, row * 0 + task.k_len - 1)
     if rule.left is not None:
-        put(orders, FIRST_SEEN, at - reach(rule.left))
+        put(descriptor, FIRST_SEEN, at - reach(rule.left))
     if rule.alibi is not None:
-        put(orders, STANDS_AT, at + plain(rule.alibi_offset))
-    put(orders, REAL_FROM, -row)
-    put(orders, REAL_TO, task.q_len * C.PACKED_HEADS - row)
-    put(orders, SEQUENCE, row * 0 + task.sequence)
-    put(orders, HEAD, row * 0 + task.head)
+        put(descriptor, STANDS_AT, at + plain(rule.alibi_offset))
+    put(descriptor, REAL_FROM, -row)
+    put(descriptor, REAL_TO, task.q_len * C.PACKED_HEADS - row)
+    put(descriptor, SEQUENCE, row * 0 + task.sequence)
+    put(descriptor, HEAD, row * 0 + task.head)
     query += task.q_start
-    put(orders, QUERY, query)
+    put(descriptor, QUERY, query)
     tile = row // ROWS
     sequence = task.sequence
     if work.lengths.cu_q is not None:
         tile += task.q_start // ROWS + task.sequence
         sequence = 0
     lse = results.lse
-    put(orders, LSE, sequence * lse.sequence + task.head * C.PACKED_HEADS * lse.head + query * lse.row)
-    put(orders, MARK, (sequence * work.heads + task.head) * results.mark_tiles + tile)
+    put(descriptor, LSE, sequence * lse.sequence + task.head * C.PACKED_HEADS * lse.head + query * lse.row)
+    put(descriptor, FLAG, (sequence * work.heads + task.head) * results.flag_tiles + tile)
     if rule.descale is not None:
         k_head = task.head * C.PACKED_HEADS // C.GROUP
         at = rule.descale + task.sequence * rule.descale_sequence + k_head * rule.descale_head + row * 0
         gain = gl.load(at) * gl.load(at + 1)
-        put(orders, GAIN, gain.to(gl.int32, bitcast=True))
-        put(orders, VALUE_GAIN, gl.load(at + 2).to(gl.int32, bitcast=True))
+        put(descriptor, GAIN, gain.to(gl.int32, bitcast=True))
+        put(descriptor, VALUE_GAIN, gl.load(at + 2).to(gl.int32, bitcast=True))
     thread_barrier()  # the lane that speaks next speaks for all of them
 
 
 @gluon.jit
-def dismiss(orders):
+def post_stop(descriptor):
     """Write that there is nothing left to do."""
-    put(orders, GO, gl.zeros([MOST], gl.int32, LANES))
+    put(descriptor, STATE, gl.zeros([MAX_WARPGROUPS], gl.int32, LANES))
     thread_barrier()
 
 
 @gluon.jit
-def claim(counter):
+def claim_task(counter):
     """A number that no other program has."""
     return gl.atomic_add(counter, 1, sem="relaxed")
 
 
 @gluon.jit
-def leave(counter):
+def retire(counter):
     """The last program to leave finds the counter of numbers, and that of those who left, as they are to be: 0."""
     if gl.atomic_add(counter + 1, 1, sem="acq_rel") == gl.num_programs(0) - 1:
         gl.store(counter, 0)
@@ -194,23 +194,23 @@ def leave(counter):
 
 
 @gluon.jit
-def put(orders, FIELD: gl.constexpr, column):
-    orders.board.index(orders.begin + FIELD).store(column)
+def put(descriptor, FIELD: gl.constexpr, column):
+    descriptor.mailbox.index(descriptor.begin + FIELD).store(column)
 
 
 @gluon.jit
-def read(orders, FIELD: gl.constexpr, ME: gl.constexpr):
+def read(descriptor, FIELD: gl.constexpr, WG: gl.constexpr):
     """What one warpgroup is told."""
-    return one(orders.board.index(orders.begin + FIELD).slice(ME, 1))
+    return load_scalar(descriptor.mailbox.index(descriptor.begin + FIELD).slice(WG, 1))
 
 
 @gluon.jit
-def one(place):
+def load_scalar(place):
     """A number in shared memory, for every thread of those who ask."""
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     return place.load(EACH).item()
 
 
 @gluon.jit
-def read_real(orders, FIELD: gl.constexpr, ME: gl.constexpr):
-    return read(orders, FIELD, ME).to(gl.float32, bitcast=True)
+def read_float(descriptor, FIELD: gl.constexpr, WG: gl.constexpr):
+    return read(descriptor, FIELD, WG).to(gl.float32, bitcast=True)

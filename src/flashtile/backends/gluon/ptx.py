@@ -80,7 +80,7 @@ def scale_unless_one(o, factor):
 
 
 @gluon.constexpr_function
-def _follow(most):
+def _follow_growth_code(most):
     """Results: two factors, two maxima; operands: two shares, two maxima."""
     limit = f"0f{(127 + most) << 23:08X}"
     rows = "".join(
@@ -99,13 +99,13 @@ def _follow(most):
 
 
 @gluon.jit
-def follow(share, m, MOST: gl.constexpr):
+def follow_growth(share, m, MOST: gl.constexpr):
     """Where a share is over 2^MOST: a power of two that brings it under 2, and the maximum for what is to come.
 
     The threads of a row, four neighbours, go by the largest of their shares. Elsewhere 1 and m; most warps do no more.
     """
     return gl.inline_asm_elementwise(
-        _follow(MOST),
+        _follow_growth_code(MOST),
         "=&f,=&f,=&f,=&f,f,f,f,f",
         [share, m],
         dtype=(gl.float32, gl.float32),
@@ -150,7 +150,7 @@ def pack_halves(low, high, dtype: gl.constexpr):
 
 
 @gluon.jit
-def added():
+def await_adds():
     """Wait until what this thread had the copy engine add has been added; tma.store_wait() only until it was read."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1

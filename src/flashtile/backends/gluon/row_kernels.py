@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.gpu.backward_rows import row_statistics
-from flashtile.backends.gpu.blocks import extent, head_of, locate, number, store_column, wide
-from flashtile.backends.gpu.pdl import await_count, follow, lead
+from flashtile.backends.gpu.blocks import extent, from_bits, head_of, locate, store_per_row, to_int64
+from flashtile.backends.gpu.pdl import await_count, launch_dependents, wait_for_previous
 from flashtile.backends.gpu.unspecialized import plain
 
 ZEROS = tl.constexpr(4096)  # a 64 x 64 tile of dQ
@@ -52,14 +52,14 @@ def begin_kernel(
     BLOCK_D: tl.constexpr,
     PAD: tl.constexpr,
     LARGE: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Of PAD rows a program: lse in base 2 and delta, +inf and 0 beyond the last row; dQ and counters cleared.
 
     The grid counts tiles, then heads, then sequences. columns: heads of all sequences. Both go row by row once more,
     and 0 for the top, for those who come after the pass.
     """
-    lead(CHAINED)
+    launch_dependents(PDL)
     program = tl.program_id(0)
     head = program // tiles % heads
     sequence = program // tiles // heads
@@ -71,12 +71,12 @@ def begin_kernel(
         first = tile * PAD
         L, D = row_statistics(dout, out, lse, dlse, sequence, head, start, length, first, DIM_V, BLOCK_DV, PAD, LARGE)
         o_r = tl.arange(0, PAD)
-        at = wide(column) * padded + row
+        at = to_int64(column) * padded + row
         tl.store(rows + at + o_r, tl.where(first + o_r < length, L, float("inf")))
-        tl.store(rows + wide(columns) * padded + at + o_r, D)
-        store_column(head_of(log2, sequence, head, start, length), first, L)
-        store_column(head_of(delta, sequence, head, start, length), first, D)
-        store_column(head_of(tops, sequence, head, start, length), first, tl.zeros([PAD], L.dtype))
+        tl.store(rows + to_int64(columns) * padded + at + o_r, D)
+        store_per_row(head_of(log2, sequence, head, start, length), first, L)
+        store_per_row(head_of(delta, sequence, head, start, length), first, D)
+        store_per_row(head_of(tops, sequence, head, start, length), first, tl.zeros([PAD], L.dtype))
         squares: tl.constexpr = PAD * BLOCK_D // ZEROS
         for n in tl.static_range(squares):
             tl.store(total + at * BLOCK_D + n * ZEROS + tl.arange(0, ZEROS), tl.zeros([ZEROS], tl.float32))
@@ -90,7 +90,7 @@ def begin_kernel(
 def finish_kernel(
     total,
     dq,
-    marks,
+    flags,
     complete,
     scale,
     lengths,
@@ -104,21 +104,21 @@ def finish_kernel(
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PAD: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """dQ from float32, in the order of threads, to the caller's dtype and rows; a program makes 64 of them.
 
-    The grid counts tiles, then heads, then sequences, and so do marks. complete: how many of `count` have added all of
+    The grid counts tiles, then heads, then sequences, and so do flags. complete: how many of `count` have added all of
     theirs to the queries of a key head. The kernel before takes the last head first, and so does this one, in its tail.
     The first heads, `at_once`, wait for all of it: in the memory of their results may lie what it reads.
     """
-    lead(CHAINED)
+    launch_dependents(PDL)
     program = tl.program_id(0)
     if complete is not None:
         program = (columns - 1 - program // tiles) * tiles + program % tiles
     column = program // tiles
     if column < at_once:
-        follow(CHAINED)
+        wait_for_previous(PDL)
     elif complete is not None:
         await_count(complete + column // GROUP, count, 500)
     head = column % heads
@@ -129,15 +129,15 @@ def finish_kernel(
     o_r = tile * 64 + tl.arange(0, 64)
     there = o_r < length
     x_dq = head_of(dq, sequence, head, start, length)
-    p_dq = x_dq.ptr + wide(o_r) * x_dq.row
+    p_dq = x_dq.ptr + to_int64(o_r) * x_dq.row
     flaw = tl.zeros([64], tl.float32)
     for part in tl.static_range(BLOCK_D // 64):
         # bits of a place: column 0, row 3, columns 1 and 2, rows 0 to 2, rows 4 and 5, columns 3 to 5
-        p = total + (wide(column) * padded + row) * BLOCK_D + part * 4096
-        x = tl.load(p + tl.arange(0, 4096), mask=tile * 64 < length, other=0.0) * number(scale, tl.float32)
+        p = total + (to_int64(column) * padded + row) * BLOCK_D + part * 4096
+        x = tl.load(p + tl.arange(0, 4096), mask=tile * 64 < length, other=0.0) * from_bits(scale, tl.float32)
         x = tl.reshape(tl.permute(tl.reshape(x, [8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5]), [64, 64])
         o_d = part * 64 + tl.arange(0, 64)
         kept = there[:, None] & (o_d < DIM)[None, :]
         tl.store(p_dq[:, None] + o_d[None, :], x.to(dq.ptr.dtype.element_ty), mask=kept)
         flaw += tl.sum(x * 0.0, 1)
-    tl.store(marks + program, tl.max(((flaw != 0) & there).to(tl.int32), 0))
+    tl.store(flags + program, tl.max(((flaw != 0) & there).to(tl.int32), 0))

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.gluon.ptx import follow, pack_halves, pack_quarters, reciprocal, scale_unless_one
-from flashtile.backends.gpu.blocks import number
+from flashtile.backends.gluon.ptx import follow_growth, pack_halves, pack_quarters, reciprocal, scale_unless_one
+from flashtile.backends.gpu.blocks import from_bits
 from flashtile.backends.gpu.scores import LOG2E
 
-NOTHING = gl.constexpr(-1e30)  # the maximum of no scores: finite, so that it can be taken off -inf
+NO_SCORES = gl.constexpr(-1e30)  # the maximum of no scores: finite, so that it can be taken off -inf
 SLACK = gl.constexpr(8.0)  # a maximum that has grown by less than this, in base 2, is left as it is
 # Of e4m3, which ends at 448 and keeps its 3 bits down to 2^-6: weights begin at 2^LIFT_8 and stay under 2^8.
 LIFT_8 = gl.constexpr(6.0)
@@ -20,7 +20,7 @@ FLAT_8 = gl.constexpr(1024.0)  # SLACK_8 is for rows whose sum is larger: no wei
 GROWTH = gl.constexpr(14)  # a share of a tile's weights that is more than 2^GROWTH makes the maximum follow
 
 
-class Seen(NamedTuple):
+class VisibleRange(NamedTuple):
     """The rows of a warpgroup: the last and the first key that each sees, where it stands, and its alibi slope.
 
     gain: what descaling multiplies q.k with, where the rule has it.
@@ -40,13 +40,13 @@ def in_pairs(s):
 
 
 @gluon.jit
-def whole_rows(x, like):
+def from_pairs(x, like):
     """in_pairs() undone."""
     return gl.convert_layout(gl.reshape(x, like.shape), like.type.layout, assert_trivial=True)
 
 
 @gluon.jit
-def hide(s, seen, j0, LAST: gl.constexpr, FIRST: gl.constexpr):
+def mask_scores(s, seen, j0, LAST: gl.constexpr, FIRST: gl.constexpr):
     """-inf for the keys that a row does not see. j0: the first key of the tile. LAST, FIRST: whether there is a limit.
 
     Columns differ between the values of a thread by constants, so that limits are compared with immediates, and no
@@ -66,13 +66,13 @@ def hide(s, seen, j0, LAST: gl.constexpr, FIRST: gl.constexpr):
     if FIRST:
         first = gl.convert_layout(seen.first, rows, assert_trivial=True)[:, None][:, :, None][:, :, :, None] - thread
         x = gl.where(column >= first, x, -float("inf"))
-    return whole_rows(x, s)
+    return from_pairs(x, s)
 
 
 @gluon.jit
 def scale_of(rule, gain):
     """What q.k is multiplied with to be a score."""
-    scale = number(rule.scale, gl.float32)
+    scale = from_bits(rule.scale, gl.float32)
     if rule.descale is not None:
         scale = scale * gain
     return scale
@@ -82,7 +82,7 @@ def scale_of(rule, gain):
 def shape_scores(s, rule, seen, j0):
     """softcap and alibi. s times the rule's unit is the score in base 2."""
     if rule.softcap is not None:
-        cap = number(rule.softcap, gl.float32)
+        cap = from_bits(rule.softcap, gl.float32)
         # tanh(x) = 1 - 2 / (1 + exp(2 x)): as exact as a score needs to be, which is not relative to itself
         e = gl.exp2(s * (scale_of(rule, seen.gain) / cap * 2 * LOG2E))
         s = cap - 2 * cap * reciprocal(1 + e)
@@ -99,7 +99,7 @@ def shape_scores(s, rule, seen, j0):
 def slope_of(s, rule):
     """What softcap multiplies the gradient of q.k (s) with; s itself, which nobody reads, where there is none."""
     if rule.softcap is not None:
-        e = gl.exp2(s * (number(rule.scale, gl.float32) / number(rule.softcap, gl.float32) * 2 * LOG2E))
+        e = gl.exp2(s * (from_bits(rule.scale, gl.float32) / from_bits(rule.softcap, gl.float32) * 2 * LOG2E))
         bent = 1 - 2 * reciprocal(1 + e)
         s = 1 - bent * bent
     return s
@@ -126,7 +126,7 @@ def each_layout(layout):
 
 
 @gluon.jit
-def spread(row, s):
+def to_threads(row, s):
     """[rows], each in the threads that have the row, as [rows, 4]."""
     EACH: gl.constexpr = each_layout(in_pairs(s).type.layout)
     row = gl.convert_layout(row, gl.SliceLayout(1, EACH), assert_trivial=True)
@@ -134,48 +134,48 @@ def spread(row, s):
 
 
 @gluon.jit
-def along(each, x):
+def broadcast_along(each, x):
     """[rows, 4] as a factor or summand of x, which is in_pairs() of something."""
     EACH: gl.constexpr = each_layout(x.type.layout)
     return gl.convert_layout(each, EACH, assert_trivial=True)[:, None, :][:, :, :, None]
 
 
 @gluon.jit
-def shares(p, dtype: gl.constexpr):
+def partial_sums(p, dtype: gl.constexpr):
     """What each thread has of the sum of a row. Of 8-bit weights all of it: slack_of() wants it, the same for all."""
     if dtype == gl.float8e4nv:
-        return spread(gl.sum(p, 1), p)
+        return to_threads(gl.sum(p, 1), p)
     else:
         return gl.sum(gl.sum(in_pairs(p), 3), 1)
 
 
 @gluon.jit
-def agreed(each, LAYOUT: gl.constexpr):
+def from_threads(each, LAYOUT: gl.constexpr):
     """[rows] again, of what is the same for all threads of a row."""
     return gl.convert_layout(gl.max(each, 1), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
-def joined(l, dtype: gl.constexpr, LAYOUT: gl.constexpr):
-    """The sums of rows, from shares()."""
+def sum_over_threads(l, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+    """The sums of rows, from partial_sums()."""
     if dtype == gl.float8e4nv:
-        return agreed(l, LAYOUT)
+        return from_threads(l, LAYOUT)
     else:
         return gl.convert_layout(gl.sum(l, 1), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
-def exponentials(s, m, unit):
+def exp2_scores(s, m, unit):
     """P = exp2(s * unit - m)."""
     x = in_pairs(s)
-    return whole_rows(gl.exp2(x * unit - along(m, x)), s)
+    return from_pairs(gl.exp2(x * unit - broadcast_along(m, x)), s)
 
 
 @gluon.jit
 def scaled(o, factor):
     """o * factor, skipped by warps all of whose factors are 1."""
     x = in_pairs(o)
-    return whole_rows(scale_unless_one(x, along(factor, x)), o)
+    return from_pairs(scale_unless_one(x, broadcast_along(factor, x)), o)
 
 
 @gluon.constexpr_function
@@ -194,13 +194,13 @@ def slack_of(l, dtype: gl.constexpr):
 
 @gluon.jit
 def weigh_first(s, unit, dtype: gl.constexpr):
-    """P of a row's first tile, its maximum and its sum; NOTHING is the maximum of a row that sees none of it.
+    """P of a row's first tile, its maximum and its sum; NO_SCORES is the maximum of a row that sees none of it.
 
     Beside 8-bit values the maximum is said to be less than it is: weights and sums are larger then, and all else holds.
     """
-    m = spread(gl.maximum(gl.max(s, 1) * unit - lift_of(dtype), NOTHING), s)
-    p = exponentials(s, m, unit)
-    return p, m, shares(p, dtype)
+    m = to_threads(gl.maximum(gl.max(s, 1) * unit - lift_of(dtype), NO_SCORES), s)
+    p = exp2_scores(s, m, unit)
+    return p, m, partial_sums(p, dtype)
 
 
 @gluon.jit
@@ -209,29 +209,29 @@ def weigh(s, m, l, unit, dtype: gl.constexpr):
 
     A maximum that has grown little stays as it is: it is exact too, and weights stay under 2^SLACK.
     """
-    top = spread(gl.max(s, 1) * unit - lift_of(dtype), s)
+    top = to_threads(gl.max(s, 1) * unit - lift_of(dtype), s)
     m_new = gl.where(top - m > slack_of(l, dtype), top, m)
-    p = exponentials(s, m_new, unit)
+    p = exp2_scores(s, m_new, unit)
     factor = gl.exp2(m - m_new)
-    return p, m_new, l * factor + shares(p, dtype), factor
+    return p, m_new, l * factor + partial_sums(p, dtype), factor
 
 
 @gluon.jit
-def weigh_on_trust(s, m, l, unit):
+def weigh_without_max(s, m, l, unit):
     """The same without a maximum: P is taken from m as it stands, and m follows where the sum of a row has grown.
 
     Any m that is not above the maximum gives the same attention as long as nothing overflows, and in bfloat16, as in
-    float32, a weight does so only past 2^127. Such a row ends with an infinite sum and is mended. m must be that of
+    float32, a weight does so only past 2^127. Such a row ends with an infinite sum and is recomputed. m must be that of
     keys that the row sees. The factor is for sums that contain P, a power of two: scaling by it rounds nothing.
     """
-    p = exponentials(s, m, unit)
-    new = shares(p, gl.bfloat16)
-    factor, m = follow(new, m, GROWTH)
+    p = exp2_scores(s, m, unit)
+    new = partial_sums(p, gl.bfloat16)
+    factor, m = follow_growth(new, m, GROWTH)
     return p, m, (l + new) * factor, factor
 
 
 @gluon.jit
-def carried(p, dtype: gl.constexpr):
+def pack_weights(p, dtype: gl.constexpr):
     """P as it crosses the back edge of the loop: packed into integers. As 16-bit numbers they cost permutes.
 
     Of 16 columns a thread has 2t, 2t + 1, 8 + 2t and 8 + 2t + 1, and the matrix unit takes four neighbours of 8 bits
@@ -249,7 +249,7 @@ def carried(p, dtype: gl.constexpr):
 
 
 @gluon.jit
-def operand(packed, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+def unpack_weights(packed, dtype: gl.constexpr, LAYOUT: gl.constexpr):
     """P as the matrix unit takes it from registers."""
     if dtype == gl.float8e4nv:
         a = packed.to(gl.int8).to(dtype, bitcast=True)

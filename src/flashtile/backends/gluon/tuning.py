@@ -26,7 +26,7 @@ class Config(NamedTuple):
     weights_shared: bool = False  # P waits for its values in shared memory, not in registers; for 8 bits
 
 
-class Steps(NamedTuple):
+class BackwardConfig(NamedTuple):
     """Tiles of block_q queries in the backward kernels, for tasks of so many keys. dq_buffers: of each warpgroup.
 
     scores_first: those of the next tile begin before dQ of this one is stored, and the fence for dS comes before the
@@ -51,9 +51,9 @@ FEWER = {(2, 64), (1, 64), (1, 128)}
 TWO = Config(128, 3, 2, 240, 32)
 EMPTIER = 1.25  # how much larger all tiles of three have to be than those of two, for it to pay
 BACKWARD = {
-    64: Steps(128, 128, 2, 2, scores_first=True),
-    128: Steps(64, 128, 2, 2, scores_first=False),
-    256: Steps(64, 64, 1, 1, scores_first=True),
+    64: BackwardConfig(128, 128, 2, 2, scores_first=True),
+    128: BackwardConfig(64, 128, 2, 2, scores_first=False),
+    256: BackwardConfig(64, 64, 1, 1, scores_first=True),
 }
 WIDEST_BACKWARD = max(BACKWARD)
 L2_SECTION = 16 << 20  # bytes of keys and values that programs work on at a time; each half of the L2 has its own copy
@@ -105,7 +105,7 @@ def _padded(rows: int, config: Config) -> int:
     return -(-rows // tile) * tile
 
 
-def seen_first(problem: Problem) -> bool:
+def one_right_cut(problem: Problem) -> bool:
     """Whether, of the key tiles that 64 rows see, only the last is cut on the right, and every row sees some of it.
 
     True may be said only where it is sure; a kernel for it is leaner.
@@ -123,22 +123,22 @@ def _diagonal(p: Problem) -> int:
     return p.band.right + (p.n_k - p.n_q if p.align_end else p.band.offset)
 
 
-def always_cut(problem: Problem, alike: bool = False) -> int:
+def always_cut(problem: Problem, same_starts: bool = False) -> int:
     """How many of the tiles of queries that see some keys the diagonal cuts, if as many in each column; else 0.
 
-    The last of them may lie beyond the last query. alike: packed queries and keys begin at the same places.
+    The last of them may lie beyond the last query. same_starts: packed queries and keys begin at the same places.
     """
     p, steps = problem, backward(max(problem.dim, problem.dim_v))
     if p.kv_lengths is not None or p.band.right >= FAR or p.band.left < FAR:
         return 0
     if p.packed:
-        regular = alike and p.align_end and p.band.right == 0
+        regular = same_starts and p.align_end and p.band.right == 0
     else:
         diagonal = _diagonal(p)
         regular = diagonal <= 0 and diagonal % steps.keys == 0 and p.n_k - diagonal <= p.n_q
     return steps.keys // steps.block_q if regular else 0
 
 
-def backward(width: int) -> Steps:
+def backward(width: int) -> BackwardConfig:
     """For the wider of the two head dims."""
     return BACKWARD[next(step for step in BACKWARD if width <= step)]

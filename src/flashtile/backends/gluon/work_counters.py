@@ -1,4 +1,4 @@
-"""Tickets: two zeros by which the programs of a launch take tasks and know who leaves last; it leaves them as zeros."""
+"""WorkCounters: two zeros by which the programs of a launch take tasks and know who leaves last; it leaves them as zeros."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ import torch
 from flashtile.backends.gpu import permanent
 
 COUNT = 2
-APART = 4  # 16 bytes: a Series goes on with kernels that were compiled for pointers aligned so
+APART = 4  # 16 bytes: a LaunchSequence goes on with kernels that were compiled for pointers aligned so
 BANK = 1 << 14  # pairs for launches in graphs, made at a time
-MOST_MARKS = 1 << 14  # beside the tickets of a stream: those of a million rows
-_of_stream: dict[tuple[int, int], list[Tickets]] = {}  # those that nobody has
+MOST_FLAGS = 1 << 14  # beside the acquire_counters of a stream: those of a million rows
+_of_stream: dict[tuple[int, int], list[WorkCounters]] = {}  # those that nobody has
 _banks: dict[int, list[Any]] = {}  # by device; graphs point into them, so none is ever given up
 _taken: dict[int, int] = {}  # pairs of the last bank
 _clearing: dict[int, Any] = {}  # by device: an event, before which no graph may have pairs of the last bank
 _lock = Lock()  # threads that capture graphs at once have a pair each
 
 
-class Tickets(NamedTuple):
-    """pair: the two zeros. marks: room for MOST_MARKS marks, until the last launch of a call; None where there is none.
+class WorkCounters(NamedTuple):
+    """pair: the two zeros. flags: room for MOST_FLAGS flags, until the last launch of a call; None where there is none.
 
     Launches of a stream come one after the other, so what a call has given back the next one may have. Until then no
-    one else has it: threads may launch on one stream at once, and then the marks of one call would be those of another.
+    one else has it: threads may launch on one stream at once, and then the flags of one call would be those of another.
     What a call that failed has not given back, nobody will have.
     """
 
-    pair: Any
-    marks: Any
-    home: list[Tickets] | None
+    counters: Any
+    flags: Any
+    pool: list[WorkCounters] | None
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """After the last launch that was given them."""
-        if self.home is not None:
-            self.home.append(self)
+        if self.pool is not None:
+            self.pool.append(self)
 
 
-def tickets(device: Any) -> Tickets:
+def acquire_counters(device: Any) -> WorkCounters:
     """For launches on the current stream of this device.
 
     A launch in a graph has a pair for itself, for the graph may run beside the stream that it was captured on. It comes
     from a bank that was cleared before: clearing it here would be one more node of the graph.
     """
     if device.type != "cuda":  # kernels are compiled without a GPU too
-        return Tickets(_cleared_here(device), None, None)
+        return WorkCounters(_cleared_here(device), None, None)
     index = device.index
     if torch.cuda.is_current_stream_capturing():
-        return Tickets(_of_a_graph(device), None, None)
+        return WorkCounters(_of_a_graph(device), None, None)
     if _taken.get(index, BANK) > BANK // 2:
         with _lock:
             bank, _clearing[index] = permanent.zeros((BANK, APART), torch.int32, device)
@@ -60,8 +60,8 @@ def tickets(device: Any) -> Tickets:
     try:
         return _of_stream[key].pop()
     except (KeyError, IndexError):
-        memory, _ = permanent.zeros((APART + MOST_MARKS,), torch.int32, device)
-        return Tickets(memory[:COUNT], memory[APART:], _of_stream.setdefault(key, []))
+        memory, _ = permanent.zeros((APART + MOST_FLAGS,), torch.int32, device)
+        return WorkCounters(memory[:COUNT], memory[APART:], _of_stream.setdefault(key, []))
 
 
 def _of_a_graph(device: Any) -> Any:

@@ -11,7 +11,7 @@ import triton.language as tl
 from flashtile.backends.gpu import device as gpu
 from flashtile.backends.gpu.config import Config
 from flashtile.backends.gpu.cuts import NEAR
-from flashtile.backends.gpu.unspecialized import STEADY
+from flashtile.backends.gpu.unspecialized import UNSPECIALIZED
 from flashtile.band import FAR
 from flashtile.inputs import Inputs
 from flashtile.numerics import dropout
@@ -65,8 +65,8 @@ class Rule(NamedTuple):
     scale: int
     scale_first: int | None  # not None where scale <= 0: a maximum does not survive such a factor
     softcap: int | None
-    left: int | None  # steady()
-    right: int | None  # steady()
+    left: int | None  # unspecialized()
+    right: int | None  # unspecialized()
     offset: int | None  # 0, left and right being counted from the query's own number; None: see above
     mask: Any
     mask_sequence: int
@@ -81,12 +81,12 @@ class Rule(NamedTuple):
     alibi: Any
     alibi_sequence: int
     alibi_head: int
-    alibi_offset: int  # of the band, where it is not None; steady()
-    seed_low: Any  # of dropout, in two steady() halves; or a pointer to all of it
+    alibi_offset: int  # of the band, where it is not None; unspecialized()
+    seed_low: Any  # of dropout, in two unspecialized() halves; or a pointer to all of it
     seed_high: int | None  # None beside a pointer
     threshold: int
     keep_scale: int  # of 1 / (1 - dropout)
-    heads: int  # steady()
+    heads: int  # unspecialized()
     descale: Any  # of 8-bit q, k and v, [sequence, kv head, 3]
     descale_sequence: int
     descale_head: int
@@ -114,7 +114,7 @@ def pairs(x: Any) -> Pairs:
 
 def lengths(p: Problem) -> Lengths:
     n_q, n_k = (p.q.shape[2], p.k.shape[2]) if p.packed else (p.n_q, p.n_k)
-    return Lengths(length(n_q), length(n_k), steady(p.sequences), p.cu_q, p.cu_k, p.kv_lengths)
+    return Lengths(length(n_q), length(n_k), unspecialized(p.sequences), p.cu_q, p.cu_k, p.kv_lengths)
 
 
 def lengths_of(some: Lengths, x: Inputs) -> Lengths:
@@ -129,10 +129,10 @@ def rule(p: Problem) -> Rule:
     alibi: tuple[Any, int, int, int] = (None, 0, 0, 0)
     if p.alibi is not None:
         at = max(-NEAR.value, min(offset, NEAR.value))
-        alibi = (p.alibi, 0 if p.alibi.shape[0] == 1 else p.alibi.stride(0), p.alibi.stride(1), steady(at))
+        alibi = (p.alibi, 0 if p.alibi.shape[0] == 1 else p.alibi.stride(0), p.alibi.stride(1), unspecialized(at))
     drop: tuple[Any, Any, int, int, int] = (None, 0, 0, 0, 0)
     if p.dropout:
-        drop = (*parts(p.seed), dropout.threshold(p.dropout), bits(1 / (1 - p.dropout)), steady(p.heads))
+        drop = (*parts(p.seed), dropout.threshold(p.dropout), bits(1 / (1 - p.dropout)), unspecialized(p.heads))
     return Rule(
         bits(p.scale),
         None if p.scale > 0 else 0,
@@ -173,7 +173,7 @@ def constants(p: Problem, config: Config) -> Constants:
 def precision(p: Problem) -> str:
     """float32 products are exact to float32, unless torch was told that its own need not be."""
     if INTERPRETED:
-        return "wide"
+        return "widened"
     return "tf32" if p.dtype == "float32" and gpu.tf32() else "ieee"
 
 
@@ -182,23 +182,23 @@ def block(dim: int) -> int:
     return max(16, int(triton.next_power_of_2(dim)))
 
 
-def steady(n: int) -> int:
+def unspecialized(n: int) -> int:
     """A number of 32 bits as an odd one of 41 bits.
 
     Triton compiles anew for an integer that is 1, or of another width or alignment; do_not_specialize does not reach
     into tuples.
     """
-    return int(STEADY.value) + 2 * n + 1
+    return int(UNSPECIALIZED.value) + 2 * n + 1
 
 
 def length(n: int) -> int:
     """As it is where it is a multiple, which is worth a kernel of its own: of fewer registers and wider loads."""
-    return n if n % ALIGNED == 0 else steady(n)
+    return n if n % ALIGNED == 0 else unspecialized(n)
 
 
 def parts(seed: Any) -> tuple[Any, int | None]:
     """The low and the high half of a seed; or the tensor that it is in."""
-    return (steady(seed & 0xFFFFFFFF), steady(seed >> 32)) if isinstance(seed, int) else (seed, None)
+    return (unspecialized(seed & 0xFFFFFFFF), unspecialized(seed >> 32)) if isinstance(seed, int) else (seed, None)
 
 
 def bits(x: float) -> int:
@@ -207,5 +207,5 @@ def bits(x: float) -> int:
 
 
 def limit(x: int, offset: int) -> int | None:
-    """A limit of the band counted from a query's own number, steady(), or None where no sequence is so long."""
-    return None if x >= FAR or x + offset >= NEAR.value else steady(max(x + offset, -NEAR.value))
+    """A limit of the band counted from a query's own number, unspecialized(), or None where no sequence is so long."""
+    return None if x >= FAR or x + offset >= NEAR.value else unspecialized(max(x + offset, -NEAR.value))

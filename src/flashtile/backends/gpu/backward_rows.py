@@ -6,15 +6,15 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.gpu.blocks import (
+    from_bits,
     head_of,
-    load_column,
+    load_per_row,
     load_rows,
-    number,
     store_rows,
-    wide,
+    to_int64,
 )
 from flashtile.backends.gpu.cuts import cuts, reach, stretch_of, tile_at
-from flashtile.backends.gpu.nonfinite_rows import finite_part, poison, spoiled
+from flashtile.backends.gpu.nonfinite_rows import finite_part, has_nonfinite, poison
 from flashtile.backends.gpu.scores import LOG2E, Tile, dot, kept, shape_scores, visible_pairs
 
 
@@ -42,11 +42,11 @@ def row_statistics(
     """
     b_out = load_rows(head_of(out, sequence, head, start, length), None, first, BLOCK, DIM_V, BLOCK_DV, True)
     b_do = load_rows(head_of(dout, sequence, head, start, length), None, first, BLOCK, DIM_V, BLOCK_DV, True)
-    L = load_column(head_of(lse, sequence, head, start, length), first, BLOCK, 0.0, True)
+    L = load_per_row(head_of(lse, sequence, head, start, length), first, BLOCK, 0.0, True)
     D = tl.sum(b_out.to(L.dtype) * b_do.to(L.dtype), 1)
     idle = tl.max((b_do.to(L.dtype) != 0).to(tl.int32), 1) == 0
     if dlse is not None:
-        dL = load_column(head_of(dlse, sequence, head, start, length), first, BLOCK, 0.0, True)
+        dL = load_per_row(head_of(dlse, sequence, head, start, length), first, BLOCK, 0.0, True)
         D -= dL
         idle = idle & (dL == 0)
     empty = float("-inf") == L
@@ -61,7 +61,7 @@ def row_statistics(
 @triton.jit
 def load_statistics(log2, delta, first, ROWS: tl.constexpr, RAGGED: tl.constexpr):
     """lse in base 2 and delta; beyond the last row as of an empty one."""
-    return load_column(log2, first, ROWS, float("inf"), RAGGED), load_column(delta, first, ROWS, 0.0, RAGGED)
+    return load_per_row(log2, first, ROWS, float("inf"), RAGGED), load_per_row(delta, first, ROWS, 0.0, RAGGED)
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def weights(S, L, tops, h, i0, rule, at, tile, MASKED: tl.constexpr):
     visible = visible_pairs(rule, tile, MASKED)
     if tops is not None:
         rows = head_of(tops, at.sequence, h, at.q_start, at.q_len)
-        top = tl.reshape(load_column(rows, i0, L.shape[0] * L.shape[1], 0.0, True), L.shape)
+        top = tl.reshape(load_per_row(rows, i0, L.shape[0] * L.shape[1], 0.0, True), L.shape)
         S = tl.where(visible, S * (unit * 0.5), float("-inf")) - top  # rounded in between, as in sums_of_rows()
         unit = unit * 0 + 2
     P = tl.exp2(S * unit - L)
@@ -140,7 +140,7 @@ def dkdv_tile(
     if rule.seed_low is not None:
         o_i = i0 + tl.arange(0, C.BLOCK_Q)
         keep = tl.trans(kept(rule, at.sequence, h, o_i[:, None], j0, C.BLOCK_Q, C.BLOCK_K))
-        factor = tl.where(keep, number(rule.keep_scale, C.REAL), 0.0)
+        factor = tl.where(keep, from_bits(rule.keep_scale, C.REAL), 0.0)
         dropped = P * factor
         dP *= factor
     b_dv = dot(dropped.to(b_do.dtype), finite_part(b_do, CAREFUL), b_dv, C.PRECISION)  # eq. 10
@@ -200,17 +200,17 @@ def dkdv_rows(
                     MASKED=n > 0,
                     CAREFUL=CAREFUL,
                 )
-    bad = spoiled(b_dk) | spoiled(b_dv)
-    dkeys = head_of(dk, at.sequence, head, at.k_start, at.k_room)
-    dvalues = head_of(dv, at.sequence, head, at.k_start, at.k_room)
-    b_dk *= number(rule.scale, C.REAL)
+    bad = has_nonfinite(b_dk) | has_nonfinite(b_dv)
+    dkeys = head_of(dk, at.sequence, head, at.k_start, at.k_rows)
+    dvalues = head_of(dv, at.sequence, head, at.k_start, at.k_rows)
+    b_dk *= from_bits(rule.scale, C.REAL)
     # Keys that are not in use have no gradient.
     store_rows(dkeys, j0, tl.where(in_k[:, None], b_dk, 0.0), C.DIM)
     store_rows(dvalues, j0, tl.where(in_k[:, None], b_dv, 0.0), C.DIM_V)
     if CAREFUL:
         tl.debug_barrier()
-        p_dk = dkeys.ptr + wide(o_j) * dkeys.row
-        p_dv = dvalues.ptr + wide(o_j) * dvalues.row
+        p_dk = dkeys.ptr + to_int64(o_j) * dkeys.row
+        p_dv = dvalues.ptr + to_int64(o_j) * dvalues.row
         for h in range(head * C.GROUP, head * C.GROUP + C.GROUP):
             queries = head_of(q, at.sequence, h, at.q_start, at.q_len)
             douts = head_of(dout, at.sequence, h, at.q_start, at.q_len)
@@ -249,7 +249,7 @@ def dscores_tile(
     dP = dot(b_do, tl.trans(b_v), zero, C.PRECISION)  # eq. 11
     if rule.seed_low is not None:
         keep = kept(rule, at.sequence, h, tile.o_i, j0, C.BLOCK_Q, C.BLOCK_K)
-        dP *= tl.where(keep, number(rule.keep_scale, C.REAL), 0.0)
+        dP *= tl.where(keep, from_bits(rule.keep_scale, C.REAL), 0.0)
     dS, dS_bent = dscores(P, dP, D[:, None], slope, visible, rule, MASKED)
     return dS, dS_bent, b_k
 
@@ -299,12 +299,12 @@ def dq_rows(
                 b_q, b_do, L, D, tops, keys, values, k_desc, v_desc, i0, j0, h, rule, at, C, MASKED=n > 0
             )
             b_dq = dot(dS.to(b_k.dtype), finite_part(b_k, CAREFUL), b_dq, C.PRECISION)
-    bad = spoiled(b_dq)
+    bad = has_nonfinite(b_dq)
     dqueries = head_of(dq, at.sequence, h, at.q_start, at.q_len)
-    store_rows(dqueries, i0, b_dq * number(rule.scale, C.REAL), C.DIM)  # eq. 13
+    store_rows(dqueries, i0, b_dq * from_bits(rule.scale, C.REAL), C.DIM)  # eq. 13
     if CAREFUL:
         tl.debug_barrier()
-        p_dq = dqueries.ptr + wide(o_i) * dqueries.row
+        p_dq = dqueries.ptr + to_int64(o_i) * dqueries.row
         for j in range(cut[0], cut[3]):
             j0 = j * C.BLOCK_K
             visible = visible_pairs(rule, tile_down(i0, h, j0, at, C), True)

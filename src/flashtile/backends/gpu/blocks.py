@@ -11,14 +11,14 @@ from flashtile.backends.gpu.cuts import clip
 from flashtile.backends.gpu.unspecialized import plain
 
 
-class Place(NamedTuple):
+class SequenceBounds(NamedTuple):
     """One sequence: where its rows begin, how many there are, how many keys are in use, and the band's offset."""
 
     sequence: Any
     q_start: Any
     q_len: Any
     k_start: Any
-    k_room: Any
+    k_rows: Any
     k_len: Any
     offset: Any
 
@@ -35,25 +35,25 @@ class Head(NamedTuple):
 
 
 @triton.jit
-def number(bits, REAL: tl.constexpr):
+def from_bits(bits, REAL: tl.constexpr):
     """A number that came as the bits of a double."""
     return tl.cast(tl.cast(bits, tl.int64), tl.float64, bitcast=True).to(REAL)
 
 
 @triton.jit
-def wide(x):
+def to_int64(x):
     return tl.cast(x, tl.int64)
 
 
 @triton.jit
 def head_of(x, sequence, head, start, length):
     """Rows start .. start + length of a head of x."""
-    ptr = x.ptr + wide(sequence) * x.sequence + wide(head) * x.head + wide(start) * x.row
+    ptr = x.ptr + to_int64(sequence) * x.sequence + to_int64(head) * x.head + to_int64(start) * x.row
     return Head(ptr, x.row, length, sequence * (x.sequence != 0), head, start)
 
 
 @triton.jit
-def halves_of(block):
+def widen_8_bits(block):
     """8-bit numbers as 16-bit ones, which hold them exactly; others as they are."""
     return block.to(tl.bfloat16) if block.dtype == tl.float8e4nv else block
 
@@ -69,7 +69,7 @@ def load_rows(x, desc, first, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.c
     else:
         o_r = tl.arange(0, ROWS)
         o_d = tl.arange(0, BLOCK)
-        p = x.ptr + wide(first) * x.row + o_r[:, None] * x.row + o_d[None, :]
+        p = x.ptr + to_int64(first) * x.row + o_r[:, None] * x.row + o_d[None, :]
         if RAGGED:
             return tl.load(p, mask=(first + o_r < x.length)[:, None] & (o_d < DIM)[None, :], other=0.0)
         elif DIM != BLOCK:
@@ -83,16 +83,16 @@ def store_rows(x, first, block, DIM: tl.constexpr):
     """The columns up to DIM of a block, as far as the head has rows."""
     o_r = tl.arange(0, block.shape[0])
     o_d = tl.arange(0, block.shape[1])
-    p = x.ptr + wide(first) * x.row + o_r[:, None] * x.row + o_d[None, :]
+    p = x.ptr + to_int64(first) * x.row + o_r[:, None] * x.row + o_d[None, :]
     there = (first + o_r < x.length)[:, None] & (o_d < DIM)[None, :]
     tl.store(p, block.to(x.ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit
-def load_column(x, first, ROWS: tl.constexpr, other, RAGGED: tl.constexpr):
+def load_per_row(x, first, ROWS: tl.constexpr, other, RAGGED: tl.constexpr):
     """[ROWS] of one number a row, such as the lse; `other` where RAGGED and beyond the last row."""
     o_r = tl.arange(0, ROWS)
-    p = x.ptr + wide(first) * x.row + o_r * x.row
+    p = x.ptr + to_int64(first) * x.row + o_r * x.row
     if RAGGED:
         return tl.load(p, mask=first + o_r < x.length, other=other)
     else:
@@ -100,10 +100,10 @@ def load_column(x, first, ROWS: tl.constexpr, other, RAGGED: tl.constexpr):
 
 
 @triton.jit
-def store_column(x, first, column):
+def store_per_row(x, first, column):
     """One number a row, as far as the head has rows."""
     o_r = tl.arange(0, column.shape[0])
-    tl.store(x.ptr + wide(first) * x.row + o_r * x.row, column, mask=first + o_r < x.length)
+    tl.store(x.ptr + to_int64(first) * x.row + o_r * x.row, column, mask=first + o_r < x.length)
 
 
 @triton.jit
@@ -145,25 +145,25 @@ def extent(p_cu, sequence, n):
 
 
 @triton.jit
-def measure(lengths, offset, sequence):
-    """The Place of a sequence. With no offset its last query stands at its last key."""
+def sequence_bounds(lengths, offset, sequence):
+    """The SequenceBounds of a sequence. With no offset its last query stands at its last key."""
     q_start, q_len = extent(lengths.cu_q, sequence, plain(lengths.n_q))
-    k_start, k_room = extent(lengths.cu_k, sequence, plain(lengths.n_k))
-    k_len = k_room
+    k_start, k_rows = extent(lengths.cu_k, sequence, plain(lengths.n_k))
+    k_len = k_rows
     if lengths.kv is not None:
-        k_len = tl.minimum(tl.maximum(tl.load(lengths.kv + sequence).to(tl.int32), 0), k_room)
+        k_len = tl.minimum(tl.maximum(tl.load(lengths.kv + sequence).to(tl.int32), 0), k_rows)
     if offset is None:
-        return Place(sequence, q_start, q_len, k_start, k_room, k_len, k_len - q_len)
+        return SequenceBounds(sequence, q_start, q_len, k_start, k_rows, k_len, k_len - q_len)
     else:
-        return Place(sequence, q_start, q_len, k_start, k_room, k_len, offset)
+        return SequenceBounds(sequence, q_start, q_len, k_start, k_rows, k_len, offset)
 
 
 @triton.jit
 def tile_of(n, tiles, heads, p_cu, total, rule, lengths, BLOCK: tl.constexpr):
-    """The n-th tile of all heads and sequences: its head, its number in its sequence, and the Place of that.
+    """The n-th tile of all heads and sequences: its head, its number in its sequence, and the SequenceBounds of that.
 
     Tiles are of queries or of keys, as p_cu and total are.
     """
     head = n // tiles % heads
     sequence, tile = locate(p_cu, total, n % tiles, n // tiles // heads, lengths, BLOCK)
-    return head, tile, measure(lengths, rule.offset, sequence)
+    return head, tile, sequence_bounds(lengths, rule.offset, sequence)

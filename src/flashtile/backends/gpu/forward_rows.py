@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.blocks import halves_of, head_of, load_rows, number, wide
+from flashtile.backends.gpu.blocks import from_bits, head_of, load_rows, to_int64, widen_8_bits
 from flashtile.backends.gpu.cuts import cuts, reach, stretch_of, tile_at, within
-from flashtile.backends.gpu.nonfinite_rows import finite_part, poison, spoiled
+from flashtile.backends.gpu.nonfinite_rows import finite_part, has_nonfinite, poison
 from flashtile.backends.gpu.scores import (
     LN2,
     LOG2E,
@@ -64,8 +64,8 @@ def absorb(
     HALVES: tl.constexpr,
 ):
     """Take in one tile of keys: eq. 4 and 5 of docs/algorithm.md, in base 2, or in HALVES of it."""
-    b_k = halves_of(load_rows(keys, k_desc, j0, C.BLOCK_K, C.DIM, C.BLOCK_D, MASKED))  # [bc, d]
-    b_v = halves_of(load_rows(values, v_desc, j0, C.BLOCK_K, C.DIM_V, C.BLOCK_DV, MASKED))
+    b_k = widen_8_bits(load_rows(keys, k_desc, j0, C.BLOCK_K, C.DIM, C.BLOCK_D, MASKED))  # [bc, d]
+    b_v = widen_8_bits(load_rows(values, v_desc, j0, C.BLOCK_K, C.DIM_V, C.BLOCK_DV, MASKED))
     S = dot(b_q, tl.trans(b_k), tl.zeros([C.BLOCK_Q, C.BLOCK_K], C.REAL), C.PRECISION)  # [br, bc]
     if rule.descale is not None:
         S *= descale(rule, at, keys, 0) * descale(rule, at, keys, 1)
@@ -125,7 +125,7 @@ def forward_rows(
     queries = Queries(r // PACKED_HEADS, head * PACKED_HEADS + r % PACKED_HEADS, r < n_rows)
     o_d = tl.arange(0, C.BLOCK_D)
     p_q = row_pointers(q, queries, at)[:, None] + o_d[None, :]
-    b_q = halves_of(tl.load(p_q, mask=queries.inside[:, None] & (o_d < C.DIM)[None, :], other=0.0))
+    b_q = widen_8_bits(tl.load(p_q, mask=queries.inside[:, None] & (o_d < C.DIM)[None, :], other=0.0))
     k_head = head * PACKED_HEADS // C.GROUP
     keys = head_of(k, at.sequence, k_head, at.k_start, at.k_len)
     values = head_of(v, at.sequence, k_head, at.k_start, at.k_len)
@@ -151,17 +151,17 @@ def forward_rows(
     if CAREFUL and v.ptr.dtype.element_ty != tl.float16:
         weight /= SHRINK
     if rule.seed_low is not None:
-        weight *= number(rule.keep_scale, C.REAL)
+        weight *= from_bits(rule.keep_scale, C.REAL)
     if rule.descale is not None:
         weight *= descale(rule, at, values, 2)
     o_v = tl.arange(0, C.BLOCK_DV)
-    p_out = row_pointers(out, queries, at) + wide(split) * out_split
+    p_out = row_pointers(out, queries, at) + to_int64(split) * out_split
     there = queries.inside[:, None] & (o_v < C.DIM_V)[None, :]
     tl.store(p_out[:, None] + o_v[None, :], (acc * weight[:, None]).to(out.ptr.dtype.element_ty), mask=there)
-    p_lse = row_pointers(lse, queries, at) + wide(split) * lse_split
+    p_lse = row_pointers(lse, queries, at) + to_int64(split) * lse_split
     if SPLITS > 1:  # in two parts: their sum would round away what a large maximum leaves of log(l)
         tl.store(p_lse, m if HALVES else m * 0.5, mask=queries.inside)
-        tl.store(p_lse + wide(SPLITS) * lse_split, l, mask=queries.inside)
+        tl.store(p_lse + to_int64(SPLITS) * lse_split, l, mask=queries.inside)
     elif HALVES:
         tl.store(p_lse, tl.where(l == 0, float("-inf"), log_sum_exp(m, l)), mask=queries.inside)
     else:
@@ -177,11 +177,11 @@ def forward_rows(
                 poison(p_out, queries.inside, values, j0, visible & (keep == 0), C.DIM_V, True, C)
                 visible = visible & keep
             poison(p_out, queries.inside, values, j0, visible, C.DIM_V, False, C)
-    return spoiled(acc) | lost(m, l)
+    return has_nonfinite(acc) | lost(m, l)
 
 
 @triton.jit
-def forward_rows_again(
+def recompute_forward_rows(
     q,
     k,
     v,
@@ -219,8 +219,8 @@ def descale(rule, at, of, n):
 @triton.jit
 def row_pointers(x, queries, at):
     """Where each row of the tile begins in x."""
-    p = x.ptr + wide(at.sequence) * x.sequence + wide(at.q_start) * x.row
-    return p + wide(queries.o_h) * x.head + wide(queries.o_i) * x.row
+    p = x.ptr + to_int64(at.sequence) * x.sequence + to_int64(at.q_start) * x.row
+    return p + to_int64(queries.o_h) * x.head + to_int64(queries.o_i) * x.row
 
 
 @triton.jit

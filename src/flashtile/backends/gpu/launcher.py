@@ -103,7 +103,7 @@ class Launcher:
         args: list[Any],
         whole: list[Any],
     ) -> None:
-        """args: of a Start; whole: the same as the kernel takes them, without its constants.
+        """args: of a KernelLaunch; whole: the same as the kernel takes them, without its constants.
 
         places: which values of a call args are, and how many bytes on from where those begin; None of what stays.
         """
@@ -117,7 +117,7 @@ class Launcher:
                 found += [("words", word) for _, word in words]
                 if place is not None and isinstance(arg, tuple):
                     self._tuples.setdefault(place[0], []).extend(words)
-                elif place is not None:  # Rows that a Start made of a tensor
+                elif place is not None:  # Rows that a KernelLaunch made of a tensor
                     found[-len(words)] = ("addresses", self._address(place))
             elif kind.startswith("tensordesc"):
                 found += self._map(x, next(metas), place)

@@ -12,24 +12,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.blocks import wide
+from flashtile.backends.gpu.blocks import to_int64
 from flashtile.backends.gpu.scores import dot
 
 # Sources in a product. With a mask and dropout Triton 3.6 gives each thread 8 in a row, 32 to four of them together; of
 # 16 it multiplies one half twice and the other not at all.
 FEWEST = tl.constexpr(32)
-CHUNK = tl.constexpr(64)  # columns that poison() mends at a time: 8 for each of 8 warps, which must not share any
+CHUNK = tl.constexpr(64)  # columns that poison() recomputes at a time: 8 for each of 8 warps, which must not share any
 
 
 @triton.jit
-def spoiled(x):
+def has_nonfinite(x):
     """Whether a block holds any NaN or Inf. Of rank 2 to the end: Triton 3.6 fails on sm_100 without."""
     rows = tl.max(((x - x) != 0).to(tl.int32), 1, keep_dims=True)
     return tl.reshape(tl.max(rows, 0, keep_dims=True), []) > 0
 
 
 @triton.jit
-def at_least_single(x):
+def at_least_float32(x):
     """x in float32, or as it is in float64: the interpreter has no arithmetic in bfloat16."""
     return x if x.dtype == tl.float64 else x.to(tl.float32)
 
@@ -38,7 +38,7 @@ def at_least_single(x):
 def finite_part(x, CAREFUL: tl.constexpr):
     """x with 0 for NaN and Inf; x itself on the ordinary walk."""
     if CAREFUL:
-        wide_x = at_least_single(x)
+        wide_x = at_least_float32(x)
         x = tl.where((wide_x - wide_x) != 0, 0.0, wide_x).to(x.dtype)
     return x
 
@@ -59,14 +59,14 @@ def poison(p_rows, in_target, source, first, visible, DIM: tl.constexpr, INF_IS_
     in_source = first + o_s < source.length
     for c in range(0, DIM, CHUNK):
         o_d = c + tl.arange(0, CHUNK)
-        p_block = source.ptr + wide(first) * source.row + o_s[:, None] * source.row + o_d[None, :]
-        B = at_least_single(tl.load(p_block, mask=in_source[:, None] & (o_d < DIM)[None, :], other=0.0))
+        p_block = source.ptr + to_int64(first) * source.row + o_s[:, None] * source.row + o_d[None, :]
+        B = at_least_float32(tl.load(p_block, mask=in_source[:, None] & (o_d < DIM)[None, :], other=0.0))
         if INF_IS_NAN:
             code = tl.where((B - B) != 0, 1.0, 0.0)
         else:
             code = tl.where(B != B, 1.0, tl.where(float("inf") == B, 256.0, tl.where(float("-inf") == B, 65536.0, 0.0)))
         count = tl.zeros([ROWS, CHUNK], tl.float32)
-        EXACT: tl.constexpr = tl.float32 if C.PRECISION == "wide" else tl.bfloat16
+        EXACT: tl.constexpr = tl.float32 if C.PRECISION == "widened" else tl.bfloat16
         count = dot(visible.to(EXACT), code.to(EXACT), count, C.PRECISION).to(tl.int32)
         p = p_rows[:, None] + o_d[None, :]
         there = in_target[:, None] & (o_d < DIM)[None, :]

@@ -30,7 +30,7 @@ class Passes:
         self._problem = replace(problem, seed=seed, **{name: outline(getattr(problem, name)) for name in TENSORS})
         self._aligned = {name: aligned(getattr(problem, name)) for name in "qkv"}
         self._forward: Callable[[Inputs, bool], tuple[Any, Any]]
-        self._ways_back: dict[Any, tuple[Callable[..., Grads], bool]] = {}
+        self._backwards: dict[Any, tuple[Callable[..., Grads], bool]] = {}
 
     def forward(self, x: Inputs) -> tuple[Any, Any]:
         """Output and lse, contiguous, in the caller's layout."""
@@ -43,20 +43,22 @@ class Passes:
     def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Grads:
         """Gradients from the saved output and lse, in the caller's layout, those of bias (of rank 4) and sink wide."""
         given = (dout, out, lse, dlse)
-        run, is_tidy = self._way_back(given, bias_grad)
+        run, is_tidy = self._backward_for(given, bias_grad)
         return on_device(self._index, run, x, *(given if is_tidy else self._tidied(given)))
 
-    def _way_back(self, given: tuple[Any, ...], bias_grad: bool) -> tuple[Callable[..., Grads], bool]:
+    def _backward_for(self, given: tuple[Any, ...], bias_grad: bool) -> tuple[Callable[..., Grads], bool]:
         """What runs a backward pass of tensors that lie like these, and whether they need not be tidied first."""
         dout, out, lse, dlse = given
         key = (bias_grad, _kind_of(dout), _kind_of(out), _kind_of(lse), None if dlse is None else _kind_of(dlse))
-        found = self._ways_back.get(key)
+        found = self._backwards.get(key)
         if found is None:
             outlines = check_gradients(self._problem, *map(outline, given))
             tidied = self._tidied(given)
             is_tidy = all(map(operator.is_, tidied, given))
-            run = self._differentiate(given, outlines, bias_grad) if is_tidy else self._way_back(tidied, bias_grad)[0]
-            found = self._ways_back[key] = run, is_tidy
+            run = (
+                self._differentiate(given, outlines, bias_grad) if is_tidy else self._backward_for(tidied, bias_grad)[0]
+            )
+            found = self._backwards[key] = run, is_tidy
         return found
 
     def _tidied(self, given: tuple[Any, ...]) -> tuple[Any, ...]:

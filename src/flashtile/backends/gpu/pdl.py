@@ -1,7 +1,7 @@
 """Chains: a kernel that begins in the tail of the one before it. NVIDIA's GPUs can do so from Hopper on.
 
 A kernel that leads lets the next one begin once all its own programs have begun. One that follows must be launched with
-following(), and wait until the one before it is complete: before it reads what that one wrote, or writes what that one
+pdl_options(), and wait until the one before it is complete: before it reads what that one wrote, or writes what that one
 reads, and in any case before its own end. So whatever comes after a chain finds all of it complete. The first kernel is
 launched as any other, when all before it is complete. One that follows and leads says so in this order, where the next
 one needs what the kernels before it wrote.
@@ -23,30 +23,30 @@ from flashtile.backends.gpu.arguments import INTERPRETED
 FIRST_MAJOR = 9  # compute capability
 
 
-def chains(device: Any) -> bool:
+def supports_pdl(device: Any) -> bool:
     """Whether the kernels of a pass are launched as a chain."""
     found = gpu.architecture(device)
     return not INTERPRETED and isinstance(found, tuple) and found[0] >= FIRST_MAJOR
 
 
-def following(chained: bool) -> dict[str, bool]:
+def pdl_options(use_pdl: bool) -> dict[str, bool]:
     """What a kernel that follows is launched with besides: an option of Triton, for programmatic dependent launch."""
-    return {"launch_pdl": True} if chained else {}
+    return {"launch_pdl": True} if use_pdl else {}
 
 
 @triton.jit
-def follow(CHAINED: tl.constexpr):
-    """Wait until the kernel before is complete and what it wrote can be seen. Not CHAINED: nothing."""
-    if CHAINED:
+def wait_for_previous(PDL: tl.constexpr):
+    """Wait until the kernel before is complete and what it wrote can be seen. Not PDL: nothing."""
+    if PDL:
         tl.inline_asm_elementwise(
             "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )
 
 
 @triton.jit
-def lead(CHAINED: tl.constexpr):
-    """Let the next kernel begin, once every program of this one has said so. Not CHAINED: nothing."""
-    if CHAINED:
+def launch_dependents(PDL: tl.constexpr):
+    """Let the next kernel begin, once every program of this one has said so. Not PDL: nothing."""
+    if PDL:
         tl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.blocks import number, wide
+from flashtile.backends.gpu.blocks import from_bits, to_int64
 from flashtile.backends.gpu.unspecialized import half_of_seed, plain
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -71,8 +71,8 @@ def tanh(x):
 @triton.jit
 def pair_pointers(p, sequence_stride, head_stride, row_stride, column_stride, sequence, o_h, o_i, o_j):
     """Pointers into a mask, a bias or its gradient."""
-    p += wide(sequence) * sequence_stride + wide(o_h) * head_stride
-    return p + wide(o_i) * row_stride + wide(o_j) * column_stride
+    p += to_int64(sequence) * sequence_stride + to_int64(o_h) * head_stride
+    return p + to_int64(o_i) * row_stride + to_int64(o_j) * column_stride
 
 
 @triton.jit
@@ -81,11 +81,11 @@ def shape_scores(S, rule, tile):
 
     S * unit is the score in base 2: where nothing bends or shifts the scores, scaling waits until exp2, as an FMA.
     """
-    scale = number(rule.scale, S.dtype)
+    scale = from_bits(rule.scale, S.dtype)
     slope = S
     unit = scale * LOG2E
     if rule.softcap is not None:
-        cap = number(rule.softcap, S.dtype)
+        cap = from_bits(rule.softcap, S.dtype)
         bent = tanh(S * (scale / cap))
         slope = 1 - bent * bent
         S = bent * cap
@@ -164,8 +164,8 @@ def kept(rule, sequence, o_h, o_i, j0, BLOCK_I: tl.constexpr, BLOCK_J: tl.conste
 
 @triton.jit
 def dot(A, B, acc, PRECISION: tl.constexpr):
-    """acc + A B. The interpreter multiplies bfloat16 wrongly: it asks for PRECISION "wide", which widens first."""
-    if PRECISION == "wide":
+    """acc + A B. The interpreter multiplies bfloat16 wrongly: it asks for PRECISION "widened", which widens first."""
+    if PRECISION == "widened":
         return tl.dot(A.to(acc.dtype), B.to(acc.dtype), acc, input_precision="ieee", out_dtype=acc.dtype)
     else:
         return tl.dot(A, B, acc, input_precision=PRECISION, out_dtype=acc.dtype)

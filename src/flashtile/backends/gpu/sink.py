@@ -13,7 +13,7 @@ from flashtile.problem import Problem
 LOG2E = 1 / math.log(2)
 
 
-def heads_at(p: Problem) -> int:
+def head_axis(p: Problem) -> int:
     """The axis of heads of an lse in the caller's layout; a call of rank 2 has no such axis."""
     return 1 if p.packed else p.rank - 3
 

@@ -18,9 +18,9 @@ from flashtile.problem import Problem
 
 FEW_ROWS = 512
 FARTHEST = 1 << 23  # elements: offsets within a tile, of 256 rows at most, have 32 bits
-DUMPED = 1 << 16  # elements: larger results that nobody wants have memory of their own
+DISCARDED = 1 << 16  # elements: larger results that nobody wants have memory of their own
 _GUARDS: Any = torch._C._dynamo.guards
-_dumps: dict[Any, Any] = {}
+_discard_buffers: dict[Any, Any] = {}
 
 
 def laid_out(p: Problem) -> Problem:
@@ -94,12 +94,12 @@ def empty(shape: tuple[int, ...], dtype: Any, device: Any) -> Callable[[], Any]:
     return partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
 
 
-def dump(dtype: Any, device: Any) -> Any:
+def discard_buffer(dtype: Any, device: Any) -> Any:
     """Memory that all launches may write to, on whichever stream, because none reads it. Graphs rely on it for ever."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # a graph before any call has it for itself
-        return torch.empty(DUMPED, dtype=dtype, device=device)
-    made, _ = permanent.zeros((DUMPED,), dtype, device)
-    return _dumps.setdefault((dtype, device), made)  # not a second one, which would be given up while in use
+        return torch.empty(DISCARDED, dtype=dtype, device=device)
+    made, _ = permanent.zeros((DISCARDED,), dtype, device)
+    return _discard_buffers.setdefault((dtype, device), made)  # not a second one, which would be given up while in use
 
 
 class Result:
@@ -116,19 +116,19 @@ class Result:
         self.dtype, self.device = getattr(torch, dtype), device
         self.empty = self.parts(dtype=self.dtype)  # called, it makes the tensor
 
-    def dump(self) -> Any:
+    def discard_buffer(self) -> Any:
         """A place for the result where nobody wants it: as empty(), but a small one costs nothing."""
-        if self.numel > DUMPED:
+        if self.numel > DISCARDED:
             return self.empty()
-        found = _dumps.get((self.dtype, self.device))
-        return dump(self.dtype, self.device) if found is None else found
+        found = _discard_buffers.get((self.dtype, self.device))
+        return discard_buffer(self.dtype, self.device) if found is None else found
 
     def parts(self, *count: int, dtype: Any) -> Callable[[], Any]:
         """What makes the same a number of times, along another axis."""
         return empty((*count, *self.shape), dtype, self.device)
 
 
-def blocks(x: Any, is_aligned: bool, config: Config, rows: int) -> Callable[[Any], Any] | None:
+def descriptor_maker(x: Any, is_aligned: bool, config: Config, rows: int) -> Callable[[Any], Any] | None:
     """What makes a descriptor of tensors that lie like x, of rank 4, for blocks of so many rows.
 
     None unless the table asks for descriptors, x is long enough to be worth their making, and the copy engine can take
@@ -138,10 +138,10 @@ def blocks(x: Any, is_aligned: bool, config: Config, rows: int) -> Callable[[Any
     fits = is_aligned and x.stride(3) == 1 and all(s and s * item % 16 == 0 for s in x.stride()[:3])
     if not (config.descriptors and fits and x.shape[2] > FEW_ROWS and x.numel()):
         return None
-    return maker(TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, block(x.shape[3])]))
+    return maker_like(TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, block(x.shape[3])]))
 
 
-def maker(descriptor: Any) -> Callable[[Any], Any]:
+def maker_like(descriptor: Any) -> Callable[[Any], Any]:
     """What makes a descriptor like this one, whose checks have been made, of another tensor."""
     kind: Any = type(descriptor)
     like = vars(descriptor)

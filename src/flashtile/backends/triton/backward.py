@@ -1,4 +1,4 @@
-"""The launches of a backward pass: statistics of rows, dK and dV, dQ, what is to be mended, dbias."""
+"""The launches of a backward pass: statistics of rows, dK and dV, dQ, what is to be recomputed, dbias."""
 
 from __future__ import annotations
 
@@ -11,12 +11,20 @@ from flashtile.backends.gpu import device as gpu
 from flashtile.backends.gpu.arguments import ALIGNED, block, constants, lengths, lengths_of, pairs, rule, rule_of
 from flashtile.backends.gpu.backward_rows import LARGE
 from flashtile.backends.gpu.config import Config
-from flashtile.backends.gpu.nonfinite import MendBackward
-from flashtile.backends.gpu.pdl import chains, following
+from flashtile.backends.gpu.kernel_launch import Argument, BoundLaunch, KernelLaunch, LaunchSequence, present
+from flashtile.backends.gpu.nonfinite import RecomputeBackward
+from flashtile.backends.gpu.pdl import pdl_options, supports_pdl
 from flashtile.backends.gpu.scratch import Scratch
 from flashtile.backends.gpu.sink import sink_gradient
-from flashtile.backends.gpu.start import At, Series, Start, Step, present
-from flashtile.backends.gpu.tensors import Result, blocks, count_tiles, results, rounded, rounded_outline, strides
+from flashtile.backends.gpu.tensors import (
+    Result,
+    count_tiles,
+    descriptor_maker,
+    results,
+    rounded,
+    rounded_outline,
+    strides,
+)
 from flashtile.backends.triton import tuning
 from flashtile.backends.triton.backward_kernels import dbias_kernel, dkdv_kernel, dq_kernel, statistics_kernel
 from flashtile.inputs import Inputs
@@ -24,7 +32,7 @@ from flashtile.problem import Problem
 from flashtile.results import Grads
 
 # The values of a backward pass.
-Q, K, V, DOUT, OUT, LSE, DLSE, DQ, DK, DV, SCRATCH, SINK, RULE, LENGTHS, DBIAS = map(At, range(15))
+Q, K, V, DOUT, OUT, LSE, DLSE, DQ, DK, DV, SCRATCH, SINK, RULE, LENGTHS, DBIAS = map(Argument, range(15))
 
 
 class Backward:
@@ -40,28 +48,28 @@ class Backward:
         self._bias_shape = p.bias.shape if bias_grad and p.bias is not None else None
         self._real = getattr(torch, p.accumulator)
         # Each kernel relies on what the one before it has waited for, so none may be missing.
-        chained = chains(device) and all(x.numel for x in grads[:2])
+        use_pdl = supports_pdl(device) and all(x.numel for x in grads[:2])
         of_keys, of_queries = (_config(kernel, p, device) for kernel in ("dkdv", "dq"))
         scratch = Scratch(SCRATCH.place, device)
         rows = _Statistics(p, of_keys.block_q, scratch)
         self._of_rows, self._n = (rows.log2, rows.delta, rows.tops), p.q.shape[2]
-        of_mend = (strides(dout, p), *3 * (rows.strides,))
-        mend = MendBackward(p, device, of_queries.block_q, of_keys.block_k, of_mend, grads, chained)
-        marks = scratch.part((mend.count,), torch.int32)
+        recompute_strides = (strides(dout, p), *3 * (rows.strides,))
+        recompute = RecomputeBackward(p, device, of_queries.block_q, of_keys.block_k, recompute_strides, grads, use_pdl)
+        flags = scratch.part((recompute.count,), torch.int32)
         self._scratch = scratch.maker()
-        walks = _Walks(p, dout, is_aligned, rows, chained)
-        steps = list[Step]()
+        walks = _Walks(p, dout, is_aligned, rows, use_pdl)
+        steps = list[BoundLaunch]()
         if self._dq.numel:
-            steps.append(rows.step(p, device, (dout, *given[1:]), chained))
+            steps.append(rows.step(p, device, (dout, *given[1:]), use_pdl))
         if self._dk.numel:
-            steps.append(walks.dkdv(of_keys, grads[1:], marks))
+            steps.append(walks.dkdv(of_keys, grads[1:], flags))
         if self._dq.numel:
-            steps.append(walks.dq(of_queries, grads[:1], marks, mend.first_of_queries))
-        if mend.count:
-            steps += mend.steps(Q, K, V, DOUT, *self._of_rows, DQ, DK, DV, SINK, marks, RULE, LENGTHS)
+            steps.append(walks.dq(of_queries, grads[:1], flags, recompute.first_of_queries))
+        if recompute.count:
+            steps += recompute.steps(Q, K, V, DOUT, *self._of_rows, DQ, DK, DV, SINK, flags, RULE, LENGTHS)
         if self._bias_shape is not None and self._bias_shape.numel():
             steps.append(walks.dbias(_config("dbias", p, device), self._bias_shape))
-        self._launch = Series(*steps)
+        self._launch = LaunchSequence(*steps)
 
     def __call__(self, x: Inputs, *given: Any) -> Grads:
         if self._narrow is not None:
@@ -91,10 +99,10 @@ class _Statistics:
         self.strides = (0 if p.packed else p.heads * room, room, 1)
         self.log2, self.delta, self.tops = (scratch.part(shape, real) for _ in range(3))
 
-    def step(self, p: Problem, device: Any, given: tuple[Any, ...], chained: bool) -> Step:
+    def step(self, p: Problem, device: Any, given: tuple[Any, ...], use_pdl: bool) -> BoundLaunch:
         of_given = (None if x is None else strides(x, p) for x in given)
         n_rows, block_rows = p.q.shape[2], tuning.statistics_rows(gpu.architecture(device))
-        start = Start(
+        start = KernelLaunch(
             statistics_kernel,
             int(triton.cdiv(n_rows, block_rows)) * p.heads * p.q.shape[0],
             rows=present(*of_given, *3 * (self.strides,)),
@@ -102,7 +110,7 @@ class _Statistics:
             BLOCK_DV=block(p.dim_v),
             BLOCK=block_rows,
             LARGE=LARGE[p.accumulator],
-            CHAINED=chained,
+            PDL=use_pdl,
         )
         return start, (DOUT, OUT, LSE, DLSE, self.log2, self.delta, self.tops, n_rows, p.heads)
 
@@ -110,46 +118,46 @@ class _Statistics:
 class _Walks:
     """The kernels that walk tiles of scores, and what all of them read: q, k, v, dout and the statistics of rows."""
 
-    def __init__(self, p: Problem, dout: Any, is_aligned: dict[str, bool], rows: _Statistics, chained: bool) -> None:
-        self._p, self._is_aligned, self._rows, self._chained = p, is_aligned, rows, chained
+    def __init__(self, p: Problem, dout: Any, is_aligned: dict[str, bool], rows: _Statistics, use_pdl: bool) -> None:
+        self._p, self._is_aligned, self._rows, self._chained = p, is_aligned, rows, use_pdl
         self._tensors = {"q": p.q, "k": p.k, "v": p.v, "dout": dout}
         self._strides = [strides(x, p) for x in self._tensors.values()]
 
-    def dkdv(self, config: Config, grads: tuple[Result, ...], marks: At) -> Step:
+    def dkdv(self, config: Config, grads: tuple[Result, ...], flags: Argument) -> BoundLaunch:
         p, rows = self._p, self._rows
         tiles = count_tiles(p, p.n_k, p.k.shape[2], config.block_k)
         start = self._start(dkdv_kernel, config, tiles * p.kv_heads, ("q", "dout"), config.block_q, grads)
-        where = (Q, DOUT, rows.log2, rows.delta, DK, DV, marks, RULE, LENGTHS)
+        where = (Q, DOUT, rows.log2, rows.delta, DK, DV, flags, RULE, LENGTHS)
         return start, (Q, K, V, DOUT, *where, tiles, p.kv_heads)
 
-    def dq(self, config: Config, grads: tuple[Result, ...], marks: At, first_mark: int) -> Step:
+    def dq(self, config: Config, grads: tuple[Result, ...], flags: Argument, first_flag: int) -> BoundLaunch:
         p, rows = self._p, self._rows
         tiles = count_tiles(p, p.n_q, p.q.shape[2], config.block_q)
         start = self._start(dq_kernel, config, tiles * p.heads, ("k", "v"), config.block_k, grads)
-        where = (K, V, rows.log2, rows.delta, DQ, marks, first_mark, RULE, LENGTHS)
+        where = (K, V, rows.log2, rows.delta, DQ, flags, first_flag, RULE, LENGTHS)
         return start, (Q, K, V, DOUT, *where, tiles, p.heads)
 
     def _start(
         self, kernel: Any, config: Config, tiles: int, walked: tuple[str, str], width: int, grads: tuple[Result, ...]
-    ) -> Start:
+    ) -> KernelLaunch:
         """Of a kernel that has so many tiles in a sequence, and fetches the two that it walks by blocks of `width`."""
-        fetched = [blocks(self._tensors[name], self._is_aligned[name], config, width) for name in walked]
+        fetched = [descriptor_maker(self._tensors[name], self._is_aligned[name], config, width) for name in walked]
         of_rows = 2 * (self._rows.strides,)
-        return Start(
+        return KernelLaunch(
             kernel,
             tiles * self._p.q.shape[0],
-            config.options | following(self._chained),
+            config.options | pdl_options(self._chained),
             present(*self._strides, None, None, *of_rows, *(x.strides for x in grads)),
             blocks=dict(enumerate(fetched, 4)),
             C=constants(self._p, config),
-            CHAINED=self._chained,
+            PDL=self._chained,
         )
 
-    def dbias(self, config: Config, shape: torch.Size) -> Step:
+    def dbias(self, config: Config, shape: torch.Size) -> BoundLaunch:
         """It follows no other: it is launched when all before it is complete."""
         p, rows = self._p, self._rows
         sequences, heads, down, across = shape
-        start = Start(
+        start = KernelLaunch(
             dbias_kernel,
             int(triton.cdiv(down, config.block_q) * triton.cdiv(across, config.block_k)) * sequences * heads,
             config.options,

@@ -1,4 +1,4 @@
-"""The launches of a forward pass: how it is shared out among programs, who mends rows, and who merges shares."""
+"""The launches of a forward pass: how it is shared out among programs, who recomputes rows, and who merges shares."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import triton
 from flashtile.backends.gpu import device as gpu
 from flashtile.backends.gpu.arguments import block, constants, lengths, lengths_of, rule, rule_of
 from flashtile.backends.gpu.config import Config
-from flashtile.backends.gpu.nonfinite import MendForward, careful
-from flashtile.backends.gpu.pdl import chains
-from flashtile.backends.gpu.start import At, Series, Start, Step
-from flashtile.backends.gpu.tensors import Result, blocks, count_tiles, strides
+from flashtile.backends.gpu.kernel_launch import Argument, BoundLaunch, KernelLaunch, LaunchSequence
+from flashtile.backends.gpu.nonfinite import RecomputeForward, careful
+from flashtile.backends.gpu.pdl import supports_pdl
+from flashtile.backends.gpu.tensors import Result, count_tiles, descriptor_maker, strides
 from flashtile.backends.triton import tuning
 from flashtile.backends.triton.forward_kernel import forward_kernel
 from flashtile.backends.triton.merge_kernel import merge_kernel
@@ -22,7 +22,7 @@ from flashtile.problem import Problem
 
 MOST_SPLITS = 64
 # The values of a forward pass. A part is what a program makes of its share of the keys; of all keys, it is the result.
-Q, K, V, OUT, LSE, PART, PART_LSE, MARKS, SINK, RULE, LENGTHS = map(At, range(11))
+Q, K, V, OUT, LSE, PART, PART_LSE, FLAGS, SINK, RULE, LENGTHS = map(Argument, range(11))
 
 
 class Forward:
@@ -34,49 +34,54 @@ class Forward:
         self._rule, self._lengths = rule(p), lengths(p)
         work = _share_out(p, device)
         self._splits = work.splits
-        # Where each has a processor to itself, a program that mends its own rows is done sooner than another launch.
+        # Where each has a processor to itself, a program that recomputes its own rows is done sooner than another launch.
         # Where keys are split, it has to, however many share a processor: only it knows its share, and a row that was
         # made anew as a whole would be none of the parts that are merged.
         inside = work.splits > 1 or work.programs <= gpu.processors(device)
-        chained = not inside and chains(device)
-        self._mend = None
+        use_pdl = not inside and supports_pdl(device)
+        self._recompute = None
         if not inside:
             block_q, packed_heads = work.config.block_q, work.packed_heads
-            self._mend = MendForward(p, device, self._out, self._lse, block_q, packed_heads, chained)
-        self._start = self._kernel(p, work, is_aligned, inside, chained)
+            self._recompute = RecomputeForward(p, device, self._out, self._lse, block_q, packed_heads, use_pdl)
+        self._start = self._kernel(p, work, is_aligned, inside, use_pdl)
         between = (self._out.numel, self._lse.numel) if work.splits > 1 else (0, 0)  # parts of neighbouring shares
-        where = (Q, K, V, K, V, PART, PART_LSE, SINK, MARKS, RULE, LENGTHS)
-        steps: list[Step] = [(self._start, (*where, work.tiles, work.heads, *between))]
-        if self._mend is not None:
-            steps.append(self._mend.step(Q, K, V, OUT, LSE, SINK, MARKS, RULE, LENGTHS))
+        where = (Q, K, V, K, V, PART, PART_LSE, SINK, FLAGS, RULE, LENGTHS)
+        steps: list[BoundLaunch] = [(self._start, (*where, work.tiles, work.heads, *between))]
+        if self._recompute is not None:
+            steps.append(self._recompute.step(Q, K, V, OUT, LSE, SINK, FLAGS, RULE, LENGTHS))
         if work.splits > 1:
             real = getattr(torch, p.accumulator)
             self._part = self._out.parts(work.splits, dtype=real)
             self._part_lse = self._lse.parts(2 * work.splits, dtype=real)
             merge = self._merge(p, work.splits, real.itemsize)
             steps.append((merge, (PART, PART_LSE, OUT, LSE, *between, p.q.shape[2], p.heads)))
-        self._launch = Series(*steps)
+        self._launch = LaunchSequence(*steps)
 
-    def _kernel(self, p: Problem, work: _Shares, is_aligned: dict[str, bool], inside: bool, chained: bool) -> Start:
-        """inside: each program mends its own rows."""
+    def _kernel(
+        self, p: Problem, work: _Shares, is_aligned: dict[str, bool], inside: bool, use_pdl: bool
+    ) -> KernelLaunch:
+        """inside: each program recomputes its own rows."""
         config = work.config
         q, k, v = (strides(x, p) for x in (p.q, p.k, p.v))
-        return Start(
+        return KernelLaunch(
             forward_kernel,
             work.programs,
             config.options,
             {0: q, 1: k, 2: v, 5: self._out.strides, 6: self._lse.strides},
-            {n: blocks(x, is_aligned[name], config, config.block_k) for n, name, x in ((3, "k", p.k), (4, "v", p.v))},
+            {
+                n: descriptor_maker(x, is_aligned[name], config, config.block_k)
+                for n, name, x in ((3, "k", p.k), (4, "v", p.v))
+            },
             PACKED_HEADS=work.packed_heads,
             SPLITS=work.splits,
             C=constants(p, config),
-            AGAIN=constants(p, careful(p, config.block_q, config.block_k)) if inside else None,
-            CHAINED=chained,
+            RECOMPUTE=constants(p, careful(p, config.block_q, config.block_k)) if inside else None,
+            PDL=use_pdl,
         )
 
-    def _merge(self, p: Problem, splits: int, itemsize: int) -> Start:
+    def _merge(self, p: Problem, splits: int, itemsize: int) -> KernelLaunch:
         """Of so many parts, whose numbers have so many bytes."""
-        return Start(
+        return KernelLaunch(
             merge_kernel,
             p.q.shape[0] * p.heads * p.q.shape[2],
             {"num_warps": tuning.merge_warps(splits * block(p.dim_v) * itemsize)},
@@ -88,13 +93,13 @@ class Forward:
         )
 
     def __call__(self, x: Inputs, with_lse: bool) -> tuple[Any, Any]:
-        out, lse = self._out.empty(), self._lse.empty() if with_lse else self._lse.dump()
+        out, lse = self._out.empty(), self._lse.empty() if with_lse else self._lse.discard_buffer()
         if self._out.numel == 0:
             return out, lse
         part, part_lse = (out, lse) if self._splits == 1 else (self._part(), self._part_lse())
-        marks = None if self._mend is None else self._mend.make()
+        flags = None if self._recompute is None else self._recompute.make()
         a_rule, a_lengths = rule_of(self._rule, x), lengths_of(self._lengths, x)
-        self._launch(x.q, x.k, x.v, out, lse, part, part_lse, marks, x.sink, a_rule, a_lengths)
+        self._launch(x.q, x.k, x.v, out, lse, part, part_lse, flags, x.sink, a_rule, a_lengths)
         return out, lse
 
 

@@ -121,7 +121,7 @@ def _warp_specialize(parts: list[tuple[Any, tuple[Any, ...]]], warps: list[int],
 
 
 def _follow_growth(share: Block, m: Block, most: int) -> tuple[Block, Block]:
-    """assembly.follow()."""
+    """ptx.follow_growth()."""
     largest = _without_nan(share.x).amax(1, keepdim=True).expand(share.x.shape)
     power = ((largest.contiguous().view(torch.int32) >> 23).clamp(max=253) - 127).float()
     power = torch.where(largest > 2.0**most, power, 0.0)
@@ -250,14 +250,17 @@ OTHERS: dict[int, Any] = {
         (ptx.stay_before, _nothing),
         (ptx.hold, _nothing),
         (ptx.scale_unless_one, lambda o, factor: o * factor),
-        (ptx.follow, _follow_growth),
+        (ptx.follow_growth, _follow_growth),
         (ptx.reciprocal, _reciprocal),
         (ptx.pack_halves, _pack_halves),
         (ptx.pack_quarters, _pack_quarters),
-        (ptx.added, processor.await_copies),
+        (ptx.await_adds, processor.await_copies),
         (ptx.fence_async_global, _nothing),  # sums are made at once here, whoever asks
-        (pdl.follow, lambda chained: me().program.launch.follow() if chained else None),
-        (pdl.lead, lambda chained: me().program.launch.lead(me().program) if chained else None),
+        (pdl.wait_for_previous, lambda use_pdl: me().program.launch.wait_for_previous() if use_pdl else None),
+        (
+            pdl.launch_dependents,
+            lambda use_pdl: me().program.launch.launch_dependents(me().program) if use_pdl else None,
+        ),
         (pdl.await_count, _await_count),
     )
 }

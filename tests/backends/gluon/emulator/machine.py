@@ -12,9 +12,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashtile.backends import gluon
 from flashtile.backends.gpu import device as gpu
+from flashtile.backends.gpu import kernel_launch as starts
 from flashtile.backends.gpu import pdl
-from flashtile.backends.gpu import start as starts
-from flashtile.backends.gpu.start import Series, Start
+from flashtile.backends.gpu.kernel_launch import KernelLaunch, LaunchSequence
 from tests.backends.gluon.emulator.language import python
 from tests.backends.gluon.emulator.processor import Descriptor, Program, Role, me, running
 from tests.backends.gluon.emulator.registers import MisuseError, argument
@@ -30,7 +30,7 @@ class Launch:
     have begun and say so (pdl.py).
     """
 
-    def __init__(self, start: Start, args: Sequence[Any], before: Launch | None, processors: int) -> None:
+    def __init__(self, start: KernelLaunch, args: Sequence[Any], before: Launch | None, processors: int) -> None:
         self.name = start.kernel.fn.__name__
         self.programs = start.grid[0]
         self.before, self.relaxed = before, set[tuple[int, int]]()  # counters that tell nothing but their count
@@ -74,17 +74,17 @@ class Launch:
     def complete(self) -> bool:
         return len(self._ended) == self.programs and all(copy.is_there for copy in self._copies)
 
-    def lead(self, program: Program) -> None:
+    def launch_dependents(self, program: Program) -> None:
         self._led.add(program.number)
         me().pause()
 
-    def follow(self) -> None:
+    def wait_for_previous(self) -> None:
         before = self.before
         if before is not None and self._follows:
             me().pause(lambda: before.complete, f"the end of {before.name}")
 
 
-def run(steps: list[tuple[Start, Sequence[Any]]], seed: int, processors: int) -> None:
+def run(steps: list[tuple[KernelLaunch, Sequence[Any]]], seed: int, processors: int) -> None:
     """Launches that come one after the other."""
     launches: list[Launch] = []
     for start, args in steps:
@@ -98,31 +98,31 @@ def run(steps: list[tuple[Start, Sequence[Any]]], seed: int, processors: int) ->
 
 @contextmanager
 def hopper(seed: int = 0, processors: int = 3) -> Iterator[list[str]]:
-    """Have passes launched here. Kernels that are not Hopper's own, such as those that mend, are left to Triton's
-    interpreter; those that have something of Hopper's to mend are told.
+    """Have passes launched here. Kernels that are not Hopper's own, such as those that recompute, are left to Triton's
+    interpreter; those that have something of Hopper's to recompute are told.
     """
-    mended: list[str] = []
+    recomputed: list[str] = []
 
-    def launch(series: Series, *values: Any) -> None:
+    def launch(series: LaunchSequence, *values: Any) -> None:
         steps = [(start, starts._given(args, values)) for start, args in series.steps]
         ours = [_is_ours(start) for start, _ in steps]
         assert ours == sorted(ours, reverse=True), "others come last"
         run(steps[: sum(ours)], seed, processors)
         for start, args in steps[sum(ours) :]:
             given = dict(zip(signature(start.kernel.fn).parameters, args, strict=False))
-            if any(ours) and "marks" in given and given["marks"][: given["count"]].any():
-                mended.append(start.kernel.fn.__name__)
-            alone = {name: False if name == "CHAINED" else x for name, x in start.constants.items()}
+            if any(ours) and "flags" in given and given["flags"][: given["count"]].any():
+                recomputed.append(start.kernel.fn.__name__)
+            alone = {name: False if name == "PDL" else x for name, x in start.constants.items()}
             start.kernel[start.grid](*start.whole(args), **alone)
 
     with (
-        mock.patch.object(Series, "__call__", launch),
+        mock.patch.object(LaunchSequence, "__call__", launch),
         mock.patch.object(gpu, "architecture", lambda _device: HOPPER),
         mock.patch.object(gpu, "processors", lambda _device: processors),
         mock.patch.object(pdl, "INTERPRETED", False),
     ):
-        yield mended
+        yield recomputed
 
 
-def _is_ours(start: Start) -> bool:
+def _is_ours(start: KernelLaunch) -> bool:
     return start.kernel.fn.__module__.startswith(gluon.__name__)

@@ -110,7 +110,7 @@ class Shared:
     """Elements in shared memory. shadow: as many numbers, not 0 where an element needs a fence.
 
     places: where each one lies, in a layout that is not row by row. Swizzles are left out: all who read and write the
-    same bytes have them alike, also where keep() of the forward kernel writes words and a product reads bytes.
+    same bytes have them alike, also where keep_weights() of the forward kernel writes words and a product reads bytes.
     """
 
     def __init__(self, x: torch.Tensor, shadow: torch.Tensor, places: torch.Tensor | None = None) -> None:

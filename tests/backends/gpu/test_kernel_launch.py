@@ -1,4 +1,4 @@
-"""Series past their first call, with a driver that only listens."""
+"""LaunchSequence past their first call, with a driver that only listens."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from flashtile.backends.gpu import kernel_launch as starting  # noqa: E402
 from flashtile.backends.gpu import launcher, tensors  # noqa: E402
-from flashtile.backends.gpu import start as starting  # noqa: E402
 from flashtile.backends.gpu.arguments import Rows  # noqa: E402
-from flashtile.backends.gpu.start import At, Series, Start  # noqa: E402
+from flashtile.backends.gpu.kernel_launch import Argument, KernelLaunch, LaunchSequence  # noqa: E402
 
 ROWS = Rows("*fp32", "i32", "i64", "constexpr")
 MAPPED = "tensordesc<bf16[8, 8],layout>"
@@ -73,7 +73,7 @@ def read(at: int, size: int) -> int:
 
 
 class CudaLauncher:
-    """By this name Start knows that the driver can be called at once."""
+    """By this name KernelLaunch knows that the driver can be called at once."""
 
     global_scratch_size = profile_scratch_size = 0
     launch_cooperative_grid = launch_pdl = gsan_enabled = False
@@ -126,12 +126,12 @@ class Map:
 
 
 def alone(*args: Any, **more: Any) -> Any:
-    """A Start of these, on its own, whose arguments are all values of the call."""
-    start, found = Start(*args, **more), []
+    """A KernelLaunch of these, on its own, whose arguments are all values of the call."""
+    start, found = KernelLaunch(*args, **more), []
 
     def run(*values: Any) -> None:
         if not found:
-            found.append(Series((start, tuple(map(At, range(len(values)))))))
+            found.append(LaunchSequence((start, tuple(map(Argument, range(len(values)))))))
         found[0](*values)
 
     return run
@@ -145,9 +145,9 @@ def test_tensors_become_addresses_and_all_else_stays(driver: Driver) -> None:
     kernel = Kernel(ROWS, "*i32", "constexpr", "constexpr", "i32", "i64", "constexpr")
     driver.sizes = [8, 4, 8, 8, 4, 8]
     start = alone(kernel, 9, rows={0: (-2, 1 << 40, 1)}, blocks={2: None}, C="constant")
-    first, second, marks, others = zeros(4)
-    start(first, marks, first, None, -8, 3 << 50)
-    assert kernel.given == [(Rows(first, -2, 1 << 40, 1), marks, None, None, -8, 3 << 50)]
+    first, second, flags, others = zeros(4)
+    start(first, flags, first, None, -8, 3 << 50)
+    assert kernel.given == [(Rows(first, -2, 1 << 40, 1), flags, None, None, -8, 3 << 50)]
     start(second, others, second, None, -8, 3 << 50)
     start(first, others, first, None, -8, 3 << 50)
     rest = [-2, 1 << 40, others.data_ptr(), -8, 3 << 50]
@@ -237,7 +237,7 @@ def test_a_map_gets_its_address_where_that_is_another(
     monkeypatch.setattr(nvidia, "make_tensordesc_arg", encode_later if later else encode)
     kernel = Kernel(MAPPED, ROWS, MAPPED, "i32")
     driver.sizes = [launcher.MAP, 4, 8, 4, 8, launcher.MAP, 4, 4]
-    like = tensors.maker(SimpleNamespace(base=None, shape=[6]))
+    like = tensors.maker_like(SimpleNamespace(base=None, shape=[6]))
     start = alone(kernel, 1, rows={1: (1, 2, 1)}, blocks={2: like, 0: like})
     x, y, z = zeros(3)
     start(x, y, y, 5)
@@ -301,8 +301,11 @@ def test_kernels_in_a_row_share_values(driver: Driver) -> None:
     """A value that two of them take, a part of its memory, a tuple, a number that stays, one that is absent."""
     driver.sizes = [8, 8, 4, 8]  # of either
     first, second = Kernel("*fp32", "*fp32", "i32", "*fp32"), Kernel("*fp32", ("i64",), "i32", "*fp32", "constexpr")
-    later = At(0, 8, lambda x: x[2:])
-    row = Series((Start(first, 2), (At(0), later, 5, At(1))), (Start(second, 3), (later, At(2), 6, At(1), At(3))))
+    later = Argument(0, 8, lambda x: x[2:])
+    row = LaunchSequence(
+        (KernelLaunch(first, 2), (Argument(0), later, 5, Argument(1))),
+        (KernelLaunch(second, 3), (later, Argument(2), 6, Argument(1), Argument(3))),
+    )
     x, y, u, w = zeros(4)
     row(x, y, (7,), None)
     assert [len(kernel.given) for kernel in (first, second)] == [1, 1]
@@ -318,7 +321,7 @@ def test_kernels_in_a_row_share_values(driver: Driver) -> None:
 def test_a_row_goes_on_by_triton_where_the_driver_refuses(driver: Driver) -> None:
     driver.sizes = [8]
     kernels = [Kernel("*fp32") for _ in range(3)]
-    row = Series(*((Start(kernel, 1), (At(0),)) for kernel in kernels))
+    row = LaunchSequence(*((KernelLaunch(kernel, 1), (Argument(0),)) for kernel in kernels))
     x, y = zeros(2)
     row(x)
 
@@ -334,7 +337,7 @@ def test_a_row_goes_on_by_triton_where_the_driver_refuses(driver: Driver) -> Non
 def test_nothing_to_launch(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in the backward pass of no sequences; the driver of another GPU is none of CUDA's."""
     monkeypatch.setattr(launcher, "_library", lambda: None)
-    row = Series()
+    row = LaunchSequence()
     row(torch.zeros(0))
     row(torch.zeros(0))
     assert not driver.heard

@@ -1,4 +1,4 @@
-"""Start: a kernel with its grid and constants, started by Triton. Series: Starts that go straight to the driver."""
+"""KernelLaunch: a kernel with its grid and constants, started by Triton. LaunchSequence: Starts that go straight to the driver."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HOOKS: Any = triton.knobs.runtime
 FUSED = {"enable_fp_fusion": True}  # a * b + c is rounded once: until Triton 3.9 so unless one says otherwise
 
 
-class Start:
+class KernelLaunch:
     """Where the kernel takes Rows or a descriptor, a call may give the tensor alone.
 
     `rows` has the strides of those at these places, `blocks` what makes their descriptors; None there stands for an
@@ -68,11 +68,11 @@ class Start:
 
 
 def present(*strides: Strides | None) -> dict[int, Strides]:
-    """What a Start is told of its first arguments; None of one that is no Rows, or absent."""
+    """What a KernelLaunch is told of its first arguments; None of one that is no Rows, or absent."""
     return {n: s for n, s in enumerate(strides) if s is not None}
 
 
-class At(NamedTuple):
+class Argument(NamedTuple):
     """An argument that is one of the values of a call, or lies in its memory so many bytes on; `make` says as what."""
 
     place: int
@@ -83,11 +83,11 @@ class At(NamedTuple):
         return value if self.make is None else self.make(value)
 
 
-Step = tuple[Start, tuple[Any, ...]]
+BoundLaunch = tuple[KernelLaunch, tuple[Any, ...]]
 
 
-class Series:
-    """Starts that follow each other; an At among their arguments stands for a value that the call gives.
+class LaunchSequence:
+    """Starts that follow each other; an Argument among their arguments stands for a value that the call gives.
 
     The values are tensors and tuples, of the same kind each time: the same types and alignments, other pointers.
     Triton's own way looks at every argument anew, to find the compiled kernel that suits them, and encodes every
@@ -97,7 +97,7 @@ class Series:
 
     __slots__ = ("_direct", "steps")
 
-    def __init__(self, *steps: Step) -> None:
+    def __init__(self, *steps: BoundLaunch) -> None:
         self.steps = steps
         self._direct: Callable[[tuple[Any, ...]], None] | None = None
 
@@ -124,7 +124,7 @@ class Series:
             return by_triton
         launcher = Launcher()
         for start, args in self.steps:
-            places = [(x.place, x.offset) if isinstance(x, At) else None for x in args]
+            places = [(x.place, x.offset) if isinstance(x, Argument) else None for x in args]
             given = _given(args, values)
             launcher.add(start.compiled, start.grid, places, given, start.whole(given))
         return launcher.on(device, stream_of, by_triton)
@@ -132,4 +132,4 @@ class Series:
 
 def _given(args: tuple[Any, ...], values: tuple[Any, ...]) -> list[Any]:
     """The arguments of a step in a call of these values."""
-    return [x.of(values[x.place]) if isinstance(x, At) else x for x in args]
+    return [x.of(values[x.place]) if isinstance(x, Argument) else x for x in args]

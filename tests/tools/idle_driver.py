@@ -46,10 +46,10 @@ def _kind(x: Any) -> Any:
     return "*bf16" if hasattr(x, "data_ptr") else "i64" if isinstance(x, int) else MAPPED
 
 
-def _compile(start: KernelLaunch, *args: Any) -> None:
+def _compile(launch: KernelLaunch, *args: Any) -> None:
     """In place of the first start of a kernel."""
-    kinds = dict(enumerate(map(_kind, start.whole(args))))
-    start.compiled = SimpleNamespace(
+    kinds = dict(enumerate(map(_kind, launch.kernel_args(args))))
+    launch.compiled = SimpleNamespace(
         run=CudaLauncher(),
         packed_metadata=(4, 1, 1000),
         function=77,

@@ -89,9 +89,9 @@ def build_here(cases: Iterable[Case]) -> Iterator[Built]:
         "recompute": [recompute_forward_kernel],
     }
 
-    def compile_only(start: KernelLaunch, *args: Any) -> None:
-        if start.kernel in wanted:
-            start.kernel[start.grid](*start.whole(args), **start.constants, **start.options)
+    def compile_only(launch: KernelLaunch, *args: Any) -> None:
+        if launch.kernel in wanted:
+            launch.kernel[launch.grid](*launch.kernel_args(args), **launch.constants, **launch.options)
 
     with mock.patch.object(KernelLaunch, "__call__", compile_only):
         for case in cases:

@@ -5,7 +5,6 @@ In its place all of dQ is spoiled and all tiles of keys are flagged, so that eve
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -62,18 +61,19 @@ def test_all_is_made_anew_from_what_is_left(name: str, monkeypatch: pytest.Monke
     run = Backward(problem, problem.q.device, check_gradients(problem, *given))
     lent = []
 
-    def spoil(*args: Any) -> None:
-        rows, total, flags = args[4], args[5], args[10]
+    def spoil(launch: KernelLaunch, *args: Any) -> None:
+        named = dict(zip(launch.parameters, args, strict=True))
+        rows, total, flags = named["rows_desc"], named["dq_desc"], named["flags"]
         check_statistics(call, lse, rows.flatten(), total.reshape(problem.heads * len(problem.q), -1), run)
         lent.append(len(rows) != 2)
         total.fill_(torch.nan)
-        (_, recompute_args) = run._launch[False].steps[-1]
-        flags[: recompute_args[12]] = 1  # those of keys
+        recompute = run._launch[False].launches[-1]
+        flags[: recompute.args[recompute.launch.parameters.index("first_of_queries")]] = 1  # those of keys
 
-    start = KernelLaunch.__call__
+    launch = KernelLaunch.__call__
 
     def unless_it_needs_a_gpu(self: KernelLaunch, *args: Any) -> None:
-        (spoil if self.kernel is backward_kernel else partial(start, self))(*args)
+        (spoil if self.kernel is backward_kernel else launch)(self, *args)
 
     monkeypatch.setattr(KernelLaunch, "__call__", unless_it_needs_a_gpu)
     found = run(Inputs.of(problem), *given)
@@ -85,7 +85,7 @@ def test_all_is_made_anew_from_what_is_left(name: str, monkeypatch: pytest.Monke
 
 def check_statistics(call: Call, lse: Any, rows: Any, total: Any, run: Backward) -> None:
     """As the kernel finds them: of each row the lse in base 2 and delta, +inf and 0 beyond the last; and a dQ of 0."""
-    (begin, _), *_ = run._launch[False].steps
+    (begin, _), *_ = run._launch[False].launches
     pad, width = (begin.constants[name] for name in ("PAD", "BLOCK_D"))
     columns, padded = len(total), total.shape[1] // width
     log2, delta = rows[: 2 * columns * padded].numpy().reshape(2, columns, padded)
@@ -120,11 +120,11 @@ def test_results_wait_where_their_memory_is_lent(
     dq, *_ = results(p, q.device)
     space = _Workspace(p, q.device, dq, Result(p, p.heads, n_q, None, "float32", q.device), 1, use_pdl)
     if not use_pdl:
-        assert space.complete is None and space.at_once == space.columns
+        assert space.complete is None and space.waiting_heads == space.all_heads
         return
-    lent = prod(space.rows_shape) * 4 if space.rows.place == DQ.place else 0
+    lent = prod(space.rows_shape) * 4 if space.rows.position == DQ.position else 0
     of_head = n_q * dim * 2
-    assert space.at_once == max(1, -(-lent // of_head)) or not lent
+    assert space.waiting_heads == max(1, -(-lent // of_head)) or not lent
 
 
 def test_tensors_that_are_not_aligned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""LaunchSequence past their first call, with a driver that only listens."""
+"""Launches: arguments bound by name, and sequences past their first call, with a driver that only records."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import gc
 import weakref
 from collections.abc import Iterable
+from inspect import Parameter, Signature
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -73,7 +74,7 @@ def read(at: int, size: int) -> int:
 
 
 class CudaLauncher:
-    """By this name KernelLaunch knows that the driver can be called at once."""
+    """A class of this name tells can_launch() that the driver can be called directly."""
 
     global_scratch_size = profile_scratch_size = 0
     launch_cooperative_grid = launch_pdl = gsan_enabled = False
@@ -86,10 +87,24 @@ class CudaLauncher:
 
 
 class Kernel:
-    """Compiled at once; knows with what it was started by Triton's own way."""
+    """A kernel that needs no compiling, with parameters a0, a1, ...; it records its launches through Triton.
 
-    def __init__(self, *kinds: Any) -> None:
+    constant: the last parameter is C, a constant.
+    """
+
+    def __init__(self, *kinds: Any, constant: bool = False) -> None:
         self.given: list[tuple[Any, ...]] = []
+        names = [f"a{n}" for n in range(len(kinds) - constant)] + ["C"] * constant
+        parameters = [
+            Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation="tl.constexpr" if name == "C" else Any)
+            for name in names
+        ]
+
+        def a_kernel() -> None:
+            """Stands for the Python function of a kernel."""
+
+        self.fn: Any = a_kernel
+        self.fn.__signature__ = Signature(parameters)
         self.compiled = SimpleNamespace(
             run=CudaLauncher(),
             packed_metadata=(4, 1, 1000),
@@ -126,12 +141,13 @@ class Map:
 
 
 def alone(*args: Any, **more: Any) -> Any:
-    """A KernelLaunch of these, on its own, whose arguments are all values of the call."""
-    start, found = KernelLaunch(*args, **more), []
+    """A sequence of one launch, whose arguments are all values of the call."""
+    launch, found = KernelLaunch(*args, **more), []
 
     def run(*values: Any) -> None:
         if not found:
-            found.append(LaunchSequence((start, tuple(map(Argument, range(len(values)))))))
+            bound = launch.bind(**{name: Argument(n) for n, name in enumerate(launch.parameters)})
+            found.append(LaunchSequence(bound))
         found[0](*values)
 
     return run
@@ -142,9 +158,9 @@ def zeros(count: int) -> Iterable[Any]:
 
 
 def test_tensors_become_addresses_and_all_else_stays(driver: Driver) -> None:
-    kernel = Kernel(ROWS, "*i32", "constexpr", "constexpr", "i32", "i64", "constexpr")
+    kernel = Kernel(ROWS, "*i32", "constexpr", "constexpr", "i32", "i64", "constexpr", constant=True)
     driver.sizes = [8, 4, 8, 8, 4, 8]
-    start = alone(kernel, 9, rows={0: (-2, 1 << 40, 1)}, blocks={2: None}, C="constant")
+    start = alone(kernel, 9, strides={"a0": (-2, 1 << 40, 1)}, descriptors={"a2": None}, C="constant")
     first, second, flags, others = zeros(4)
     start(first, flags, first, None, -8, 3 << 50)
     assert kernel.given == [(Rows(first, -2, 1 << 40, 1), flags, None, None, -8, 3 << 50)]
@@ -172,7 +188,7 @@ def test_tuples_are_written_anew_where_they_are_others(driver: Driver) -> None:
 def test_no_tensor_is_kept(driver: Driver) -> None:
     kernel = Kernel("*fp32", ("i32", "*fp32"), ROWS)
     driver.sizes = [8, 4, 8, 8, 4, 8]
-    start = alone(kernel, 1, rows={2: (1, 2, 1)})
+    start = alone(kernel, 1, strides={"a2": (1, 2, 1)})
     for _ in range(3):
         x, y, z = zeros(3)
         start(x, (1, y), z)
@@ -238,7 +254,7 @@ def test_a_map_gets_its_address_where_that_is_another(
     kernel = Kernel(MAPPED, ROWS, MAPPED, "i32")
     driver.sizes = [launcher.MAP, 4, 8, 4, 8, launcher.MAP, 4, 4]
     like = tensors.maker_like(SimpleNamespace(base=None, shape=[6]))
-    start = alone(kernel, 1, rows={1: (1, 2, 1)}, blocks={2: like, 0: like})
+    start = alone(kernel, 1, strides={"a1": (1, 2, 1)}, descriptors={"a2": like, "a0": like})
     x, y, z = zeros(3)
     start(x, y, y, 5)
     for first in (x, x, z, x):
@@ -251,7 +267,7 @@ def test_a_map_gets_its_address_where_that_is_another(
 
 def test_what_the_driver_refuses_goes_to_triton(driver: Driver) -> None:
     driver.sizes = [8]
-    kernel = Kernel("*fp32", "constexpr")
+    kernel = Kernel("*fp32", "constexpr", constant=True)
     start = alone(kernel, 3, C="constant")
     x, y = zeros(2)
     start(x)
@@ -303,8 +319,8 @@ def test_kernels_in_a_row_share_values(driver: Driver) -> None:
     first, second = Kernel("*fp32", "*fp32", "i32", "*fp32"), Kernel("*fp32", ("i64",), "i32", "*fp32", "constexpr")
     later = Argument(0, 8, lambda x: x[2:])
     row = LaunchSequence(
-        (KernelLaunch(first, 2), (Argument(0), later, 5, Argument(1))),
-        (KernelLaunch(second, 3), (later, Argument(2), 6, Argument(1), Argument(3))),
+        KernelLaunch(first, 2).bind(a0=Argument(0), a1=later, a2=5, a3=Argument(1)),
+        KernelLaunch(second, 3).bind(a4=Argument(3), a0=later, a1=Argument(2), a2=6, a3=Argument(1)),
     )
     x, y, u, w = zeros(4)
     row(x, y, (7,), None)
@@ -321,7 +337,7 @@ def test_kernels_in_a_row_share_values(driver: Driver) -> None:
 def test_a_row_goes_on_by_triton_where_the_driver_refuses(driver: Driver) -> None:
     driver.sizes = [8]
     kernels = [Kernel("*fp32") for _ in range(3)]
-    row = LaunchSequence(*((KernelLaunch(kernel, 1), (Argument(0),)) for kernel in kernels))
+    row = LaunchSequence(*(KernelLaunch(kernel, 1).bind(a0=Argument(0)) for kernel in kernels))
     x, y = zeros(2)
     row(x)
 
@@ -361,3 +377,49 @@ def test_a_profiler_hears_of_launches(driver: Driver) -> None:
     start(z)
     assert kernel.given == [(x,), (y,)]
     assert [heard.parameters for heard in driver.heard] == [[z.data_ptr()]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        ({"a0": 1}, "missing arguments a1"),
+        ({"a0": 1, "a1": 2, "a2": 3}, "unknown arguments a2"),
+        ({"a0": 1, "A1": 2}, "missing arguments a1; unknown arguments A1"),
+        ({"a0": 1, "a1": 2, "C": 3}, "unknown arguments C"),
+    ],
+    ids=str,
+)
+def test_arguments_are_checked_by_their_names(arguments: dict[str, Any], fault: str) -> None:
+    launch = KernelLaunch(Kernel("i32", "i32", "constexpr", constant=True), 1, C=16)
+    assert launch.bind(a1=2, a0=1).args == (1, 2)
+    with pytest.raises(TypeError, match=f"^a_kernel: {fault}$"):
+        launch.bind(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({}, "missing constants C"),
+        ({"C": 1, "D": 2}, "unknown constants D"),
+        ({"C": 1, "strides": {"a0": None, "b": (1, 1, 1)}}, "unknown parameters b"),
+        ({"C": 1, "descriptors": {"a1": None, "C": None}}, "unknown parameters C"),
+    ],
+    ids=str,
+)
+def test_constants_strides_and_descriptors_are_checked_by_their_names(options: dict[str, Any], fault: str) -> None:
+    with pytest.raises(TypeError, match=f"^a_kernel: {fault}$"):
+        KernelLaunch(Kernel("i32", "i32", "constexpr", constant=True), 1, **options)
+
+
+def test_constants_are_in_the_order_of_the_kernel() -> None:
+    """Triton's launcher takes them by position."""
+    kernel = Kernel("i32")
+    names = ("a0", "B", "C")
+    kinds = (Any, "tl.constexpr", "gl.constexpr")
+    kernel.fn.__signature__ = Signature(
+        [
+            Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
+            for name, kind in zip(names, kinds, strict=True)
+        ]
+    )
+    assert list(KernelLaunch(kernel, 1, C=1, B=2).constants.items()) == [("B", 2), ("C", 1)]

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from flashtile.backends.gpu.scratch import UNIT, Scratch, after  # noqa: E402
+from flashtile.backends.gpu.scratch import UNIT, Scratch, tail  # noqa: E402
 
 
 def test_parts() -> None:
@@ -20,7 +20,7 @@ def test_parts() -> None:
     found = [part.of(memory) for part in parts]
     for (shape, dtype), part, x in zip(wanted, parts, found, strict=True):
         assert x.shape == shape and x.dtype == dtype and x.is_contiguous()
-        assert part.place == 3 and part.offset % UNIT == 0
+        assert part.position == 3 and part.offset % UNIT == 0
         if x.numel():
             assert x.data_ptr() == memory.data_ptr() + part.offset
     places = [(part.offset, part.offset + x.nbytes) for part, x in zip(parts, found, strict=True)]
@@ -31,6 +31,6 @@ def test_the_rest_of_a_part() -> None:
     scratch = Scratch(0, torch.device("cpu"))
     scratch.part((3,), torch.float32)
     flags = scratch.part((7,), torch.int32)
-    rest, memory = after(flags, 5), scratch.maker()()
+    rest, memory = tail(flags, 5), scratch.maker()()
     assert rest.of(memory).shape == (2,) and rest.of(memory).data_ptr() == memory.data_ptr() + rest.offset
     assert rest.of(memory).data_ptr() == flags.of(memory)[5:].data_ptr()

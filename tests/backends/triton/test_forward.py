@@ -40,7 +40,7 @@ def decode(batch: int, keys: int, heads: int = 32, kv_heads: int = 8, dim: int =
 
 
 def tile(forward: Any) -> tuple[int, ...]:
-    C, options = forward._start.constants["C"], forward._start.options
+    C, options = forward._kernel.constants["C"], forward._kernel.options
     return C.BLOCK_Q, C.BLOCK_K, options["num_warps"], options["num_stages"]
 
 
@@ -51,9 +51,9 @@ def tile(forward: Any) -> tuple[int, ...]:
 def test_a_short_decode_has_two_programs_a_processor(batch: int, keys: int, splits: int) -> None:
     found = decode(batch, keys)
     assert tile(found) == SHORT and found._splits == splits
-    (programs, *_) = found._start.grid
+    (programs, *_) = found._kernel.grid
     assert programs == 8 * batch * splits <= 2 * PROCESSORS and 2 * programs > PROCESSORS
-    assert found._recompute is None and found._start.constants["RECOMPUTE"] is not None
+    assert found._recompute is None and found._kernel.constants["RECOMPUTE"] is not None
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def test_many_queries_are_no_decode() -> None:
 @pytest.mark.parametrize(("n_q", "shared"), [(5, 4), (33, 4), (48, 4), (49, 1), (64, 1)])
 def test_heads_share_tiles_that_one_would_leave_a_quarter_empty(n_q: int, shared: int) -> None:
     found = decode(1, 32768, n_q=n_q)
-    assert found._start.constants["PACKED_HEADS"] == shared
+    assert found._kernel.constants["PACKED_HEADS"] == shared
     tiles = -(-n_q * shared // 64) * 32 // shared
-    (programs, *_) = found._start.grid
+    (programs, *_) = found._kernel.grid
     assert programs == tiles * found._splits <= 2 * PROCESSORS < 2 * programs
 
 
@@ -90,7 +90,7 @@ def test_what_was_not_measured_is_as_any_decode(more: dict[str, Any]) -> None:
     if "mask" in more:
         more = {"mask": torch.ones(1, 1, 1, 8192, dtype=torch.bool)}
     found = decode(1, 8192, **more)
-    assert found._splits == 16 and found._start.options["num_warps"] == 4
+    assert found._splits == 16 and found._kernel.options["num_warps"] == 4
 
 
 def test_another_gpu_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,4 +121,4 @@ def test_candidates_take_its_place() -> None:
 )
 def test_one_warp_merges_if_it_can(more: dict[str, Any], splits: int, warps: int) -> None:
     found = decode(1, **{"keys": 8192, **more})
-    assert found._splits == splits and found._launch.steps[-1][0].options == FUSED | {"num_warps": warps}
+    assert found._splits == splits and found._launch.launches[-1][0].options == FUSED | {"num_warps": warps}

@@ -179,7 +179,7 @@ def test_short_decode(splits: int, options: tuple[str, ...], value: float | None
     programs = splits * size.batch * size.kv_heads
     with processors(programs // 2):
         prepared = Runner(laid_out(kernels.problem_of(call)))._forward
-        assert prepared._splits == splits and prepared._start.grid[0] == programs and prepared._recompute is None
+        assert prepared._splits == splits and prepared._kernel.grid[0] == programs and prepared._recompute is None
     forward(call, exact, programs // 2)
 
 

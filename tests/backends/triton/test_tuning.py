@@ -29,7 +29,7 @@ def test_reasoned_rows_are_for_plain_calls_of_16_bits():
         check_family(gpu, family)
     for gpu, family in {"gfx90a": "cdna", "gfx942": "cdna", "gfx1100": "rdna", "gfx1201": "rdna"}.items():
         check_family(gpu, family)
-    elsewhere = Config(*tuning.ELSEWHERE["forward"][128])
+    elsewhere = Config(*tuning.DEFAULT["forward"][128])
     for gpu in (None, (7, 5)):
         assert tuning.choose("forward", 128, 128, 2, gpu, False) == elsewhere
     assert tuning.choose("forward", 128, 128, 2, (8, 0), True) == elsewhere
@@ -39,7 +39,7 @@ def check_family(gpu, family):
     for kernel, dims in tuning.REASONED[family].items():
         for dim, config in dims.items():
             assert tuning.choose(kernel, dim, dim, 2, gpu, False) == config
-    assert tuning.choose("forward", 64, 64, 4, gpu, False) == Config(*tuning.ELSEWHERE["forward"][128])
+    assert tuning.choose("forward", 64, 64, 4, gpu, False) == Config(*tuning.DEFAULT["forward"][128])
 
 
 @pytest.mark.parametrize("dim", [16, 64, 128, 256, 512])
@@ -61,7 +61,7 @@ def test_measured_rows_are_used_where_they_were_measured():
             for dim, config in dims.items():
                 assert tuning.choose(kernel, dim, dim, itemsize, (major, 0), False) == config
                 assert tuning.choose(kernel, dim, 1, itemsize, (major, 5), False) == config
-    assert tuning.choose("forward", 64, 64, 2, None, False) == Config(*tuning.ELSEWHERE["forward"][64])
+    assert tuning.choose("forward", 64, 64, 2, None, False) == Config(*tuning.DEFAULT["forward"][64])
 
 
 def test_dropout_has_rows_where_other_tiles_would_not_do():

@@ -18,7 +18,7 @@ ZEROS = tl.constexpr(4096)  # a 64 x 64 tile of dQ
 
 
 @triton.jit
-def place_of(lengths, tile, sequence, ROWS: tl.constexpr, PAD: tl.constexpr):
+def padded_tile(lengths, tile, sequence, ROWS: tl.constexpr, PAD: tl.constexpr):
     """Of a tile of ROWS rows: its sequence, where that begins and how long it is, the tile there, its padded row."""
     sequence, tile = locate(lengths.cu_q, lengths.n_q, tile, sequence, lengths, ROWS)
     start, length = extent(lengths.cu_q, sequence, plain(lengths.n_q))
@@ -28,7 +28,7 @@ def place_of(lengths, tile, sequence, ROWS: tl.constexpr, PAD: tl.constexpr):
     return sequence, start, length, tile, row
 
 
-@triton.jit(do_not_specialize=["tiles", "heads", "padded", "columns"])
+@triton.jit(do_not_specialize=["tiles", "heads", "padded", "all_heads"])
 def begin_kernel(
     dout,
     out,
@@ -45,7 +45,7 @@ def begin_kernel(
     tiles,
     heads,
     padded,
-    columns,
+    all_heads,
     GROUP: tl.constexpr,
     DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
@@ -56,24 +56,24 @@ def begin_kernel(
 ):
     """Of PAD rows a program: lse in base 2 and delta, +inf and 0 beyond the last row; dQ and counters cleared.
 
-    The grid counts tiles, then heads, then sequences. columns: heads of all sequences. Both go row by row once more,
+    The grid counts tiles, then heads, then sequences. all_heads: heads of all sequences. Both go row by row once more,
     and 0 for the top, for those who come after the pass.
     """
     launch_dependents(PDL)
     program = tl.program_id(0)
     head = program // tiles % heads
     sequence = program // tiles // heads
-    column = sequence * heads + head
-    sequence, start, length, tile, row = place_of(lengths, program % tiles, sequence, PAD, PAD)
+    flat_head = sequence * heads + head
+    sequence, start, length, tile, row = padded_tile(lengths, program % tiles, sequence, PAD, PAD)
     if lengths.cu_q is not None:
-        column = head
+        flat_head = head
     if tile * PAD < length:
         first = tile * PAD
         L, D = row_statistics(dout, out, lse, dlse, sequence, head, start, length, first, DIM_V, BLOCK_DV, PAD, LARGE)
         o_r = tl.arange(0, PAD)
-        at = to_int64(column) * padded + row
+        at = to_int64(flat_head) * padded + row
         tl.store(rows + at + o_r, tl.where(first + o_r < length, L, float("inf")))
-        tl.store(rows + to_int64(columns) * padded + at + o_r, D)
+        tl.store(rows + to_int64(all_heads) * padded + at + o_r, D)
         store_per_row(head_of(log2, sequence, head, start, length), first, L)
         store_per_row(head_of(delta, sequence, head, start, length), first, D)
         store_per_row(head_of(tops, sequence, head, start, length), first, tl.zeros([PAD], L.dtype))
@@ -83,10 +83,10 @@ def begin_kernel(
         if turns is not None:
             tl.store(turns + at * BLOCK_D // ZEROS + tl.arange(0, squares), tl.zeros([squares], tl.int32))
         if complete is not None:
-            tl.store(complete + column // GROUP, 0)
+            tl.store(complete + flat_head // GROUP, 0)
 
 
-@triton.jit(do_not_specialize=["tiles", "heads", "padded", "columns", "at_once", "count"])
+@triton.jit(do_not_specialize=["tiles", "heads", "padded", "all_heads", "waiting_heads", "count"])
 def finish_kernel(
     total,
     dq,
@@ -97,8 +97,8 @@ def finish_kernel(
     tiles,
     heads,
     padded,
-    columns,
-    at_once,
+    all_heads,
+    waiting_heads,
     count,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -110,22 +110,22 @@ def finish_kernel(
 
     The grid counts tiles, then heads, then sequences, and so do flags. complete: how many of `count` have added all of
     theirs to the queries of a key head. The kernel before takes the last head first, and so does this one, in its tail.
-    The first heads, `at_once`, wait for all of it: in the memory of their results may lie what it reads.
+    The first heads, `waiting_heads`, wait for all of it: in the memory of their results may lie what it reads.
     """
     launch_dependents(PDL)
     program = tl.program_id(0)
     if complete is not None:
-        program = (columns - 1 - program // tiles) * tiles + program % tiles
-    column = program // tiles
-    if column < at_once:
+        program = (all_heads - 1 - program // tiles) * tiles + program % tiles
+    flat_head = program // tiles
+    if flat_head < waiting_heads:
         wait_for_previous(PDL)
     elif complete is not None:
-        await_count(complete + column // GROUP, count, 500)
-    head = column % heads
-    sequence = column // heads
-    sequence, start, length, tile, row = place_of(lengths, program % tiles, sequence, 64, PAD)
+        await_count(complete + flat_head // GROUP, count, 500)
+    head = flat_head % heads
+    sequence = flat_head // heads
+    sequence, start, length, tile, row = padded_tile(lengths, program % tiles, sequence, 64, PAD)
     if lengths.cu_q is not None:
-        column = head
+        flat_head = head
     o_r = tile * 64 + tl.arange(0, 64)
     there = o_r < length
     x_dq = head_of(dq, sequence, head, start, length)
@@ -133,7 +133,7 @@ def finish_kernel(
     flaw = tl.zeros([64], tl.float32)
     for part in tl.static_range(BLOCK_D // 64):
         # bits of a place: column 0, row 3, columns 1 and 2, rows 0 to 2, rows 4 and 5, columns 3 to 5
-        p = total + (to_int64(column) * padded + row) * BLOCK_D + part * 4096
+        p = total + (to_int64(flat_head) * padded + row) * BLOCK_D + part * 4096
         x = tl.load(p + tl.arange(0, 4096), mask=tile * 64 < length, other=0.0) * from_bits(scale, tl.float32)
         x = tl.reshape(tl.permute(tl.reshape(x, [8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5]), [64, 64])
         o_d = part * 64 + tl.arange(0, 64)

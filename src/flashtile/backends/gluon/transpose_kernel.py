@@ -11,7 +11,7 @@ from flashtile.backends.gpu.pdl import launch_dependents
 KEYS = gl.constexpr(128)  # of a program, as many as a tile of the forward kernel has
 WIDTH = gl.constexpr(64)  # columns that a warp turns at a time
 # [WIDTH, KEYS]: the values of a thread, keys first, and the lanes, columns first.
-TURNED = gl.constexpr(
+TRANSPOSED_LAYOUT = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 0], [4, 0], [8, 0]],
         [[16, 0], [32, 0], [0, 16], [0, 32], [0, 64]],
@@ -23,7 +23,7 @@ TURNED = gl.constexpr(
 
 
 @gluon.jit(do_not_specialize=["tiles", "heads"])
-def transpose_kernel(v, turned, rule, lengths, tiles, heads, DIM_V: gl.constexpr):
+def transpose_kernel(v, transposed, rule, lengths, tiles, heads, DIM_V: gl.constexpr):
     """Turn KEYS keys of a head. A thread has 16 keys by 16 columns, and moves bytes between its registers only.
 
     Of 16 keys, 8j + 2t + e becomes number 4t + 2j + e. Keys that are not in use become 0: their NaN would do harm.
@@ -36,7 +36,7 @@ def transpose_kernel(v, turned, rule, lengths, tiles, heads, DIM_V: gl.constexpr
     head = program // tiles % heads
     at = sequence_bounds(lengths, rule.offset, sequence)
     rows: gl.constexpr = gl.BlockedLayout([16, 16], [8, 4], [1, 1], [1, 0])
-    columns: gl.constexpr = TURNED
+    columns: gl.constexpr = TRANSPOSED_LAYOUT
     o_j = program % tiles * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, rows))
     o_d = first + gl.arange(0, WIDTH, gl.SliceLayout(0, rows))
     p_v = (
@@ -51,5 +51,5 @@ def transpose_kernel(v, turned, rule, lengths, tiles, heads, DIM_V: gl.constexpr
     x = gl.convert_layout(gl.reshape(x, [WIDTH, KEYS]), columns, assert_trivial=True)
     o_n = program % tiles * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, columns))
     o_d = first + gl.arange(0, WIDTH, gl.SliceLayout(1, columns))
-    p_turned = turned.ptr + to_int64(sequence) * turned.sequence + to_int64(head) * turned.head
-    gl.store(p_turned + to_int64(o_d)[:, None] * turned.row + o_n[None, :], x, mask=(o_d < DIM_V)[:, None])
+    p_transposed = transposed.ptr + to_int64(sequence) * transposed.sequence + to_int64(head) * transposed.head
+    gl.store(p_transposed + to_int64(o_d)[:, None] * transposed.row + o_n[None, :], x, mask=(o_d < DIM_V)[:, None])

@@ -1,8 +1,8 @@
-"""The kernels that make spoiled rows anew, with care: those of the tiles that the kernels before them flagged.
+"""The kernels that recompute, by the careful walk, the tiles that the kernels before them flagged.
 
-A flag is an int32, 1 where NaN or Inf spoiled a tile, of number (sequence * heads + head) * tiles + tile. Tiles are
-counted upwards from the first rows; in packed layouts as locate() counts them, and the sequence is 0. Ordinary data has
-no flag set, and a program is done when it has seen that of its share.
+A flag is an int32, 1 if NaN or Inf spoiled its tile. The index of a flag is (sequence * heads + head) * tiles + tile.
+Tiles are counted upwards from the first rows; in packed layouts as locate() counts them, with sequence 0. With ordinary
+data no flag is set, and a program ends once it has read its share of the flags.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.backward_rows import dkdv_rows, dq_rows, tile_down
+from flashtile.backends.gpu.backward_rows import dkdv_rows, dq_rows, query_tile
 from flashtile.backends.gpu.blocks import head_of, load_per_row, load_rows, store_per_row, tile_of
 from flashtile.backends.gpu.cuts import cuts, reach
 from flashtile.backends.gpu.forward_rows import begin_rows, recompute_forward_rows
 from flashtile.backends.gpu.pdl import launch_dependents, wait_for_previous
 from flashtile.backends.gpu.scores import dot, exp2_of, shape_scores, visible_pairs
 
-FLAGS_AT_ONCE = tl.constexpr(128)  # that a program looks at together
+FLAGS_AT_ONCE = tl.constexpr(128)  # that a program reads together
 
 
 @triton.jit
 def next_flagged(flags, n, count):
-    """The first flag that is set, of a program's share from n on; count or more if none is.
+    """The first set flag of a program's share from n on; count or more if there is none.
 
-    A share is every so many-th flag, so that neighbours have different programs.
+    Shares are interleaved, so that neighbouring flags belong to different programs.
     """
     step = tl.num_programs(0)
     found = n * 0 + count
@@ -55,7 +55,7 @@ def recompute_forward_kernel(
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Output and lse of flagged tiles of ROWS rows, which are forward_kernel's or another's."""
+    """Recompute output and lse of flagged tiles of ROWS rows, whichever kernel made them."""
     wait_for_previous(PDL)
     n = next_flagged(flags, tl.program_id(0), count)
     while n < count:
@@ -68,10 +68,10 @@ def recompute_forward_kernel(
 
 
 @triton.jit
-def sums_of_rows(q, k, log2, tops, p_sink, rule, at, h, i0, C: tl.constexpr):
-    """Of BLOCK_Q rows from i0 on, the maximum into tops, in halves of base 2, and the log2 of the sum into log2.
+def row_sums(q, k, log2, tops, p_sink, rule, at, h, i0, C: tl.constexpr):
+    """Store half the maximum in base 2 of BLOCK_Q rows from i0 on in tops, and the log2 of their sums in log2.
 
-    By the tiles of the walk that will use them, whose scores then have the same bits.
+    The tiles are those of the walk that uses the results, so that scores have the same bits.
     """
     o_i = i0 + tl.arange(0, C.BLOCK_Q)
     b_q = load_rows(head_of(q, at.sequence, h, at.q_start, at.q_len), None, i0, C.BLOCK_Q, C.DIM, C.BLOCK_D, True)
@@ -81,7 +81,7 @@ def sums_of_rows(q, k, log2, tops, p_sink, rule, at, h, i0, C: tl.constexpr):
     cut = cuts(reach(rule.left), reach(rule.right), at.offset, i0, last, at.k_len, C.BLOCK_K)
     for j in range(cut[0], cut[3]):
         b_k = load_rows(keys, None, j * C.BLOCK_K, C.BLOCK_K, C.DIM, C.BLOCK_D, True)
-        tile = tile_down(i0, h, j * C.BLOCK_K, at, C)
+        tile = query_tile(i0, h, j * C.BLOCK_K, at, C)
         S = dot(b_q, tl.trans(b_k), tl.zeros([C.BLOCK_Q, C.BLOCK_K], C.REAL), C.PRECISION)
         S, unit, _slope = shape_scores(S, rule, tile)
         S = tl.where(visible_pairs(rule, tile, True), S * (unit * 0.5), float("-inf"))
@@ -112,7 +112,7 @@ def recompute_sums_kernel(
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Maximum and sum of the rows whose lse is NaN, in flagged tiles of ROWS queries, for recompute_backward_kernel."""
+    """Compute maximum and sum of rows with an lse of NaN in flagged tiles, for recompute_backward_kernel."""
     wait_for_previous(PDL)
     launch_dependents(PDL)
     n = next_flagged(flags + first_of_queries, tl.program_id(0), count)
@@ -122,7 +122,7 @@ def recompute_sums_kernel(
         for i0 in range(tile * ROWS, tl.minimum((tile + 1) * ROWS, at.q_len), C.BLOCK_Q):
             L = load_per_row(rows, i0, C.BLOCK_Q, 0.0, True)
             if tl.max((L != L).to(tl.int32), 0) > 0:
-                sums_of_rows(q, k, log2, tops, p_sink, rule, at, h, i0, C)
+                row_sums(q, k, log2, tops, p_sink, rule, at, h, i0, C)
         n = next_flagged(flags + first_of_queries, n + tl.num_programs(0), count)
 
 
@@ -153,7 +153,7 @@ def recompute_backward_kernel(
     OF_QUERIES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """dK and dV of flagged tiles of K_ROWS keys, whose flags come first, and dQ of tiles of Q_ROWS queries."""
+    """Recompute dK and dV of flagged tiles of K_ROWS keys (flagged first), and dQ of tiles of Q_ROWS queries."""
     wait_for_previous(PDL)
     n = next_flagged(flags, tl.program_id(0), count)
     while n < count:

@@ -1,4 +1,4 @@
-"""The way back from arguments.py's unspecialized(), the form of integers whose value must not decide what is compiled."""
+"""Decode integers from the form, made by arguments.py, that Triton does not specialize kernels on."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ UNSPECIALIZED = tl.constexpr(1 << 40)
 
 @triton.jit
 def plain(x):
-    """The number itself; an argument of 32 bits is that already."""
+    """Decode a number; a 32-bit argument is not encoded."""
     return ((x - UNSPECIALIZED) >> 1).to(tl.int32) if x.dtype == tl.int64 else x
 
 
 @triton.jit
 def half_of_seed(x):
-    """As plain(), unsigned and in 64 bits."""
+    """Like plain(), as an unsigned 64-bit number."""
     return ((x - UNSPECIALIZED) >> 1).to(tl.uint64)

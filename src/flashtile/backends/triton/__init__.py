@@ -15,7 +15,7 @@ __all__ = ["missing", "prepare", "tile", "why_not"]
 
 
 def tile(problem: Problem, capability: tuple[int, int] | str | None = None) -> Tiling:
-    """That of a forward pass on such a GPU."""
+    """The tile of a forward pass on such a GPU."""
     from flashtile.backends.triton import tuning
 
     config, heads = tuning.forward(problem, capability)
@@ -23,9 +23,9 @@ def tile(problem: Problem, capability: tuple[int, int] | str | None = None) -> T
 
 
 def prepare(problem: Problem) -> tuple[Runner, Problem]:
-    """Its launches, for this problem and all that differ from it in numbers alone; and the problem as they want it.
+    """Prepare the launches of this problem, and return them with the problem laid out as they need it.
 
-    No atomics: gradients have the same bits on every run, whatever `deterministic` says.
+    The kernels use no atomics: gradients have the same bits on every run, whatever `deterministic` says.
     """
     from flashtile.backends.gpu.tensors import laid_out
     from flashtile.backends.triton.passes import Runner

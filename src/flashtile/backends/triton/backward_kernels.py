@@ -1,8 +1,8 @@
-"""The backward kernels: statistics of rows, then dK and dV by key tiles, dQ by query tiles, dbias. No atomics.
+"""The backward kernels: row statistics, dK and dV by key tiles, dQ by query tiles, dbias. No atomics.
 
-Weights are made again from the lse, which has the bits of one number: of a row with scores of 1e9 it keeps the maximum
-and loses the sum. Such a row gets NaN for its lse, which spoils all that it has a part in, and so is recomputed: there its
-maximum (its top) and its sum are two numbers.
+Weights are recomputed from the lse, a single number: for scores of 1e9 it keeps the maximum and loses the sum. The lse of
+such a row becomes NaN, which spoils all tiles that the row contributes to, so that they are recomputed from its maximum
+(its top) and its sum as two numbers.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def statistics_kernel(
     LARGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """What the other kernels want to know of each row: its lse in base 2, and delta = rowsum(dO * O) - dL.
+    """Store the statistics of each row: lse in base 2, delta = rowsum(dO * O) - dL, and a top of 0 until it is known.
 
-    And 0 for its top, until it is known. The grid counts blocks of rows, then heads.
+    The grid counts blocks of rows, then heads.
     """
     launch_dependents(PDL)
     blocks = tl.cdiv(n_rows, BLOCK)
@@ -77,12 +77,12 @@ def dkdv_kernel(
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program owns BLOCK_K keys of one key head and walks the queries of the group that see them.
+    """Compute dK and dV of BLOCK_K keys of a key head per program, walking the queries of the group that see them.
 
-    Where they come out spoiled, it sets their flag for recompute_backward_kernel.
+    Spoiled tiles are flagged for recompute_backward_kernel.
     """
     wait_for_previous(PDL)
-    launch_dependents(PDL)  # after it, so that dq_kernel, too, finds the statistics complete
+    launch_dependents(PDL)  # after the wait, so that dq_kernel finds the statistics complete too
     program = tl.program_id(0)
     head, tile, at = tile_of(program, tiles, kv_heads, lengths.cu_k, lengths.n_k, rule, lengths, C.BLOCK_K)
     j0 = tile * C.BLOCK_K
@@ -113,10 +113,10 @@ def dq_kernel(
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program owns BLOCK_Q queries of one head and walks the keys they see. It flags them where they are spoiled.
+    """Compute dQ of BLOCK_Q queries of a head per program, walking the keys that they see. Spoiled tiles are flagged.
 
-    PDL: it begins beside the last programs of dkdv_kernel, before which the statistics were complete, and which
-    touches nothing that is written here. One program waits for it, so that this kernel is not complete before it.
+    With PDL it begins beside the last programs of dkdv_kernel, which waited for the statistics and accesses nothing that
+    is written here. One program waits for dkdv_kernel, so that this kernel does not complete first.
     """
     launch_dependents(PDL)
     program = tl.program_id(0)
@@ -156,9 +156,9 @@ def dbias_kernel(
     SHARE_KEYS: tl.constexpr,
     C: tl.constexpr,
 ):
-    """A program owns a tile of dbias and adds up dS over all that share it, always in the same order.
+    """Compute a tile of dbias per program: the sum of dS over all that share it, always in the same order.
 
-    The grid counts tiles of keys, then of queries, then heads, then sequences, each as far as they are not shared.
+    The grid counts tiles of keys, then of queries, then heads, then sequences; a shared axis counts once.
     """
     across = tl.cdiv(n_keys, C.BLOCK_K)
     down = tl.cdiv(n_rows, C.BLOCK_Q)

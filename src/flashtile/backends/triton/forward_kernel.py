@@ -1,4 +1,4 @@
-"""The forward kernel: a tile of queries walks the keys it sees. With SPLITS, each program walks a share of them."""
+"""The forward kernel: a tile of queries walks the keys that it sees, or with SPLITS a share of them."""
 
 from __future__ import annotations
 
@@ -33,17 +33,18 @@ def forward_kernel(
     RECOMPUTE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program makes BLOCK_Q rows of the output. PACKED_HEADS query heads of a group share the rows of a tile.
+    """Compute BLOCK_Q rows of the output per program. PACKED_HEADS query heads of a group share the rows of a tile.
 
-    The grid counts tiles, then `heads` (of them packed), then shares of the keys, then sequences. Spoiled rows are
-    flagged for recompute_forward_kernel; without flags the program recomputes them itself, by the constants RECOMPUTE.
+    The grid counts tiles, then `heads` (packed heads count as one), then shares of the keys, then sequences. Spoiled
+    tiles are flagged for recompute_forward_kernel; without flags the program recomputes its rows itself, with the
+    constants RECOMPUTE.
     """
     launch_dependents(PDL)
     program = tl.program_id(0)
     head = program // tiles % heads
     split = program // tiles // heads % SPLITS
     sequence = program // tiles // heads // SPLITS
-    tile = tiles - 1 - program % tiles  # under a causal band the last rows see the most keys: they start first
+    tile = tiles - 1 - program % tiles  # the last rows start first: under a causal band they see the most keys
     tile_number = (sequence * heads + head) * tiles + tile
     sequence, tile = locate(lengths.cu_q, lengths.n_q, tile, sequence, lengths, C.BLOCK_Q)
     at = sequence_bounds(lengths, rule.offset, sequence)
@@ -73,7 +74,7 @@ def forward_kernel(
 
 @triton.jit
 def share_of(cut, split, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The keys, from and to, that one of SPLITS programs walks: whole tiles."""
+    """The range of keys that one of SPLITS programs walks, in whole tiles."""
     share = tl.cdiv(cut[3] - cut[0], SPLITS)
     begin = tl.minimum(cut[0] + split * share, cut[3])
     return begin * BLOCK_K, tl.minimum(begin + share, cut[3]) * BLOCK_K

@@ -144,7 +144,7 @@ def test_what_is_kept_is_not_overwritten_by_what_torch_compile_captures(monkeypa
 
     (want,) = torch.autograd.grad(step(q), q)
     tensors._discard_buffers.clear()
-    for each in (work_counters._of_stream, work_counters._banks, work_counters._taken, work_counters._clearing):
+    for each in (work_counters._free, work_counters._banks, work_counters._taken, work_counters._clearing):
         each.clear()
     compiled = torch.compile(step, mode="reduce-overhead")
     for _ in range(8):
@@ -153,7 +153,7 @@ def test_what_is_kept_is_not_overwritten_by_what_torch_compile_captures(monkeypa
         others = [torch.zeros(1 << 16, device="cuda", dtype=torch.int32) for _ in range(20)]
         torch.testing.assert_close(found, want, rtol=2e-2, atol=2e-2)
         assert not any(x.any() for x in others)
-    kept = [x.counters for free in work_counters._of_stream.values() for x in free]
+    kept = [x.counters for free in work_counters._free.values() for x in free]
     kept += [*tensors._discard_buffers.values(), *(bank for banks in work_counters._banks.values() for bank in banks)]
     segments = torch.cuda.memory_snapshot()
     for x in kept:

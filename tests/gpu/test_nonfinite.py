@@ -87,7 +87,7 @@ def test_visible_things_reach_those_who_see_them(size: str, hider: str, dtype: s
 @pytest.mark.parametrize(("option", "dim"), [("causal", 64), ("causal", 128), ("causal", 256), ("everything", 64)])
 @pytest.mark.parametrize("heads", [(2, 1), (8, 4)], ids=["few programs", "many programs"])
 def test_long_sequences(heads: tuple[int, int], option: str, dim: int) -> None:
-    """Keys by the copy engine. Few programs recompute their own rows of the output; many leave that to another kernel."""
+    """Keys come by the copy engine. Few programs recompute their own rows; many leave that to another kernel."""
     check(*one_bad_number(Size(4, *heads, 577, 641, dim, dim), (option,), "bfloat16", np.nan))
 
 

@@ -21,7 +21,7 @@ import torch
 import flashtile as ft
 from flashtile import dispatch
 from flashtile.backends.gluon import backward, forward
-from flashtile.backends.gluon.work_counters import MOST_FLAGS, WorkCounters
+from flashtile.backends.gluon.work_counters import MAX_FLAGS, WorkCounters
 from flashtile.backends.gpu import device as gpu
 from flashtile.backends.gpu import kernel_launch as starting
 from flashtile.backends.gpu import launcher
@@ -62,7 +62,7 @@ def _compile(launch: KernelLaunch, *args: Any) -> None:
 def idle(backend: str) -> Iterator[None]:
     """Tensors that hold no memory go to this backend, as those of a Hopper GPU would."""
     row = next(row for row in dispatch.TABLE if row.name == backend)
-    shared = WorkCounters(torch.empty(2, device="meta"), torch.empty(MOST_FLAGS, device="meta"), None)
+    shared = WorkCounters(torch.empty(2, device="meta"), torch.empty(MAX_FLAGS, device="meta"), None)
     active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream={0: 5}.__getitem__)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -20,7 +20,7 @@ import torch
 
 from flashtile.backends import gluon
 from flashtile.backends.gluon import backward, forward
-from flashtile.backends.gluon.work_counters import MOST_FLAGS, WorkCounters
+from flashtile.backends.gluon.work_counters import MAX_FLAGS, WorkCounters
 from flashtile.cost import traffic
 from flashtile.numerics.dtypes import narrow, widen
 from tests.backends.gluon.emulated import Emulated, emulated, marks
@@ -251,7 +251,7 @@ def test_counters_are_left_as_they_were() -> None:
 
 def leave_counters() -> None:
     """The next launch on a stream has the same ones."""
-    counters, flags = torch.zeros(2, dtype=torch.int32), torch.full((MOST_FLAGS,), 7, dtype=torch.int32)
+    counters, flags = torch.zeros(2, dtype=torch.int32), torch.full((MAX_FLAGS,), 7, dtype=torch.int32)
     pool: list[WorkCounters] = []
     with ExitStack() as stack:
         for module in (forward, backward):

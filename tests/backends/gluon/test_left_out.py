@@ -66,8 +66,8 @@ STATEMENT = re.compile(rf"\s+({'|'.join(WORDS)})\(.*\)(\s*#.*)?")
 PRODUCTS = re.compile(r"warpgroup_mma_wait\((\d)")
 # What others see to as well, and why it stands there all the same.
 SPARED = {
-    "forward_kernel.skip_tiles: mbarrier.wait(shared.k.full.index(slot), phase)": "values come later, and are waited for",
-    "backward_up_to_128.process_128_keys: sync(WARPGROUPS_MEET, WARPGROUPS)": "the other's keys are used after its first dS",
+    "forward_kernel.skip_tiles: mbarrier.wait(shared.k.full.index(slot), phase)": "values come later",
+    "backward_up_to_128.process_128_keys: sync(WARPGROUPS_MEET, WARPGROUPS)": "keys are used after the first dS",
     "backward_over_128.step: mbarrier.wait(shared.q_full.index(half), (t >> 1) & 1)": "who made P has waited for them",
     "backward_producer.load: sync(Q_FREE + ((t + 1) & 1), WITH_LOADER)": "nobody comes there any more",
     "backward_producer.load: sync(DO_FREE + ((t + 1) & 1), WITH_LOADER)": "nobody comes there any more",

@@ -1,4 +1,4 @@
-"""WorkCounters: who shares them, who has them alone, and where their memory comes from."""
+"""Work counters: which calls share them, which have their own, and where their memory comes from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ plain_zeros = torch.zeros
 
 
 class Machine:
-    """A GPU as acquire_counters() sees it, and torch's allocator: which streams are captured, which threads have a pool."""
+    """A GPU and torch's allocator as acquire_counters() sees them: captured streams, and threads with a pool."""
 
     def __init__(self) -> None:
         self.stream, self.capturing, self.cleared = 1, False, 0
@@ -69,7 +69,7 @@ class Machine:
 def gpu() -> Iterator[Machine]:
     machine = Machine()
     with (
-        mock.patch.multiple(module, _of_stream={}, _banks={}, _taken={}, _clearing={}, BANK=SMALL),
+        mock.patch.multiple(module, _free={}, _banks={}, _taken={}, _clearing={}, BANK=SMALL),
         mock.patch.object(torch, "zeros", machine.zeros),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: machine.capturing),
         mock.patch.object(torch.cuda, "Event", machine.event),
@@ -95,7 +95,7 @@ def apart(found: list[WorkCounters]) -> bool:
 
 def test_launches_of_a_stream_have_them_after_each_other(gpu: Machine) -> None:
     first = acquire_counters(GPU)
-    assert first.counters.tolist() == [0, 0] and first.flags.numel() == module.MOST_FLAGS
+    assert first.counters.tolist() == [0, 0] and first.flags.numel() == module.MAX_FLAGS
     assert first.counters.data_ptr() % 16 == first.flags.data_ptr() % 16
     first.release()
     cleared = gpu.cleared
@@ -203,7 +203,7 @@ def test_of_a_graph_that_was_captured_before_any_call_nothing_is_kept(gpu: Machi
     own = acquire_counters(GPU)
     assert gpu.is_of_a_pool(own.counters)
     own.release()
-    assert not module._banks and not module._of_stream
+    assert not module._banks and not module._free
 
 
 def test_without_a_gpu() -> None:

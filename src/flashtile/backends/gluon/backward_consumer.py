@@ -1,7 +1,6 @@
-"""What a warpgroup of the backward pass does with the keys it owns, whatever their width.
+"""A consumer warpgroup of the backward pass, for any head dim: its walk over query tiles, masks, dK and dV.
 
-It walks the tiles of queries that see them, and leaves dK and dV behind. backward_up_to_128.py and
-backward_over_128.py have what is done with a tile.
+backward_up_to_128.py and backward_over_128.py contain the work on one tile of queries.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from flashtile.backends.gluon.backward_scheduler import (
     ROW,
     SEQUENCE,
     SLOPE,
-    get,
+    load_at,
     read_field,
     tile_slot,
 )
@@ -35,7 +34,7 @@ from flashtile.backends.gpu.blocks import from_bits
 
 
 class Targets(NamedTuple):
-    """Where dK and dV go, also by hand, and flags of tiles that came out spoiled."""
+    """The outputs: dK and dV, as descriptors and as pointers, and the flags of spoiled tiles."""
 
     dk_desc: Any
     dv_desc: Any
@@ -46,7 +45,7 @@ class Targets(NamedTuple):
 
 @gluon.jit
 def clear_unused(tile, in_use):
-    """0 for the rows of a tile that are not in use: whatever stood there could reach dQ."""
+    """Set the rows of a tile that are not in use to 0: their contents could reach dQ."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     o_r = gl.arange(0, KEYS, gl.SliceLayout(1, layout))
     x = tile.load(layout)
@@ -68,9 +67,9 @@ def walk(
     C: gl.constexpr,
     DONE: gl.constexpr = 0,
 ):
-    """All tiles of queries that see some keys, of one head of the group after the other, but the first DONE of them.
+    """Run STEP on all query tiles that see the keys, head by head of the group, except the first DONE of them.
 
-    t: tiles before them.
+    t: the number of tiles before them.
     """
     for g in range(C.GROUP):
         done = DONE - gl.minimum(g, DONE)  # of this head
@@ -91,27 +90,27 @@ def walk(
 
 @gluon.jit
 def shaped(s, t, shared, descriptor, rule, WG: gl.constexpr, MASKED: gl.constexpr):
-    """Scores of a tile as the softmax takes them, and softcap's slope.
+    """The scores of a tile as the softmax takes them, and softcap's slope.
 
-    What is known of the keys is read from the descriptor where it is needed: few tiles are cut, and registers are scarce.
+    The descriptor is read where its fields are needed: few tiles are cut, and registers are scarce.
     """
     slope = slope_of(s, rule)
     if MASKED or rule.alibi is not None:
         in_rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
-        order = tile_slot(t)
-        seen = seen_by(descriptor, rule, get(shared.tile_mailbox, order + SLOPE), in_rows, WG)
-        i0 = get(shared.tile_mailbox, order + QUERY)
+        slot = tile_slot(t)
+        seen = seen_by(descriptor, rule, load_at(shared.tile_mailbox, slot + SLOPE), in_rows, WG)
+        i0 = load_at(shared.tile_mailbox, slot + QUERY)
         s = shape_scores(s, rule, seen, i0)
         if MASKED:
             s = mask_scores(s, seen, i0, rule.left is not None, rule.right is not None)
     else:
-        s = shape_scores(s, rule, VisibleRange(0, 0, 0, 0.0, 1.0), 0)  # of which it uses nothing but the gain
+        s = shape_scores(s, rule, VisibleRange(0, 0, 0, 0.0, 1.0), 0)  # only the gain is used
     return s, slope
 
 
 @gluon.jit
 def seen_by(descriptor, rule, slope_at, LAYOUT: gl.constexpr, WG: gl.constexpr):
-    """The queries that see each key, were there no end of queries: from `first` to `last`."""
+    """The queries that see each key, from `first` to `last`, if queries had no end."""
     o_j = WG * KEYS + gl.arange(0, KEYS, LAYOUT)
     last = 0
     if rule.left is not None:
@@ -128,9 +127,7 @@ def seen_by(descriptor, rule, slope_at, LAYOUT: gl.constexpr, WG: gl.constexpr):
 
 
 class Ends(NamedTuple):
-    """What is left to know of a warpgroup's keys when the tiles of queries are done: the next task may be on the other
-    descriptor by then.
-    """
+    """What a warpgroup needs of its keys after the last tile of queries, when the next task may already be posted."""
 
     keys_left: Any
     in_use: Any
@@ -142,7 +139,7 @@ class Ends(NamedTuple):
 
 @gluon.jit
 def read_ends(descriptor, row):
-    """Of KEYS keys from `row` of the task on."""
+    """The Ends of KEYS keys from `row` of the task on."""
     keys_left = read_field(descriptor, KEYS_LEFT) - row
     flag = read_field(descriptor, FLAG) + row // KEYS
     return Ends(
@@ -156,8 +153,8 @@ def read_ends(descriptor, row):
 
 
 @gluon.jit
-def finished(dk, dv, dtype: gl.constexpr, ends, rule, C: gl.constexpr):
-    """dK and dV of KEYS keys, as they are stored; 0 for each, or NaN where not finite."""
+def finish(dk, dv, dtype: gl.constexpr, ends, rule, C: gl.constexpr):
+    """dK and dV of KEYS keys as they are stored, and for each key 0, or NaN if it is not finite."""
     dk = dk * from_bits(rule.scale, gl.float32)
     if C.ENDS:
         o_j = gl.arange(0, KEYS, gl.SliceLayout(1, dk.type.layout))
@@ -170,18 +167,18 @@ def finished(dk, dv, dtype: gl.constexpr, ends, rule, C: gl.constexpr):
 
 @gluon.jit
 def set_flag(targets, flaw, ends):
-    """Set the flag of these KEYS keys where any of them has a flaw."""
+    """Set the flag of these KEYS keys if any of them has a flaw (NaN)."""
     o_j = gl.arange(0, KEYS, flaw.type.layout)
     gl.store(targets.flags + (o_j * 0 + ends.flag), o_j * 0 + 1, mask=(o_j < ends.keys_left) & (flaw != 0))
 
 
 @gluon.jit
 def store_gradient(desc, x, block, tile, ends, FIRST_COLUMN: gl.constexpr, WIDTH: gl.constexpr, C: gl.constexpr):
-    """dK or dV, of WIDTH columns, of KEYS keys: in registers, and in shared memory."""
-    whole = ends.keys_left > 0
+    """Store WIDTH columns of dK or dV, from shared memory, or from registers at the end of a packed sequence."""
+    in_one_piece = ends.keys_left > 0
     if C.PACKED:  # the next sequence begins where this one ends
-        whole = ends.keys_left >= KEYS
-    if whole:
+        in_one_piece = ends.keys_left >= KEYS
+    if in_one_piece:
         send_tile(desc, [ends.sequence, ends.head, ends.row, FIRST_COLUMN], tile)
     if C.PACKED:
         o_j = gl.arange(0, KEYS, gl.SliceLayout(1, block.type.layout))

@@ -1,7 +1,7 @@
-"""The backward kernel for Hopper: a program takes 128 keys, or 64 wide ones, and walks the queries that see them.
+"""The backward kernel for Hopper: a program takes 128 keys, or 64 over head dim 128, and the queries that see them.
 
-One warp fetches Q, dO and the statistics of rows; two warpgroups hold K, V, dK and dV, and work as
-backward_up_to_128.py or backward_over_128.py says. Two more warps have the copy engine add dQ to float32 in memory.
+One warp fetches Q, dO and the statistics of rows. Two warpgroups hold K, V, dK and dV; backward_up_to_128.py and
+backward_over_128.py describe their work. Two more warps have the copy engine add dQ to a float32 sum in memory.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def backward_kernel(
     tasks,
     C: gl.constexpr,
 ):
-    """counter: 0 and 0 before and after. padded: rows of a head in dQ. Tasks: tiles of keys, key heads, sequences."""
+    """counter: two zeros, before and after. padded: rows of a head in dQ. tasks: key tiles of all heads."""
     dtype: gl.constexpr = q_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    WIDE: gl.constexpr = not C.PERSISTENT
+    OVER_128: gl.constexpr = not C.PERSISTENT
     numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k = gl.allocate_shared_memory(dtype, [1, 1, 1, C.KEYS, C.BLOCK_D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [1, 1, 1, C.KEYS, C.BLOCK_D], v_desc.layout)
@@ -68,12 +68,12 @@ def backward_kernel(
     rows = gl.allocate_shared_memory(gl.float32, [2, 2, 1, 1, C.BLOCK_Q], rows_desc.layout)
     tile_mailbox = gl.allocate_shared_memory(gl.int32, [TILE_SLOTS * TILE_FIELDS, 1], numbers)
     p = None
-    if WIDE:
+    if OVER_128:
         p = gl.allocate_shared_memory(gl.float32, [KEYS, C.BLOCK_Q], BY_THREAD)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.KEYS, C.BLOCK_Q], dtype)
-    ds = gl.allocate_shared_memory(dtype, [1 if WIDE else 2, C.KEYS, C.BLOCK_Q], ds_layout)
+    ds = gl.allocate_shared_memory(dtype, [1 if OVER_128 else 2, C.KEYS, C.BLOCK_Q], ds_layout)
     out = None
-    if WIDE:
+    if OVER_128:
         dq = gl.allocate_shared_memory(gl.float32, [2 * C.DQ_BUFFERS, 16, 256], dq_desc.layout)
     else:  # dK and dV leave by the same memory, swizzled
         out = gl.allocate_shared_memory(dtype, [C.OUT_TILES, 1, 1, KEYS, C.BLOCK_D], dv_desc.layout)
@@ -117,8 +117,8 @@ def backward_kernel(
 
 @gluon.jit
 def consume(shared, mailbox, targets, rule, WG: gl.constexpr, C: gl.constexpr):
-    """One warpgroup."""
-    mbarrier.wait(shared.v_full, 0)  # and the mailbox is there
+    """The role of one warpgroup."""
+    mbarrier.wait(shared.v_full, 0)  # then the descriptor is there too
     if C.PERSISTENT:
         t = gl.to_tensor(0)
         n = gl.to_tensor(0)
@@ -130,9 +130,9 @@ def consume(shared, mailbox, targets, rule, WG: gl.constexpr, C: gl.constexpr):
         tma.store_wait(0)
     else:
         mbarrier.wait(shared.k_full, 0)
-        mailbox = task_descriptor(mailbox, 0)
+        descriptor = task_descriptor(mailbox, 0)
         if not C.PACKED or C.ALWAYS_CUT == 0:
-            process_64_keys(shared, mailbox, targets, rule, WG, C)
-        else:  # there may be more programs than tiles of keys, and those have no diagonal
-            for _ in range(gl.minimum(read_field(mailbox, KEYS_LEFT), 1)):
-                process_64_keys(shared, mailbox, targets, rule, WG, C)
+            process_64_keys(shared, descriptor, targets, rule, WG, C)
+        else:  # programs beyond the tiles of keys have no diagonal
+            for _ in range(gl.minimum(read_field(descriptor, KEYS_LEFT), 1)):
+                process_64_keys(shared, descriptor, targets, rule, WG, C)

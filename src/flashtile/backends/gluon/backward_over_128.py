@@ -1,8 +1,7 @@
 """The backward pass for head dims over 128: two warpgroups share the work on 64 keys.
 
-Registers do not hold dK and dV of so many columns. Here the first warpgroup makes S and P of a tile, the second dP and
-dS, all transposed; they hand P and dS to each other through shared memory, and each owns half of the columns of dK, dV
-and dQ.
+Registers do not hold dK and dV of so many columns. Here the first warpgroup computes S and P of a tile, the second dP
+and dS, all transposed. They exchange P and dS through shared memory, and each has half of the columns of dK, dV and dQ.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashtile.backends.gluon.backward_consumer import (
     clear_unused,
-    finished,
+    finish,
     read_ends,
     set_flag,
     shaped,
@@ -33,7 +32,8 @@ from flashtile.backends.gluon.dq import add_to_dq, await_buffer
 from flashtile.backends.gluon.ptx import arrive, sync
 from flashtile.backends.gluon.softmax import unit_of
 
-P_READY = gl.constexpr(5)  # named barriers
+# Named barriers.
+P_READY = gl.constexpr(5)
 DS_READY = gl.constexpr(6)
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
@@ -45,7 +45,7 @@ def flat(tile, C: gl.constexpr):
 
 @gluon.jit
 def begin_first_product(shared, t, WG: gl.constexpr, C: gl.constexpr):
-    """Begin the product that a warpgroup needs first of tile t: S of the first one, dP of the second."""
+    """Issue the first product of tile t: S in the first warpgroup, dP in the second."""
     zero = gl.zeros([KEYS, 64], gl.float32, S_LAYOUT)
     if WG == 0:
         mbarrier.wait(shared.q_full.index(t & 1), (t >> 1) & 1)
@@ -60,7 +60,7 @@ def begin_first_product(shared, t, WG: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def step(t, s, dk, dv, shared, descriptor, rule, unit, WG: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr):
-    """Tile t of queries. s: its S or dP already."""
+    """Process tile t of queries. s: its S or dP."""
     dtype: gl.constexpr = shared.q.dtype
     HALF: gl.constexpr = C.BLOCK_D // 2
     a_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
@@ -120,14 +120,14 @@ def step(t, s, dk, dv, shared, descriptor, rule, unit, WG: gl.constexpr, MASKED:
 
 @gluon.jit
 def process_64_keys(shared, descriptor, targets, rule, WG: gl.constexpr, C: gl.constexpr):
-    """One warpgroup: half of the columns of 64 keys."""
+    """The work of one warpgroup: half of the columns of 64 keys."""
     HALF: gl.constexpr = C.BLOCK_D // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     dtype: gl.constexpr = shared.k.dtype
     mine = (read_field(descriptor, KEYS_LEFT) > 0) & (WG == 0)
     if mine:
         gl.store(targets.flags + read_field(descriptor, FLAG), 0)
-    # Keys beyond the last one are 0 already; but with this branch there, ptxas spills nothing in the loop.
+    # Keys beyond the last one are 0 already, but with this branch ptxas spills nothing in the loop.
     in_use = read_field(descriptor, IN_USE)
     if in_use < KEYS:
         clear_unused(flat(shared.k.index(0), C).slice(WG * HALF, HALF, 1), in_use)
@@ -138,9 +138,9 @@ def process_64_keys(shared, descriptor, targets, rule, WG: gl.constexpr, C: gl.c
     dv = gl.zeros([KEYS, HALF], gl.float32, layout)
     s = warpgroup_mma_wait(0, deps=(begin_first_product(shared, gl.to_tensor(0), WG, C),))
     _t, dk, dv = walk(step, gl.to_tensor(0), s, dk, dv, shared, descriptor, rule, unit_of(rule, 1.0), WG, C)
-    sync(WARPGROUPS_MEET, WARPGROUPS)  # nobody reads queries any more
+    sync(WARPGROUPS_MEET, WARPGROUPS)  # no query is read any more
     ends = read_ends(descriptor, 0)
-    dk, dv, flaw = finished(dk, dv, dtype, ends, rule, C)
+    dk, dv, flaw = finish(dk, dv, dtype, ends, rule, C)
     v_out = reinterpreted(shared.dout.index(0), dtype, [2, 1, 1, KEYS, HALF], targets.dv_desc.layout).index(WG)
     k_out = reinterpreted(shared.q.index(0), dtype, [2, 1, 1, KEYS, HALF], targets.dk_desc.layout).index(WG)
     v_out.reshape([KEYS, HALF]).store(dv)

@@ -1,9 +1,9 @@
-"""The backward pass for head dims up to 128: each of two warpgroups owns 64 keys, all columns of them.
+"""The backward pass for head dims up to 128: each of two warpgroups has 64 keys, with all their columns.
 
-For each tile of queries a warpgroup makes, transposed, S = Q K^T, P (eq. 9), dP = dO V^T (eq. 11) and dS (eq. 12), adds
-P^T dO to dV (eq. 10) and dS^T Q to dK (eq. 14), with P and dS in registers. dS of both goes through shared memory, and
-each makes half of dQ = dS K (eq. 13), a tile later. So one may be half a tile ahead of the other, and has products to
-make while the other has exponentials.
+For each tile of queries a warpgroup computes, transposed, S = Q K^T, P (eq. 9), dP = dO V^T (eq. 11) and dS (eq. 12),
+and adds P^T dO to dV (eq. 10) and dS^T Q to dK (eq. 14), with P and dS in registers. Both exchange dS through shared
+memory, and each computes half of dQ = dS K (eq. 13), one tile later. So one may be half a tile ahead of the other, and
+issues products while the other computes exponentials.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashtile.backends.gluon.backward_consumer import (
     clear_unused,
-    finished,
+    finish,
     read_ends,
     set_flag,
     shaped,
@@ -42,10 +42,10 @@ from flashtile.backends.gluon.dq import await_all_buffers, await_buffer, put_dq,
 from flashtile.backends.gluon.ptx import arrive, hold, sync
 from flashtile.backends.gluon.softmax import unit_of
 
-# Named barriers. "My dS of this tile is there, and I have read that of the tile before": one for each warpgroup and
-# parity, so that an arrival for the next tile never completes the barrier of this one.
+# Named barriers. DS_READY: a warpgroup has stored its dS of this tile, and has read that of the tile before. There is
+# one for each warpgroup and parity, so that an arrival for the next tile never completes the barrier of this one.
 DS_READY = gl.constexpr(5)
-HEAD_START = gl.constexpr(14)  # the first warpgroup has its first dS
+HEAD_START = gl.constexpr(14)  # the first warpgroup has computed its first dS
 
 
 @gluon.jit
@@ -65,35 +65,36 @@ def own_keys(tile, WG: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def rematerialized(tiles, t, FIRST: gl.constexpr = 0):
-    """The first of tiles. Its address looks as if t decided it: kept all along, it would be spilled, or displace
-    others.
+    """tiles[FIRST], with an address that seems to depend on t, so that it is recomputed for each tile.
+
+    Kept in registers, it would be spilled, or displace others.
     """
     return tiles.index(FIRST + (t >> 30))
 
 
 @gluon.jit
 def begin_dp(v_tile, dout, zero, WG: gl.constexpr, C: gl.constexpr):
-    """Begin this warpgroup's dP, with its keys as rows."""
+    """Issue this warpgroup's dP, with its keys as rows."""
     return warpgroup_mma(own_keys(v_tile, WG, C), dout.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def begin_dq(t, k_tile, shared, WG: gl.constexpr, C: gl.constexpr):
-    """Begin this warpgroup's half of dQ of tile t, from dS of both."""
+    """Issue this warpgroup's half of dQ of tile t, from dS of both warpgroups."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     nothing = gl.zeros([64, 64], gl.float32, layout)
     ds = shared.ds.index(t & 1)
     k = keys(k_tile, C)
-    if C.BLOCK_Q == 128:  # of the rows
+    if C.BLOCK_Q == 128:  # half of the rows
         ds = ds.slice(WG * 64, 64, 1)
-    else:  # of the columns
+    else:  # half of the columns
         k = k.slice(WG * 64, 64, 1)
     return warpgroup_mma(ds.permute((1, 0)), k, nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def buffer_dq(dq, t, shared, WG: gl.constexpr, C: gl.constexpr):
-    """dQ of tile t, for the warp that writes it; send_dq() tells that warp."""
+    """Store dQ of tile t in its buffer; send_dq() then notifies the warp that writes it."""
     await_buffer(shared, t, 0, WG, C)
     put_dq(dq, shared, t, 0, WG, C)
 
@@ -113,12 +114,12 @@ def step(
     C: gl.constexpr,
     FIRST: gl.constexpr = False,
 ):
-    """Tile t of queries, and dQ of the tile before it, unless it is the FIRST of a task. s: its scores already."""
+    """Process query tile t, and dQ of the tile before it unless it is the FIRST of a task. s: the scores of tile t."""
     dtype: gl.constexpr = shared.q.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_Q, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     HELD: gl.constexpr = not C.SCORES_FIRST
-    CROWDED: gl.constexpr = rule.softcap is not None and C.BLOCK_Q == 128  # no registers for dP beside its chain
+    CROWDED: gl.constexpr = rule.softcap is not None and C.BLOCK_Q == 128  # no registers for dP beside softcap's chain
     half = t & 1
     k_tile = rematerialized(shared.k, t)
     v_tile = rematerialized(shared.v, t)
@@ -135,7 +136,7 @@ def step(
     p = gl.exp2(s * unit - rows.slice(0, 1, 0).load(s_layout))
     weights = p.to(dtype)
     if rule.softcap is not None:
-        p = p * slope  # already, so that one number is kept and not two
+        p = p * slope  # now, so that one number is kept instead of two
     p_operand = gl.convert_layout(weights, a_layout, assert_trivial=True)
     if CROWDED:
         dp_later = begin_dp(v_tile, dout, zero, WG, C)
@@ -168,7 +169,7 @@ def step(
     arrive(DO_FREE + half, WITH_LOADER)
     if not FIRST and not C.SCORES_FIRST:
         buffer_dq(dq, t - 1, shared, WG, C)
-    # Scores of the next tile, behind dK.
+    # The scores of the next tile, issued after dK.
     mbarrier.wait(shared.q_full.index(half ^ 1), ((t + 1) >> 1) & 1)
     after = queries(shared, half ^ 1, C).permute((1, 0))
     s_later = warpgroup_mma(own_keys(k_tile, WG, C), after, zero, use_acc=False, is_async=True)
@@ -185,7 +186,7 @@ def step(
 
 @gluon.jit
 def process_128_keys(t, shared, descriptor, targets, rule, WG: gl.constexpr, C: gl.constexpr):
-    """One warpgroup: 64 keys, from the first product to the stored gradients. t: tiles of queries before; and after."""
+    """The work of one warpgroup on its 64 keys of a task. t: the number of query tiles before it; returns the next."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_Q, 16])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
     dtype: gl.constexpr = shared.q.dtype
@@ -205,14 +206,14 @@ def process_128_keys(t, shared, descriptor, targets, rule, WG: gl.constexpr, C: 
     first = queries(shared, t & 1, C).permute((1, 0))
     s_later = warpgroup_mma(own_keys(rematerialized(shared.k, t), WG, C), first, s, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s_later,))
-    tma.store_wait(0)  # of the task before: its gradients left by the buffers of dQ
+    tma.store_wait(0)  # the gradients of the previous task left by the buffers of dQ
     thread_barrier()
     unit = unit_of(rule, 1.0)
     CUT_SOMEWHERE: gl.constexpr = C.ALWAYS_CUT > 0 or C.CUT_AT_BEGIN or C.CUT_AT_END
-    arrive(DS_READY + 2 * WG + ((t + 1) & 1), WARPGROUPS)  # it has no dS of a tile before to wait for
+    arrive(DS_READY + 2 * WG + ((t + 1) & 1), WARPGROUPS)  # there is no dS of a previous tile to read
     s, dk, dv = step(t, s, dk, dv, shared, descriptor, rule, unit, WG, CUT_SOMEWHERE, C, True)
     t, dk, dv = walk(step, t + 1, s, dk, dv, shared, descriptor, rule, unit, WG, C, 1)
-    dk, dv, flaw = finished(dk, dv, dtype, read_ends(descriptor, WG * KEYS), rule, C)
+    dk, dv, flaw = finish(dk, dv, dtype, read_ends(descriptor, WG * KEYS), rule, C)
     sync(DS_READY + 2 * (1 - WG) + ((t + 1) & 1), WARPGROUPS)
     dq = warpgroup_mma_wait(0, deps=(begin_dq(t - 1, rematerialized(shared.k, t), shared, WG, C),))
     arrive(KV_FREE, WITH_WRITERS)
@@ -226,7 +227,7 @@ def process_128_keys(t, shared, descriptor, targets, rule, WG: gl.constexpr, C: 
     k_out.reshape([KEYS, C.BLOCK_D]).store(dk)
     fence_async_shared()
     thread_barrier()
-    # Read again each time: kept in registers, they would be spilled, and so they would if they were read once.
+    # read_ends() each time: kept in registers its fields would be spilled, even if they were read only once.
     store_gradient(targets.dv_desc, targets.dv, dv, v_out, read_ends(descriptor, WG * KEYS), 0, C.DIM_V, C)
     store_gradient(targets.dk_desc, targets.dk, dk, k_out, read_ends(descriptor, WG * KEYS), 0, C.DIM, C)
     set_flag(targets, flaw, read_ends(descriptor, WG * KEYS))

@@ -1,4 +1,4 @@
-"""dQ on its way out: tiles of it are added to float32 in memory, by warps that do nothing else."""
+"""Storing dQ: warps that do nothing else add its tiles to a float32 sum in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashtile.backends.gluon.backward_scheduler import (
     SEQUENCE,
     STATE,
     TURN,
-    get,
+    load_at,
     read_field,
     task_descriptor,
     tile_slot,
@@ -23,8 +23,8 @@ from flashtile.backends.gluon.compatibility import add_tile, reinterpreted, thre
 from flashtile.backends.gluon.ptx import arrive, await_adds, fence_async_global
 from flashtile.backends.gpu.pdl import await_count
 
-# A 64 x 64 tile of dQ or P lies as 128 threads hold it, so that it is stored without conflicts, and dQ leaves in one
-# piece; row_kernels.py undoes the order.
+# A 64 x 64 tile of dQ or P is laid out as 128 threads hold it, so that it is stored without bank conflicts and dQ
+# leaves in one piece; row_kernels.py undoes the order.
 BY_THREAD = gl.constexpr(
     gl.SharedLinearLayout(
         [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0], [0, 8], [0, 16], [0, 32]], [], 128
@@ -34,21 +34,21 @@ BY_THREAD = gl.constexpr(
 
 @gluon.jit
 def await_buffer(shared, t, PART: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
-    """Before add_to_dq(): until what was in its buffer has left it."""
+    """Wait, before add_to_dq(), until its buffer is free."""
     n = t * C.PARTS + PART
     mbarrier.wait(shared.dq_free.index(buffer_of(n, WG, C)), (n // C.DQ_BUFFERS + 1) & 1)
 
 
 @gluon.jit
 def add_to_dq(dq, shared, t, PART: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
-    """Have write_dq() add a 64 x 64 tile to dQ, one of C.PARTS of this warpgroup's share of tile t."""
+    """Hand a 64 x 64 tile of dQ to write_dq(): one of C.PARTS of this warpgroup's share of query tile t."""
     put_dq(dq, shared, t, PART, WG, C)
     send_dq(shared, t, PART, WG, C)
 
 
 @gluon.jit
 def put_dq(dq, shared, t, PART: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
-    """The first half of add_to_dq(). Between the two there may be other work: stores take a while to be seen by all."""
+    """The first half of add_to_dq(). Other work may come between the two: stores take a while to become visible."""
     buffer = shared.dq.index(buffer_of(t * C.PARTS + PART, WG, C))
     reinterpreted(buffer, gl.float32, [64, 64], BY_THREAD).store(dq)
 
@@ -68,12 +68,12 @@ def buffer_of(n, WG: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def write_dq(shared, mailbox, dq, turns, complete, kv_heads, WG: gl.constexpr, C: gl.constexpr):
-    """One warp: have the copy engine add a warpgroup's tiles to dQ, while the warpgroup goes on.
+    """The role of one warp: have the copy engine add a warpgroup's tiles to dQ, while the warpgroup goes on.
 
-    With turns, in a fixed order, so that sums are the same each time: a task's turn at a tile of queries comes when all
-    those before it have added theirs (columns.turn_of). A counter says how many have.
+    With turns, tiles are added in a fixed order, so that sums have the same bits each time: a task's turn at a tile of
+    queries comes when all tasks before it have added theirs (turn_of()), which a counter tells.
     """
-    mbarrier.wait(shared.v_full, 0)  # and the mailbox is there
+    mbarrier.wait(shared.v_full, 0)  # then the descriptor is there too
     t = gl.to_tensor(0)
     if C.PERSISTENT:
         n = gl.to_tensor(0)
@@ -86,20 +86,20 @@ def write_dq(shared, mailbox, dq, turns, complete, kv_heads, WG: gl.constexpr, C
 
 
 @gluon.jit
-def write_task(t, shared, mailbox, dq, turns, complete, kv_heads, WG: gl.constexpr, C: gl.constexpr):
-    """Those of one task. t: tiles before; and after.
+def write_task(t, shared, descriptor, dq, turns, complete, kv_heads, WG: gl.constexpr, C: gl.constexpr):
+    """Add the tiles of one task. t: the number of tiles before it; returns that after it.
 
-    complete: a counter of each key head, of the warps that have added all of theirs: finish_kernel goes by it.
+    complete: for each key head, the number of warps that have added all of their tiles, which finish_kernel reads.
     """
-    tiles = C.GROUP * read_field(mailbox, CUT + 3)
-    column = read_field(mailbox, SEQUENCE) * kv_heads + read_field(mailbox, HEAD)
+    tiles = C.GROUP * read_field(descriptor, CUT + 3)
+    head = read_field(descriptor, SEQUENCE) * kv_heads + read_field(descriptor, HEAD)
     if C.PERSISTENT:
-        arrive(KV_FREE, WITH_WRITERS)  # it is done with the mailbox
+        arrive(KV_FREE, WITH_WRITERS)  # this warp no longer reads the descriptor
     for _ in range(tiles):
-        # Its tile_mailbox are there: the warpgroup had its queries before it sent the last of the tile before.
-        at = get(shared.tile_mailbox, tile_slot(t) + DQ_AT) + WG * C.PARTS * 16
-        if turns is not None:  # most often its turn comes while the warpgroup is still at work on it
-            turn = get(shared.tile_mailbox, tile_slot(t) + TURN)
+        # Its fields are there: the warpgroup had its queries before it sent the last part of the previous tile.
+        at = load_at(shared.tile_mailbox, tile_slot(t) + DQ_AT) + WG * C.PARTS * 16
+        if turns is not None:  # usually its turn comes while the warpgroup still works on it
+            turn = load_at(shared.tile_mailbox, tile_slot(t) + TURN)
             await_count(turns + at // 16, gl.maximum(turn, 0), 0)
             fence_async_global()
         for part in gl.static_range(C.PARTS):
@@ -112,18 +112,18 @@ def write_task(t, shared, mailbox, dq, turns, complete, kv_heads, WG: gl.constex
         if turns is not None:
             await_adds()
             thread_barrier()
-            # Released: without that a few sectors of this tile were sometimes added after those of the next task.
+            # Without the release, a few sectors of this tile were sometimes added after those of the next task.
             gl.atomic_add(turns + at // 16, (turn >= 0).to(gl.int32), sem="release")
         t += 1
     if complete is not None:
         await_adds()
         thread_barrier()
-        gl.atomic_add(complete + column, 1, sem="release")
+        gl.atomic_add(complete + head, 1, sem="release")
     return t
 
 
 @gluon.jit
 def await_all_buffers(shared, t, WG: gl.constexpr, C: gl.constexpr):
-    """Until a warpgroup's buffers hold nothing, when it has made all of its tiles before tile t."""
+    """Wait until all buffers of a warpgroup are free, after its last tile before tile t."""
     for n in gl.static_range(C.DQ_BUFFERS):
         await_buffer(shared, t, n, WG, C)

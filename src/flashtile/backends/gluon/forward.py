@@ -12,7 +12,7 @@ from flashtile.backends.gluon.descriptors import descriptor_maker, outline_of
 from flashtile.backends.gluon.forward_kernel import forward_kernel
 from flashtile.backends.gluon.transpose_kernel import KEYS, WIDTH, transpose_kernel
 from flashtile.backends.gluon.tuning import ROWS
-from flashtile.backends.gluon.work_counters import MOST_FLAGS, acquire_counters
+from flashtile.backends.gluon.work_counters import MAX_FLAGS, acquire_counters
 from flashtile.backends.gpu import device as gpu
 from flashtile.backends.gpu.arguments import block, lengths, lengths_of, rule, rule_of
 from flashtile.backends.gpu.kernel_launch import Argument, BoundLaunch, KernelLaunch, LaunchSequence, Maker
@@ -112,7 +112,7 @@ class Forward:
     def __call__(self, x: Inputs, with_lse: bool) -> tuple[Any, Any]:
         out, lse = self._out.empty(), self._lse.empty() if with_lse else self._lse.discard_buffer()
         work = acquire_counters(self._device)
-        flags = self._make_flags() if work.flags is None or self._flags > MOST_FLAGS else work.flags
+        flags = self._make_flags() if work.flags is None or self._flags > MAX_FLAGS else work.flags
         if self._packed:  # flags of tiles that belong to no sequence are never written
             flags[: self._flags].zero_()
         a_rule, a_lengths = rule_of(self._rule, x), lengths_of(self._lengths, x)

@@ -1,7 +1,7 @@
-"""The kernels before and after a backward pass on Hopper: statistics of rows and room for dQ, then dQ in its dtype.
+"""The kernels before and after the backward kernel on Hopper: row statistics and a cleared dQ, then dQ in its dtype.
 
-In between, rows lie in an order of their own: each head's padded to whole tiles of keys, and so each sequence's where
-they are packed. Sequence s then has the rows from (cu[s] // PAD + s) * PAD on.
+In between, rows have a padded layout: each head, or each packed sequence, is padded to whole tiles of keys. Packed
+sequence s has the rows from (cu[s] // PAD + s) * PAD on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ZEROS = tl.constexpr(4096)  # a 64 x 64 tile of dQ
 
 @triton.jit
 def padded_tile(lengths, tile, sequence, ROWS: tl.constexpr, PAD: tl.constexpr):
-    """Of a tile of ROWS rows: its sequence, where that begins and how long it is, the tile there, its padded row."""
+    """The sequence of a tile of ROWS rows, its start and length, the tile's number in it, and its padded row."""
     sequence, tile = locate(lengths.cu_q, lengths.n_q, tile, sequence, lengths, ROWS)
     start, length = extent(lengths.cu_q, sequence, plain(lengths.n_q))
     row = tile * ROWS
@@ -54,10 +54,10 @@ def begin_kernel(
     LARGE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of PAD rows a program: lse in base 2 and delta, +inf and 0 beyond the last row; dQ and counters cleared.
+    """Compute lse in base 2 and delta of PAD rows per program, +inf and 0 beyond the last row; clear dQ and counters.
 
-    The grid counts tiles, then heads, then sequences. all_heads: heads of all sequences. Both go row by row once more,
-    and 0 for the top, for those who come after the pass.
+    The grid counts tiles, then heads, then sequences. all_heads: heads of all sequences. For the kernels after the
+    pass, both statistics and a top of 0 are stored without padding too.
     """
     launch_dependents(PDL)
     program = tl.program_id(0)
@@ -106,11 +106,11 @@ def finish_kernel(
     PAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """dQ from float32, in the order of threads, to the caller's dtype and rows; a program makes 64 of them.
+    """Convert dQ from float32, in the order of threads, to the caller's dtype and layout; 64 rows per program.
 
-    The grid counts tiles, then heads, then sequences, and so do flags. complete: how many of `count` have added all of
-    theirs to the queries of a key head. The kernel before takes the last head first, and so does this one, in its tail.
-    The first heads, `waiting_heads`, wait for all of it: in the memory of their results may lie what it reads.
+    The grid and the flags count tiles, then heads, then sequences. complete: for each key head, how many of `count`
+    warps have added all of their tiles. The backward kernel takes the last head first, and so does this kernel in its
+    tail. The first heads, waiting_heads, wait for all of it, because the memory of their results may hold its inputs.
     """
     launch_dependents(PDL)
     program = tl.program_id(0)
@@ -132,7 +132,7 @@ def finish_kernel(
     p_dq = x_dq.ptr + to_int64(o_r) * x_dq.row
     flaw = tl.zeros([64], tl.float32)
     for part in tl.static_range(BLOCK_D // 64):
-        # bits of a place: column 0, row 3, columns 1 and 2, rows 0 to 2, rows 4 and 5, columns 3 to 5
+        # bits of an index: column 0, row 3, columns 1 and 2, rows 0 to 2, rows 4 and 5, columns 3 to 5
         p = total + (to_int64(flat_head) * padded + row) * BLOCK_D + part * 4096
         x = tl.load(p + tl.arange(0, 4096), mask=tile * 64 < length, other=0.0) * from_bits(scale, tl.float32)
         x = tl.reshape(tl.permute(tl.reshape(x, [8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5]), [64, 64])

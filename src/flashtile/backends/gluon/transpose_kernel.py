@@ -1,4 +1,4 @@
-"""V as products of 8 bits take it: transposed, keys side by side, in the order in which a thread holds its weights."""
+"""Transposes 8-bit V for its product: contiguous keys, in the order in which a thread holds its weights."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from triton.experimental.gluon import language as gl
 from flashtile.backends.gpu.blocks import sequence_bounds, to_int64
 from flashtile.backends.gpu.pdl import launch_dependents
 
-KEYS = gl.constexpr(128)  # of a program, as many as a tile of the forward kernel has
-WIDTH = gl.constexpr(64)  # columns that a warp turns at a time
+KEYS = gl.constexpr(128)  # of a program: a tile of the forward kernel
+WIDTH = gl.constexpr(64)  # columns that a warp transposes at a time
 # [WIDTH, KEYS]: the values of a thread, keys first, and the lanes, columns first.
 TRANSPOSED_LAYOUT = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -24,9 +24,9 @@ TRANSPOSED_LAYOUT = gl.constexpr(
 
 @gluon.jit(do_not_specialize=["tiles", "heads"])
 def transpose_kernel(v, transposed, rule, lengths, tiles, heads, DIM_V: gl.constexpr):
-    """Turn KEYS keys of a head. A thread has 16 keys by 16 columns, and moves bytes between its registers only.
+    """Transpose KEYS keys of a head. A thread has 16 keys by 16 columns, and moves bytes only between its registers.
 
-    Of 16 keys, 8j + 2t + e becomes number 4t + 2j + e. Keys that are not in use become 0: their NaN would do harm.
+    Of 16 keys, key 8j + 2t + e moves to position 4t + 2j + e. Keys that are not in use become 0, since they may be NaN.
     """
     launch_dependents(True)
     CHUNKS: gl.constexpr = gl.cdiv(DIM_V, WIDTH)

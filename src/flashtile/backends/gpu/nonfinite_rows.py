@@ -1,9 +1,10 @@
 """Products that a masked NaN cannot spoil.
 
-0 * NaN is NaN, so one NaN in a value would reach every row of its tile, even rows that do not see it. Ordinary data pays
-nothing for that: rows with finite sums are done. All others are recomputed by a careful walk, the same functions with
-CAREFUL set: all tiles are masked, none is fetched by a descriptor, products take the finite part of the second factor,
-and then poison() gives NaN and Inf to exactly the rows that see them. nonfinite_kernels.py does that for flagged tiles.
+0 * NaN is NaN, so one NaN in a value would reach every row of its tile, even rows that do not see it. Ordinary data
+pays nothing for that: rows with finite sums are done. All others are recomputed by a careful walk, the same functions
+with CAREFUL set: all tiles are masked, none is fetched by a descriptor, products take the finite part of the second
+factor, and then poison() gives NaN and Inf to exactly the rows that see them. nonfinite_kernels.py does that for
+flagged tiles.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 launch_dependents() lets the next kernel begin once all programs of this one have called it. The next kernel must be
 launched with pdl_options(). It must call wait_for_previous() before it reads what the previous kernel wrote, before it
 writes what that kernel reads, and in any case before its own end. So work after the last kernel finds all of them
-complete. The first kernel is launched without PDL, after everything before it is complete. A kernel that does both waits
-first, if the next one needs what the kernels before it wrote.
+complete. The first kernel is launched without PDL, after everything before it is complete. A kernel that does both
+waits first, if the next one needs what the kernels before it wrote.
 
 A program may also wait for a counter of finished parts, and use those before the previous kernel is complete: every
 program of that kernel has begun, and needs no other kernel to finish.

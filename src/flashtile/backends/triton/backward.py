@@ -91,7 +91,7 @@ class Backward:
 
 
 class _Statistics:
-    """What statistics_kernel computes of each row, in scratch memory: log2, delta and tops. tile: rows read at a time."""
+    """The results of statistics_kernel in scratch memory: log2, delta and tops. tile: rows read at a time."""
 
     def __init__(self, p: Problem, tile: int, scratch: Scratch) -> None:
         # Contiguous rows, with space for a whole tile at the last one. Always a multiple of ALIGNED: otherwise there

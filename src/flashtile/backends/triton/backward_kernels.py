@@ -1,8 +1,8 @@
 """The backward kernels: row statistics, dK and dV by key tiles, dQ by query tiles, dbias. No atomics.
 
-Weights are recomputed from the lse, a single number: for scores of 1e9 it keeps the maximum and loses the sum. The lse of
-such a row becomes NaN, which spoils all tiles that the row contributes to, so that they are recomputed from its maximum
-(its top) and its sum as two numbers.
+Weights are recomputed from the lse, a single number: for scores of 1e9 it keeps the maximum and loses the sum. The lse
+of such a row becomes NaN, which spoils all tiles that the row contributes to, so that they are recomputed from its
+maximum (its top) and its sum as two numbers.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def dq_kernel(
 ):
     """Compute dQ of BLOCK_Q queries of a head per program, walking the keys that they see. Spoiled tiles are flagged.
 
-    With PDL it begins beside the last programs of dkdv_kernel, which waited for the statistics and accesses nothing that
-    is written here. One program waits for dkdv_kernel, so that this kernel does not complete first.
+    With PDL it begins beside the last programs of dkdv_kernel, which waited for the statistics and accesses nothing
+    that is written here. One program waits for dkdv_kernel, so that this kernel does not complete first.
     """
     launch_dependents(PDL)
     program = tl.program_id(0)

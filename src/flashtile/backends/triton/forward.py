@@ -133,8 +133,8 @@ def _divide(p: Problem, device: Any) -> _Shares:
 def _splits(p: Problem, programs: int, config: Config, device: Any) -> int:
     """The number of shares of the keys, more than 1 if queries alone leave processors idle.
 
-    It depends on shape and device only, so that results keep their bits. It is a power of two, because each number needs
-    a kernel of its own.
+    It depends on shape and device only, so that results keep their bits. It is a power of two, because each number
+    needs a kernel of its own.
     """
     available = config.programs * gpu.processors(device)
     wanted = min(available // max(programs, 1), MAX_SPLITS, p.n_k // (4 * config.block_k))

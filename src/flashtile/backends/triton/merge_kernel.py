@@ -23,8 +23,9 @@ def merge_kernel(
     DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """Merge one row per program. The SPLITS partials are float32 (float64); part_lse holds half of each m in base 2, then
-    each l.
+    """Merge one row per program.
+
+    The SPLITS partials are float32 (float64). part_lse holds half of each m in base 2, then each l.
     """
     row = tl.program_id(0) % n_rows
     head = tl.program_id(0) // n_rows % n_heads

@@ -39,8 +39,8 @@ DROPOUT: dict[tuple[int, int], dict[str, dict[int, Config]]] = {
         "dq": {256: Config(64, 32, 8, 3, True)},
     },
 }
-# Not measured: tiles that fit the shared memory of these GPUs and do not spill in the loop over full tiles, according to
-# the compiler (tests/backends/triton/test_targets.py). 16-bit types, by kernel and padded head dim.
+# Not measured: tiles that fit the shared memory of these GPUs and do not spill in the loop over full tiles, according
+# to the compiler (tests/backends/triton/test_targets.py). 16-bit types, by kernel and padded head dim.
 REASONED: dict[str, dict[str, dict[int, Config]]] = {
     "ampere": {  # 163 KB
         "forward": {64: Config(128, 64, 4, 3), 128: Config(128, 64, 8, 3), 256: Config(64, 64, 8, 2)},
@@ -78,8 +78,8 @@ REASONED: dict[str, dict[str, dict[int, Config]]] = {
     },
 }
 # All other cases, by padded head dim of a 16-bit type: small enough for the shared memory of every GPU that Triton
-# supports. A tile has at least 8 keys per warp (dkdv: queries): if warps share columns of a product, Triton 3.6 gives wrong
-# numbers with a mask and dropout. The last column is for float32 alone, whose products there are of another kind.
+# supports. A tile has at least 8 keys per warp (dkdv: queries): if warps share columns of a product, Triton 3.6 gives
+# wrong numbers with a mask and dropout. The last column is for float32 alone, whose products there are of another kind.
 DEFAULT = {
     "forward": {
         64: (64, 64, 4, 2),

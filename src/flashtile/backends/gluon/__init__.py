@@ -21,7 +21,7 @@ FEW_QUERIES = 64
 ROWS_TO_FILL = 64 * 128  # about two tiles for three processors in four
 SMALL_HEAD_DIM, FEW_KEYS = 64, 1024  # up to which the portable kernels run in one wave, see suits()
 FEW_TILES = 16
-MAX_SOFTCAP = 1 << 13  # tanh has an absolute error of float32 near 1: a thousandth of a score at this cap
+MAX_SOFTCAP = 1 << 13  # times the absolute error of its tanh, that of float32 near 1, it is a thousandth
 
 
 @cache
@@ -74,7 +74,7 @@ def why_not(problem: Problem) -> str | None:
         if not x.numel():
             return f"{name} is empty"
         if not fetchable(x):
-            return f"{name}: the copy engine needs contiguous columns, and row, head and batch strides that are multiples of 16 bytes"
+            return f"{name}: the copy engine needs contiguous columns, and other strides in multiples of 16 bytes"
     if p.n_q * p.heads * p.sequences > MAX_ROWS:
         return f"it counts rows in 32 bits: there are more than {MAX_ROWS}"
     return gpu.why_not(problem)
@@ -118,7 +118,7 @@ def differentiates(problem: Problem) -> bool:
     from flashtile.backends.gluon import tuning
 
     p, width = problem, max(problem.dim, problem.dim_v)
-    if width > 128 and p.softcap:  # two warpgroups share a tile's scores, and both would need softcap's slope
+    if width > 128 and p.softcap:  # one warpgroup computes the scores, and the other one would need softcap's slope
         return False
     return width <= tuning.WIDEST_BACKWARD and p.dim % 8 == p.dim_v % 8 == 0
 

@@ -108,9 +108,9 @@ def _padded(rows: int, config: Config) -> int:
 
 
 def one_right_cut(problem: Problem) -> bool:
-    """Whether, of the key tiles that 64 rows see, surely only the last is cut on the right, and every row sees some of it.
+    """Whether only the last key tile of 64 rows is surely cut on the right, and every row sees some of it.
 
-    The kernel for that is leaner.
+    The kernel for that case is leaner.
     """
     p = problem
     if p.band.right >= FAR:

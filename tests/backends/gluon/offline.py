@@ -1,4 +1,4 @@
-"""The Hopper kernels compiled without a GPU, from the calls that start them. A program: its cases come by stdin."""
+"""Compiles the Hopper kernels of calls without a GPU. A program: its cases come from stdin."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from tests.backends.triton.offline import ROOT, TARGETS, Phantom
 
 WAIT = re.compile(r"\bWARPGROUP\.DEPBAR\b")
 PRODUCT = re.compile(r"\b[HQ]GMMA\b")  # of 16-bit and of 8-bit numbers
-ADVICE = re.compile(r"\bC75\d\d\b.*")  # by ptxas, where it serialises products
+ADVICE = re.compile(r"\bC75\d\d\b.*")  # from ptxas, if it serialises products
 
 
 class Case(NamedTuple):
-    """One call with these options of attention(), in a row.
+    """One call with these options of attention(), separated by spaces.
 
-    "gqa", "packed", "ragged" and "short" say how its tensors lie.
+    "gqa", "packed", "ragged" and "short" describe its tensors.
     """
 
     dim: int
     options: str = ""
     dtype: str = "bfloat16"
-    dim_v: int | None = None  # None: as wide as the keys
-    work: str = "forward"  # or "backward"; or, of a forward pass, "transpose" or "recompute" for the kernels beside it
+    dim_v: int | None = None  # None: that of the keys
+    work: str = "forward"  # or "backward"; or "transpose" or "recompute", other kernels of a forward pass
 
 
 class Built(NamedTuple):
-    """The main kernel of a case, as the compilers made it."""
+    """The main kernel of a case, compiled."""
 
     case: Case
     shared: int  # bytes
-    stack: int  # bytes that a thread has because its registers are too few
-    splits_registers: bool  # between the warps that load and those that consume
+    stack: int  # bytes of a thread, for spilled registers
+    splits_registers: bool  # between loading and consuming warps
     waits: list[int]  # for products, in each loop over tiles
     products: list[int]  # instructions, in each of these loops
     advice: list[str]
@@ -51,7 +51,9 @@ class Built(NamedTuple):
 
 
 def build(cases: Iterable[Case]) -> list[Built]:
-    """Compile in a process of its own, without the interpreter, and anew: what ptxas says is not kept in a cache."""
+    """Compile in a separate process, without the interpreter and without a cache, which would not keep ptxas's
+    messages.
+    """
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with TemporaryDirectory() as cache:
         done = subprocess.run(
@@ -68,7 +70,7 @@ def build(cases: Iterable[Case]) -> list[Built]:
 
 
 def build_here(cases: Iterable[Case]) -> Iterator[Built]:
-    """build() in this process, which then knows no other GPU."""
+    """build() in this process, which then knows only this GPU."""
     import triton
 
     from flashtile.backends.gluon.backward_kernel import backward_kernel
@@ -121,7 +123,7 @@ def _built(case: Case, log: str, *, metadata: Any, metadata_group: Any, times: A
 
 
 def start_call(case: Case) -> None:
-    """Have the backend start the kernels of a case, on tensors of no particular numbers."""
+    """Run a case through the backend, on tensors of arbitrary contents."""
     import torch
 
     from flashtile.backends.gluon import differentiates, why_not

@@ -1,4 +1,4 @@
-"""The tasks of a backward pass and the turns they take, against the band; without a GPU."""
+"""The tasks of a backward pass and their turns, compared with the band; without a GPU."""
 
 from __future__ import annotations
 
@@ -30,42 +30,42 @@ find_key_tile, query_tiles, turn_of = map(
 
 
 def check(p: Problem, section: int, in_order: bool, same_starts: bool = False) -> None:
-    """Each tile of keys is a task of each head, and visits all who see it; whole tiles hide nothing.
+    """Check that each tile of keys is a task of each head and visits all queries that see it; full tiles hide nothing.
 
-    In order: at each tile of queries, tasks with something to add come one after the other, and none waits for one
-    that has a number after its own.
+    in_order: at each tile of queries, tasks with something to add have consecutive turns, and none waits for a task
+    with a larger number.
     """
-    steps, width = tuning.backward(p.dim), max(64, block(p.dim))
-    tiles = count_tiles(p, p.n_k, p.k.shape[2], steps.keys)
+    config, width = tuning.backward(p.dim), max(64, block(p.dim))
+    tiles = count_tiles(p, p.n_k, p.k.shape[2], config.keys)
     heads = p.kv_heads * p.q.shape[0]
-    padded = count_tiles(p, p.n_q, p.q.shape[2], steps.keys) * steps.keys
+    padded = count_tiles(p, p.n_q, p.q.shape[2], config.keys) * config.keys
     counts = map(Number, (tiles, p.kv_heads, min(section, heads), padded, 0, tiles * heads))
     work = Work(argument(rule(p)), argument(lengths(p)), *counts)
-    C = argument(constants(p, steps, width, same_starts))
+    C = argument(constants(p, config, width, same_starts))
     turns = Pointer(torch.empty(0)) if in_order else None
     taken = set()
     added = defaultdict(list)
     for number in range(tiles * heads):
-        column = find_key_tile(Number(number), turns, work, C)
-        at, key = column.at, column.tile * steps.keys
+        key_tile = find_key_tile(Number(number), turns, work, C)
+        at, key = key_tile.at, key_tile.tile * config.keys
         if p.packed and key >= at.k_rows:
             continue
-        assert (column.sequence, column.head, column.tile) not in taken
-        taken.add((column.sequence, column.head, column.tile))
+        assert (key_tile.sequence, key_tile.head, key_tile.tile) not in taken
+        taken.add((key_tile.sequence, key_tile.head, key_tile.tile))
         *cut, seen = query_tiles(key, at, work, C)
-        sees = visible(p, at.q_len, at.k_len)[:, key : key + steps.keys]
+        sees = visible(p, at.q_len, at.k_len)[:, key : key + config.keys]
         if seen:
-            check_cuts(sees.T, cut, steps.block_q)
+            check_cuts(sees.T, cut, config.block_q)
         else:
             assert not sees.any()
-        visited = range(cut[0] * steps.block_q, min(cut[3] * steps.block_q, at.q_len), steps.block_q)
+        visited = range(cut[0] * config.block_q, min(cut[3] * config.block_q, at.q_len), config.block_q)
         for row in visited if in_order else ():
-            turn = turn_of(column, Number(row), work, C) * seen + seen - 1
-            assert turn >= 0 or not sees[row : row + steps.block_q].any()
+            turn = turn_of(key_tile, Number(row), work, C) * seen + seen - 1
+            assert turn >= 0 or not sees[row : row + config.block_q].any()
             if turn >= 0:
-                added[column.sequence, column.head, row].append((int(turn), number))
+                added[key_tile.sequence, key_tile.head, row].append((int(turn), number))
     rooms = np.diff(p.cu_k) if p.packed else [p.n_k] * p.sequences
-    assert len(taken) == p.kv_heads * sum(-(-int(room) // steps.keys) for room in rooms)
+    assert len(taken) == p.kv_heads * sum(-(-int(room) // config.keys) for room in rooms)
     for found in added.values():
         assert [turn for turn, _ in sorted(found)] == list(range(len(found)))
         assert sorted(found) == sorted(found, key=lambda x: x[1])

@@ -1,4 +1,4 @@
-"""What the forward kernel on Hopper is compiled for."""
+"""The compile-time constants of the forward kernel on Hopper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chains of a pass on Hopper: its kernels in their order, and which are launched to follow the one before."""
+"""Programmatic dependent launch on Hopper: the kernels of a pass in order, and which are launched with it."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from flashtile.backends.gluon import work_counters as module  # noqa: E402
 from flashtile.backends.gluon.work_counters import WorkCounters, acquire_counters  # noqa: E402
 
 GPU = SimpleNamespace(type="cuda", index=0)
-SMALL = 4  # pairs of a bank
+SMALL = 4  # pairs in a bank
 plain_zeros = torch.zeros
 
 
@@ -29,7 +29,7 @@ class Machine:
 
     def __init__(self) -> None:
         self.stream, self.capturing, self.cleared = 1, False, 0
-        self.pooled: set[int] = set()  # threads, by torch.cuda.use_mem_pool() or a warm-up of torch.compile
+        self.pooled: set[int] = set()  # threads, through torch.cuda.use_mem_pool() or a warm-up of torch.compile
         self.of_pools: list[Any] = []
         self.caller = get_ident()
         self.waited, self.is_clearing = 0, False
@@ -46,7 +46,7 @@ class Machine:
         return self.capturing and get_ident() == self.caller
 
     def event(self) -> Any:
-        """Of what another thread began."""
+        """An event that another thread records."""
         assert get_ident() != self.caller
         return SimpleNamespace(record=lambda: None, query=self.is_over)
 
@@ -81,19 +81,19 @@ def gpu() -> Iterator[Machine]:
 
 
 def fill_bank() -> None:
-    """As a warm-up does: the second call finds that the bank of the first is cleared."""
+    """As a warm-up does: the second call finds that the first call's bank is cleared."""
     for _ in range(2):
         acquire_counters(GPU).release()
 
 
 def apart(found: list[WorkCounters]) -> bool:
-    """Whether no two share a number, nor any a number of its own."""
+    """Whether they share no memory."""
     parts = [x for each in found for x in each[:2] if x is not None]
     places = sorted((x.data_ptr(), x.data_ptr() + x.numel() * x.element_size()) for x in parts)
     return all(end <= begin for (_, end), (begin, _) in pairwise(places))
 
 
-def test_launches_of_a_stream_have_them_after_each_other(gpu: Machine) -> None:
+def test_launches_of_a_stream_reuse_them(gpu: Machine) -> None:
     first = acquire_counters(GPU)
     assert first.counters.tolist() == [0, 0] and first.flags.numel() == module.MAX_FLAGS
     assert first.counters.data_ptr() % 16 == first.flags.data_ptr() % 16
@@ -106,8 +106,8 @@ def test_launches_of_a_stream_have_them_after_each_other(gpu: Machine) -> None:
     assert apart([acquire_counters(GPU), first])
 
 
-def test_nobody_has_what_was_not_given_back(gpu: Machine) -> None:
-    """As threads that launch on one stream at once, and a launch that failed."""
+def test_counters_in_use_are_not_shared(gpu: Machine) -> None:
+    """Threads may launch on one stream at once, and a launch may fail."""
     first, second = acquire_counters(GPU), acquire_counters(GPU)
     assert apart([first, second])
     second.release()
@@ -115,7 +115,7 @@ def test_nobody_has_what_was_not_given_back(gpu: Machine) -> None:
     assert apart([first, second, acquire_counters(GPU)])
 
 
-def test_launches_in_graphs_have_their_own_and_clear_nothing(gpu: Machine) -> None:
+def test_graphs_have_their_own_and_clear_nothing(gpu: Machine) -> None:
     fill_bank()
     shared = acquire_counters(GPU)
     gpu.capturing, cleared = True, gpu.cleared
@@ -125,30 +125,30 @@ def test_launches_in_graphs_have_their_own_and_clear_nothing(gpu: Machine) -> No
     assert len({x.counters.data_ptr() % 16 for x in own}) == 1
     assert apart([shared, *own])
     for each in own:
-        each.release()  # of no use to anybody: the graph has it as long as it is there
+        each.release()  # has no effect: the graph keeps it
     gpu.capturing = False
     assert apart([*own, acquire_counters(GPU)])
 
 
 def test_an_empty_bank_is_filled_before_the_next_graph(gpu: Machine) -> None:
     gpu.capturing = True
-    assert acquire_counters(GPU).counters.tolist() == [0, 0]  # there is no bank yet: a node of the graph clears them
+    assert acquire_counters(GPU).counters.tolist() == [0, 0]  # without a bank, a node of the graph clears them
     assert gpu.cleared == 1
     gpu.capturing = False
     fill_bank()
     gpu.capturing, cleared = True, gpu.cleared
     own = [acquire_counters(GPU) for _ in range(SMALL + 1)]
-    assert gpu.cleared == cleared + 1  # the last one found none left
+    assert gpu.cleared == cleared + 1  # none was left for the last one
     gpu.capturing = False
     fill_bank()
     gpu.capturing, cleared = True, gpu.cleared
     assert apart([*own, acquire_counters(GPU)])
     assert gpu.cleared == cleared
-    assert len(module._banks[0]) == 2  # graphs still point into the first
+    assert len(module._banks[0]) == 2  # graphs still use the first
 
 
-def test_no_graph_has_pairs_that_are_still_being_cleared(gpu: Machine) -> None:
-    """On the stream that it is captured on they are awaited, but a graph may be replayed on another."""
+def test_graphs_do_not_use_pairs_that_are_being_cleared(gpu: Machine) -> None:
+    """The capturing stream waits for them, but a graph may be replayed on another stream."""
     gpu.is_clearing = True
     for cleared in (False, True):
         fill_bank()
@@ -159,7 +159,7 @@ def test_no_graph_has_pairs_that_are_still_being_cleared(gpu: Machine) -> None:
 
 
 class Slow(dict[int, int]):
-    """Leaves other threads the time to ask the same."""
+    """Gives other threads the time to read the same number."""
 
     def get(self, *args: Any) -> Any:
         found = super().get(*args)
@@ -174,7 +174,7 @@ def test_threads_that_capture_at_once_have_their_own(gpu: Machine) -> None:
         assert apart([*pool.map(acquire_counters, [GPU] * SMALL)])
 
 
-def test_tickets_made_in_inference_mode_are_good_for_all(gpu: Machine) -> None:
+def test_counters_made_in_inference_mode_can_be_written_outside(gpu: Machine) -> None:
     with torch.inference_mode():
         first = acquire_counters(GPU)
     first.flags.zero_()
@@ -185,12 +185,12 @@ def test_tickets_made_in_inference_mode_are_good_for_all(gpu: Machine) -> None:
     acquire_counters(GPU).counters.zero_()
 
 
-def test_what_is_kept_comes_from_no_pool(gpu: Machine) -> None:
-    """Of a first call in the warm-up of torch.compile(mode="reduce-overhead"): the next graph overwrites that."""
+def test_permanent_memory_comes_from_no_pool(gpu: Machine) -> None:
+    """A first call in the warm-up of torch.compile(mode="reduce-overhead"): the next graph overwrites its pool."""
     gpu.pooled = {get_ident()}
     assert gpu.is_of_a_pool(torch.zeros((1,), dtype=torch.int32, device="cuda"))
     first = acquire_counters(GPU)
-    assert gpu.waited == gpu.cleared - 1 == 2  # the bank's, and those of the stream
+    assert gpu.waited == gpu.cleared - 1 == 2  # for the bank, and for the counters of the stream
     first.release()
     fill_bank()
     gpu.capturing = True
@@ -198,7 +198,7 @@ def test_what_is_kept_comes_from_no_pool(gpu: Machine) -> None:
     assert not any(map(gpu.is_of_a_pool, (first.counters, first.flags, own.counters, *module._banks[0])))
 
 
-def test_of_a_graph_that_was_captured_before_any_call_nothing_is_kept(gpu: Machine) -> None:
+def test_nothing_is_kept_of_a_graph_captured_before_any_call(gpu: Machine) -> None:
     gpu.capturing = True
     own = acquire_counters(GPU)
     assert gpu.is_of_a_pool(own.counters)

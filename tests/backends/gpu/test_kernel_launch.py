@@ -25,7 +25,7 @@ MAPPED = "tensordesc<bf16[8, 8],layout>"
 
 
 class Launch(NamedTuple):
-    """What the driver was told."""
+    """What the driver was given."""
 
     grid: list[int]
     threads: list[int]
@@ -33,19 +33,19 @@ class Launch(NamedTuple):
     stream: int
     attributes: list[tuple[int, int]]
     function: int
-    parameters: list[Any]  # the map of a descriptor is the address in it
+    parameters: list[Any]  # a tensor map appears as the address in it
 
 
 class Driver:
-    """CUDA's, of a GPU that is not there. The parameters end with two of scratch memory."""
+    """A fake CUDA driver. The last two parameters of every launch are scratch memory."""
 
     def __init__(self) -> None:
-        self.heard: list[Launch] = []
+        self.launched: list[Launch] = []
         self.replaced: list[int] = []
         self.sizes: list[int] = []  # of the parameters, in bytes
         self.refuses = False
         self.during: Any = None
-        self.stream = 5  # that is current
+        self.stream = 5  # the current one
 
     def cuLaunchKernelEx(self, config: Any, function: int, parameters: Any, extra: Any) -> int:
         if self.refuses:
@@ -58,7 +58,7 @@ class Driver:
         assert values[-2:] == [0, 0]
         sizes = [*config.grid], [*config.block], config.shared
         launch = Launch(*sizes, config.stream, [(x.id, x.value) for x in told], function, values[:-2])
-        self.heard.append(launch)
+        self.launched.append(launch)
         return 0
 
     def cuTensorMapReplaceAddress(self, place: int, address: int) -> int:
@@ -101,7 +101,7 @@ class Kernel:
         ]
 
         def a_kernel() -> None:
-            """Stands for the Python function of a kernel."""
+            """The Python function of the kernel."""
 
         self.fn: Any = a_kernel
         self.fn.__signature__ = Signature(parameters)
@@ -123,7 +123,7 @@ class Kernel:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """In place of the interpreter and of a GPU."""
+    """Replaces the interpreter and the GPU."""
     found = Driver()
     active = SimpleNamespace(
         get_current_device=lambda: 1, get_current_stream=lambda device: 100 * device + found.stream
@@ -135,7 +135,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 class Map:
-    """An object that ends with the bytes of a map, as Triton's does."""
+    """An object that ends with the bytes of a tensor map, as Triton's does."""
 
     __slots__ = tuple(f"word{n}" for n in range(launcher.MAP // 8))
 
@@ -167,11 +167,11 @@ def test_tensors_become_addresses_and_all_else_stays(driver: Driver) -> None:
     start(second, others, second, None, -8, 3 << 50)
     start(first, others, first, None, -8, 3 << 50)
     rest = [-2, 1 << 40, others.data_ptr(), -8, 3 << 50]
-    assert driver.heard[0] == Launch([9, 1, 1], [128, 1, 1], 1000, 105, [], 77, [second.data_ptr(), *rest])
-    assert driver.heard[1].parameters == [first.data_ptr(), *rest]
+    assert driver.launched[0] == Launch([9, 1, 1], [128, 1, 1], 1000, 105, [], 77, [second.data_ptr(), *rest])
+    assert driver.launched[1].parameters == [first.data_ptr(), *rest]
 
 
-def test_tuples_are_written_anew_where_they_are_others(driver: Driver) -> None:
+def test_tuples_are_written_if_they_differ(driver: Driver) -> None:
     kernel = Kernel(("i64", "constexpr", "*fp32"), ("i32", "i32"))
     driver.sizes = [8, 8, 4, 4]
     start = alone(kernel, 1)
@@ -182,7 +182,7 @@ def test_tuples_are_written_anew_where_they_are_others(driver: Driver) -> None:
     for call in calls:
         start(*call)
     wanted = [[a, tensor.data_ptr(), *pair] for (a, _, tensor), pair in calls]
-    assert [heard.parameters for heard in driver.heard] == wanted
+    assert [launched.parameters for launched in driver.launched] == wanted
 
 
 def test_no_tensor_is_kept(driver: Driver) -> None:
@@ -199,7 +199,7 @@ def test_no_tensor_is_kept(driver: Driver) -> None:
     assert [ref() for ref in gone] == [None] * 3
 
 
-def test_a_kernel_that_follows_is_launched_so(driver: Driver) -> None:
+def test_pdl_is_a_launch_attribute(driver: Driver) -> None:
     driver.sizes = [4]
     for follows in (False, True):
         kernel = Kernel("i32")
@@ -207,20 +207,20 @@ def test_a_kernel_that_follows_is_launched_so(driver: Driver) -> None:
         start = alone(kernel, 1)
         start(1)
         start(1)
-        assert driver.heard[-1].attributes == ([(6, 1)] if follows else [])
+        assert driver.launched[-1].attributes == ([(6, 1)] if follows else [])
 
 
-def test_each_launch_goes_to_the_stream_of_its_time(driver: Driver) -> None:
+def test_each_launch_uses_the_current_stream(driver: Driver) -> None:
     driver.sizes = [4]
     start = alone(Kernel("i32"), 1)
     for stream in (5, 6, 7):
         driver.stream = stream
         start(1)
-    assert [heard.stream for heard in driver.heard] == [106, 107]
+    assert [launched.stream for launched in driver.launched] == [106, 107]
 
 
 def test_a_launch_within_a_launch_has_memory_of_its_own(driver: Driver) -> None:
-    """As threads have that launch the same kernel at once."""
+    """As when threads launch the same kernel at once."""
     driver.sizes = [8]
     start = alone(Kernel("*fp32"), 1)
     outer, inner = zeros(2)
@@ -233,11 +233,11 @@ def test_a_launch_within_a_launch_has_memory_of_its_own(driver: Driver) -> None:
     for _ in range(2):
         driver.during = once
         start(outer)
-    assert [heard.parameters for heard in driver.heard] == 2 * [[inner.data_ptr()], [outer.data_ptr()]]
+    assert [launched.parameters for launched in driver.launched] == 2 * [[inner.data_ptr()], [outer.data_ptr()]]
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["Triton 3.6", "Triton 3.8"])
-def test_a_map_gets_its_address_where_that_is_another(
+def test_the_address_in_a_map_is_replaced_if_it_differs(
     later: bool, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nvidia = pytest.importorskip("triton.backends.nvidia.driver")
@@ -260,12 +260,12 @@ def test_a_map_gets_its_address_where_that_is_another(
     for first in (x, x, z, x):
         start(first, y, y, 5)
         at, other = first.data_ptr(), y.data_ptr()
-        assert driver.heard[-1].parameters == [at, 6, other, 1, 2, other, 6, 5]
+        assert driver.launched[-1].parameters == [at, 6, other, 1, 2, other, 6, 5]
     assert len(encoded) == 2
     assert driver.replaced == [x.data_ptr(), y.data_ptr(), z.data_ptr(), x.data_ptr()]
 
 
-def test_what_the_driver_refuses_goes_to_triton(driver: Driver) -> None:
+def test_a_launch_that_the_driver_refuses_goes_to_triton(driver: Driver) -> None:
     driver.sizes = [8]
     kernel = Kernel("*fp32", "constexpr", constant=True)
     start = alone(kernel, 3, C="constant")
@@ -276,7 +276,7 @@ def test_what_the_driver_refuses_goes_to_triton(driver: Driver) -> None:
     assert kernel.compiled.run.given == [(3, 1, 1, 105, 77, (4, 1, 1000), None, None, None, y, "constant")]
     driver.refuses = False
     start(x)
-    assert driver.heard[-1].parameters == [x.data_ptr()] and len(kernel.compiled.run.given) == 1
+    assert driver.launched[-1].parameters == [x.data_ptr()] and len(kernel.compiled.run.given) == 1
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_what_the_driver_refuses_goes_to_triton(driver: Driver) -> None:
     ],
     ids=str,
 )
-def test_what_takes_more_goes_to_triton(
+def test_kernels_that_need_more_go_to_triton(
     change: dict[str, Any], driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver.sizes = [4]
@@ -310,12 +310,12 @@ def test_what_takes_more_goes_to_triton(
     start = alone(kernel, 1)
     start(1)
     start(1)
-    assert not driver.heard and len(compiled.run.given) == 1
+    assert not driver.launched and len(compiled.run.given) == 1
 
 
 def test_kernels_in_a_row_share_values(driver: Driver) -> None:
-    """A value that two of them take, a part of its memory, a tuple, a number that stays, one that is absent."""
-    driver.sizes = [8, 8, 4, 8]  # of either
+    """A value that two kernels take, a part of its memory, a tuple, a fixed number, and None."""
+    driver.sizes = [8, 8, 4, 8]  # of each kernel
     first, second = Kernel("*fp32", "*fp32", "i32", "*fp32"), Kernel("*fp32", ("i64",), "i32", "*fp32", "constexpr")
     later = Argument(0, 8, lambda x: x[2:])
     row = LaunchSequence(
@@ -328,13 +328,13 @@ def test_kernels_in_a_row_share_values(driver: Driver) -> None:
     assert torch.equal(first.given[0][1], x[2:]) and second.given[0][4] is None
     for a, b, number in ((x, y, 7), (u, w, 8), (w, u, 8)):
         row(a, b, (number,), None)
-        launches = [heard.parameters for heard in driver.heard[-2:]]
+        launches = [launched.parameters for launched in driver.launched[-2:]]
         assert launches[0] == [a.data_ptr(), a.data_ptr() + 8, 5, b.data_ptr()]
         assert launches[1] == [a.data_ptr() + 8, number, 6, b.data_ptr()]
-    assert [heard.grid[0] for heard in driver.heard] == 3 * [2, 3]
+    assert [launched.grid[0] for launched in driver.launched] == 3 * [2, 3]
 
 
-def test_a_row_goes_on_by_triton_where_the_driver_refuses(driver: Driver) -> None:
+def test_triton_continues_a_sequence_where_the_driver_refuses(driver: Driver) -> None:
     driver.sizes = [8]
     kernels = [Kernel("*fp32") for _ in range(3)]
     row = LaunchSequence(*(KernelLaunch(kernel, 1).bind(a0=Argument(0)) for kernel in kernels))
@@ -342,24 +342,24 @@ def test_a_row_goes_on_by_triton_where_the_driver_refuses(driver: Driver) -> Non
     row(x)
 
     def refuse() -> None:
-        driver.refuses = len(driver.heard) == 0
+        driver.refuses = len(driver.launched) == 0
 
     driver.during = refuse
     row(y)
-    assert len(driver.heard) == 1 and [len(kernel.compiled.run.given) for kernel in kernels] == [0, 1, 1]
+    assert len(driver.launched) == 1 and [len(kernel.compiled.run.given) for kernel in kernels] == [0, 1, 1]
     assert kernels[2].compiled.run.given[0][-1] is y
 
 
 def test_nothing_to_launch(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in the backward pass of no sequences; the driver of another GPU is none of CUDA's."""
+    """As in the backward pass of no sequences, with a driver that is not CUDA's."""
     monkeypatch.setattr(launcher, "_library", lambda: None)
     row = LaunchSequence()
     row(torch.zeros(0))
     row(torch.zeros(0))
-    assert not driver.heard
+    assert not driver.launched
 
 
-def test_a_profiler_hears_of_launches(driver: Driver) -> None:
+def test_a_profilers_hooks_are_called(driver: Driver) -> None:
     import triton
 
     driver.sizes = [8]
@@ -376,7 +376,7 @@ def test_a_profiler_hears_of_launches(driver: Driver) -> None:
         hook.remove(listener)
     start(z)
     assert kernel.given == [(x,), (y,)]
-    assert [heard.parameters for heard in driver.heard] == [[z.data_ptr()]]
+    assert [launched.parameters for launched in driver.launched] == [[z.data_ptr()]]
 
 
 @pytest.mark.parametrize(

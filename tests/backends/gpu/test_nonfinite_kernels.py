@@ -1,4 +1,4 @@
-"""The walk over flags: each that is set is found by one program, once."""
+"""The search for set flags: one program finds each of them, once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def count_kernel(flags: Any, found: Any, count: Any) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, PROGRAMS * FLAGS_AT_ONCE.value, 2 * PROGRAMS * FLAGS_AT_ONCE.value + 5])
 @pytest.mark.parametrize("share", [0.0, 0.02, 1.0])
-def test_each_mark_is_found_once(share: float, count: int) -> None:
+def test_each_flag_is_found_once(share: float, count: int) -> None:
     torch.manual_seed(0)
     flags = (torch.rand(count + 1) < share).int().to(DEVICE)
     flags[-1] = 1  # beyond the last

@@ -1,4 +1,4 @@
-"""Scratch: its parts lie beside each other, and are where their Argument says."""
+"""Scratch memory: its parts do not overlap, and are where their Argument says."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_parts() -> None:
     assert all(end <= begin for (_, end), (begin, _) in pairwise(places)) and places[-1][1] <= memory.nbytes
 
 
-def test_the_rest_of_a_part() -> None:
+def test_the_tail_of_a_part() -> None:
     scratch = Scratch(0, torch.device("cpu"))
     scratch.part((3,), torch.float32)
     flags = scratch.part((7,), torch.int32)

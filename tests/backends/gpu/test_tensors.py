@@ -1,4 +1,4 @@
-"""Tensors as launches want them: rows that 32-bit offsets reach, copied only where they have to be."""
+"""Tensors as launches need them: 32-bit offsets reach all rows; copies only if necessary."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_wrong_ranks_are_left_to_the_check() -> None:
 
 
 def test_a_problem() -> None:
-    """The rows that lie far apart, and only these, are copied."""
+    """Only rows that are far apart are copied."""
     near = torch.randn(1, 2, 3, 8)
     p = describe(near, near, near)
     assert laid_out(p) is p
@@ -67,7 +67,7 @@ def test_a_problem() -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_gradients(packed: bool) -> None:
-    """dout, out, lse and dlse likewise, in the caller's layout: packed rows come first there."""
+    """dout, out, lse and dlse too, in the caller's layout, in which packed rows come first."""
     if packed:
         x, cu = torch.randn(3, 2, 8), torch.tensor([0, 3])
         p, rows, strides = describe(x, x, x, cu_q=cu, cu_k=cu), 0, [8, 1 << 30, 1]
@@ -86,7 +86,7 @@ def test_gradients(packed: bool) -> None:
 
 @pytest.mark.parametrize("shape", [(2, 3, 5), (4,), (0, 3), torch.Size((2, 3))], ids=str)
 def test_new_tensors_are_contiguous(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, and as on a GPU, where torch takes the same arguments."""
+    """On a CPU, and as on a GPU, where torch's function takes the same arguments."""
     guards = torch._C._dynamo.guards
     makers = [tensors.empty(shape, torch.bfloat16, torch.device("cpu"))]
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -98,8 +98,8 @@ def test_new_tensors_are_contiguous(shape: tuple[int, ...], monkeypatch: pytest.
         assert x.untyped_storage()._cdata != y.untyped_storage()._cdata
 
 
-def test_what_nobody_wants_is_dumped_where_there_is_room() -> None:
-    """Small results of one dtype in one place; each large one in its own."""
+def test_unused_results_share_a_buffer_if_they_are_small() -> None:
+    """Small results of one dtype share a buffer; each large one has its own."""
     x = torch.randn(1, 2, 3, 8)
     p = describe(x, x, x)
     small, smaller, large = (

@@ -1,4 +1,4 @@
-"""Which tile a decode gets on a GPU, into how many shares its keys go, and how many warps merge them."""
+"""The tile of a decode on a GPU, the number of shares of its keys, and the warps that merge them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, architecture: Any, processors: int) 
 
 
 def decode(batch: int, keys: int, heads: int = 32, kv_heads: int = 8, dim: int = 128, **more: Any) -> Any:
-    """The launches of one; nothing is started, and no memory touched."""
+    """The prepared launches of a decode; nothing runs, and no memory is touched."""
     dtype, n_q = more.pop("dtype", torch.bfloat16), more.pop("n_q", 1)
     q = torch.empty(batch, heads, n_q, dim, dtype=dtype)
     k = torch.empty(1, kv_heads, keys, dim, dtype=dtype).expand(batch, -1, -1, -1)
@@ -48,7 +48,7 @@ def tile(forward: Any) -> tuple[int, ...]:
     ("batch", "keys", "splits"),
     [(1, 8192, 32), (1, 16384, 32), (1, 4096, 16), (2, 8192, 16), (8, 2048, 4)],
 )
-def test_a_short_decode_has_two_programs_a_processor(batch: int, keys: int, splits: int) -> None:
+def test_a_short_decode_has_two_programs_per_processor(batch: int, keys: int, splits: int) -> None:
     found = decode(batch, keys)
     assert tile(found) == SHORT and found._splits == splits
     (programs, *_) = found._kernel.grid
@@ -86,20 +86,20 @@ def test_heads_share_tiles_that_one_would_leave_a_quarter_empty(n_q: int, shared
 
 
 @pytest.mark.parametrize("more", [{"dim": 64}, {"dim": 256}, {"dtype": torch.float32}, {"mask": True}], ids=str)
-def test_what_was_not_measured_is_as_any_decode(more: dict[str, Any]) -> None:
+def test_cases_without_measurements_use_the_ordinary_tile(more: dict[str, Any]) -> None:
     if "mask" in more:
         more = {"mask": torch.ones(1, 1, 1, 8192, dtype=torch.bool)}
     found = decode(1, 8192, **more)
     assert found._splits == 16 and found._kernel.options["num_warps"] == 4
 
 
-def test_another_gpu_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_gpus_have_no_short_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu(monkeypatch, (8, 0), 108)
     found = decode(1, 8192)
     assert tile(found) == (16, 64, 4, 3) and found._splits == 8
 
 
-def test_candidates_take_its_place() -> None:
+def test_overrides_apply_to_it() -> None:
     with tuning.override("decode-short", Config(16, 32, 1, 2, programs=2)):
         assert tile(decode(1, 8192)) == (16, 32, 1, 2) and decode(1, 8192)._splits == 32
         assert tile(decode(1, 32768)) == USUAL

@@ -1,4 +1,4 @@
-"""NaN and Inf through the Triton kernels under the interpreter: who flags, who recomputes, and who is given what."""
+"""NaN and Inf through the Triton kernels under the interpreter: which tiles are flagged, and who recomputes them."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ pytestmark = [
 RECOMPUTE, INSIDE = (
     1,
     1000,
-)  # processors: with 1 tiles are flagged for another kernel, with 1000 programs recompute their own rows
-TARGETS = ("q", "k", "v", "dout")  # one a sequence
+)  # processors: with 1, tiles are flagged for another kernel; with 1000, programs recompute their own rows
+TARGETS = ("q", "k", "v", "dout")  # one per sequence
 LONG = Size(4, 2, 1, 37, 48, 16, 16)
 DECODE = Size(4, 2, 1, 1, 270, 16, 16)
 SMALL = Size(1, 2, 1, 34, 40, 8, 8)
@@ -56,7 +56,7 @@ OPTIONS = [
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of two careful ones each where the dtype is float32, and more flags than a program looks at together."""
+    """Tiles of two careful ones each if the dtype is float32, and more flags than a program reads together."""
     monkeypatch.setattr(tuning, "choose", lambda *_: Config(32, 32, 4, 1))
     monkeypatch.setattr(nonfinite_kernels, "FLAGS_AT_ONCE", type(nonfinite_kernels.FLAGS_AT_ONCE)(4))
 
@@ -73,7 +73,7 @@ def forward(call: Call, exact: Truth, where: int = RECOMPUTE) -> tuple[Any, Any]
 
 
 def check(call: Call, exact: Truth, backward: bool = True) -> None:
-    """Both ways to recompute a forward pass, and the one of a backward pass."""
+    """Check both ways to recompute a forward pass, and the one of a backward pass."""
     forward(call, exact, INSIDE)
     out, lse = forward(call, exact)
     if backward:
@@ -90,7 +90,7 @@ def check(call: Call, exact: Truth, backward: bool = True) -> None:
         pytest.param("everything", "float32", marks=pytest.mark.slow),
     ],
 )
-def test_hidden_things_have_no_effect(hider: str, dtype: str) -> None:
+def test_hidden_nan_has_no_effect(hider: str, dtype: str) -> None:
     call, seen = nonfinite.case("ragged", hider, dtype)
     hidden = list(nonfinite.hidden_places(call, seen))
     if "sink" in call.options:  # a row with a sink has an lse and an output, whatever it sees
@@ -105,7 +105,7 @@ def test_hidden_things_have_no_effect(hider: str, dtype: str) -> None:
 def one_bad_number(
     size: Size, options: tuple[str, ...], dtype: str, value: float, targets: tuple[str, ...] = TARGETS
 ) -> tuple[Call, Truth]:
-    """In each sequence one input is bad, in a place that some see and others do not."""
+    """A call in which each sequence has one bad input, at a place that some rows see and others do not."""
     call = build(Case(size, dtype, options))
     if "kv_lengths" in call.options:
         call = replace(call, options=call.options | {"kv_lengths": np.array([size.n_k - 9, size.n_k, 20, 31])})
@@ -119,7 +119,7 @@ def one_bad_number(
 
 
 def spoiled(call: Call, error: dict[str, float]) -> Truth:
-    """What the oracle says of a call with NaN or Inf, to be met as closely as that without."""
+    """The oracle's results for a call with NaN or Inf, with the tolerance of the call without them."""
     exact = replace(same_dtype_error(call), error=error)
     results = [exact.out, *(exact.grads[name] for name in ("dq", "dk", "dv"))]
     assert all(np.isfinite(x).any() for x in results) and not all(np.isfinite(x).all() for x in results)
@@ -127,19 +127,19 @@ def spoiled(call: Call, error: dict[str, float]) -> Truth:
 
 
 @pytest.mark.parametrize(("options", "dtype"), OPTIONS, ids=str)
-def test_visible_things_reach_those_who_see_them(options: tuple[str, ...], dtype: str) -> None:
+def test_visible_nan_reaches_the_rows_that_see_it(options: tuple[str, ...], dtype: str) -> None:
     check(*one_bad_number(LONG, options, dtype, np.nan))
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf])
 @pytest.mark.parametrize("options", [("causal",), ("window", "dropout"), ("everything",)], ids="+".join)
-def test_infinities_reach_those_who_see_them(options: tuple[str, ...], value: float) -> None:
-    """Forward alone: of 0 * Inf each order of sums has its own."""
+def test_infinities_reach_the_rows_that_see_them(options: tuple[str, ...], value: float) -> None:
+    """Forward alone: 0 * Inf depends on the order of sums."""
     check(*one_bad_number(LONG, options, "bfloat16", value), backward=False)
 
 
 def test_an_infinite_query_or_key_under_a_softcap() -> None:
-    """Scores are finite and have no slope, so that the gradient of those who see it is 0 * Inf."""
+    """Scores are finite and have a slope of 0, so that the gradient of rows that see it is 0 * Inf."""
     call, exact = one_bad_number(LONG, ("causal", "softcap"), "float32", np.inf, ("q", "k"))
     assert np.isfinite(exact.out).all() and np.isnan(exact.grads["dq"]).any() and np.isnan(exact.grads["dk"]).any()
     check(call, exact)
@@ -167,7 +167,7 @@ def test_split_decode(options: tuple[str, ...], value: float, monkeypatch: pytes
     ids=str,
 )
 def test_short_decode(splits: int, options: tuple[str, ...], value: float | None, monkeypatch: Any) -> None:
-    """Two programs a processor, a last tile that is cut, and with kv_lengths sequences that leave most shares empty."""
+    """Two programs per processor, a partial last tile, and with kv_lengths sequences that leave most shares empty."""
     short, usual = Config(16, 16, 2, 1, programs=2), Config(16, 16, 4, 1)
     monkeypatch.setattr(tuning, "choose", lambda kernel, *_: short if kernel == "decode-short" else usual)
     size = replace(DECODE, n_k=splits * 4 * 16 + 9)
@@ -185,7 +185,7 @@ def test_short_decode(splits: int, options: tuple[str, ...], value: float | None
 
 @pytest.mark.parametrize("options", [("causal",), ("kv_lengths",), ("window", "dropout", "sink")], ids="+".join)
 def test_packed_neighbours(options: tuple[str, ...]) -> None:
-    """One sequence is NaN, and so are the keys of others beyond kv_lengths: these do not notice."""
+    """One sequence is NaN, and so are the keys of others beyond kv_lengths, which must have no effect."""
     call = build(Case(PACKED, "float32", options))
     if "kv_lengths" in options:
         call = replace(call, options={"kv_lengths": np.array([20, 45, 9, 33])})
@@ -209,7 +209,7 @@ def test_packed_neighbours(options: tuple[str, ...]) -> None:
         assert np.isnan(getattr(grads, name)[where]).any()
         found[name] = nonfinite.put(getattr(grads, name), where, exact.grads[name][where])
     if grads.dsink is not None:
-        found["dsink"] = exact.grads["dsink"].astype(np.float32)  # to which the bad sequence gives its NaN
+        found["dsink"] = exact.grads["dsink"].astype(np.float32)  # the bad sequence makes it NaN
     check_backward(call, exact, grads._replace(**found))
 
 
@@ -236,7 +236,7 @@ def test_large_doubles_are_not_infinite() -> None:
 
 @pytest.fixture
 def flags(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Those of the calls in a test, each 7 until a kernel writes it; other numbers between kernels begin as NaN."""
+    """The flags of the calls in a test, initialized to 7; scratch memory of floats is initialized to NaN."""
     made: list[Any] = []
 
     def sevens(shape: tuple[int, ...], dtype: Any, device: Any) -> Callable[[], Any]:
@@ -249,7 +249,7 @@ def flags(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return make
 
     part = Scratch.part
-    parts: list[Any] = []  # flags among the scratch memory that is being planned
+    parts: list[Any] = []  # flags among the parts of the scratch memory
 
     def listen(self: Scratch, shape: tuple[int, ...], dtype: Any) -> Argument:
         found = part(self, shape, dtype)
@@ -273,8 +273,8 @@ def flags(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
-def test_which_tiles_are_marked(flags: list[Any]) -> None:
-    """Number (sequence * heads + head) * tiles + tile, where the tiles of rows 0.., 32.., 64.. are 0, 1, 2."""
+def test_which_tiles_are_flagged(flags: list[Any]) -> None:
+    """Index (sequence * heads + head) * tiles + tile; the tiles of rows 0.., 32.., 64.. are 0, 1, 2."""
     call = build(Case(Size(2, 4, 2, 70, 70, 16, 16), "float32", ("causal",)))
     bad = nonfinite.changed(call, "v", (1, 0, 40, 3), np.nan)
     with processors(RECOMPUTE):
@@ -286,13 +286,13 @@ def test_which_tiles_are_marked(flags: list[Any]) -> None:
     assert not flags[1].any()
     of_keys, of_queries = flags[2][:12].reshape(2, 2, 3), flags[2][12:].reshape(2, 4, 3)
     np.testing.assert_array_equal(of_queries, expected)
-    np.testing.assert_array_equal(of_keys[0], 0)  # the lse that was given knows of no NaN: only its own key has one
+    np.testing.assert_array_equal(of_keys[0], 0)  # the given lse has no NaN: only the bad key itself has one
     np.testing.assert_array_equal(of_keys[1], [[0, 1, 0], [0, 0, 0]])
 
 
 @pytest.mark.parametrize("size", [LONG, PACKED], ids=str)
 def test_finite_numbers_leave_no_flag(size: Size, flags: list[Any]) -> None:
-    """Nor does what stood in memory before: statistics of rows are read beyond the last one."""
+    """Not even uninitialized memory does: row statistics are read beyond the last row."""
     call = build(Case(size, "float32", ("kv_lengths", "causal")))
     with processors(RECOMPUTE):
         kernels.backward(call, *kernels.forward(call))
@@ -319,8 +319,8 @@ def test_gradients_of_large_scores_in_packed_sequences() -> None:
     check(call, same_dtype_error(call))
 
 
-def test_large_scores_without_a_gradient_are_not_mended(flags: list[Any]) -> None:
-    """Padding, as many hide it: a bias of -1e9 for all keys of its rows."""
+def test_large_scores_without_a_gradient_are_not_recomputed(flags: list[Any]) -> None:
+    """Padding, often hidden by a bias of -1e9 for all keys of its rows."""
     call = build(Case(SMALL, "float32", ("bias",)))
     call = nonfinite.changed(call, "bias", (slice(None), slice(None), slice(20, None)), -1e9)
     idle = replace(call, dout=nonfinite.put(call.dout, (..., slice(20, None), slice(None)), 0.0), dlse=call.dlse * 0)
@@ -334,8 +334,8 @@ def test_large_scores_without_a_gradient_are_not_mended(flags: list[Any]) -> Non
 
 
 @cache
-def hidden_by_the_least_number(dtype: str, shape: Size, *more: str) -> tuple[Call, Truth]:
-    """Every other row has one bias for all its keys, the least number there is: in base 2 it would be infinite."""
+def hidden_by_the_lowest_number(dtype: str, shape: Size, *more: str) -> tuple[Call, Truth]:
+    """A call with the lowest finite number as bias for all keys of every other row: in base 2 it would be infinite."""
     call = build(Case(shape, dtype, ("bias", *more)))
     least = float(torch.finfo(getattr(torch, dtype)).min)
     bias = np.zeros(call.options["bias"].shape)
@@ -343,26 +343,26 @@ def hidden_by_the_least_number(dtype: str, shape: Size, *more: str) -> tuple[Cal
     options = call.options | {"bias": narrow(bias, dtype), "scale": 1.0}
     if "sink" in more:
         options["sink"] = narrow(np.array([least, 0.5]), dtype)
-    k = np.round(widen(call.k, np.float64))  # scores that such a bias leaves as they are
+    k = np.round(widen(call.k, np.float64))  # scores that such a bias does not change
     call = replace(call, q=narrow(np.round(widen(call.q, np.float64)), dtype), k=narrow(k, dtype), options=options)
     return call, same_dtype_error(call)
 
 
 @pytest.mark.parametrize("more", [(), ("sink", "causal")], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_rows_that_the_least_number_hides(dtype: str, more: tuple[str, ...]) -> None:
-    """As masks of numbers hide padding: such rows are means of all their values, and not empty."""
-    check(*hidden_by_the_least_number(dtype, SMALL, *more))
+def test_rows_that_the_lowest_number_hides(dtype: str, more: tuple[str, ...]) -> None:
+    """Numeric masks hide padding in this way: such rows are means of all their values, not empty."""
+    check(*hidden_by_the_lowest_number(dtype, SMALL, *more))
 
 
-def test_rows_that_the_least_number_hides_where_keys_are_split() -> None:
-    check(*hidden_by_the_least_number("float32", Size(1, 2, 1, 1, 270, 8, 8), "sink"))
+def test_rows_that_the_lowest_number_hides_with_split_keys() -> None:
+    check(*hidden_by_the_lowest_number("float32", Size(1, 2, 1, 1, 270, 8, 8), "sink"))
 
 
 @pytest.mark.parametrize("n_q", [1, 40])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_values_near_the_largest_number(dtype: str, n_q: int) -> None:
-    """Their weighted mean is finite, though a sum of them is not."""
+    """Their weighted mean is finite, although a sum of them is not."""
     call = build(Case(Size(1, 2, 1, n_q, 600, 16, 16), dtype))
     v = np.full(call.v.shape, 3.2e38)
     v[..., 1::2] = 1.0

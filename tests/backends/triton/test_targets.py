@@ -1,4 +1,4 @@
-"""The gate for GPUs that are not here: each kernel compiles, works on the matrix unit, keeps to registers and fits."""
+"""The cross-compilation gate: each kernel compiles for all targets, uses the matrix unit, does not spill, and fits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 DIMS = (64, 128, 256)
 DROPOUT = "causal dropout"
 EVERYTHING = "causal mask bias alibi softcap dropout sink"
-# A call without a mask runs the kernels of a causal one.
+# A causal call runs the same kernels as one without a mask.
 PLAIN = [Case(work, dim, "causal") for dim in DIMS for work in ("forward", "backward")]
 QUICK = {name: [case for case in PLAIN if case.dim == 128 or name == "sm_90"] for name in TARGETS}
 QUICK["sm_90"] += [
@@ -39,21 +39,21 @@ FULL = [
 ]
 KERNELS = {
     "forward": {"forward_kernel", "recompute_forward_kernel"},
-    "decode": {"forward_kernel", "merge_kernel"},  # which recomputes its own rows
+    "decode": {"forward_kernel", "merge_kernel"},  # forward_kernel recomputes its own rows
     "decode-short": {"forward_kernel", "merge_kernel"},
     **{
         work: {"statistics_kernel", "dkdv_kernel", "dq_kernel", "recompute_backward_kernel"}
         for work in ("backward", "backward-ragged", "backward-packed")
     },
 }
-# Spills allowed in the loop over full tiles of a plain call; none where nothing is said. Options and float32 may spill,
-# and so may kernels that recompute.
+# Spills allowed in the loop over full tiles of a plain call; 0 for all others. Options, float32 and kernels that
+# recompute may spill.
 SPILLS = {
-    ("sm_90", "dkdv_kernel"): 4,  # measured to be the fastest tiles all the same
+    ("sm_90", "dkdv_kernel"): 4,  # measured to be the fastest tiles nevertheless
     ("gfx1100", "forward_kernel"): 8,
     ("gfx1100", "dkdv_kernel"): 16,
 }
-# What those of a chain say to each other, and when they touch memory.
+# The order in which kernels with PDL launch dependents, wait and access memory.
 PDL_ORDER = {
     "forward_kernel": "launch memory",
     "recompute_forward_kernel": "wait memory",
@@ -67,7 +67,7 @@ WITH_PDL = ("sm_90", "sm_100")
 
 
 def faults(name: str, built: Built) -> list[str]:
-    """What is wrong with a kernel on a target, in words."""
+    """The faults of a kernel on a target, as messages."""
     target, case, code, found = TARGETS[name], built.case, built.code, []
     if built.multiplies and case.dtype == "bfloat16":
         if not code.matrix:
@@ -92,7 +92,7 @@ def faults(name: str, built: Built) -> list[str]:
 
 
 def check(name: str, cases: list[Case]) -> list[Built]:
-    """Build the kernels of these cases and find no fault with them."""
+    """Build the kernels of these cases and check that they have no faults."""
     rows = build(name, cases)
     for work in {case.work for case in cases}:
         assert {built.kernel for built in rows if built.case.work == work} >= KERNELS[work]
@@ -112,13 +112,13 @@ def test_every_kernel(name: str) -> None:
 
 
 def fits_twice(built: Built) -> bool:
-    """Whether two programs can be on a processor of Hopper's at once, as the table says of their tile."""
-    in_memory = 2 * (built.shared + KILO) <= TARGETS["sm_90"].shared + KILO  # each takes one more for itself
+    """Whether two programs fit a Hopper processor, as the tuning table assumes of their tile."""
+    in_memory = 2 * (built.shared + KILO) <= TARGETS["sm_90"].shared + KILO  # each program takes 1 KB more
     return in_memory and 2 * 32 * built.tile[2] * built.code.registers <= 65536
 
 
 def test_a_short_decode_on_hopper() -> None:
-    """Two programs of its tile fit a processor beside each other, and one warp holds all parts that it merges."""
+    """Two programs of its tile fit a processor, and one warp holds all the parts that it merges."""
     for built in check("sm_90", SHORT):
         if built.kernel == "merge_kernel":
             assert built.tile[0] == 1 and built.code.stack == 0

@@ -151,7 +151,7 @@ def pack_halves(low, high, dtype: gl.constexpr):
 
 @gluon.jit
 def await_adds():
-    """Wait until this thread's asynchronous adds are complete; tma.store_wait() waits only for reads of their source."""
+    """Wait until this thread's asynchronous adds are complete; tma.store_wait() waits only for their reads."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
     )

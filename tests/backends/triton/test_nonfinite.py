@@ -33,10 +33,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning"),
     pytest.mark.skipif(kernels.DEVICE == "cuda", reason="tests/gpu does this on the GPU"),
 ]
-RECOMPUTE, INSIDE = (
-    1,
-    1000,
-)  # processors: with 1, tiles are flagged for another kernel; with 1000, programs recompute their own rows
+# Processors: with 1, tiles are flagged for another kernel; with 1000, programs recompute their own rows.
+RECOMPUTE, INSIDE = 1, 1000
 TARGETS = ("q", "k", "v", "dout")  # one per sequence
 LONG = Size(4, 2, 1, 37, 48, 16, 16)
 DECODE = Size(4, 2, 1, 1, 270, 16, 16)

@@ -1,4 +1,4 @@
-"""The backward kernel for Hopper: a program takes 128 keys, or 64 over head dim 128, and the queries that see them.
+"""The backward kernel for Hopper: a program takes 128 keys (64 over head dim 128) and the queries that see them.
 
 One warp fetches Q, dO and the statistics of rows. Two warpgroups hold K, V, dK and dV; backward_up_to_128.py and
 backward_over_128.py describe their work. Two more warps have the copy engine add dQ to a float32 sum in memory.

@@ -35,9 +35,8 @@ FIELDS = gl.constexpr(14)
 QUERY = gl.constexpr(0)  # its first query
 DQ_AT = gl.constexpr(1)  # the position of its dQ
 SLOPE = gl.constexpr(2)  # the index of its head's alibi slope
-TURN = gl.constexpr(
-    3
-)  # in a fixed order, the number of tasks that add to this tile of dQ before; negative: not counted
+# In a fixed order, the number of tasks that add to this tile of dQ before; negative: not counted.
+TURN = gl.constexpr(3)
 TILE_FIELDS = gl.constexpr(4)
 TILE_SLOTS = gl.constexpr(8)  # tiles whose fields are kept: a warp that writes dQ is up to four tiles behind
 

@@ -24,7 +24,7 @@ from flashtile.inputs import Inputs
 from flashtile.numerics.dtypes import EIGHT_BITS, ITEMSIZE
 from flashtile.problem import Problem
 
-MOST_RISING = 64  # keys: with an alibi slope of 1, less than 2^93
+MAX_KEYS_AHEAD = 64  # of a query: with an alibi slope of 1, weights stay under 2^93
 # The values of a forward pass.
 Q, K, V, OUT, LSE, FLAGS, COUNTERS, SINK, RULE, LENGTHS, TRANSPOSED = map(Argument, range(11))
 
@@ -144,7 +144,7 @@ def constants(p: Problem, config: tuning.Config, packed_heads: int) -> Constants
     all_full = not limited and p.n_k % config.block_k == 0
     # Weights of float16 overflow at 2^16. Those of bfloat16 overflow where alibi rises from tile to tile, as it does
     # ahead of a query, because tiles come in falling order.
-    skip_max = p.dtype == "bfloat16" and (p.alibi is None or p.band.right <= MOST_RISING)
+    skip_max = p.dtype == "bfloat16" and (p.alibi is None or p.band.right <= MAX_KEYS_AHEAD)
     may_be_empty = p.packed or -(-p.n_q * packed_heads // ROWS) % config.consumers != 0
     sizes = (p.group, packed_heads, p.dim_v, _width(p), block(p.dim_v))
     flags = (skip_max, all_full, may_be_empty, tuning.one_right_cut(p))

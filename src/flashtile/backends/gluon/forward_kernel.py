@@ -1,4 +1,4 @@
-"""The forward kernel for Hopper: one warp fetches tiles, two or three warpgroups of 64 query rows each consume them.
+"""The forward kernel for Hopper: one warp fetches tiles, two or three warpgroups of 64 rows each consume them.
 
 Programs are persistent and take tasks from a counter, the longest first. The rings of key and value tiles, and the
 store of a finished tile, continue from task to task.

@@ -95,9 +95,9 @@ def find_task(number, work, C: gl.constexpr):
         first = number // at_once * work.section
         beside = gl.minimum(work.section, work.heads * plain(work.lengths.sequences) - first)
         inside = number % at_once
-        column = first + inside % beside
-        sequence = column // work.heads
-        head = column % work.heads
+        flat_head = first + inside % beside
+        sequence = flat_head // work.heads
+        head = flat_head % work.heads
         at = sequence_bounds(work.lengths, work.rule.offset, sequence)
         row = gl.cdiv(at.q_len * C.PACKED_HEADS, ROWS) * ROWS - (inside // beside + 1) * TILE
     return Task(sequence, head, row, at.q_start, at.q_len, at.k_start, at.k_len, at.offset)

@@ -1,4 +1,4 @@
-"""The kernels before and after the backward kernel on Hopper: row statistics and a cleared dQ, then dQ in its dtype.
+"""Kernels around the backward kernel on Hopper: row statistics and a cleared dQ before, dQ in its dtype after.
 
 In between, rows have a padded layout: each head, or each packed sequence, is padded to whole tiles of keys. Packed
 sequence s has the rows from (cu[s] // PAD + s) * PAD on.

@@ -114,8 +114,9 @@ def unit_of(rule, gain):
         return gl.to_tensor(1.4426950408889634)
 
 
-# ---- rows ---- Four threads hold the columns of a row. Each has its own copy, [rows, 4], of the row's maximum, the
-# same in all four, and of a partial sum. So a tile needs no exchange between threads unless its maximum is searched.
+# ---- rows ----
+# Four threads hold the columns of a row. Each has its own copy, [rows, 4], of the row's maximum, the same in all four,
+# and of a partial sum. So a tile needs no exchange between threads unless its maximum is searched.
 
 
 @gluon.constexpr_function

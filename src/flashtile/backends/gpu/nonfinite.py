@@ -46,10 +46,7 @@ class RecomputeForward:
         n_rows, batch = p.q.shape[2], p.q.shape[0]
         tiles, heads = count_tiles(p, p.n_q * packed_heads, n_rows, block_q), p.heads // packed_heads
         flags = NonfiniteFlags(tiles * heads * batch, device)
-        self.count, self.make = (
-            flags.count,
-            flags.make,
-        )  # not cleared: every flag is written, even for a tile of no rows
+        self.count, self.make = flags.count, flags.make  # not cleared: all are written, even for a tile of no rows
         self._counts = {"count": flags.count, "tiles": tiles, "heads": heads}
         config = careful(p, block_q)
         self._launch = KernelLaunch(

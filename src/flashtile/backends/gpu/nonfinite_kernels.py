@@ -153,7 +153,7 @@ def recompute_backward_kernel(
     OF_QUERIES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Recompute dK and dV of flagged tiles of K_ROWS keys (flagged first), and dQ of tiles of Q_ROWS queries."""
+    """Recompute flagged tiles: dK and dV of K_ROWS keys, whose flags come first, and dQ of Q_ROWS queries."""
     wait_for_previous(PDL)
     n = next_flagged(flags, tl.program_id(0), count)
     while n < count:

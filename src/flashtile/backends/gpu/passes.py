@@ -1,4 +1,4 @@
-"""Passes: prepared launches, forward and backward, for all calls that differ only in the contents of their tensors.
+"""Prepared launches, forward and backward, for all calls that differ only in the contents of their tensors.
 
 The Runner of each backend chooses the kernels.
 """

@@ -16,18 +16,18 @@ UNIT = 512  # bytes: parts are aligned as torch's own tensors are
 
 
 class Scratch:
-    """A value of a LaunchSequence, by its index, divided into parts by their offsets.
+    """A value of a LaunchSequence, by its position, divided into parts by their offsets.
 
     All parts have to be added before maker() is called.
     """
 
-    def __init__(self, index: int, device: Any) -> None:
-        self._index, self._device, self._bytes = index, device, 0
+    def __init__(self, position: int, device: Any) -> None:
+        self._position, self._device, self._bytes = position, device, 0
 
     def part(self, shape: tuple[int, ...], dtype: torch.dtype) -> Argument:
         offset, count = self._bytes, prod(shape) * dtype.itemsize
         self._bytes += -(-count // UNIT) * UNIT
-        return Argument(self._index, offset, partial(_view, offset=offset, count=count, shape=shape, dtype=dtype))
+        return Argument(self._position, offset, partial(_view, offset=offset, count=count, shape=shape, dtype=dtype))
 
     def maker(self) -> Callable[[], Any]:
         """Return what allocates the memory."""

@@ -96,9 +96,8 @@ def empty(shape: tuple[int, ...], dtype: Any, device: Any) -> Callable[[], Any]:
 
 def discard_buffer(dtype: Any, device: Any) -> Any:
     """Memory that any launch on any stream may write to, because none reads it. Graphs keep pointers to it for ever."""
-    if (
-        device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    ):  # captured before any call, a graph has a buffer of its own
+    # A graph that is captured before any other call gets a buffer of its own.
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return torch.empty(DISCARDED, dtype=dtype, device=device)
     made, _ = permanent.zeros((DISCARDED,), dtype, device)
     return _discard_buffers.setdefault((dtype, device), made)  # a second buffer would be freed while in use

@@ -167,8 +167,8 @@ def forward(problem: Problem, gpu: tuple[int, int] | str | None, short: bool = F
     short: if this is a decode, it is a short one.
     """
     p = problem
-    room = (p.dim, p.dim_v, ITEMSIZE[p.dtype], gpu, *choice_options(p))
-    config, decode = choose("forward", *room), choose("decode-short" if short else "decode", *room)
+    arguments = (p.dim, p.dim_v, ITEMSIZE[p.dtype], gpu, *choice_options(p))
+    config, decode = choose("forward", *arguments), choose("decode-short" if short else "decode", *arguments)
     heads = p.group if p.group > 1 and not p.packed and p.n_q * 4 <= config.block_q * 3 else 1
     return decode if heads * p.n_q <= decode.block_q and not p.packed else config, heads
 

@@ -68,7 +68,7 @@ else:
 
 
 class Kernel(NamedTuple):
-    """A kernel that a case compiled: one that an earlier case had compiled already is not there again."""
+    """A kernel that a case compiled; kernels that an earlier case has compiled are not repeated."""
 
     case: Any
     name: str

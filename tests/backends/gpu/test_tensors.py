@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import torch
 
 from flashtile.backends.gpu import tensors
-from flashtile.backends.gpu.tensors import DISCARDED, FARTHEST, Result, laid_out, tidy, tidy_gradients
+from flashtile.backends.gpu.tensors import DISCARDED, MAX_ROW_STRIDE, Result, laid_out, tidy, tidy_gradients
 from flashtile.backends.triton import tuning
 from flashtile.problem import describe
 
@@ -27,15 +27,15 @@ def test_offsets_within_a_tile_have_32_bits() -> None:
     tables = [*tuning.MEASURED.values(), *tuning.DROPOUT.values(), *tuning.REASONED.values()]
     tiles = [config for table in tables for steps in table.values() for config in steps.values()]
     largest = max(max(tile.block_q, tile.block_k) for tile in tiles)
-    assert largest >= 128 and (largest - 1) * (FARTHEST - 1) + 512 < 1 << 31
+    assert largest >= 128 and (largest - 1) * (MAX_ROW_STRIDE - 1) + 512 < 1 << 31
 
 
 @pytest.mark.parametrize(
     ("strides", "stays"),
     [
         ((1 << 40, 1 << 36, 64, 1), True),  # heads and batches may be anywhere
-        ((1 << 40, 64, FARTHEST - 1, 1), True),
-        ((1 << 40, 64, FARTHEST, 1), False),
+        ((1 << 40, 64, MAX_ROW_STRIDE - 1, 1), True),
+        ((1 << 40, 64, MAX_ROW_STRIDE, 1), False),
         ((1 << 40, 64, 1 << 33, 1), False),
         ((0, 0, 0, 1), True),
         ((8192, 64, 128, 2), False),
@@ -45,7 +45,7 @@ def test_rows_near_each_other(strides: tuple[int, ...], stays: bool) -> None:
     x = strided((2, 2, 65, 64), strides)
     y = tidy(x, -2)
     assert (y is x) == stays and y.shape == x.shape
-    assert y.stride(-1) == 1 and y.stride(-2) < FARTHEST
+    assert y.stride(-1) == 1 and y.stride(-2) < MAX_ROW_STRIDE
 
 
 def test_wrong_ranks_are_left_to_the_check() -> None:
@@ -60,7 +60,7 @@ def test_a_problem() -> None:
     near = torch.randn(1, 2, 3, 8)
     p = describe(near, near, near)
     assert laid_out(p) is p
-    far = replace(p, k=strided((1, 2, 3, 8), (1 << 40, 1 << 38, FARTHEST, 1)))
+    far = replace(p, k=strided((1, 2, 3, 8), (1 << 40, 1 << 38, MAX_ROW_STRIDE, 1)))
     found = laid_out(far)
     assert found.q is p.q and found.v is p.v and found.k.is_contiguous()
 
@@ -77,7 +77,7 @@ def test_gradients(packed: bool) -> None:
     near = strided(x.shape, strides)
     given = (near, near, near[..., 0], None)
     assert all(found is y for found, y in zip(tidy_gradients(p, *given), given, strict=True))
-    strides[rows] = FARTHEST
+    strides[rows] = MAX_ROW_STRIDE
     far = strided(x.shape, strides)
     dout, out, lse, dlse = tidy_gradients(p, far, far, far[..., 0], far[..., 0])
     assert all(y.is_contiguous() and y.shape == x.shape for y in (dout, out))

@@ -17,7 +17,7 @@ from flashtile.backends.gpu.config import Config
 from flashtile.problem import Problem
 
 FEW_ROWS = 512  # for which a descriptor does not pay
-FARTHEST = 1 << 23  # elements: offsets within a tile, of 256 rows at most, have 32 bits
+MAX_ROW_STRIDE = 1 << 23  # elements: offsets within a tile, of 256 rows at most, have 32 bits
 DISCARDED = 1 << 16  # elements: larger unused results have memory of their own
 _GUARDS: Any = torch._C._dynamo.guards
 _discard_buffers: dict[Any, Any] = {}
@@ -37,13 +37,15 @@ def laid_out(p: Problem) -> Problem:
 
 def tidy(x: Any, rows: int) -> Any:
     """x, or a copy if its columns are not contiguous or its rows, along this axis, are too far apart."""
-    return x if x.ndim < 2 or (x.stride(-1) == 1 and x.stride(rows) < FARTHEST) else x.contiguous()
+    return x if x.ndim < 2 or (x.stride(-1) == 1 and x.stride(rows) < MAX_ROW_STRIDE) else x.contiguous()
 
 
 def tidy_gradients(p: Problem, dout: Any, out: Any, lse: Any, dlse: Any) -> tuple[Any, Any, Any, Any]:
     """Copy what has rows that kernels cannot take; all in the caller's layout. Wrong ranks pass through."""
     rows, alone = (0, 0) if p.packed else (-2, -1)
-    lse, dlse = (x if x is None or x.ndim < 1 or x.stride(alone) < FARTHEST else x.contiguous() for x in (lse, dlse))
+    lse, dlse = (
+        x if x is None or x.ndim < 1 or x.stride(alone) < MAX_ROW_STRIDE else x.contiguous() for x in (lse, dlse)
+    )
     return tidy(dout, rows), tidy(out, rows), lse, dlse
 
 

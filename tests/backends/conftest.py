@@ -1,4 +1,4 @@
-"""What tests of both GPU backends share: a GPU that a pass is launched for, while nothing is started."""
+"""Fixtures of both GPU backends: a pretended GPU that passes are launched for, without running anything."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Have a GPU of this architecture, and no interpreter."""
+    """Pretend to have a GPU of this architecture, and no interpreter."""
     pytest.importorskip("torch")
     pytest.importorskip("triton")
     from flashtile.backends.gpu import device as gpu
@@ -25,15 +25,15 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, on_gpu: Callable[[Any], None]) -> list[tuple[str, bool, bool]]:
-    """On Hopper, of each launch: the kernel, whether it is launched to follow, and whether compiled for a chain."""
-    from flashtile.backends.gpu.start import Start
+    """The launches on Hopper: the kernel, whether it is launched with PDL, and whether it is compiled for it."""
+    from flashtile.backends.gpu.kernel_launch import KernelLaunch
 
     found: list[tuple[str, bool, bool]] = []
 
-    def listen(start: Start, *args: Any) -> None:
-        name = start.kernel.fn.__name__.removesuffix("_kernel")
-        found.append((name, start.options.get("launch_pdl", False), start.constants.get("CHAINED", False)))
+    def listen(launch: KernelLaunch, *args: Any) -> None:
+        name = launch.kernel.fn.__name__.removesuffix("_kernel")
+        found.append((name, launch.options.get("launch_pdl", False), launch.constants.get("PDL", False)))
 
-    monkeypatch.setattr(Start, "__call__", listen)
+    monkeypatch.setattr(KernelLaunch, "__call__", listen)
     on_gpu((9, 0))
     return found

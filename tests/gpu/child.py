@@ -1,4 +1,4 @@
-"""Python in a process of its own, where flashtile and these tests can be imported."""
+"""Run Python in a separate process that can import flashtile and these tests."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Tests marked gpu skip where there is none; each waits for the GPU, so that an error is told where it belongs.
+"""Tests marked gpu skip without a GPU; each waits for the GPU, so that an error is reported where it belongs.
 
-`backend`: the backend that a test's calls go to.
+`backend`: the backend that a test's calls use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     try:
         torch.cuda.synchronize()
-    except RuntimeError as error:  # an illegal address, say: nothing runs in this process from now on
+    except RuntimeError as error:  # an illegal address, for example: nothing can run in this process any more
         if "PYTEST_XDIST_WORKER" in os.environ:  # pytest-xdist starts another
             os.write(2, f"{request.node.nodeid}: {error}\n".encode())
             os._exit(1)
@@ -33,7 +33,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def backend(request: pytest.FixtureRequest, gpu: None) -> Iterator[str]:
-    """By each_backend: calls that name no backend go to this one, which skips the test where it cannot run here."""
+    """Calls that name no backend use this one; skip the test if it cannot run here. Parametrized by by_each."""
     from tests.gpu.runner import by
 
     name: str = request.param

@@ -1,4 +1,4 @@
-"""Standard attention in float64 torch, whole or for a sample of rows, where the NumPy oracle would take too long."""
+"""Standard attention in float64 torch, whole or for sampled rows, where the NumPy oracle would be too slow."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def sampled_rows(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, rows: Tensor) ->
 def sampled_keys(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, out: Tensor, lse: Tensor, keys: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """dk and dv of some keys of one head; out and lse of all rows are given, for they cannot be had from a sample."""
+    """dk and dv of some keys of one head, from the out and lse of all rows, which a sample cannot provide."""
     scale, n = q.shape[-1] ** -0.5, q.shape[0]
     k, v = k[keys].double(), v[keys].double()
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)

@@ -1,4 +1,4 @@
-"""Numbers that tell the order of a sum: of key tiles in dQ, where it would hardly be seen in 16 bits otherwise."""
+"""Numbers that reveal the order in which the tiles of dQ are summed, which 16 bits otherwise hide."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tests.support.grid import Call
 LARGE = 2.0**16
 
 
-def telling(batch: int, heads: int, n: int, dim: int, tile: int, seed: int = 0) -> Call:
-    """Of four tiles of keys the first gives dQ a large number, and the third takes it off again. The others give small
-    ones, which are rounded where they come beside a large one, and nowhere else; each four a little less.
+def order_sensitive(batch: int, heads: int, n: int, dim: int, tile: int, seed: int = 0) -> Call:
+    """A call in which, of four tiles of keys, the first gives dQ a large number, and the third subtracts it again. The
+    others give small ones, which are rounded next to a large one and nowhere else; each four a little less.
 
-    Queries are 0, so all weights are alike. Values are +1 or -1 in all columns, and add up to 0: so does the output,
+    Queries are 0, so all weights are equal. Values are +1 or -1 in all columns, and add up to 0: so does the output,
     and dS is its weight with the sign of its value.
     """
     rng = np.random.default_rng(seed)

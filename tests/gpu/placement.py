@@ -1,4 +1,4 @@
-"""Tensors in memory of a kind: with the strides of an array, and poison in the gaps and on either side."""
+"""Tensors placed in poisoned memory: with the strides of an array, and poison in the gaps and on either side."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from tests.pytorch.samples import tensor
 
 
 class Fence(NamedTuple):
-    """Elements of poison before and behind a tensor, in the same allocation."""
+    """Elements of poison before and after a tensor, in the same allocation."""
 
     before: int
     behind: int
 
 
 NO_FENCE = Fence(0, 0)
-FENCE = Fence(128, 128)  # the tensor stays as aligned as the allocation is
+FENCE = Fence(128, 128)  # keeps the alignment of the allocation
 UNALIGNED = Fence(1, 127)
 
 
 def poison(dtype: torch.dtype) -> Any:
-    """What shows if anybody uses it: NaN; a length without end; for a mask, True."""
+    """Contents that show if they are used: NaN; an enormous length; for a mask, True."""
     if dtype.is_floating_point:
         return float("nan")
     return True if dtype is torch.bool else torch.iinfo(dtype).max
 
 
 class Placed(NamedTuple):
-    """A tensor, the buffer that it is a part of, and what was in that."""
+    """A tensor, the buffer that it is a part of, and the buffer's contents."""
 
     tensor: Tensor
     buffer: Tensor
@@ -46,7 +46,7 @@ class Placed(NamedTuple):
 
 
 def place(x: np.ndarray[Any, Any], device: str, fence: Fence = NO_FENCE) -> Placed:
-    """x on a device with the strides that it has in NumPy; torch has no negative ones, such an array comes plain."""
+    """x on a device with its NumPy strides; torch has no negative strides, so such an array is copied."""
     values = tensor(x)
     steps = [step // x.itemsize for step in x.strides]
     if not x.size or min(steps, default=0) < 0:
@@ -71,7 +71,7 @@ def _bits(x: Tensor) -> Tensor:
 
 
 class Canaries:
-    """Every buffer that was asked for, with what stood on either side of it."""
+    """Every allocated buffer, with the poison on either side of it."""
 
     def __init__(self) -> None:
         self.buffers: list[tuple[Tensor, int]] = []
@@ -100,14 +100,14 @@ class Canaries:
 
 @contextmanager
 def unprepared() -> Iterator[None]:
-    """While it lasts, calls do not find what others prepared, which is bound to the functions of its time."""
+    """Within it, calls do not find prepared calls, which are bound to the functions of their time."""
     with mock.patch.object(calls, "_known", {}):
         yield
 
 
 @contextmanager
 def canaries() -> Iterator[Canaries]:
-    """While it lasts, new tensors are poison and stand between poison."""
+    """Within it, new tensors are poison and lie between poison."""
     birds = Canaries()
 
     def like(fill: Any) -> Any:

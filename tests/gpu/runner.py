@@ -1,4 +1,4 @@
-"""The public functions and autograd on tensors of a device, by one backend or another, for the calls of the grid."""
+"""The public functions and autograd on tensors of a device, by any backend, for the calls of the grid."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BACKENDS = tuple(row.name for row in dispatch.TABLE if row.device == "cuda")
 
 
 def by_each(*backends: str) -> tuple[pytest.MarkDecorator, ...]:
-    """For `pytestmark`: every test of a module, once by each of these. conftest.py has the fixture."""
+    """For `pytestmark`: run every test of a module once with each of these. conftest.py has the fixture."""
     return pytest.mark.usefixtures("backend"), pytest.mark.parametrize("backend", backends, indirect=True)
 
 
@@ -37,8 +37,8 @@ DIFFERENTIABLE = dict(zip(GRADIENTS, ("q", "k", "v", "bias", "sink"), strict=Tru
 class Route:
     """The public functions, by one backend for tensors on a GPU.
 
-    What it cannot do makes the test skip, if that comes first; later on it is the portable backend's, so that a test
-    of many calls in turn is still one where these meet.
+    If it does not support the first call, the test is skipped. Later calls may use the portable backend, so that tests
+    of many calls cover their alternation.
     """
 
     def __init__(self, backend: str) -> None:
@@ -65,7 +65,7 @@ _routes: list[Route] = []
 
 @contextmanager
 def by(backend: str) -> Iterator[Route]:
-    """While it lasts, calls that name no backend run on this one."""
+    """Within it, calls that name no backend use this one."""
     route = Route(backend)
     functions = {name: partial(route, getattr(ft, name)) for name in ("attention", "attention_packed")}
     _routes.append(route)
@@ -97,7 +97,7 @@ class Given:
 
     @property
     def leaves(self) -> dict[str, Tensor]:
-        """By the names of their gradients."""
+        """The differentiable inputs, by the names of their gradients."""
         names = {grad: name for grad, name in DIFFERENTIABLE.items() if name in self.placed}
         return {grad: self.arguments[name] for grad, name in names.items()}
 
@@ -107,7 +107,7 @@ class Given:
         return out, lse
 
     def step(self) -> tuple[Tensor, ...]:
-        """out, lse, and the gradients of all that have one."""
+        """out, lse, and the gradients of all inputs that have one."""
         for x in self.leaves.values():
             x.requires_grad_()
         out, lse = run(**self.arguments)
@@ -131,7 +131,7 @@ class Given:
 
 
 def close(x: Tensor, y: Tensor) -> bool:
-    """The same numbers, up to the order in which they were added up in float32 before they were rounded."""
+    """Whether the numbers are equal up to the order in which they were summed in float32 before rounding."""
     x, y = x.double(), y.double()
     largest = float(y.nan_to_num(0.0, 0.0, 0.0).abs().max()) if y.numel() else 0.0
     return torch.allclose(x, y, rtol=2.0**-7, atol=2.0**-16 * largest, equal_nan=True)
@@ -143,7 +143,7 @@ def refusal(call: Call, device: str = "cuda", fence: Fence = NO_FENCE) -> str | 
 
 
 def on(device: str, fence: Fence = NO_FENCE) -> Runner:
-    """A runner that goes by flashtile.attention(), attention_packed() and autograd."""
+    """A runner that uses flashtile.attention(), attention_packed() and autograd."""
 
     def forward(call: Call) -> tuple[Any, Any]:
         given = Given(call, device, fence)
@@ -168,7 +168,7 @@ CUDA = on("cuda")
 
 
 def agree(*cases: Case, runner: Runner = CUDA, backward: bool = True) -> None:
-    """All of these against the oracle; cases that share their kernels share a test, and each failure is told."""
+    """Compare all of these with the oracle; cases that share kernels share a test, and each failure is reported."""
     wrong, refused = [], []
     for case in cases:
         call = build(case)
@@ -185,7 +185,7 @@ def agree(*cases: Case, runner: Runner = CUDA, backward: bool = True) -> None:
 
 
 def check(call: Call, exact: Truth, runner: Runner = CUDA, backward: bool = True) -> None:
-    """One call against what is known of it."""
+    """Compare one call with its known results."""
     out, lse = runner.forward(call)
     check_forward(call, exact, out, lse)
     if backward:

@@ -1,9 +1,9 @@
-"""A handful of small calls, to be run under compute-sanitizer: every kernel, and the places where tiles end.
+"""A few small calls for compute-sanitizer: every kernel, and the edges of tiles.
 
 python -m tests.gpu.sanitized triton | gluon | overrun | handshake
 
-overrun is wrong on purpose, to see that it is noticed; handshake is right, to see whether a checker understands named
-barriers: some only arrive there, and others come from another place in the code.
+overrun is wrong on purpose, to check that it is noticed; handshake is right, to check whether a tool understands named
+barriers: some warps only arrive there, and others come from another place in the code.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def calls(backend: str) -> None:
                 given.step()
                 torch.cuda.synchronize()
                 run += 1
-        # NaN in a value: the guarded walk runs too.
+        # NaN in a value: the careful walk runs too.
         spoiled = Given(build(CASES[0]), "cuda")
         spoiled.arguments["v"][:, :, 100] = torch.nan
         spoiled.step()
@@ -72,7 +72,7 @@ TURNS = gl.constexpr(8)
 
 @gluon.jit
 def say(box):
-    """One warp: a number a turn, once the one before has been read."""
+    """One warp: send a number per turn, after the previous one has been read."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     for turn in range(TURNS):
         if turn > 0:
@@ -100,7 +100,7 @@ def handshake_kernel(out):
 
 
 def handshake() -> None:
-    """Numbers from one warp to four others by way of named barriers."""
+    """Pass numbers from one warp to four others through named barriers."""
     out = torch.zeros(TURNS.value, 128, device="cuda", dtype=torch.int32)
     handshake_kernel[(1,)](out, num_warps=4)
     torch.cuda.synchronize()

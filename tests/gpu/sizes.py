@@ -1,7 +1,8 @@
-"""Sizes that these tests have in common, so that they have kernels in common too.
+"""Sizes that these tests share, so that they share kernels too.
 
-Triton compiles anew for each dtype, pair of head dims, group and set of options, for lengths that divide by 16 or are
-one tile, and for tensors of more than 512 rows, which the copy engine fetches. Lengths are odd here, none is special.
+Triton compiles a kernel for each dtype, pair of head dims, group and set of options, for lengths that divide by 16 or
+are one tile, and for tensors of more than 512 rows, which the copy engine fetches. Lengths are odd here, so that none
+is special.
 """
 
 from __future__ import annotations

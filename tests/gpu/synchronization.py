@@ -1,4 +1,4 @@
-"""Who waits for the GPU on the host is told."""
+"""Detects waits for the GPU on the host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Operations of torch that wait for the device are errors."""
+    """Within it, torch operations that wait for the device raise."""
     torch.cuda.synchronize()
     _mind("error")
     try:
@@ -22,5 +22,5 @@ def no_waiting() -> Iterator[None]:
 
 def _mind(mode: str) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that it may miss some
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that it may miss some
         torch.cuda.set_sync_debug_mode(mode)

@@ -31,7 +31,7 @@ def test_options(option: str) -> None:
     agree(Case(DECODE, "bfloat16", (option,)), backward=False)
 
 
-# One of each way that a score, a weight or a tile is made.
+# One of each way to compute a score, a weight or a tile.
 WAYS = (
     *("plain", "causal", "window", "band", "mask", "bias", "bias of keys", "alibi", "softcap", "sink"),
     *("scale negative", "dropout", "kv_lengths", "everything"),
@@ -73,7 +73,7 @@ def test_packed_everything(dtype: str) -> None:
 
 
 def test_packed_decode() -> None:
-    """A row a sequence, as many lengths."""
+    """One row per sequence, each of another length."""
     size = Size.packed(8, 2, 64, 64, (1, 301), (1, 17), (1, 0), (1, 65), (1, 1), (1, 640))
     agree(*(Case(size, "bfloat16", (option,)) for option in ("plain", "causal", "kv_lengths")))
 
@@ -135,13 +135,13 @@ def test_head_dims_with_everything(dims: tuple[int, int], dtype: str) -> None:
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256), (512, 512)], ids=str)
 def test_head_dims_with_dropout(dims: tuple[int, int]) -> None:
-    """Which has tiles of its own."""
+    """Dropout has tiles of its own."""
     agree(Case(Size(2, 2, 1, 130, 257, *dims), "bfloat16", ("causal", "dropout")))
 
 
 @each_dtype
 def test_one_column(dtype: str) -> None:
-    """q.k is one product: standard attention has nothing to add up, so the dtype's own grain is the bar."""
+    """q.k is one product: standard attention has nothing to sum, so the dtype's own precision is the bound."""
     test_random_problems.agree(build(Case(Size(2, 4, 2, 65, 129, 1, 1), dtype, ("causal",))), CUDA)
 
 
@@ -172,7 +172,7 @@ def test_strides_of_packed_and_decode(layout: str) -> None:
 
 
 def sliced(call: Call) -> Call:
-    """q, k, v, dout as parts of larger arrays, whose other rows and columns nobody may look at."""
+    """q, k, v, dout as parts of larger arrays, whose other rows and columns must not be read."""
 
     def part(x: Any) -> Any:
         room = np.zeros((*x.shape[:-2], x.shape[-2] + 3, x.shape[-1] + 16), x.dtype)
@@ -192,14 +192,14 @@ def test_slices(option: str) -> None:
 
 @each_dtype
 def test_unaligned_pointers(dtype: str) -> None:
-    """Every tensor begins one element behind an aligned address."""
+    """Every tensor begins one element after an aligned address."""
     agree(Case(RAGGED, dtype, ("everything" if dtype == "bfloat16" else "causal",)), runner=on("cuda", UNALIGNED))
     agree(Case(DECODE, dtype, ("causal",)), runner=on("cuda", UNALIGNED), backward=False)
 
 
 @pytest.mark.parametrize("kind", [np.int32, np.int64])
 def test_lengths_of_either_width_and_any_stride(kind: Any) -> None:
-    """kv_lengths, cu_q and cu_k are data like any other: they may be views. So may slopes and sinks."""
+    """kv_lengths, cu_q and cu_k may be views, and so may slopes and sinks."""
 
     def apart(x: Any) -> Any:
         room = np.full((*x.shape, 3), 7, x.dtype)
@@ -227,7 +227,7 @@ def test_one_length_for_all() -> None:
 
 
 def test_bands_that_begin_far_away() -> None:
-    """Only the sums of a band's numbers matter, not how large each of them is."""
+    """Only the sums of a band's numbers matter, not their sizes."""
     q = torch.randn(1, 2, 65, 64, device="cuda")
     near = ft.attention(q, q, q, band=ft.Band(3, 2, 0))
     for far in (1 << 20, 1 << 31, 1 << 35, 1 << 39):
@@ -258,7 +258,7 @@ def test_sizes_of_zero(q_shape: Any, k_shape: Any, sink: bool, dtype: str) -> No
 
 
 def test_rows_that_see_nothing() -> None:
-    """Exactly 0 and -inf, not only near."""
+    """Exactly 0 and -inf, not only close to it."""
     test_agreement.test_rows_that_see_nothing(CUDA)
 
 

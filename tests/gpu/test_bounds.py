@@ -1,4 +1,4 @@
-"""Nobody reads or writes outside: inputs between NaN, and results that were NaN and lie between NaN."""
+"""No access out of bounds: inputs lie between NaN, and results are initialized to NaN and lie between NaN."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_inputs_between_poison(case: Case) -> None:
-    """Every input lies between NaN (lengths: between the largest integers; masks: between True), none of it written."""
+    """Every input lies between NaN (lengths: the largest integers; masks: True), and none of it is written."""
     agree(case, runner=on("cuda", FENCE))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_results_between_poison(case: Case) -> None:
-    """New memory is NaN and lies between NaN: all of a result is written, and nothing beside it."""
+    """New memory is NaN and lies between NaN: all of a result is written, and nothing next to it."""
     call = build(case)
     if reason := refusal(call):
         pytest.skip(reason)

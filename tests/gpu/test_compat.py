@@ -1,4 +1,4 @@
-"""The calls of other libraries on a GPU: as the same calls on a CPU in float64, and the host waits for nothing."""
+"""Calls of other libraries on a GPU, compared with the CPU in float64; the host does not wait."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def moved(x: Any, dtype: torch.dtype, device: str) -> Any:
 
 
 def check(call: Callable[..., Any], *given: Any, **options: Any) -> None:
-    """In float16 on a GPU beside float64 on the CPU; tensors that the call writes to are compared too."""
+    """Compare float16 on a GPU with float64 on the CPU, including tensors that the call writes to."""
     results = []
     for dtype, device in ((torch.float64, "cpu"), (torch.float16, "cuda")):
         args = [moved(x.half() if isinstance(x, Tensor) and x.is_floating_point() else x, dtype, device) for x in given]

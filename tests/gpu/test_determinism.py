@@ -1,4 +1,4 @@
-"""The same bits on every run, while other work has the GPU."""
+"""The same bits on every run, while the GPU does other work."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CASES = {
 
 @contextmanager
 def other_work() -> Iterator[None]:
-    """Matrix products and copies on a stream of their own, more than anyone waits for here."""
+    """Matrix products and copies on a stream of their own, for longer than any test waits."""
     aside = torch.cuda.Stream()
     a, b = (torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     torch.cuda.synchronize()
@@ -62,7 +62,7 @@ def test_twenty_runs(name: str, deterministic: bool) -> None:
 
 @pytest.mark.parametrize("name", ["everything", "causal", "packed"])
 def test_torch_may_ask_for_determinism(name: str) -> None:
-    """torch.use_deterministic_algorithms, which also fills new memory with NaN."""
+    """torch.use_deterministic_algorithms also fills new memory with NaN."""
     call = build(CASES[name])
     first = Given(replace(call, options=call.options | {"deterministic": True}), "cuda").step()
     given = Given(call, "cuda")
@@ -75,7 +75,7 @@ def test_torch_may_ask_for_determinism(name: str) -> None:
 
 
 def test_the_numbers_of_one_sequence_do_not_depend_on_its_neighbours() -> None:
-    """The same bits in whichever place of a batch."""
+    """The same bits at any place of a batch."""
     whole = build(Case(LONG, "bfloat16", ("causal",)))
     together = Given(whole, "cuda").forward()[0]
     reversed_ = Given(replace(whole, q=whole.q[::-1], k=whole.k[::-1], v=whole.v[::-1]), "cuda").forward()[0]

@@ -1,4 +1,4 @@
-"""8-bit tensors on Hopper, multiplied as they are: values, edges of tiles, factors, and what must not be seen."""
+"""8-bit tensors on Hopper, multiplied directly: values, edges of tiles, factors, and hidden numbers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_widths() -> None:
 
 @each_dim
 def test_large_scores_and_one_that_outgrows_all(dim: int) -> None:
-    """The maximum grows from tile to tile, also by far more than weights may."""
+    """The maximum grows from tile to tile, even by far more than weights may."""
     call = Eight.draw((1, 1, 128, dim), (1, 1, 1024, dim), descale=(4.0, 1.0, 1.0))
     check(call)
     k = call.k.float()
@@ -77,7 +77,7 @@ def test_large_scores_and_one_that_outgrows_all(dim: int) -> None:
 
 @each_dim
 def test_zeros(dim: int) -> None:
-    """Every weight is the same, and the mean of values is exact in few bits."""
+    """All weights are equal, and the mean of values is exact in few bits."""
     q = torch.zeros(1, 2, 130, dim, device="cuda").to(DTYPE)
     out, lse = ft.attention(q, q, torch.ones_like(q.float()).to(DTYPE), return_lse=True, backend="gluon")
     assert torch.equal(out, torch.ones_like(out))
@@ -87,7 +87,7 @@ def test_zeros(dim: int) -> None:
 @each_dim
 @pytest.mark.parametrize("options", [{"causal": True}, {"kv_lengths": torch.tensor([70, 211])}], ids=["band", "length"])
 def test_a_nan_that_nobody_may_see(options: dict[str, Any], dim: int) -> None:
-    """Rows that see it have NaN, all others what they had."""
+    """Rows that see it have NaN, all others are unchanged."""
     call = Eight.draw((2, 2, 260, dim), (2, 2, 260, dim), descale=(EACH, EACH, EACH), **options)
     before, _ = call.run("cuda", backend="gluon")
     k, v = call.k.float(), call.v.float()
@@ -102,7 +102,7 @@ def test_a_nan_that_nobody_may_see(options: dict[str, Any], dim: int) -> None:
 
 @each_dim
 def test_layouts(dim: int) -> None:
-    """Heads between rows, as many models have them."""
+    """Heads between rows, as in many models."""
     call = Eight.draw((2, 4, 200, dim), (2, 2, 200, dim))
     plain, _ = call.run("cuda", backend="gluon")
     q, k, v = (x.cuda().transpose(1, 2).contiguous().transpose(1, 2) for x in (call.q, call.k, call.v))

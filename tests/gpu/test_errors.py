@@ -1,4 +1,4 @@
-"""A wrong call on a GPU is told in the words that it is told in on the CPU, and nothing is launched."""
+"""A wrong call on a GPU raises the same message as on the CPU, and launches nothing."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def told(function: str, given: dict[str, Any]) -> tuple[type[Exception], str]:
 
 
 def for_tensors(wrong: Wrong) -> bool:
-    """Whether a wrong call can be made with tensors, and told from shapes and dtypes.
+    """Whether a wrong call can be made with tensors, and recognised by shapes and dtypes.
 
-    On a device nobody waits to look at lengths, so their values pass, and with them the longest of packed sequences.
+    Lengths on a device are not read, so their values pass, and so does the longest of packed sequences.
     """
     function, change, _, argument = wrong
     given = BASES[function]() | change
@@ -105,7 +105,7 @@ def test_a_backend_of_another_device(backend: str) -> None:
 
 @pytest.mark.gpu
 def test_wrong_calls_leave_the_gpu_alone() -> None:
-    """After all of them, a right one is right."""
+    """After all of them, a right call is right."""
     for function, change, _, _ in CALLS:
         told(function, on("cuda", BASES[function]() | change))
     right = on("cuda", BASES["attention"]())

@@ -1,4 +1,4 @@
-"""Small integers on a GPU: where every sum and product is exact, so is the result, to the last bit."""
+"""Small integers on a GPU: every sum and product is exact, so the result is too, to the last bit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_causal_means(dtype: torch.dtype) -> None:
 
 
 def permutation(n_q: int, n_k: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    """q, k, and for each query the one key it looks for: all others weigh exactly 0."""
+    """q, k, and for each query the one key with a weight: all others weigh exactly 0."""
     codes = 2 * whole(0, 1, n_k, 64, dtype=torch.float64) - 1
     wanted = torch.randperm(max(n_q, n_k), generator=torch.Generator().manual_seed(2))[:n_q].cuda() % n_k
     q, k = 8 * codes[wanted], codes
@@ -63,7 +63,7 @@ def permutation(n_q: int, n_k: int, dtype: torch.dtype) -> tuple[Any, ...]:
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("lengths", [(65, 129), (129, 65), (1, 701), (300, 300)], ids=str)
 def test_attention_as_a_look_up(lengths: tuple[int, int], dtype: torch.dtype) -> None:
-    """Weights are 1 and 0: out is v by index, dv adds up dout by index, and nothing moves q and k."""
+    """Weights are 1 and 0: out is v by index, dv sums dout by index, and the gradients of q and k are 0."""
     q, k, wanted = permutation(*lengths, dtype)
     n_q, n_k = lengths
     v, dout = whole(-8, 8, 1, 1, n_k, 64, dtype=dtype), whole(-8, 8, 1, 1, n_q, 64, dtype=dtype, seed=1)
@@ -78,7 +78,7 @@ def test_attention_as_a_look_up(lengths: tuple[int, int], dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_two_keys_alike_share(dtype: torch.dtype) -> None:
-    """Each key twice: the mean of two values, and half of dout to each."""
+    """Each key twice: the mean of two values, and half of dout for each."""
     q, k, wanted = permutation(65, 64, dtype)
     k = torch.cat([k, k], 2)
     v, dout = whole(-8, 8, 1, 1, 128, 64, dtype=dtype), 2 * whole(-4, 4, 1, 1, 65, 64, dtype=dtype, seed=1)
@@ -91,7 +91,7 @@ def test_two_keys_alike_share(dtype: torch.dtype) -> None:
 
 
 def test_a_sink_takes_its_share() -> None:
-    """A sink of 0 beside 2^n - 1 scores of 0 is one more key whose value is 0."""
+    """A sink of 0 next to 2^n - 1 scores of 0 acts as one more key with value 0."""
     q = torch.zeros(1, 2, 65, 64, device="cuda", dtype=torch.bfloat16)
     v = whole(-8, 8, 1, 2, 127, 64, dtype=torch.bfloat16)
     out = ft.attention(q, torch.zeros_like(v), v, sink=torch.zeros(2, device="cuda"))

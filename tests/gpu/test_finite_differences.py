@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("backend")]
 
 PROBLEMS = 200
 KINDS = {"triton": test_random.KINDS, "gluon": test_hopper.KINDS}
-SEED = 4  # of no other test of these kinds
+SEED = 4  # used by no other test of these kinds
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a first call costs: a few seconds to compile, and next to nothing in the processes after it.
+"""The cost of a first call: a few seconds to compile, and almost nothing in later processes.
 
 These are times: run them with nothing else on the machine.
 """
@@ -52,7 +52,7 @@ print(json.dumps(times))
 
 
 def seconds(name: str, cache: Path) -> list[list[float]]:
-    """Forward and backward, of the first and of the second call in a new process."""
+    """Times of forward and backward, in the first and in the second call of a new process."""
     run = python("-c", SCRIPT, json.dumps(CALLS[name]), TRITON_CACHE_DIR=str(cache))
     assert run.returncode == 0, run.stderr[-3000:]
     times: list[list[float]] = json.loads(run.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""CUDA graphs: a call is captured once, and replayed with new numbers in the same memory, lengths included."""
+"""CUDA graphs: a call is captured once, and replayed with new numbers in the same memory, including lengths."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CALLS = {
 
 
 def capture(function: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
-    """A graph of what function does, and the tensors that each replay fills."""
+    """A graph of this function, and the tensors that each replay fills."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
@@ -49,7 +49,7 @@ def capture(function: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDA
 
 
 def renew(given: Given, seed: int) -> None:
-    """Other numbers in the same memory."""
+    """Write other numbers into the same memory."""
     torch.manual_seed(seed)
     tensors = {**given.arguments, "dout": given.dout, "dlse": given.dlse}
     for name, x in tensors.items():
@@ -81,7 +81,7 @@ def test_replays(name: str, work: str) -> None:
 
 
 def replay_beside(given: Given, work: str) -> None:
-    """Two graphs of the same call, each on a stream of its own, beside that call on the stream they came from."""
+    """Replay two graphs of a call, each on its own stream, next to that call on the stream of their capture."""
     function = getattr(given, work)
     want = [x.clone() for x in function()]
     graphs = [capture(function) for _ in range(2)]
@@ -105,12 +105,12 @@ def test_replays_beside_other_streams(name: str, work: str) -> None:
     replay_beside(Given(build(CALLS[name]), "cuda"), work)
 
 
-def test_the_place_of_an_lse_that_nobody_wants_outlives_the_graph_it_was_made_in() -> None:
-    """All later calls, on whichever stream, write there."""
+def test_the_buffer_of_an_unused_lse_outlives_the_graph_that_first_used_it() -> None:
+    """All later calls on any stream write there."""
     q = torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16)
     want = ft.attention(q, q, q)
     ft.attention(q, q, q)
-    tensors._dumps.clear()
+    tensors._discard_buffers.clear()
     first = torch.cuda.CUDAGraph()
     with torch.cuda.graph(first):
         out = ft.attention(q, q, q)
@@ -124,16 +124,16 @@ def test_the_place_of_an_lse_that_nobody_wants_outlives_the_graph_it_was_made_in
         out = ft.attention(q, q, q)
     for _ in range(3):
         second.replay()
-        others = [torch.zeros(1 << 16, device="cuda") for _ in range(20)]  # as large as that place
+        others = [torch.zeros(1 << 16, device="cuda") for _ in range(20)]  # as large as that buffer
         assert same_bits(ft.attention(q, q, q), want) and same_bits(out, want)
         assert not any(x.any() for x in others)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when its compiler is imported
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch's, of one in which its memory is set up
-def test_what_is_kept_is_not_overwritten_by_what_torch_compile_captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Warmed up in the memory of its graphs, with nothing kept from before."""
-    monkeypatch.setattr(tensors, "_dumps", {})
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from torch, when its compiler is imported
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # from torch, for a graph in which its memory is set up
+def test_graphs_of_torch_compile_do_not_overwrite_permanent_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warmed up in the memory of its graphs, with no permanent memory from before."""
+    monkeypatch.setattr(tensors, "_discard_buffers", {})
     for name in ("_of_stream", "_banks", "_taken", "_clearing"):
         monkeypatch.setattr(work_counters, name, {})
     q = torch.randn(2, 8, 2048, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -143,8 +143,8 @@ def test_what_is_kept_is_not_overwritten_by_what_torch_compile_captures(monkeypa
         return loss
 
     (want,) = torch.autograd.grad(step(q), q)
-    tensors._dumps.clear()
-    for each in (work_counters._of_stream, work_counters._banks, work_counters._taken, work_counters._clearing):
+    tensors._discard_buffers.clear()
+    for each in (work_counters._free, work_counters._banks, work_counters._taken, work_counters._clearing):
         each.clear()
     compiled = torch.compile(step, mode="reduce-overhead")
     for _ in range(8):
@@ -153,8 +153,8 @@ def test_what_is_kept_is_not_overwritten_by_what_torch_compile_captures(monkeypa
         others = [torch.zeros(1 << 16, device="cuda", dtype=torch.int32) for _ in range(20)]
         torch.testing.assert_close(found, want, rtol=2e-2, atol=2e-2)
         assert not any(x.any() for x in others)
-    kept = [x.pair for free in work_counters._of_stream.values() for x in free]
-    kept += [*tensors._dumps.values(), *(bank for banks in work_counters._banks.values() for bank in banks)]
+    kept = [x.counters for free in work_counters._free.values() for x in free]
+    kept += [*tensors._discard_buffers.values(), *(bank for banks in work_counters._banks.values() for bank in banks)]
     segments = torch.cuda.memory_snapshot()
     for x in kept:
         (segment,) = (s for s in segments if s["address"] <= x.data_ptr() < s["address"] + s["total_size"])
@@ -182,7 +182,7 @@ def test_lengths_are_read_at_replay(n_q: int, work: str) -> None:
 
 
 def test_a_seed_is_read_at_replay() -> None:
-    """Both passes drop what the number drops that lies in the tensor by then."""
+    """Both passes drop the weights of the seed that the tensor holds at replay."""
     call = build(Case(LONG, "bfloat16", ("causal",)))
     seed = torch.tensor(1, device="cuda")
 
@@ -209,7 +209,7 @@ def test_dropout_of_others_differs_at_each_replay() -> None:
 
 
 def test_starts_are_read_at_replay() -> None:
-    """Packed sequences move their borders between replays."""
+    """Packed sequences move their boundaries between replays."""
     call = build(Case(Size.packed(4, 2, 64, 64, (240, 250), (347, 377)), "bfloat16", ("causal",)))
     given = Given(call, "cuda")
     cu_q, cu_k = given.arguments["cu_q"], given.arguments["cu_k"]

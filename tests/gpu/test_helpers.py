@@ -1,4 +1,4 @@
-"""What the tests of this folder lean on, tried on the CPU: a helper that sees nothing would let everything pass."""
+"""The helpers of these tests, checked on the CPU: a helper that notices nothing would let everything pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 import flashtile as ft
 from flashtile.numerics.dtypes import narrow, widen
 from tests.gpu.oracle import sampled_keys, sampled_rows, standard
-from tests.gpu.order_of_sums import telling
+from tests.gpu.order_of_sums import order_sensitive
 from tests.gpu.placement import FENCE, NO_FENCE, UNALIGNED, Fence, canaries, place, same_bits
 from tests.gpu.runner import Given, Route, agree, by, on
 from tests.gpu.test_random import KINDS, problem
@@ -112,7 +112,7 @@ def picky(q: Any, backend: str = "auto", can: bool = True) -> str:
     return backend
 
 
-def test_calls_go_the_way_they_are_sent() -> None:
+def test_calls_use_the_selected_backend() -> None:
     route = Route("gluon")
     assert route(picky, ON_GPU) == "gluon"
     assert route(picky, q=ON_GPU) == "gluon"
@@ -121,7 +121,7 @@ def test_calls_go_the_way_they_are_sent() -> None:
     assert route(picky, ON_GPU, can=False) == "triton", "not the first call"
 
 
-def test_a_first_call_that_cannot_be_sent_is_skipped() -> None:
+def test_an_unsupported_first_call_is_skipped() -> None:
     with pytest.raises(pytest.skip.Exception, match="Monday"):
         Route("gluon")(picky, ON_GPU, can=False)
 
@@ -132,7 +132,7 @@ def test_a_first_call_that_cannot_be_sent_is_skipped() -> None:
         Route("gluon")(broken, ON_GPU)
 
 
-def test_the_public_functions_are_sent_that_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_public_functions_use_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ft, "attention", picky)
     with by("gluon"):
         assert ft.attention(ON_GPU) == "gluon"
@@ -155,7 +155,7 @@ def test_a_sum_in_no_fixed_order_is_told_from_a_wrong_one() -> None:
         assert not given.alike([x, x, once_more, x], results)
 
 
-def test_problems_of_a_kind_differ_in_numbers_alone() -> None:
+def test_problems_of_a_kind_differ_only_in_numbers() -> None:
     rng = np.random.default_rng(0)
     for kind in KINDS:
         first, second = (problem(kind, rng) for _ in range(2))
@@ -180,9 +180,9 @@ def test_the_oracles_of_torch_are_right() -> None:
 
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize(("n", "tile"), [(1000, 128), (1024, 128), (1000, 64)])
-def test_numbers_that_tell_an_order(n: int, tile: int, backwards: bool) -> None:
-    """Of two neighbours that change places most are seen in 16 bits, wherever they come."""
-    call = telling(1, 1, n, 64, tile)
+def test_order_sensitive_numbers(n: int, tile: int, backwards: bool) -> None:
+    """Most swaps of two neighbours show in 16 bits, wherever they occur."""
+    call = order_sensitive(1, 1, n, 64, tile)
     keys, values = (widen(x, np.float32)[0, 0] for x in (call.k, call.v))
     out = ft.attention(call.q, call.k, call.v)
     assert not widen(out, np.float32).any(), "so that delta is 0"

@@ -1,6 +1,6 @@
-"""What could go wrong with the Hopper kernels in particular: edges of tiles, jumps of scores, counters, deadlocks.
+"""Risks of the Hopper kernels in particular: edges of tiles, jumps of scores, counters, deadlocks.
 
-All that goes for every backend is tested beside this, with this backend too.
+Tests for every backend run with this backend too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from flashtile.band import FAR
 from flashtile.numerics.dtypes import narrow
 from flashtile.problem import describe
 from tests.gpu.child import python
-from tests.gpu.order_of_sums import telling
+from tests.gpu.order_of_sums import order_sensitive
 from tests.gpu.placement import same_bits, unprepared
 from tests.gpu.runner import CUDA, Given, agree, by_each, check, refusal
 from tests.gpu.test_determinism import other_work
@@ -48,7 +48,7 @@ halves = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 
 
 def all_agree(*cases: Case) -> None:
-    """Outputs and lse, and none of these is another backend's business."""
+    """Outputs and lse agree, and no call is left to another backend."""
     for case in cases:
         assert refusal(build(case)) is None, str(case)
     agree(*cases, backward=False)
@@ -70,7 +70,7 @@ def test_lengths_about_a_tile(option: str, dim: int) -> None:
 @each_dim
 @pytest.mark.parametrize("option", ["causal", "window"])
 def test_more_keys_than_queries_and_more_queries_than_keys(option: str, dim: int) -> None:
-    """Where there are fewer keys, the first rows see none."""
+    """With fewer keys, the first rows see none."""
     all_agree(*(Case(Size(2, 2, 1, *lengths, dim, dim), "bfloat16", (option,)) for lengths in UNLIKE))
 
 
@@ -95,7 +95,7 @@ BANDS = {
 @each_dim
 @pytest.mark.parametrize("name", BANDS)
 def test_bands(name: str, dim: int) -> None:
-    """Tiles that one warpgroup of a program sees and another does not; rows that see nothing get exactly 0."""
+    """Tiles that only one warpgroup of a program sees; rows that see nothing get exactly 0."""
     call = build(Case(Size(1, 2, 1, 450, 500, dim, dim), "bfloat16"))
     call = replace(call, options={"band": BANDS[name]})
     exact = same_dtype_error(call)
@@ -107,7 +107,7 @@ def test_bands(name: str, dim: int) -> None:
 
 @pytest.mark.parametrize("group", range(1, 17))
 def test_groups(group: int) -> None:
-    """Groups of 2, 4, 8 and 16 heads share the rows of a tile while there are few queries."""
+    """Groups of 2, 4, 8 and 16 heads share the rows of a tile if there are few queries."""
     lengths = (1, 7, 33, 64, 65, 96, 97)
     all_agree(*(Case(Size(2, 2 * group, 2, n, 301, 64, 64), "bfloat16", ("causal",)) for n in lengths))
 
@@ -142,7 +142,7 @@ def test_packed_sequences(name: str, dim: int) -> None:
 
 
 def stairs(levels: list[int], dim: int, dtype: str) -> Call:
-    """Scores that stand at these levels, in base 2, for 128 keys each; every other query sees them upside down."""
+    """Scores at these levels, in base 2, for 128 keys each; every other query sees them reversed."""
     rng = np.random.default_rng(len(levels))
     n_q, n_k = 130, 128 * len(levels)
     q, k, v, dout = (rng.standard_normal((1, 2, n, dim)) for n in (n_q, n_k, n_k, n_q))
@@ -153,7 +153,7 @@ def stairs(levels: list[int], dim: int, dtype: str) -> Call:
 
 
 def jump(call: Call, runner: Runner = CUDA) -> None:
-    """The same against the oracle. Scores are large here, and the matrix unit cuts the digits off that others round."""
+    """Compare with the oracle. Scores are large here, and the matrix unit truncates digits that others round."""
     exact = same_dtype_error(call)
     finite = exact.lse[np.isfinite(exact.lse)]
     exact.error["lse"] += float(np.abs(finite).max(initial=0.0)) * 2.0**-22
@@ -161,21 +161,21 @@ def jump(call: Call, runner: Runner = CUDA) -> None:
 
 
 @contextmanager
-def marks() -> Iterator[list[Tensor]]:
-    """The marks of the calls that are made meanwhile: not 0 where a tile was spoiled and made anew."""
+def flags() -> Iterator[list[Tensor]]:
+    """The nonfinite flags of the calls within it: not 0 if a tile was spoiled and recomputed."""
     made: list[Tensor] = []
 
-    def lent(device: torch.device) -> Any:
-        found = work_counters.tickets(device)
-        found.marks.zero_()
+    def acquire(device: torch.device) -> Any:
+        found = work_counters.acquire_counters(device)
+        found.flags.zero_()
 
-        def give_back() -> None:
-            made.append(found.marks.clone())
-            found.give_back()
+        def release() -> None:
+            made.append(found.flags.clone())
+            found.release()
 
-        return SimpleNamespace(pair=found.pair, marks=found.marks, give_back=give_back)
+        return SimpleNamespace(counters=found.counters, flags=found.flags, release=release)
 
-    with mock.patch.object(forward, "tickets", lent):
+    with mock.patch.object(forward, "acquire_counters", acquire):
         yield made
 
 
@@ -187,7 +187,7 @@ STEEP = ([0, 300], [0, 0, 300, 0], [0, 2000], [300, 0, 300, 0, 300], [0, 100, 30
 @each_dim
 @pytest.mark.parametrize("levels", GENTLE, ids=str)
 def test_jumps_that_a_weight_can_hold(levels: list[int], dim: int, dtype: str) -> None:
-    with marks() as made:
+    with flags() as made:
         jump(stairs(levels, dim, dtype))
     assert made and not any(x.any() for x in made), "nothing had to be made anew"
 
@@ -196,8 +196,8 @@ def test_jumps_that_a_weight_can_hold(levels: list[int], dim: int, dtype: str) -
 @each_dim
 @pytest.mark.parametrize("levels", STEEP, ids=str)
 def test_jumps_past_the_largest_weight(levels: list[int], dim: int, dtype: str) -> None:
-    """In bfloat16 no maximum is searched for after the first tile: these overflow, and are mended."""
-    with marks() as made:
+    """In bfloat16 no maximum is searched after the first tile: these overflow, and are recomputed."""
+    with flags() as made:
         jump(stairs(levels, dim, dtype))
     assert any(x.any() for x in made) == (dtype == "bfloat16")
 
@@ -205,7 +205,7 @@ def test_jumps_past_the_largest_weight(levels: list[int], dim: int, dtype: str) 
 @halves
 @pytest.mark.parametrize("level", [-2000, -250, -100, 100, 250, 2000])
 def test_rows_that_do_not_see_their_first_tile(level: int, dtype: str) -> None:
-    """They measure against 0 until they see a key, and scores may be far from that."""
+    """Their reference is 0 until they see a key, and scores may be far from that."""
     call = stairs([level] * 4, 64, dtype)
     for band in (ft.Band(20, 0, 300), ft.Band(90, 90, 200), ft.Band(1 << 40, 0, 130)):
         jump(replace(call, options=call.options | {"band": band}))
@@ -270,7 +270,7 @@ def views(kind: str, batch: int, heads: int, n: int, dim: int) -> tuple[Tensor, 
     ],
 )
 def test_views(kind: str, dim: int) -> None:
-    """The bits of the same numbers in one piece."""
+    """The same bits as for the same numbers in one piece."""
     for n in (65, 450):
         q, k, v = views(kind, 2, 3, n, dim)
         for options in ({}, {"causal": True}):
@@ -315,14 +315,14 @@ def test_two_hundred_gradients_in_order(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REPEATED)
 def test_four_thousand_gradients_in_order(name: str) -> None:
-    """What goes wrong once in a thousand runs is seen too."""
+    """Errors that occur once in a thousand runs show too."""
     in_order(build(REPEATED[name]), turns=800)
 
 
 @pytest.mark.parametrize("programs", [3, 10])
 @pytest.mark.parametrize("name", REPEATED)
 def test_few_programs_take_all_tasks(name: str, programs: int) -> None:
-    """One task after the other in each of them: the bits of many programs, and of any Hopper GPU."""
+    """One task after the other in each program: the same bits as with many programs, and on any Hopper GPU."""
     call = build(REPEATED[name])
     given = Given(replace(call, options=call.options | {"deterministic": True}), "cuda")
     want = given.step()
@@ -332,20 +332,20 @@ def test_few_programs_take_all_tasks(name: str, programs: int) -> None:
 
 
 def test_gradients_in_order_where_rows_end_before_the_band() -> None:
-    """Of the last tile of queries, some keys are seen only by rows that are not there: those have no turn."""
+    """In the last tile of queries, some keys are seen only by rows that do not exist: those have no turn."""
     call = build(Case(Size(2, 8, 8, 388, 1024, 128, 128), "bfloat16"))
     in_order(replace(call, options=call.options | {"band": ft.Band(FAR, 0, -10)}), turns=10)
 
 
 @pytest.mark.parametrize("turns", [40, pytest.param(800, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("dim", "tile"), [(64, 128), (128, 128), (256, 64)])
-def test_sums_that_tell_their_order(dim: int, tile: int, turns: int) -> None:
-    """Two tasks that change places are seen; with ordinary numbers they would hardly be, in 16 bits."""
-    in_order(telling(3, 8, 1000, dim, tile), turns)
+def test_order_sensitive_sums(dim: int, tile: int, turns: int) -> None:
+    """Two tasks that change places show; with ordinary numbers they would hardly do so in 16 bits."""
+    in_order(order_sensitive(3, 8, 1000, dim, tile), turns)
 
 
 def in_order(call: Call, turns: int) -> None:
-    """Gradients of five runs a turn have the same bits."""
+    """Check that gradients of five runs per turn have the same bits."""
     given = Given(replace(call, options=call.options | {"deterministic": True}), "cuda")
     first = [x.clone() for x in given.step()]
     with other_work():
@@ -356,7 +356,7 @@ def in_order(call: Call, turns: int) -> None:
 
 
 def difference(x: Tensor, y: Tensor) -> str:
-    """What tells one cause from another: how many elements, of which heads and rows, and by how much."""
+    """Details that tell causes apart: how many elements differ, of which heads and rows, and by how much."""
     apart = (x != y).nonzero()
     if not len(apart):
         return "same"
@@ -403,7 +403,7 @@ LARGE_CALLS: dict[str, tuple[tuple[int, int, int, int, int], dict[str, Any]]] = 
 
 @pytest.mark.parametrize("name", LARGE_CALLS)
 def test_large_calls_come_back(name: str) -> None:
-    """In a process that may be killed: warps that wait for each other would wait for ever."""
+    """In a process that can be killed: warps in a deadlock would wait for ever."""
     run = python("-c", LARGE, json.dumps(LARGE_CALLS[name]), timeout=240)
     assert run.returncode == 0 and run.stdout.endswith("done\n"), run.stdout + run.stderr[-3000:]
 
@@ -411,7 +411,7 @@ def test_large_calls_come_back(name: str) -> None:
 @pytest.mark.parametrize("alike", [True, False], ids=["the same call", "two calls"])
 @pytest.mark.parametrize("work", [Given.forward, Given.step], ids=["forward", "gradients"])
 def test_two_streams_at_once(work: Callable[[Given], tuple[Tensor, ...]], alike: bool) -> None:
-    """Fifty launches on each: programs of one must not take tasks of the other."""
+    """Fifty launches on each: programs of one stream must not take tasks of the other."""
     cases = [build(REPEATED[name]) for name in ("causal", "causal" if alike else "packed")]
     calls = [Given(replace(call, options=call.options | {"deterministic": True}), "cuda") for call in cases]
     alone = [work(given) for given in calls]
@@ -430,14 +430,14 @@ def test_two_streams_at_once(work: Callable[[Given], tuple[Tensor, ...]], alike:
 @pytest.mark.parametrize("work", ["forward", "step"])
 @pytest.mark.parametrize("name", ["causal", "packed"])
 def test_a_graph_beside_the_stream_it_was_captured_on(name: str, work: str) -> None:
-    """In order, so that gradients have the same bits too."""
+    """With a fixed order, so that gradients have the same bits too."""
     call = build(REPEATED[name])
     replay_beside(Given(replace(call, options=call.options | {"deterministic": True}), "cuda"), work)
 
 
 @pytest.mark.parametrize("work", ["forward", "step"])
-def test_a_capture_that_is_given_up(work: str) -> None:
-    """Launches that were recorded and never ran leave nothing behind that later ones would count on."""
+def test_an_abandoned_capture(work: str) -> None:
+    """Launches that were captured and never ran leave nothing behind that later ones would rely on."""
     given = Given(build(REPEATED["causal"]), "cuda")
     function = getattr(given, work)
     want = [x.clone() for x in function()]
@@ -455,7 +455,7 @@ def test_a_capture_that_is_given_up(work: str) -> None:
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 def test_gradients_are_about_as_exact_as_those_of_cudnn(causal: bool, dim: int) -> None:
-    """By the root of the mean square of the difference from float64."""
+    """By the root mean square of the difference from float64."""
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(2, 2, 1024, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     attention = torch.nn.functional.scaled_dot_product_attention
@@ -476,7 +476,7 @@ def test_gradients_are_about_as_exact_as_those_of_cudnn(causal: bool, dim: int) 
         assert (x - z).norm() <= 1.1 * (y - z).norm(), f"d{name}"
 
 
-# ---- who is chosen ----
+# ---- selection ----
 
 
 def test_auto_takes_it_where_it_suits() -> None:

@@ -23,7 +23,7 @@ GIB = 1 << 30
 
 @pytest.fixture(autouse=True)
 def room() -> None:
-    """Let go of what earlier tests left with torch's allocator, and skip where a GPU has too little."""
+    """Free what earlier tests left in torch's allocator, and skip if the GPU has too little memory."""
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < 60 * GIB:
         pytest.skip("less than 60 GiB of the GPU are free")
@@ -81,7 +81,7 @@ def test_more_than_two_to_the_31_numbers() -> None:
 
 @pytest.mark.parametrize("shape", [(70_001, 1), (1, 70_001)], ids=["sequences", "heads"])
 def test_more_than_65535(shape: tuple[int, int]) -> None:
-    """A grid of CUDA has no more than 65535 programs along two of its axes."""
+    """A CUDA grid has at most 65535 programs along two of its axes."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(*shape, 5, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     out, lse = ft.attention(q, k, v, causal=True, return_lse=True)
@@ -128,14 +128,14 @@ print(max(float((a - b).abs().max()) for a, b in zip(*results)))
 
 
 def test_rows_far_apart(backend: str) -> None:
-    """Strides are numbers like any other. In a process of its own: an address gone wrong would end this one's work."""
+    """Large strides. In a separate process: a wrong address would end this one's work."""
     run = python("-c", FAR_APART, backend)
     assert run.returncode == 0, run.stderr[-3000:]
     assert float(run.stdout) < 0.05
 
 
 def test_a_long_cache() -> None:
-    """One query, 2^20 keys, split over the GPU: the oracle in one piece."""
+    """One query, 2^20 keys, split over the GPU; the oracle computes them in one piece."""
     torch.manual_seed(0)
     q = torch.randn(1, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(1, 1, 1 << 20, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Memory on a GPU, measured: a forward adds the lse, a backward O(N d); too little of it is an error, not an end."""
+"""Memory on a GPU, measured: a forward pass adds the lse, a backward pass O(N d); too little memory is an error."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ SLACK = MIB  # for what does not grow with N
 
 
 def tensors(n: int = N, heads: int = H, dim: int = D, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    torch.cuda.empty_cache()  # else they may lie in a larger block, the rest of which is room that room() does not see
+    torch.cuda.empty_cache()  # otherwise they may lie in a larger block, whose rest room() does not count
     return [torch.randn(1, heads, n, dim, device="cuda", dtype=dtype) for _ in range(3)]
 
 
 def added(function: Callable[[], tuple[Tensor, ...]]) -> int:
-    """The most bytes asked for at once while function ran, beyond those before it and those of what it returned."""
+    """The peak of bytes allocated while function ran, beyond those before it and those of its results."""
     function()  # compiles, and leaves nothing behind
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
@@ -54,7 +54,7 @@ STATISTICS = H * N * 4  # bytes of an lse
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_forward_adds_nothing(name: str) -> None:
-    """Not even 1 MiB beside out and lse; the scores would be 1 GiB."""
+    """Less than 1 MiB besides out and lse; the scores would be 1 GiB."""
     (q, k, v), options = tensors(), OPTIONS[name]()
     assert added(lambda: ft.attention(q, k, v, return_lse=True, **options)) <= SLACK
     assert added(lambda: (ft.attention(q, k, v, **options),)) <= STATISTICS + SLACK
@@ -62,7 +62,7 @@ def test_forward_adds_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_backward_is_linear(name: str) -> None:
-    """Beside the gradients O(N d): numbers a row, and at most dq once more in float32; the scores would be 1 GiB."""
+    """Besides the gradients O(N d): numbers per row, and at most dq once more in float32; the scores would be 1 GiB."""
     (q, k, v), options = [x.requires_grad_() for x in tensors()], OPTIONS[name]()
     out, lse = ft.attention(q, k, v, return_lse=True, **options)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
@@ -75,7 +75,7 @@ def test_backward_is_linear(name: str) -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["in any order", "in order"])
 def test_backward_adds_delta_and_dq(deterministic: bool) -> None:
-    """No more than dQ in float32, a number a row, and a few counters a tile."""
+    """No more than dQ in float32, one number per row, and a few counters per tile."""
     q, k, v = [x.requires_grad_() for x in tensors(heads=16, dim=128)]
     out = ft.attention(q, k, v, causal=True, deterministic=deterministic)
     dout = torch.randn_like(out)
@@ -84,7 +84,7 @@ def test_backward_adds_delta_and_dq(deterministic: bool) -> None:
     def backward() -> tuple[Tensor, ...]:
         return torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
-    counters = 3 * delta // 32  # a mark for 64 rows, a turn for each 64 x 64 of dQ, and as much to round up
+    counters = 3 * delta // 32  # a flag for 64 rows, a turn for each 64 x 64 of dQ, and as much to round up
     assert added(backward) <= 2 * q.nbytes + delta + counters
 
 
@@ -94,8 +94,8 @@ def test_packed_adds_nothing() -> None:
     assert added(lambda: ft.attention_packed(q, k, v, cu, cu, causal=True, return_lse=True)) <= SLACK
 
 
-def test_what_is_saved_for_the_way_back() -> None:
-    """The inputs, out and lse: no more than two of those are new."""
+def test_what_is_saved_for_the_backward_pass() -> None:
+    """The inputs, out and lse; only the last two are new."""
     q, k, v = (x.requires_grad_() for x in tensors())
     ft.attention(q, k, v, causal=True)
     torch.cuda.synchronize()
@@ -105,7 +105,7 @@ def test_what_is_saved_for_the_way_back() -> None:
 
 
 def test_decode_adds_its_shares() -> None:
-    """Split keys leave partial results: they go by the processors, not by the keys."""
+    """Split keys leave partial results: they depend on the processors, not on the keys."""
     q = torch.randn(1, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
     added_by = []
     for n in (16384, 131072):
@@ -115,14 +115,14 @@ def test_decode_adds_its_shares() -> None:
 
 
 def test_a_bias_of_all_pairs_is_not_copied() -> None:
-    """Given in bfloat16, 512 MiB of it: nobody widens it."""
+    """512 MiB of it, in bfloat16: it is not widened."""
     (q, k, v), bias = tensors(), torch.zeros(N, N, device="cuda", dtype=torch.bfloat16)
     assert added(lambda: ft.attention(q, k, v, bias=bias, return_lse=True)) <= SLACK
 
 
 @contextmanager
 def room(more: int) -> Iterator[None]:
-    """For a while this process may take no more than this many bytes beyond what it has."""
+    """Within it, this process may allocate only this many bytes beyond what it has."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     whole = torch.cuda.get_device_properties(0).total_memory
@@ -155,14 +155,14 @@ def test_more_than_any_gpu_has() -> None:
     assert still_works()
 
 
-def test_no_memory_on_the_way_back() -> None:
+def test_no_memory_in_the_backward_pass() -> None:
     q, k, v = (x.requires_grad_() for x in tensors(n=65536, heads=8))
     out = ft.attention(q, k, v, causal=True)
     dout = torch.ones_like(out)
     with room(32 * MIB), pytest.raises(torch.OutOfMemoryError):
         torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
     assert still_works()
-    grads = torch.autograd.grad(out, (q, k, v), dout)  # and now there is
+    grads = torch.autograd.grad(out, (q, k, v), dout)  # now there is enough
     assert all(x.isfinite().all() for x in grads)
 
 

@@ -1,6 +1,7 @@
-"""NaN and Inf on a GPU: what is masked, unused or a neighbour's has no effect; what is seen reaches those who see it.
+"""NaN and Inf on a GPU: hidden or unused ones have no effect; visible ones reach the rows that see them.
 
-Held to the oracle's numbers, not to the bits of a call without NaN: rows that meet one are made anew, in other tiles.
+Results are compared with the oracle's numbers, not with the bits of a call without NaN: rows that meet one are
+with_bad_replaced with other tiles.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ pytest.importorskip("torch")
 from tests import test_nonfinite as nonfinite
 from tests.backends.triton.test_nonfinite import (
     LARGE_SCORES,
-    hidden_by_the_least_number,
+    hidden_by_the_lowest_number,
     large_scores,
     one_bad_number,
 )
@@ -29,7 +30,7 @@ PAIRLESS = ("causal window", "alibi", "softcap", "sink", "kv_lengths")  # everyt
 
 
 def hiding(size: str, hider: str, dtype: str, backend: str) -> tuple[Call, Any]:
-    """nonfinite.case(), with no more options than a backend takes."""
+    """nonfinite.case(), with only the options that a backend takes."""
     if backend != "gluon":
         return nonfinite.case(size, hider, dtype)
     if hider != "everything":
@@ -46,7 +47,7 @@ each_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
     [*((hider, "bfloat16") for hider in nonfinite.HIDERS), ("causal", "float32"), ("everything", "float32")],
 )
 @pytest.mark.parametrize("size", ["blocks", "decode"])
-def test_hidden_things_have_no_effect(size: str, hider: str, dtype: str, backend: str) -> None:
+def test_hidden_nan_has_no_effect(size: str, hider: str, dtype: str, backend: str) -> None:
     call, seen = hiding(size, hider, dtype, backend)
     if reason := refusal(call):
         pytest.skip(reason)
@@ -68,8 +69,8 @@ def test_hidden_things_have_no_effect(size: str, hider: str, dtype: str, backend
 @each_dtype
 @pytest.mark.parametrize("hider", ["causal", "everything"])
 @pytest.mark.parametrize("size", ["blocks", "decode"])
-def test_visible_things_reach_those_who_see_them(size: str, hider: str, dtype: str, backend: str) -> None:
-    """One bad number in the middle of an input: what the oracle says, NaN by NaN; nobody else notices."""
+def test_visible_nan_reaches_the_rows_that_see_it(size: str, hider: str, dtype: str, backend: str) -> None:
+    """One bad number in the middle of an input: the oracle's results, NaN by NaN, and no effect elsewhere."""
     call, seen = hiding(size, hider, dtype, backend)
     if reason := refusal(call):
         pytest.skip(reason)
@@ -81,20 +82,20 @@ def test_visible_things_reach_those_who_see_them(size: str, hider: str, dtype: s
             poisoned = nonfinite.changed(call, target, (0, 0, at[len(at) // 2], 3), value)
             exact = replace(same_dtype_error(poisoned), error=error)
             assert not all(np.isfinite(x).all() for x in (exact.out, *exact.grads.values()) if x is not None)
-            check(poisoned, exact, backward=bool(np.isnan(value)))  # of 0 * Inf each order of sums has its own
+            check(poisoned, exact, backward=bool(np.isnan(value)))  # 0 * Inf depends on the order of sums
 
 
 @pytest.mark.parametrize(("option", "dim"), [("causal", 64), ("causal", 128), ("causal", 256), ("everything", 64)])
 @pytest.mark.parametrize("heads", [(2, 1), (8, 4)], ids=["few programs", "many programs"])
 def test_long_sequences(heads: tuple[int, int], option: str, dim: int) -> None:
-    """Keys by the copy engine. Few programs mend their own rows of the output; many leave that to another kernel."""
+    """Keys come by the copy engine. Few programs recompute their own rows; many leave that to another kernel."""
     check(*one_bad_number(Size(4, *heads, 577, 641, dim, dim), (option,), "bfloat16", np.nan))
 
 
 @each_dtype
 @pytest.mark.parametrize("lengths", [(65, 129), (3, 701)], ids=["tiles", "split keys"])
 def test_neighbouring_heads_and_sequences(lengths: tuple[int, int], dtype: str) -> None:
-    """All of one key head of one sequence is NaN, and of the query heads that it serves."""
+    """One key head of one sequence is all NaN, and so are the query heads that it serves."""
     size = Size(2, 4, 2, *lengths, 64, 64)
     call = build(Case(size, dtype, ("causal",)))
     exact = same_dtype_error(call)
@@ -120,7 +121,7 @@ def test_neighbouring_heads_and_sequences(lengths: tuple[int, int], dtype: str) 
 
 @each_dtype
 def test_unused_keys_of_split_decode(dtype: str) -> None:
-    """What lies in a cache beyond kv_lengths is nobody's business, whichever share of the keys it falls in."""
+    """A cache's contents beyond kv_lengths have no effect, whichever share of the keys they are in."""
     call = build(Case(Size(3, 8, 4, 1, 1999, 64, 64), dtype, ("causal",)))
     lengths = np.array([300, 1999, 0])
     call = replace(call, options=call.options | {"kv_lengths": lengths})
@@ -134,7 +135,7 @@ def test_unused_keys_of_split_decode(dtype: str) -> None:
 @each_dtype
 @pytest.mark.parametrize("option", ["causal", "kv_lengths"])
 def test_packed_neighbours(option: str, dtype: str) -> None:
-    """One sequence is NaN, and so are keys beyond kv_lengths; the others do not notice."""
+    """One sequence is NaN, and so are keys beyond kv_lengths; the others are unaffected."""
     call = build(Case(Size.packed(4, 2, 64, 64, (17, 30), (70, 75), (5, 140)), dtype, (option,)))
     bad_q, bad_k = slice(17, 87), slice(30, 105)
     if option == "kv_lengths":
@@ -150,13 +151,13 @@ def test_packed_neighbours(option: str, dtype: str) -> None:
     out, lse = CUDA.forward(poisoned)
     grads = CUDA.backward(poisoned, out, lse)
 
-    def mended(x: Any, where: slice, right: Any) -> Any:
-        """What was found, and for the bad sequence what is right: of that one nothing is asked here."""
+    def with_bad_replaced(x: Any, where: slice, right: Any) -> Any:
+        """The results, with those of the bad sequence, which is not checked here, replaced by the right ones."""
         return nonfinite.put(x, where, right[where])
 
-    check_forward(call, exact, mended(out, bad_q, exact.out), mended(lse, bad_q, exact.lse))
+    check_forward(call, exact, with_bad_replaced(out, bad_q, exact.out), with_bad_replaced(lse, bad_q, exact.lse))
     right = {"dq": bad_q, "dk": bad_k, "dv": bad_k}
-    found = {name: mended(getattr(grads, name), where, exact.grads[name]) for name, where in right.items()}
+    found = {name: with_bad_replaced(getattr(grads, name), where, exact.grads[name]) for name, where in right.items()}
     check_backward(call, exact, grads._replace(**found))
 
 
@@ -185,8 +186,8 @@ def test_gradients_of_large_scores(shape: Size, case: tuple[float, tuple[str, ..
 @pytest.mark.parametrize("more", [(), ("sink", "causal")], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 @pytest.mark.parametrize("shape", [Size(1, 2, 1, 150, 200, 64, 64), Size(1, 2, 1, 1, 3000, 64, 64)], ids=str)
-def test_rows_that_the_least_number_hides(shape: Size, dtype: str, more: tuple[str, ...]) -> None:
-    call, exact = hidden_by_the_least_number(dtype, shape, *more)
+def test_rows_that_the_lowest_number_hides(shape: Size, dtype: str, more: tuple[str, ...]) -> None:
+    call, exact = hidden_by_the_lowest_number(dtype, shape, *more)
     if reason := refusal(call):
         pytest.skip(reason)
     check(call, exact)

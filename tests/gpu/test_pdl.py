@@ -1,6 +1,6 @@
-"""Kernels close after each other: numbers change from call to call, and nobody reads what a call before left behind.
+"""Kernels in quick succession: numbers change from call to call, and none reads an earlier call's data.
 
-Those of a backward pass of triton are chained (pdl.py).
+Those of a backward pass of triton use programmatic dependent launch (pdl.py).
 """
 
 from __future__ import annotations
@@ -54,4 +54,4 @@ def test_numbers_that_take_turns(name: str) -> None:
             busy = torch.tanh(busy @ busy)
         for found, want in zip(step(ft.attention, *numbers[n % 2]), wanted[n % 2], strict=True):
             worst = torch.maximum(worst, (found.float() - want.float()).norm() / want.float().norm())
-    assert worst.item() < 5e-2  # where one tile of 256 has other numbers: 0.09
+    assert worst.item() < 5e-2  # one tile of 256 with other numbers gives 0.09

@@ -81,14 +81,17 @@ KINDS = (
 
 
 def shares(rng: np.random.Generator, total: int) -> Any:
-    """Six lengths of this sum, some of them 0; the last is the longest and odd."""
+    """Six lengths with this sum, some of them 0; the last is the longest and odd."""
     few = rng.integers(0, 70, 5) * (rng.random(5) < 0.7)
     few[0] += (total - few.sum() + 1) % 2
     return np.append(few, total - few.sum())
 
 
 def problem(kind: Kind, rng: np.random.Generator, lengths: tuple[int, int] = (131, 239)) -> Call:
-    """A problem of a kind. Lengths and edges are odd, of two tiles and more: what is not is of another kind."""
+    """A problem of a kind.
+
+    Lengths and edges are odd, and of at least two tiles; other ones would be of another kind.
+    """
 
     def odd(low: int, high: int) -> int:
         return 2 * int(rng.integers(low // 2, high // 2)) + 1

@@ -1,4 +1,4 @@
-"""Calls like an earlier one: what is remembered of a call must not outlive what it depends on."""
+"""Calls like an earlier one: a cached call must not outlive what it depends on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> T
 
 
 def views() -> Iterator[tuple[str, Tensor]]:
-    """The same numbers, the same shape; other strides and other alignments."""
+    """The same numbers and shape, with other strides and alignments."""
     x = normal(2, 4, 65, 64)
     yield "plain", x
     yield "rows first", x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -41,7 +41,7 @@ def views() -> Iterator[tuple[str, Tensor]]:
 
 
 def test_other_strides_and_alignments() -> None:
-    """One after the other, each the same result, as input and as the gradient that comes in."""
+    """In turn, each gives the same result, as input and as incoming gradient."""
     want = want_grad = None
     for name, x in views():
         q = x.detach().requires_grad_()
@@ -68,7 +68,7 @@ def test_gradients_come_in_at_other_places() -> None:
 
 
 def test_other_numbers() -> None:
-    """A scale, a window, a cap, a seed, lengths: each of the calls in turn, twice, and none answers for another."""
+    """A scale, a window, a cap, a seed, lengths: each of the calls in turn, twice, without affecting the others."""
     q = normal(2, 4, 65, 64)
     lengths = torch.tensor([65, 30], device="cuda")
     calls: list[dict[str, Any]] = [
@@ -114,7 +114,7 @@ def test_a_wrong_call_after_a_right_one_that_equals_it(right: dict[str, Any], wr
 
 
 def test_in_and_out_of_autograd() -> None:
-    """Recorded, not recorded, only some inputs: the same output, and gradients where they are wanted."""
+    """Recorded, not recorded, only some inputs: the same output, and the requested gradients."""
     q, k, v = (normal(2, 4, 65, 64, seed=n) for n in range(3))
     bias = normal(65, 65, seed=4)
     plain = ft.attention(q, k, v, bias=bias)
@@ -136,7 +136,7 @@ def test_in_and_out_of_autograd() -> None:
 
 @pytest.mark.parametrize("rows", [65, 20_000])
 def test_with_and_without_the_lse(rows: int) -> None:
-    """The same output; and an lse that was given out stays as it was."""
+    """The same output; and a returned lse stays as it was."""
     q, other = normal(1, 4, rows, 64), normal(1, 4, rows, 64, seed=1)
     out, lse = ft.attention(q, q, q, return_lse=True)
     kept = lse.clone()
@@ -147,7 +147,7 @@ def test_with_and_without_the_lse(rows: int) -> None:
 
 
 def test_addresses_that_change() -> None:
-    """Tensors of one shape, each at its own place; results of earlier calls stay as they were."""
+    """Tensors of one shape, each at its own address; results of earlier calls stay as they were."""
     given = [tuple(normal(1, 8, 128, 64, seed=3 * n + m) for m in range(3)) for n in range(20)]
     turns = [0, 1, 0, *range(20), 19, 3]
     found = [ft.attention(*given[n]) for n in turns]
@@ -158,7 +158,7 @@ def test_addresses_that_change() -> None:
 
 
 def test_a_thread_that_has_not_met_the_gpu() -> None:
-    """Its first launch is one that others have made before."""
+    """Its first launch is one that other threads have made before."""
     q = normal(1, 8, 128, 64)
     ft.attention(q, q, q)
     want = ft.attention(q, q, q)
@@ -168,7 +168,7 @@ def test_a_thread_that_has_not_met_the_gpu() -> None:
 
 
 def test_a_cache_that_grows() -> None:
-    """A token a step: slices of one cache, 1 to 400 keys, against the lengths of the same cache and the oracle."""
+    """One token per step: slices of one cache, 1 to 400 keys, against the lengths of the same cache and the oracle."""
     q = normal(1, 8, 1, 64)
     k, v = normal(1, 2, 512, 64, seed=1), normal(1, 2, 512, 64, seed=2)
     lengths = torch.zeros(1, device="cuda", dtype=torch.int32)
@@ -182,7 +182,7 @@ def test_a_cache_that_grows() -> None:
 
 
 def test_matmul_precision_is_heeded() -> None:
-    """What torch is told about float32 products between two calls counts for the second; and "highest" is exact."""
+    """A change of torch's float32 precision between two calls applies to the second; and "highest" is exact."""
     q, k, v = (normal(1, 2, 129, 64, dtype=torch.float32, seed=n) for n in range(3))
     exact, _ = standard(q, k, v)
     before = torch.get_float32_matmul_precision()

@@ -19,11 +19,11 @@ SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
 
 
 def errors(tool: str, what: str) -> tuple[int, str]:
-    """How many the tool found, and what it said. Without torch's cache every tensor is an allocation of its own."""
+    """The number of errors that the tool found, and its output. Without torch's cache every tensor is an allocation."""
     checker = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if checker is None:
         pytest.skip("there is no compute-sanitizer")
-    more = ("--report-api-errors", "no") if tool == "memcheck" else ()  # torch asks for what may fail
+    more = ("--report-api-errors", "no") if tool == "memcheck" else ()  # torch makes calls that may fail
     before = (checker, "--tool", tool, "--target-processes", "application-only", *more)
     run = python("-m", "tests.gpu.sanitized", what, before=before, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     told = run.stdout + run.stderr

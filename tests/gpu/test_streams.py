@@ -1,4 +1,4 @@
-"""A call waits for nothing and reads nothing back; many at once, on streams or from threads, are as good as one."""
+"""Calls do not wait and read nothing back; many at once, on streams or from threads, give the same results."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def test_nothing_is_read_back(option: str) -> None:
 
 
 def test_calls_return_before_the_gpu_is_done() -> None:
-    """Behind a kernel that takes seconds, calls of all kinds come back at once."""
+    """Behind a kernel that takes seconds, calls of all kinds return at once."""
     calls = [Given(build(case), "cuda") for case in VARIED]
-    warm = [given.step() for given in calls]  # kernels are compiled, and there is memory for all at once
+    warm = [given.step() for given in calls]  # compiles kernels, and allocates memory for all calls
     torch.cuda.synchronize()
     del warm
     busy = torch.cuda.Event()
@@ -96,13 +96,13 @@ def test_many_threads() -> None:
     assert all(right), [str(case) for case, good in zip(VARIED, right, strict=True) if not good]
 
 
-def test_threads_on_one_stream_mend_rows_of_their_own() -> None:
-    """What came out spoiled is marked for a launch that follows; launches of other threads may come between."""
+def test_threads_on_one_stream_recompute_rows_of_their_own() -> None:
+    """Spoiled tiles are flagged for a later launch; launches of other threads may come between."""
     rng = torch.Generator("cuda").manual_seed(0)
     calls = []
     for n in range(8):
         q, k, v = (torch.randn(2, 8, 1024, 64, device="cuda", dtype=torch.bfloat16, generator=rng) for _ in range(3))
-        v[:, n, 100 * n + 90] = torch.nan  # rows before it do not see it
+        v[:, n, 100 * n + 90] = torch.nan  # earlier rows do not see it
         calls.append((q, k, v if n % 2 else v.nan_to_num()))
     alone = [ft.attention(*call, causal=True) for call in calls]
     for n, out in enumerate(alone):
@@ -121,7 +121,7 @@ def test_threads_on_one_stream_mend_rows_of_their_own() -> None:
     ids=lambda x: x.__name__ if callable(x) else str(x),
 )
 def test_memory_freed_on_another_stream_is_not_taken_early(case: Case, work: Work) -> None:
-    """Results of one stream are read by another, and freed before it has; scratch memory of either is its own."""
+    """Another stream reads results of one stream, which are freed before; each stream has its own scratch memory."""
     given = Given(build(case), "cuda")
     alone = work(given)
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
@@ -143,7 +143,7 @@ def test_memory_freed_on_another_stream_is_not_taken_early(case: Case, work: Wor
 
 
 def test_gradients_asked_for_on_another_stream() -> None:
-    """Autograd goes back on the stream of the forward pass, and the one that asked waits for it."""
+    """Autograd runs on the stream of the forward pass, and the requesting stream waits for it."""
     calls = [Given(build(case), "cuda") for case in VARIED]
     alone = [given.step() for given in calls]
     first, second = torch.cuda.Stream(), torch.cuda.Stream()

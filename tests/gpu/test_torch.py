@@ -42,7 +42,10 @@ def fresh_compiler() -> Iterator[None]:
 
 
 def same(function: Callable[..., Any], *calls: tuple[Any, ...], inner: str = "aot_eager", **how: Any) -> int:
-    """Compiled and plain give the same results and gradients, without a graph break. How many graphs that took."""
+    """Check that compiled and plain give the same results and gradients, without a graph break.
+
+    Return the number of graphs.
+    """
     counters.clear()
     compiled = torch.compile(function, fullgraph=True, backend=inner, **how)
     for arguments in calls:
@@ -73,7 +76,7 @@ def test_compiled_for_sizes_unknown() -> None:
 
 
 def test_compiled_for_sizes_that_change() -> None:
-    """The first size is compiled in; the second makes it open."""
+    """The first size is compiled as a constant; the second makes it dynamic."""
     assert same(causal, qkv(), qkv(67, 131), qkv(69, 133), qkv(71, 135)) <= 2
 
 
@@ -127,7 +130,7 @@ def test_compiled_autocast() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype: torch.dtype) -> None:
-    """Like torch's own attention: float32 comes in, the dtype of autocast goes out, gradients are float32."""
+    """Like torch's own attention: float32 inputs, an output in the dtype of autocast, gradients in float32."""
     q, k, v = (cuda(2, 4, 65, 64, dtype=torch.float32, requires_grad=True) for _ in range(3))
     with torch.autocast("cuda", dtype):
         out, lse = ft.attention(q, k, v, causal=True, return_lse=True)
@@ -171,7 +174,7 @@ def test_opcheck(name: str) -> None:
     torch.library.opcheck(operators.ATTENTION, CALLS[name]())
 
 
-def test_opcheck_of_the_way_back() -> None:
+def test_opcheck_of_the_backward_pass() -> None:
     given = operands.Operands(*(x.detach() if torch.is_tensor(x) else x for x in CALLS["bias and sink"]()))
     out, lse = operators.ATTENTION(*given)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -202,7 +205,7 @@ def test_vmap(options: dict[str, Any]) -> None:
 
 
 def test_through_a_checkpoint() -> None:
-    """Run again on the way back, dropout drops the same weights."""
+    """When the forward pass runs again, dropout drops the same weights."""
     from torch.utils.checkpoint import checkpoint
 
     q, k, v = qkv()
@@ -234,7 +237,7 @@ def test_without_autograd() -> None:
 
 
 def test_merge_of_two_halves() -> None:
-    """Float32 partials of two halves of the keys, merged: the whole, and its gradients."""
+    """Float32 partials of two halves of the keys, merged: the whole result, and its gradients."""
     q, k, v = qkv()
     cut = 65
 

@@ -1,4 +1,4 @@
-"""A transformer learns with our attention as with torch's, on a GPU: by each backend, at sizes that both are for."""
+"""A transformer learns with our attention as with torch's, on a GPU: with each backend, at sizes for both."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from flashtile.backends.gpu.start import Series  # noqa: E402
+from flashtile.backends.gpu.kernel_launch import LaunchSequence  # noqa: E402
 from flashtile.backends.triton import tuning  # noqa: E402
 from flashtile.pytorch import calls as cache  # noqa: E402
 from flashtile.pytorch import interception, operands  # noqa: E402
@@ -221,7 +221,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Tensors that lie nowhere, as plain to the dispatcher as those of a GPU are; no kernel is started for them."""
     found = [torch.empty(1, 2, 20, 16, device="meta") for _ in range(3)]
     monkeypatch.setattr(interception, "_PLAIN", interception._PLAIN | torch._C._dispatch_keys(found[0]).raw_repr())
-    monkeypatch.setattr(Series, "__call__", lambda self, *values: None)
+    monkeypatch.setattr(LaunchSequence, "__call__", lambda self, *values: None)
     return found
 
 

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton", minversion="3.6")
 
 from flashtile.backends.gpu import device as gpu  # noqa: E402
-from flashtile.backends.gpu.start import Series  # noqa: E402
+from flashtile.backends.gpu.kernel_launch import LaunchSequence  # noqa: E402
 from flashtile.pytorch import calls, interception  # noqa: E402
 
 # Of Python, and of C. One of either takes a twentieth of a microsecond or more.
@@ -32,16 +32,16 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Tensors that hold no memory go to this backend, as those of a Hopper GPU would, and no kernel is started."""
     if request.param == "gluon":
         from flashtile.backends.gluon import backward, forward
-        from flashtile.backends.gluon.work_counters import Tickets
+        from flashtile.backends.gluon.work_counters import WorkCounters
 
-        shared = Tickets(None, torch.empty(0, device="meta"), [])
+        shared = WorkCounters(None, torch.empty(0, device="meta"), [])
         for module in (forward, backward):
-            monkeypatch.setattr(module, "tickets", lambda device: shared)
+            monkeypatch.setattr(module, "acquire_counters", lambda device: shared)
     row = next(row for row in dispatch.TABLE if row.name == request.param)
     monkeypatch.setattr(dispatch, "choose", lambda *_: row)
     monkeypatch.setattr(gpu, "architecture", lambda device: (9, 0))
     monkeypatch.setattr(gpu, "processors", lambda device: 132)
-    monkeypatch.setattr(Series, "__call__", lambda self, *values: None)
+    monkeypatch.setattr(LaunchSequence, "__call__", lambda self, *values: None)
     monkeypatch.setattr(interception, "_PLAIN", -1)
     monkeypatch.setattr(calls, "_known", {})
     return str(request.param)

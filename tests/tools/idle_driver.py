@@ -21,13 +21,13 @@ import torch
 import flashtile as ft
 from flashtile import dispatch
 from flashtile.backends.gluon import backward, forward
-from flashtile.backends.gluon.work_counters import MOST_MARKS, Tickets
+from flashtile.backends.gluon.work_counters import MAX_FLAGS, WorkCounters
 from flashtile.backends.gpu import device as gpu
+from flashtile.backends.gpu import kernel_launch as starting
 from flashtile.backends.gpu import launcher
-from flashtile.backends.gpu import start as starting
-from flashtile.backends.gpu.start import Start
+from flashtile.backends.gpu.kernel_launch import KernelLaunch
 from flashtile.pytorch import calls, interception
-from tests.backends.gpu.test_start import MAPPED, CudaLauncher, Map
+from tests.backends.gpu.test_kernel_launch import MAPPED, CudaLauncher, Map
 
 SHAPE = (16, 8, 128, 64)  # of the row of `flashtile bench gpu` that the Hopper kernels run
 CALLS, ROUNDS = 2000, 15
@@ -46,10 +46,10 @@ def _kind(x: Any) -> Any:
     return "*bf16" if hasattr(x, "data_ptr") else "i64" if isinstance(x, int) else MAPPED
 
 
-def _compile(start: Start, *args: Any) -> None:
+def _compile(launch: KernelLaunch, *args: Any) -> None:
     """In place of the first start of a kernel."""
-    kinds = dict(enumerate(map(_kind, start.whole(args))))
-    start.compiled = SimpleNamespace(
+    kinds = dict(enumerate(map(_kind, launch.kernel_args(args))))
+    launch.compiled = SimpleNamespace(
         run=CudaLauncher(),
         packed_metadata=(4, 1, 1000),
         function=77,
@@ -62,7 +62,7 @@ def _compile(start: Start, *args: Any) -> None:
 def idle(backend: str) -> Iterator[None]:
     """Tensors that hold no memory go to this backend, as those of a Hopper GPU would."""
     row = next(row for row in dispatch.TABLE if row.name == backend)
-    shared = Tickets(torch.empty(2, device="meta"), torch.empty(MOST_MARKS, device="meta"), None)
+    shared = WorkCounters(torch.empty(2, device="meta"), torch.empty(MAX_FLAGS, device="meta"), None)
     active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream={0: 5}.__getitem__)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -74,11 +74,11 @@ def idle(backend: str) -> Iterator[None]:
         for target, name, value in (
             (launcher, "DRIVER", library),
             (launcher, "_encode", lambda descriptor, _: [Map(), *descriptor.shape, *descriptor.strides]),
-            (Start, "__call__", _compile),
+            (KernelLaunch, "__call__", _compile),
             (starting, "INTERPRETED", False),
             (starting, "driver", SimpleNamespace(active=active)),
-            (forward, "tickets", lambda _: shared),
-            (backward, "tickets", lambda _: shared),
+            (forward, "acquire_counters", lambda _: shared),
+            (backward, "acquire_counters", lambda _: shared),
             (dispatch, "choose", lambda *_: row),
             (gpu, "architecture", lambda _: (9, 0)),
             (gpu, "processors", lambda _: 132),

@@ -1,4 +1,4 @@
-"""Calls by the Hopper kernels, which the emulator runs."""
+"""Calls by the Hopper kernels on the emulator."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.support.eight_bits import Eight
 from tests.support.grid import Call
 from tests.support.runners import Runner
 
-# For modules of tests. The interpreter, which runs what mends, is NumPy: it warns of the log of 0, of products with
-# NaN, and of its own habits.
+# For test modules. The interpreter, which runs the kernels that recompute, uses NumPy: it warns about the log of 0,
+# about products with NaN, and about its own deprecations.
 marks = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these kernels on the GPU"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning"),
@@ -31,26 +31,28 @@ marks = [
 
 
 @contextmanager
-def machine(seed: int, processors: int = 3, mends: bool | None = False) -> Iterator[None]:
-    """Whose memory is poison at first, and stays so beside what is asked for.
+def machine(seed: int, processors: int = 3, recomputes: bool | None = False) -> Iterator[None]:
+    """Run on the emulator, with memory that holds poison at first and beside what is allocated.
 
-    mends: whether there is something to mend; None: there may be. Where nobody expects it, it hides what went wrong.
+    recomputes: whether tiles have to be recomputed; None: they may. Unexpected, that would hide an error.
     """
-    with hopper(seed, processors) as mended, canaries() as birds:
+    with hopper(seed, processors) as recomputed, canaries() as birds:
         yield
     assert birds.untouched(), "memory beside a result was written to"
-    assert mends is None or mends == bool(mended), f"to be mended, by {mended}"
+    assert recomputes is None or recomputes == bool(recomputed), f"tiles were recomputed by {recomputed}"
 
 
-def emulated(seed: int = 0, processors: int = 3, mends: tuple[bool | None, bool | None] = (False, False)) -> Runner:
-    """Runs whose roles take turns in an order of this seed. mends: in a forward, and in a backward pass."""
+def emulated(
+    seed: int = 0, processors: int = 3, recomputes: tuple[bool | None, bool | None] = (False, False)
+) -> Runner:
+    """A runner whose roles take turns in an order of this seed. recomputes: in a forward, and in a backward pass."""
 
     def forward(call: Call) -> tuple[Any, Any]:
-        with machine(seed, processors, mends[0]):
+        with machine(seed, processors, recomputes[0]):
             return kernels.forward(call, "gluon")
 
     def backward(call: Call, out: Any, lse: Any) -> ft.Grads:
-        with machine(seed, processors, mends[1]):
+        with machine(seed, processors, recomputes[1]):
             return kernels.backward(call, out, lse, "gluon")
 
     return Runner(f"gluon {seed}", forward, backward, lambda call: gluon.why_not(kernels.problem_of(call)))

@@ -1,4 +1,4 @@
-"""The Hopper kernels compiled without a GPU, from the calls that start them. A program: its cases come by stdin."""
+"""Compiles the Hopper kernels of calls without a GPU. A program: its cases come from stdin."""
 
 from __future__ import annotations
 
@@ -15,43 +15,45 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from unittest import mock
 
-from tests.backends.triton.machine_code import loops, nvidia, tool, turns
+from tests.backends.triton.machine_code import loops, nvidia, pdl_order, tool
 from tests.backends.triton.offline import ROOT, TARGETS, Phantom
 
 WAIT = re.compile(r"\bWARPGROUP\.DEPBAR\b")
 PRODUCT = re.compile(r"\b[HQ]GMMA\b")  # of 16-bit and of 8-bit numbers
-ADVICE = re.compile(r"\bC75\d\d\b.*")  # by ptxas, where it serialises products
+ADVICE = re.compile(r"\bC75\d\d\b.*")  # from ptxas, if it serialises products
 
 
 class Case(NamedTuple):
-    """One call with these options of attention(), in a row.
+    """One call with these options of attention(), separated by spaces.
 
-    "gqa", "packed", "ragged" and "short" say how its tensors lie.
+    "gqa", "packed", "ragged" and "short" describe its tensors.
     """
 
     dim: int
     options: str = ""
     dtype: str = "bfloat16"
-    dim_v: int | None = None  # None: as wide as the keys
-    work: str = "forward"  # or "backward"; or, of a forward pass, "transpose" or "mend" for the kernels beside it
+    dim_v: int | None = None  # None: that of the keys
+    work: str = "forward"  # or "backward"; or "transpose" or "recompute", other kernels of a forward pass
 
 
 class Built(NamedTuple):
-    """The main kernel of a case, as the compilers made it."""
+    """The main kernel of a case, compiled."""
 
     case: Case
     shared: int  # bytes
-    stack: int  # bytes that a thread has because its registers are too few
-    splits_registers: bool  # between the warps that load and those that consume
+    stack: int  # bytes of a thread, for spilled registers
+    splits_registers: bool  # between loading and consuming warps
     waits: list[int]  # for products, in each loop over tiles
     products: list[int]  # instructions, in each of these loops
     advice: list[str]
-    turns: str  # see machine_code.py
+    pdl_order: str  # see machine_code.py
     seconds: float
 
 
 def build(cases: Iterable[Case]) -> list[Built]:
-    """Compile in a process of its own, without the interpreter, and anew: what ptxas says is not kept in a cache."""
+    """Compile in a separate process, without the interpreter and without a cache, which would not keep ptxas's
+    messages.
+    """
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with TemporaryDirectory() as cache:
         done = subprocess.run(
@@ -68,14 +70,14 @@ def build(cases: Iterable[Case]) -> list[Built]:
 
 
 def build_here(cases: Iterable[Case]) -> Iterator[Built]:
-    """build() in this process, which then knows no other GPU."""
+    """build() in this process, which then knows only this GPU."""
     import triton
 
     from flashtile.backends.gluon.backward_kernel import backward_kernel
     from flashtile.backends.gluon.forward_kernel import forward_kernel
     from flashtile.backends.gluon.transpose_kernel import transpose_kernel
-    from flashtile.backends.gpu.nonfinite_kernels import mend_forward_kernel
-    from flashtile.backends.gpu.start import Start
+    from flashtile.backends.gpu.kernel_launch import KernelLaunch
+    from flashtile.backends.gpu.nonfinite_kernels import recompute_forward_kernel
 
     triton.runtime.driver.set_active(Phantom(TARGETS["sm_90"]))
     kernels: list[dict[str, Any]] = []
@@ -86,14 +88,14 @@ def build_here(cases: Iterable[Case]) -> Iterator[Built]:
         "forward": [forward_kernel],
         "backward": [backward_kernel],
         "transpose": [transpose_kernel],
-        "mend": [mend_forward_kernel],
+        "recompute": [recompute_forward_kernel],
     }
 
-    def compile_only(start: Start, *args: Any) -> None:
-        if start.kernel in wanted:
-            start.kernel[start.grid](*start.whole(args), **start.constants, **start.options)
+    def compile_only(launch: KernelLaunch, *args: Any) -> None:
+        if launch.kernel in wanted:
+            launch.kernel[launch.grid](*launch.kernel_args(args), **launch.constants, **launch.options)
 
-    with mock.patch.object(Start, "__call__", compile_only):
+    with mock.patch.object(KernelLaunch, "__call__", compile_only):
         for case in cases:
             kernels.clear()
             wanted[:] = of_work[case.work]
@@ -115,13 +117,13 @@ def _built(case: Case, log: str, *, metadata: Any, metadata_group: Any, times: A
         "setmaxnreg.inc" in (text := files[".ptx"].read_text()) and "setmaxnreg.dec" in text,
         *([sum(bool(word.search(line)) for line in body) for body in bodies] for word in (WAIT, PRODUCT)),
         ADVICE.findall(log),
-        turns(text),
+        pdl_order(text),
         times.total / 1e6,
     )
 
 
 def start_call(case: Case) -> None:
-    """Have the backend start the kernels of a case, on tensors of no particular numbers."""
+    """Run a case through the backend, on tensors of arbitrary contents."""
     import torch
 
     from flashtile.backends.gluon import differentiates, why_not

@@ -1,4 +1,4 @@
-"""Problems whose tiles are counted, of any band and any length that is not long; and what cuts promise of them."""
+"""Random problems with any band and short lengths, and what the cuts of their tiles must satisfy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAIRS = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), min_size=1
 
 @st.composite
 def dense_problems(draw: Any) -> Problem:
-    """Two sequences, with the keys of the second not all in use, or all of them."""
+    """Two sequences; all keys are in use, or only some of the second sequence's."""
     n_q, n_k, dim, options = draw(LENGTHS), draw(LENGTHS), draw(DIMS), draw(BANDS)
     kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 4]))
     if draw(st.booleans()):
@@ -32,10 +32,10 @@ def dense_problems(draw: Any) -> Problem:
 
 
 @st.composite
-def packed_problems(draw: Any, alike: bool = False) -> Problem:
-    """Up to four sequences, some of them without queries or keys. alike: each is as long as its keys."""
+def packed_problems(draw: Any, same_starts: bool = False) -> Problem:
+    """Up to four sequences, some without queries or keys. same_starts: each has as many queries as keys."""
     pairs = draw(PAIRS.filter(lambda pairs: all(map(sum, zip(*pairs, strict=True)))))
-    if alike:
+    if same_starts:
         pairs = [(n_q, n_q) for n_q, _ in pairs]
     dim, options = draw(DIMS), draw(BANDS)
     cu_q, cu_k = (np.cumsum([0, *lengths]).astype(np.int32) for lengths in zip(*pairs, strict=True))
@@ -44,12 +44,12 @@ def packed_problems(draw: Any, alike: bool = False) -> Problem:
 
 
 def visible(p: Problem, n_q: int, n_k: int) -> Any:
-    """[n_q, n_k] of a sequence: who sees whom."""
+    """[n_q, n_k] of a sequence: which query sees which key."""
     return p.band_for(int(n_q), int(n_k)).keep(np.arange(n_q)[:, None], np.arange(n_k)[None, :])
 
 
 def check_cuts(sees: Any, cut: tuple[int, ...], block: int) -> None:
-    """sees: [rows, columns]. Tiles of `block` columns that are not visited show nothing, whole ones hide nothing."""
+    """Check that tiles that are not visited are hidden, and that full ones hide nothing. sees: [rows, columns]."""
     begin, full_begin, full_end, end = cut
     assert 0 <= begin <= full_begin <= full_end <= end
     for n in range(-(-sees.shape[1] // block)):

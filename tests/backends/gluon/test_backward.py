@@ -1,11 +1,10 @@
-"""What goes on about the backward kernel on Hopper, under Triton's interpreter; the kernel itself needs a GPU.
+"""The kernels around the backward kernel on Hopper, under Triton's interpreter; the kernel itself needs a GPU.
 
-In its place all of dQ is spoiled and all tiles of keys are marked, so that everything is made anew.
+In its place, all of dQ is spoiled and all tiles of keys are flagged, so that everything is recomputed.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -24,7 +23,7 @@ from flashtile.backends.gluon import passes  # noqa: E402
 from flashtile.backends.gluon.backward import DQ, Backward, _Workspace  # noqa: E402
 from flashtile.backends.gluon.backward_kernel import backward_kernel  # noqa: E402
 from flashtile.backends.gpu.arguments import INTERPRETED  # noqa: E402
-from flashtile.backends.gpu.start import Start  # noqa: E402
+from flashtile.backends.gpu.kernel_launch import KernelLaunch  # noqa: E402
 from flashtile.backends.gpu.tensors import (  # noqa: E402
     Result,
     aligned,
@@ -54,39 +53,40 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_all_is_made_anew_from_what_is_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The saved lse and delta; statistics that lay in the memory of dQ are gone by then."""
+def test_everything_is_recomputed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the saved lse and delta; statistics in the memory of dQ are gone by then."""
     call, against = build(CASES[name]), truth(CASES[name])
     out, lse = public("tiles").forward(call)
     problem = kernels.problem_of(call)
     given = tuple(kernels.tensor(x) for x in (call.dout, out, lse, call.dlse))
     run = Backward(problem, problem.q.device, check_gradients(problem, *given))
-    lent = []
+    borrowed = []
 
-    def spoil(*args: Any) -> None:
-        rows, total, marks = args[4], args[5], args[10]
+    def spoil(launch: KernelLaunch, *args: Any) -> None:
+        named = dict(zip(launch.parameters, args, strict=True))
+        rows, total, flags = named["rows_desc"], named["dq_desc"], named["flags"]
         check_statistics(call, lse, rows.flatten(), total.reshape(problem.heads * len(problem.q), -1), run)
-        lent.append(len(rows) != 2)
+        borrowed.append(len(rows) != 2)
         total.fill_(torch.nan)
-        (_, mend_args) = run._launch[False].steps[-1]
-        marks[: mend_args[12]] = 1  # those of keys
+        recompute = run._launch[False].launches[-1]
+        flags[: recompute.args[recompute.launch.parameters.index("first_of_queries")]] = 1  # the flags of keys
 
-    start = Start.__call__
+    launch = KernelLaunch.__call__
 
-    def unless_it_needs_a_gpu(self: Start, *args: Any) -> None:
-        (spoil if self.kernel is backward_kernel else partial(start, self))(*args)
+    def unless_it_needs_a_gpu(self: KernelLaunch, *args: Any) -> None:
+        (spoil if self.kernel is backward_kernel else launch)(self, *args)
 
-    monkeypatch.setattr(Start, "__call__", unless_it_needs_a_gpu)
+    monkeypatch.setattr(KernelLaunch, "__call__", unless_it_needs_a_gpu)
     found = run(Inputs.of(problem), *given)
     dq, dk, dv = (kernels.array(x) for x in found[:3])
     dsink = None if found.dsink is None else narrow(kernels.array(found.dsink), name_of(call.options["sink"].dtype))
     check_backward(call, against, ft.Grads(dq, dk, dv, None, dsink))
-    assert lent == ["too few" not in name and "short" not in name]
+    assert borrowed == ["too few" not in name and "short" not in name]
 
 
 def check_statistics(call: Call, lse: Any, rows: Any, total: Any, run: Backward) -> None:
-    """As the kernel finds them: of each row the lse in base 2 and delta, +inf and 0 beyond the last; and a dQ of 0."""
-    (begin, _), *_ = run._launch[False].steps
+    """Check what the kernel finds: lse in base 2 and delta of each row, +inf and 0 beyond the last; and a dQ of 0."""
+    (begin, _), *_ = run._launch[False].launches
     pad, width = (begin.constants[name] for name in ("PAD", "BLOCK_D"))
     columns, padded = len(total), total.shape[1] // width
     log2, delta = rows[: 2 * columns * padded].numpy().reshape(2, columns, padded)
@@ -108,28 +108,28 @@ def check_statistics(call: Call, lse: Any, rows: Any, total: Any, run: Backward)
     group=st.sampled_from([1, 2, 8]),
     n_q=st.integers(1, 5000),
     dims=st.sampled_from([(64, 64), (64, 128), (128, 64), (256, 256)]),
-    chained=st.booleans(),
+    use_pdl=st.booleans(),
 )
-def test_results_wait_where_their_memory_is_lent(
-    heads: int, group: int, n_q: int, dims: tuple[int, int], chained: bool
+def test_heads_wait_if_their_memory_is_borrowed(
+    heads: int, group: int, n_q: int, dims: tuple[int, int], use_pdl: bool
 ) -> None:
-    """finish_kernel begins with the other heads while the kernel still reads statistics there."""
+    """finish_kernel begins with the other heads while the backward kernel still reads statistics there."""
     dim, dim_v = dims
     shapes = (heads * group, n_q, dim), (heads, 70, dim), (heads, 70, dim_v)
     q, k, v = (torch.empty(2, *shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
     p = describe(q, k, v)
     dq, *_ = results(p, q.device)
-    space = _Workspace(p, q.device, dq, Result(p, p.heads, n_q, None, "float32", q.device), 1, chained)
-    if not chained:
-        assert space.complete is None and space.at_once == space.columns
+    space = _Workspace(p, q.device, dq, Result(p, p.heads, n_q, None, "float32", q.device), 1, use_pdl)
+    if not use_pdl:
+        assert space.complete is None and space.waiting_heads == space.all_heads
         return
-    lent = prod(space.rows_shape) * 4 if space.rows.place == DQ.place else 0
+    borrowed = prod(space.rows_shape) * 4 if space.rows.position == DQ.position else 0
     of_head = n_q * dim * 2
-    assert space.at_once == max(1, -(-lent // of_head)) or not lent
+    assert space.waiting_heads == max(1, -(-borrowed // of_head)) or not borrowed
 
 
 def test_tensors_that_are_not_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that was compiled for aligned ones is not theirs. dout, which the copy engine fetches, is copied."""
+    """They need other kernels than aligned ones. dout, which the copy engine fetches, is copied."""
     x = torch.randn(1, 2, 128, 64, dtype=torch.bfloat16)
     rows = torch.randn(1, 2, 128)
     prepared = passes.Runner(describe(x, x, x))
@@ -157,6 +157,6 @@ def test_tensors_that_are_not_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def beside(x: Any) -> Any:
-    """The same numbers, one further than memory is aligned."""
+    """The same numbers, one element beyond an aligned address."""
     room = x.new_empty(x.numel() + 1)
     return room[1:].view(x.shape).copy_(x)

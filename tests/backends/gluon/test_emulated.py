@@ -1,4 +1,4 @@
-"""The Hopper kernels without a GPU: what they compute, against the oracle, in any order that their roles may take."""
+"""The Hopper kernels on the emulator: their results, against the oracle, for any order of their roles."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ import torch
 
 from flashtile.backends import gluon
 from flashtile.backends.gluon import backward, forward
-from flashtile.backends.gluon.work_counters import MOST_MARKS, Tickets
+from flashtile.backends.gluon.work_counters import MAX_FLAGS, WorkCounters
 from flashtile.cost import traffic
 from flashtile.numerics.dtypes import narrow, widen
 from tests.backends.gluon.emulated import Emulated, emulated, marks
 from tests.backends.gluon.emulator.processor import Descriptor
 from tests.backends.triton import kernels
-from tests.gpu.order_of_sums import telling
+from tests.gpu.order_of_sums import order_sensitive
 from tests.gpu.runner import check
 from tests.gpu.test_hopper import BANDS, DIMS, KINDS, each_dim, jump, stairs
 from tests.gpu.test_random import Kind, problem
@@ -99,25 +99,26 @@ def test_bands(name: str, dim: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_problems_at_random(kind: Kind) -> None:
-    some_problems(kind, 0, 1, mends=(False, False))
+    some_problems(kind, 0, 1, recomputes=(False, False))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_thousand_problems(kind: Kind) -> None:
-    """With alibi a row may stand far from all keys it sees, and near some that are not in use: their weights overflow
-    on the way back.
+    """With alibi a row may be far from all keys that it sees, and near some that are not in use:
+
+    their weights overflow in the backward pass.
     """
-    some_problems(kind, 1, 50, mends=(False, None if "alibi" in kind.options else False))
+    some_problems(kind, 1, 50, recomputes=(False, None if "alibi" in kind.options else False))
 
 
-def some_problems(kind: Kind, first_seed: int, count: int, mends: tuple[bool | None, bool | None]) -> None:
+def some_problems(kind: Kind, first_seed: int, count: int, recomputes: tuple[bool | None, bool | None]) -> None:
     for seed in range(first_seed, first_seed + count):
         call = problem(kind, np.random.default_rng([zlib.crc32(str(kind).encode()), seed]), (1, 400))
-        check(call, same_dtype_error(call), emulated(seed, 1 + seed % 4, mends))
+        check(call, same_dtype_error(call), emulated(seed, 1 + seed % 4, recomputes))
 
 
-# ---- orders ----
+# ---- schedules ----
 
 
 def bits(*results: Any) -> list[bytes]:
@@ -127,7 +128,7 @@ def bits(*results: Any) -> list[bytes]:
 @each_dim
 @pytest.mark.parametrize("options", [("causal",), ("window", "kv_lengths")], ids="+".join)
 def test_any_order_gives_the_same_bits(options: tuple[str, ...], dim: int) -> None:
-    """However roles and programs take turns; but dQ is a sum in the order of the day."""
+    """For any schedule of roles and programs, except that dQ is a sum in no fixed order."""
     case = Case(Size(1, 2, 1, 200, 330, dim, dim), "bfloat16", options)
     call, against, first = build(case), truth(case), None
     for seed in range(9):
@@ -140,7 +141,7 @@ def test_any_order_gives_the_same_bits(options: tuple[str, ...], dim: int) -> No
 
 
 def sums_of(call: Call, seeds: int, **options: Any) -> set[bytes]:
-    """dQ of numbers that tell the order in which they were added, one run a seed."""
+    """dQ of numbers that reveal the order of their sum, for each seed."""
     found = set()
     for seed in range(seeds):
         runner, one = emulated(seed, processors=(2, 3, 5)[seed % 3]), replace(call, options=options)
@@ -155,15 +156,15 @@ full_or_causal = pytest.mark.parametrize("causal", [False, True], ids=["full", "
 @each_tile
 @full_or_causal
 def test_sums_in_a_fixed_order(causal: bool, dim: int, tile: int) -> None:
-    """By any number of processors."""
-    assert len(sums_of(telling(1, 3, 4 * tile, dim, tile), 4, causal=causal, deterministic=True)) == 1
+    """With any number of processors."""
+    assert len(sums_of(order_sensitive(1, 3, 4 * tile, dim, tile), 4, causal=causal, deterministic=True)) == 1
 
 
 @each_tile
 @full_or_causal
-def test_sums_in_no_fixed_order_are_told_apart(causal: bool, dim: int, tile: int) -> None:
-    """Or the test above could not fail."""
-    assert len(sums_of(telling(1, 3, 4 * tile, dim, tile), 4, causal=causal)) > 1
+def test_sums_in_no_fixed_order_differ(causal: bool, dim: int, tile: int) -> None:
+    """Otherwise the test above could not fail."""
+    assert len(sums_of(order_sensitive(1, 3, 4 * tile, dim, tile), 4, causal=causal)) > 1
 
 
 # ---- copies ----
@@ -172,7 +173,7 @@ def test_sums_in_no_fixed_order_are_told_apart(causal: bool, dim: int, tile: int
 @each_dim
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 0)}], ids=["full", "causal", "window"])
 def test_copies_are_those_of_the_traffic_model(options: dict[str, Any], dim: int) -> None:
-    """Queries and output once, and keys and values as often as traffic.py says of such tiles, to the element."""
+    """Queries and output once, keys and values as often as traffic.py predicts for such tiles, to the element."""
     call = replace(build(Case(Size(2, 4, 2, 768, 768, dim, dim), "bfloat16")), options=options)
     p = kernels.problem_of(call)
     tile, band = gluon.tile(p), p.band_for(p.n_q, p.n_k)
@@ -197,8 +198,8 @@ def test_copies_are_those_of_the_traffic_model(options: dict[str, Any], dim: int
 
 
 @each_dim
-def test_whole_numbers_are_exact(dim: int) -> None:
-    """Of two keys that are far ahead of all others the values are added up, and halved."""
+def test_integers_are_exact(dim: int) -> None:
+    """Two keys outweigh all others; their values are averaged."""
     rng = np.random.default_rng(dim)
     q, k = np.zeros((1, 2, 130, dim)), np.zeros((1, 2, 300, dim))
     q[..., 0], k[:, :, [7, 211], 0] = 8.0, 8.0
@@ -211,61 +212,65 @@ def test_whole_numbers_are_exact(dim: int) -> None:
 
 
 @each_dim
-def test_numbers_that_nobody_may_see(dim: int) -> None:
+def test_hidden_numbers_have_no_effect(dim: int) -> None:
     hide_nan(dim, seed=dim)
 
 
 def hide_nan(dim: int, seed: int) -> None:
-    """NaN past the keys in use, beside which the next head begins."""
+    """NaN beyond the keys in use, next to which the next head begins."""
     call = build(Case(Size(2, 2, 2, 200, 200, dim, dim), "bfloat16"))
     call = replace(call, options={"causal": True, "kv_lengths": np.array([150, 70], np.int32)})
     hidden = {name: widen(getattr(call, name), np.float64) for name in "kv"}
     for x in hidden.values():
         x[0, :, 150:], x[1, :, 70:] = np.nan, np.nan
-    runner = emulated(seed, mends=(True, False))
+    runner = emulated(seed, recomputes=(True, False))
     beside = Runner("beside NaN", *(partial(_of_others, run, hidden) for run in (runner.forward, runner.backward)))
     check(call, same_dtype_error(call), beside)
 
 
 def _of_others(run: Any, others: dict[str, Any], call: Call, *results: Any) -> Any:
-    """With these numbers in place of the call's own."""
+    """Run the call with these numbers instead of its own."""
     return run(replace(call, **{name: narrow(x, "bfloat16") for name, x in others.items()}), *results)
 
 
 @each_dim
 @pytest.mark.parametrize("options", [(), ("causal", "sink"), ("window", "kv_lengths")], ids="+".join)
 def test_gradients_of_large_scores(options: tuple[str, ...], dim: int) -> None:
-    """Their lse has lost the logarithm of the sum: such rows are made anew, of maximum and sum."""
+    """Their lse has lost the logarithm of the sum: such rows are recomputed from maximum and sum."""
     call = large_scores(2.0**33, options, "bfloat16", Size(1, 2, 1, 100, 150, dim, dim))
-    check(call, same_dtype_error(call), emulated(dim, mends=(None, True)))
+    check(call, same_dtype_error(call), emulated(dim, recomputes=(None, True)))
 
 
 def test_gradients_of_large_scores_in_packed_sequences() -> None:
     call = large_scores(2.0**33, ("causal",), "bfloat16", Size.packed(4, 2, 64, 64, *PACKED))
-    check(call, same_dtype_error(call), emulated(mends=(None, True)))
+    check(call, same_dtype_error(call), emulated(recomputes=(None, True)))
 
 
-def test_counters_are_left_as_they_were() -> None:
-    leave_counters()
+def test_counters_are_reset() -> None:
+    check_counters()
 
 
-def leave_counters() -> None:
-    """The next launch on a stream has the same ones."""
-    pair, marks = torch.zeros(2, dtype=torch.int32), torch.full((MOST_MARKS,), 7, dtype=torch.int32)
-    home: list[Tickets] = []
+def check_counters() -> None:
+    """The next launch on a stream uses the same ones."""
+    counters, flags = torch.zeros(2, dtype=torch.int32), torch.full((MAX_FLAGS,), 7, dtype=torch.int32)
+    pool: list[WorkCounters] = []
     with ExitStack() as stack:
         for module in (forward, backward):
-            stack.enter_context(mock.patch.object(module, "tickets", lambda _device: Tickets(pair, marks, home)))
+            stack.enter_context(
+                mock.patch.object(module, "acquire_counters", lambda _device: WorkCounters(counters, flags, pool))
+            )
         for dim in DIMS:
             agree(Case(SIZES[dim], "bfloat16", ("causal",)))
-            assert not pair.any() and home.pop().pair is home.pop().pair is pair
+            assert not counters.any() and pool.pop().counters is pool.pop().counters is counters
 
 
 @pytest.mark.parametrize("levels", [[0, 100, 0], [0, 30, 60, 150], [0, 0, 300, 0], [0, 2000]], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_jumps(levels: list[int], dtype: str) -> None:
-    """Also past the largest weight; such rows are mended."""
-    jump(stairs(levels, 64, dtype), emulated(len(levels), mends=(dtype == "bfloat16" and max(levels) > 200, False)))
+    """Even past the largest weight; such rows are recomputed."""
+    jump(
+        stairs(levels, 64, dtype), emulated(len(levels), recomputes=(dtype == "bfloat16" and max(levels) > 200, False))
+    )
 
 
 EACH = torch.tensor([[0.5, 2.0], [1.25, 0.0625]])

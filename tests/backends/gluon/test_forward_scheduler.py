@@ -1,4 +1,4 @@
-"""The tasks of a forward pass, against the band; without a GPU."""
+"""The tasks of a forward pass, compared with the band; without a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ find_task, key_tiles = map(python, (forward_scheduler.find_task, forward_schedul
 
 
 def check(p: Problem, section: int) -> None:
-    """Each row of each head is in one task, whose warpgroup visits all keys that it sees; whole tiles hide nothing."""
+    """Check that each row of each head is in one task, which visits all keys that it sees; full tiles hide nothing."""
     shared = tuning.packed_heads(p)  # heads that share the rows of a tile
     config = tuning.forward_of(p, shared)
     tiles = count_tiles(p, p.n_q * shared, p.q.shape[2], ROWS * config.consumers)
@@ -39,13 +39,13 @@ def check(p: Problem, section: int) -> None:
         sees = visible(p, task.q_len, task.k_len)
         for warpgroup in range(config.consumers):
             first = task.row + warpgroup * ROWS
-            assert first % ROWS == 0  # tuning.seen_first() counts on it
+            assert first % ROWS == 0  # tuning.one_right_cut() relies on it
             rows = [row for row in range(first, first + ROWS) if 0 <= row < task.q_len * shared]
             taken.update((task.sequence, task.head, row) for row in rows)
             if rows:
                 cut = key_tiles(task, first, ROWS, work, C)
                 check_cuts(sees[sorted({row // shared for row in rows})], cut, config.block_k)
-                assert cut[2] * config.block_k <= task.k_len or cut[1] == cut[2]  # a whole tile is all there
+                assert cut[2] * config.block_k <= task.k_len or cut[1] == cut[2]  # all keys of a full tile exist
     assert set(taken.values()) <= {1}
     assert len(taken) == heads * shared * sum(p.q_lengths)
 

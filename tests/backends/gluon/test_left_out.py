@@ -1,4 +1,4 @@
-"""What the Hopper kernels wait for and tell each other, and their fences: left out line by line, it is noticed."""
+"""Waits, arrivals and fences of the Hopper kernels, removed line by line: the emulator notices each one."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from tests.backends.gluon.test_emulated import (
     DIMS,
     PACKED,
     SIZES,
+    check_counters,
     hide_nan,
-    leave_counters,
     sums_of,
 )
-from tests.gpu.order_of_sums import telling
+from tests.gpu.order_of_sums import order_sensitive
 from tests.gpu.runner import check
 from tests.support.grid import Case, Size, build, truth
 
@@ -47,29 +47,39 @@ FORWARD, BACKWARD = (
     (forward_kernel, forward_epilogue, forward_scheduler),
     (backward_kernel, backward_up_to_128, backward_over_128, dq, backward_producer, backward_scheduler, row_kernels),
 )
-WORDS = (
-    *("fence_async_shared", "sync", "arrive", r"mbarrier\.wait", r"mbarrier\.arrive", r"tma\.store_wait", "added"),
-    *("await_buffer", "await_all", "follow", "give_back", "await_count", "clear_unused", "send_dq", "dismiss", "leave"),
+CALLS = (
+    *("fence_async_shared", "sync", "arrive", r"mbarrier\.wait", r"mbarrier\.arrive", r"tma\.store_wait", "await_adds"),
+    *(
+        "await_buffer",
+        "await_all_buffers",
+        "wait_for_previous",
+        "release_slot",
+        "await_count",
+        "clear_unused",
+        "send_dq",
+        "post_stop",
+        "retire",
+    ),
     "thread_barrier",
 )
-STATEMENT = re.compile(rf"\s+({'|'.join(WORDS)})\(.*\)(\s*#.*)?")
+STATEMENT = re.compile(rf"\s+({'|'.join(CALLS)})\(.*\)(\s*#.*)?")
 PRODUCTS = re.compile(r"warpgroup_mma_wait\((\d)")
-# What others see to as well, and why it stands there all the same.
-SPARED = {
-    "forward_kernel.skip: mbarrier.wait(shared.k.full.index(slot), phase)": "values come later, and are waited for",
-    "backward_up_to_128.own_128_keys: sync(TOGETHER, WARPGROUPS)": "the other's keys are used after its first dS",
-    "backward_over_128.step: mbarrier.wait(shared.q_full.index(half), (t >> 1) & 1)": "who made P has waited for them",
-    "backward_producer.load: sync(Q_FREE + ((t + 1) & 1), ALL)": "nobody comes there any more",
-    "backward_producer.load: sync(DO_FREE + ((t + 1) & 1), ALL)": "nobody comes there any more",
+# Lines whose removal goes unnoticed, and why they are there.
+REDUNDANT = {
+    "forward_kernel.skip_tiles: mbarrier.wait(shared.k.full.index(slot), phase)": "values come later",
+    "backward_up_to_128.process_128_keys: sync(WARPGROUPS_MEET, WARPGROUPS)": "keys are used after the first dS",
+    "backward_over_128.step: mbarrier.wait(shared.q_full.index(half), (t >> 1) & 1)": "P implies them",
+    "backward_producer.load: sync(Q_FREE + ((t + 1) & 1), WITH_LOADER)": "the end of the kernel",
+    "backward_producer.load: sync(DO_FREE + ((t + 1) & 1), WITH_LOADER)": "the end of the kernel",
     **dict.fromkeys(
         (
             "forward_kernel.consume: thread_barrier()",
-            "forward_kernel.pass_over: thread_barrier()",
-            "forward_scheduler.dismiss: thread_barrier()",
-            "backward_up_to_128.own_128_keys: thread_barrier()",
+            "forward_kernel.skip_empty_tasks: thread_barrier()",
+            "forward_scheduler.post_stop: thread_barrier()",
+            "backward_up_to_128.process_128_keys: thread_barrier()",
             "backward_producer.load: thread_barrier()",
         ),
-        "an arrival beside it has the warps of a role meet",
+        "an arrival next to it synchronizes the warps of the role",
     ),
 }
 
@@ -85,7 +95,7 @@ class Line(NamedTuple):
 
 
 def lines(*modules: Any) -> Iterator[Line]:
-    """Of the functions of these modules: such statements, and products that are waited for."""
+    """The lines of these modules with such a call, or with a wait for products."""
     for module in modules:
         for _, function in getmembers(module):
             if getattr(getattr(function, "fn", None), "__module__", None) != module.__name__:
@@ -99,7 +109,7 @@ def lines(*modules: Any) -> Iterator[Line]:
 
 
 def run_forward() -> None:
-    leave_counters()
+    check_counters()
     for seed in range(4):
         for n, (dim, option) in enumerate((dim, option) for option in ("causal", "plain", "window") for dim in DIMS):
             run(Case(SIZES[dim], "bfloat16", (option,)), 10 * seed + n, backward=False)
@@ -109,7 +119,7 @@ def run_forward() -> None:
 
 
 def run_backward() -> None:
-    leave_counters()
+    check_counters()
     for seed in range(4):
         for dim in DIMS:
             for option in ("causal", "plain", "window", "kv_lengths"):
@@ -118,14 +128,14 @@ def run_backward() -> None:
                 run(Case(Size.packed(4, 2, dim, dim, *PACKED), "bfloat16", (option,)), seed + dim, backward=True)
             hide_nan(dim, seed)
             tile = 64 if dim == 256 else 128
-            assert len(sums_of(telling(1, 3, 4 * tile, dim, tile), 3, deterministic=True)) == 1
+            assert len(sums_of(order_sensitive(1, 3, 4 * tile, dim, tile), 3, deterministic=True)) == 1
 
 
 def run(case: Case, seed: int, backward: bool) -> None:
     check(build(case), truth(case), emulated(seed, 1 + seed % 3), backward)
 
 
-def noticed(line: Line, work: Any) -> None:
+def check_noticed(line: Line, work: Any) -> None:
     with (
         rewritten(line.function, line.number, line.after),
         pytest.raises((AssertionError, MisuseError, StuckError)),
@@ -133,33 +143,33 @@ def noticed(line: Line, work: Any) -> None:
         work()
 
 
-def spared(line: Line) -> bool:
-    return str(line) in SPARED
+def is_redundant(line: Line) -> bool:
+    return str(line) in REDUNDANT
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("work", [run_forward, run_backward])
-def test_nothing_is_noticed_where_nothing_is_left_out(work: Any) -> None:
+def test_the_whole_kernels_pass(work: Any) -> None:
     work()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", [line for line in lines(*FORWARD) if not spared(line)], ids=str)
+@pytest.mark.parametrize("line", [line for line in lines(*FORWARD) if not is_redundant(line)], ids=str)
 def test_forward(line: Line) -> None:
-    noticed(line, run_forward)
+    check_noticed(line, run_forward)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", [line for line in lines(*BACKWARD) if not spared(line)], ids=str)
+@pytest.mark.parametrize("line", [line for line in lines(*BACKWARD) if not is_redundant(line)], ids=str)
 def test_backward(line: Line) -> None:
-    noticed(line, run_backward)
+    check_noticed(line, run_backward)
 
 
 @pytest.mark.parametrize("line", [*lines(*FORWARD)][::6], ids=str)
 def test_some(line: Line) -> None:
-    if not spared(line):
-        noticed(line, run_forward)
+    if not is_redundant(line):
+        check_noticed(line, run_forward)
 
 
-def test_what_is_spared_is_there() -> None:
-    assert set(SPARED) <= set(map(str, lines(*FORWARD, *BACKWARD)))
+def test_redundant_lines_exist() -> None:
+    assert set(REDUNDANT) <= set(map(str, lines(*FORWARD, *BACKWARD)))

@@ -1,4 +1,4 @@
-"""The chains of a pass on Hopper: its kernels in their order, and which are launched to follow the one before."""
+"""Programmatic dependent launch on Hopper: the kernels of a pass in order, and which are launched with it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.backends.gluon.offline import Case, start_call
 @pytest.mark.parametrize(
     ("case", "kernels"),
     [
-        (Case(128, "causal"), ["forward", "mend_forward"]),
-        (Case(128, "causal descale", "float8_e4m3fn"), ["transpose", "forward", "mend_forward"]),
-        (Case(128, "causal", work="backward"), ["begin", "backward", "finish", "mend_sums", "mend_backward"]),
-        (Case(256, "packed", work="backward"), ["begin", "backward", "finish", "mend_sums", "mend_backward"]),
+        (Case(128, "causal"), ["forward", "recompute_forward"]),
+        (Case(128, "causal descale", "float8_e4m3fn"), ["transpose", "forward", "recompute_forward"]),
+        (Case(128, "causal", work="backward"), ["begin", "backward", "finish", "recompute_sums", "recompute_backward"]),
+        (Case(256, "packed", work="backward"), ["begin", "backward", "finish", "recompute_sums", "recompute_backward"]),
     ],
     ids=["forward", "8 bits", "backward", "packed"],
 )

@@ -1,4 +1,4 @@
-"""The gate for the Hopper kernels, without a GPU: no spills, no products that wait without need, and they fit."""
+"""The cross-compilation gate of the Hopper kernels: no spills, no unnecessary waits for products, and they fit."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ FULL = [
     ),
 ]
 WIDTHS = [(8, 8), (16, 24), (32, 32), (40, 48), (96, 96), (64, 128), (128, 64), (192, 128), (128, 256), (256, 64)]
-# Bytes that may go to the stack, as measured, so that they do not grow unseen; none where nothing is said.
+# Bytes that may be spilled, as measured, so that they do not grow unnoticed; 0 for all others.
 STACK = {
     ("forward", 64, "band"): 8,
     ("forward", 64, "alibi"): 8,
@@ -72,7 +72,7 @@ STACK = {
     ("8 bits", 128, f"{EVERYTHING} descale"): 40,
     ("8 bits", 256, "band"): 40,
     ("8 bits", 256, f"{EVERYTHING} descale"): 64,
-    # One number of the loading warp, which it reads once a task.
+    # One number of the loading warp, which it reads once per task.
     ("backward", 128, "causal packed"): 8,
     ("backward", 64, "softcap"): 88,
     ("backward", 64, "causal alibi sink kv_lengths gqa"): 24,
@@ -84,21 +84,21 @@ STACK = {
     ("backward", 256, "band"): 152,
     ("backward", 256, "causal packed"): 232,
 }
-ROOM_FOR_OPTIONS = 56  # gradients at head dim 256 with options that one would not tune for
-# For products, in a loop over tiles: S and P V; S, dP, dV and dK, dQ.
+OPTIONS_STACK = 56  # gradients at head dim 256 with options that are not tuned for
+# Waits for products in a loop over tiles: S and P V; S, dP, dV and dK, dQ.
 WAITS = {"forward": 2, "backward": 4}
-# What they say to the kernels before and after them (pdl.py), before they touch memory.
-TURNS = {"forward": "lead touch", "8 bits": "follow lead touch", "backward": "follow lead touch"}
+# The order in which they wait, launch dependents (pdl.py) and access memory.
+PDL_ORDER = {"forward": "launch memory", "8 bits": "wait launch memory", "backward": "wait launch memory"}
 
 
 def faults(built: Built) -> list[str]:
-    """What is wrong with a kernel, in words."""
+    """The faults of a kernel, as messages."""
     case, found = built.case, list(built.advice)
     strange = case.work == "backward" and case.dim > 128 and case.options in GRADIENTS
     kind = "8 bits" if case.dtype == EIGHT_BITS else case.work
-    room = STACK.get((kind, case.dim, case.options), ROOM_FOR_OPTIONS if strange else 0)
-    if built.stack > room:
-        found.append(f"{built.stack} bytes of stack, of {room}")
+    allowed = STACK.get((kind, case.dim, case.options), OPTIONS_STACK if strange else 0)
+    if built.stack > allowed:
+        found.append(f"{built.stack} bytes of stack, of {allowed}")
     if built.shared > TARGETS["sm_90"].shared:
         found.append(f"{built.shared} bytes of shared memory, of {TARGETS['sm_90'].shared}")
     if not built.splits_registers:
@@ -107,8 +107,8 @@ def faults(built: Built) -> list[str]:
         found.append("no loop over tiles with products in it")
     if any(waits != WAITS[case.work] for waits in built.waits):
         found.append(f"{built.waits} waits in loops over tiles, where {WAITS[case.work]} do")
-    if built.turns != TURNS[kind]:
-        found.append(f"it says {built.turns}, and should {TURNS[kind]}")
+    if built.pdl_order != PDL_ORDER[kind]:
+        found.append(f"its PDL order is {built.pdl_order}, and should be {PDL_ORDER[kind]}")
     return [f"{case}: {fault}" for fault in found]
 
 
@@ -136,14 +136,16 @@ def test_other_widths() -> None:
     "dim", [pytest.param(64, marks=pytest.mark.slow), 128, pytest.param(256, marks=pytest.mark.slow)]
 )
 def test_kernels_beside_8_bits(dim: int) -> None:
-    """Values are turned within registers, and spoiled tiles made anew."""
-    turned, mended = build(Case(dim, "causal descale", EIGHT_BITS, work=work) for work in ("transpose", "mend"))
+    """Values are transposed within registers, and nothing spills."""
+    turned, recomputed = build(
+        Case(dim, "causal descale", EIGHT_BITS, work=work) for work in ("transpose", "recompute")
+    )
     assert turned.stack == turned.shared == 0
-    assert turned.turns == "lead touch"
-    assert mended.stack == 0
+    assert turned.pdl_order == "launch memory"
+    assert recomputed.stack == 0
 
 
-BUILT = Built(Case(64), 232448, 0, True, [2, 2], [12, 12], [], "lead touch", 1.0)
+BUILT = Built(Case(64), 232448, 0, True, [2, 2], [12, 12], [], "launch memory", 1.0)
 SERIAL = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."
 
 
@@ -156,9 +158,9 @@ SERIAL = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async in
         (BUILT._replace(products=[], waits=[]), "no loop over tiles"),
         (BUILT._replace(waits=[2, 3]), "3] waits"),
         (BUILT._replace(advice=ADVICE.findall(SERIAL)), "C7510"),
-        (BUILT._replace(turns="touch lead"), "it says touch lead"),
+        (BUILT._replace(pdl_order="memory launch"), "its PDL order is memory launch"),
     ],
-    ids=["stack", "shared", "registers", "products", "waits", "advice", "turns"],
+    ids=["stack", "shared", "registers", "products", "waits", "advice", "pdl_order"],
 )
 def test_the_gate_closes(built: Built, fault: str) -> None:
     assert faults(BUILT) == []

@@ -1,4 +1,4 @@
-"""What the host promises the Hopper kernels of a band, against the band itself."""
+"""What the host guarantees to the Hopper kernels about a band, compared with the band itself."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def problem(n_q: int, n_k: int, dim: int = 64, **options: Any) -> Problem:
     return describe(*(np.zeros((1, 2, n, dim), np.float16) for n in (n_q, n_k, n_k)), **options)
 
 
-def check_seen_first(p: Problem) -> None:
-    """64 rows from a multiple of 64 on: the last tile that any of them sees is seen by all that see anything."""
-    if not tuning.seen_first(p):
+def check_one_right_cut(p: Problem) -> None:
+    """Check that all rows of a 64-row tile that see anything see the last key tile that any of them sees."""
+    if not tuning.one_right_cut(p):
         return
     block_k = tuning.forward(p.dim).block_k
     sees = visible(p, p.n_q, p.n_k)
@@ -36,26 +36,26 @@ def check_seen_first(p: Problem) -> None:
 
 @given(LENGTHS, LENGTHS, LIMITS, LIMITS, st.integers(-200, 200), DIMS)
 def test_rows_see_their_first_tile(n_q: int, n_k: int, left: int, right: int, offset: int, dim: int) -> None:
-    check_seen_first(problem(n_q, n_k, dim, band=Band(left, right, offset)))
+    check_one_right_cut(problem(n_q, n_k, dim, band=Band(left, right, offset)))
 
 
 @given(LENGTHS, LENGTHS, DIMS, st.booleans())
 def test_rows_see_their_first_tile_when_the_ends_meet(n_q: int, n_k: int, dim: int, windowed: bool) -> None:
     options: dict[str, Any] = {"window": (10, 0)} if windowed else {"causal": True}
-    check_seen_first(problem(n_q, n_k, dim, **options))
+    check_one_right_cut(problem(n_q, n_k, dim, **options))
 
 
-def test_where_it_is_promised() -> None:
-    assert tuning.seen_first(problem(256, 256)) and tuning.seen_first(problem(100, 256))
-    assert tuning.seen_first(problem(256, 256, causal=True)) and tuning.seen_first(problem(64, 256, causal=True))
-    assert tuning.seen_first(problem(256, 256, window=(100, 0)))
-    assert not tuning.seen_first(problem(256, 255, causal=True))
-    assert not tuning.seen_first(problem(256, 256, window=(100, None)))
-    assert not tuning.seen_first(problem(256, 256, causal=True, kv_lengths=np.array([3], np.int32)))
+def test_when_it_is_guaranteed() -> None:
+    assert tuning.one_right_cut(problem(256, 256)) and tuning.one_right_cut(problem(100, 256))
+    assert tuning.one_right_cut(problem(256, 256, causal=True)) and tuning.one_right_cut(problem(64, 256, causal=True))
+    assert tuning.one_right_cut(problem(256, 256, window=(100, 0)))
+    assert not tuning.one_right_cut(problem(256, 255, causal=True))
+    assert not tuning.one_right_cut(problem(256, 256, window=(100, None)))
+    assert not tuning.one_right_cut(problem(256, 256, causal=True, kv_lengths=np.array([3], np.int32)))
 
 
 @given(LENGTHS, LENGTHS, LIMITS, LIMITS, st.integers(-200, 200), DIMS)
-def test_the_diagonal_cuts_the_same_tiles_of_every_column(
+def test_the_diagonal_cuts_as_many_tiles_for_all_keys(
     n_q: int, n_k: int, left: int, right: int, offset: int, dim: int
 ) -> None:
     check_always_cut(problem(n_q, n_k, dim, band=Band(left, right, offset)))
@@ -70,33 +70,33 @@ def test_the_diagonal_when_the_ends_meet(n_q: int, n_k: int, dim: int, causal: b
 
 
 def check_always_cut(p: Problem) -> None:
-    """So many tiles in every column, none of them beyond the padded rows; whole tiles follow to the last query."""
+    """Check that as many tiles are cut for all keys, none beyond the padded rows, and that full tiles follow."""
     cut = tuning.always_cut(p)
     if not cut:
         return
-    steps = tuning.backward(p.dim)
-    padded = -(-p.n_q // steps.keys) * steps.keys
+    config = tuning.backward(p.dim)
+    padded = -(-p.n_q // config.keys) * config.keys
     sees = np.concatenate([visible(p, p.n_q, p.n_k), np.zeros((padded - p.n_q, p.n_k), bool)])
-    for key in range(0, p.n_k, steps.keys):
-        column = sees[:, key : key + steps.keys]
-        tiles = [column[row : row + steps.block_q] for row in range(0, padded, steps.block_q)]
+    for key in range(0, p.n_k, config.keys):
+        column = sees[:, key : key + config.keys]
+        tiles = [column[row : row + config.block_q] for row in range(0, padded, config.block_q)]
         begin = next(n for n, tile in enumerate(tiles) if tile.any())
         assert begin + cut <= len(tiles), (p.band, p.n_q, p.n_k, key)
         for n, tile in enumerate(tiles[begin + cut :], begin + cut):
-            assert tile[: max(p.n_q - n * steps.block_q, 0)].all(), (p.band, p.n_q, p.n_k, key, n)
+            assert tile[: max(p.n_q - n * config.block_q, 0)].all(), (p.band, p.n_q, p.n_k, key, n)
 
 
-@pytest.mark.parametrize(("tiles", "columns"), [(1, 1), (8, 256), (32, 64), (128, 16), (64, 3), (0, 4), (500, 2)])
-def test_the_last_heads_have_tasks_for_all_processors(tiles: int, columns: int) -> None:
+@pytest.mark.parametrize(("tiles", "heads_in_all"), [(1, 1), (8, 256), (32, 64), (128, 16), (64, 3), (0, 4), (500, 2)])
+def test_the_last_heads_have_tasks_for_all_processors(tiles: int, heads_in_all: int) -> None:
     x = np.zeros((100, 2, 64), np.float16)
     packed = describe(x, x, x, cu_q=np.array([0, 40, 100]), cu_k=np.array([0, 40, 100]))
     for p, waves in ((problem(64, 64), tuning.WAVES), (packed, tuning.PACKED_WAVES)):
-        heads = tuning.section(p, tiles, columns, 100)
-        assert 1 <= heads <= columns
-        assert heads == columns or tiles * heads >= waves * 100 > tiles * (heads - 1)
+        heads = tuning.section(p, tiles, heads_in_all, 100)
+        assert 1 <= heads <= heads_in_all
+        assert heads == heads_in_all or tiles * heads >= waves * 100 > tiles * (heads - 1)
         p = replace(p, deterministic=True)
-        orders = {tuning.section(p, tiles, columns, processors) for processors in (1, 78, 114, 132)}
-        assert orders == {tuning.section(problem(64, 64), tiles, columns, 132)}
+        orders = {tuning.section(p, tiles, heads_in_all, processors) for processors in (1, 78, 114, 132)}
+        assert orders == {tuning.section(problem(64, 64), tiles, heads_in_all, 132)}
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_few_rows_leave_no_warpgroup_idle(dim: int, dtype: str, rows: int | None
     """Three warpgroups of 64 rows are for heads that fill their tiles."""
     config = tuning.forward(dim, dtype, rows)
     assert config.consumers == consumers
-    assert config.block_k == tuning.forward(dim, dtype).block_k  # seen_first() counts on it
+    assert config.block_k == tuning.forward(dim, dtype).block_k  # one_right_cut() relies on it
 
 
 def test_heads_that_share_tiles_count_together() -> None:

@@ -1,4 +1,4 @@
-"""Tickets: who shares them, who has them alone, and where their memory comes from."""
+"""Work counters: which calls share them, which have their own, and where their memory comes from."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flashtile.backends.gluon import work_counters as module  # noqa: E402
-from flashtile.backends.gluon.work_counters import Tickets, tickets  # noqa: E402
+from flashtile.backends.gluon.work_counters import WorkCounters, acquire_counters  # noqa: E402
 
 GPU = SimpleNamespace(type="cuda", index=0)
-SMALL = 4  # pairs of a bank
+SMALL = 4  # pairs in a bank
 plain_zeros = torch.zeros
 
 
 class Machine:
-    """A GPU as tickets() sees it, and torch's allocator: which streams are captured, which threads have a pool."""
+    """A GPU and torch's allocator as acquire_counters() sees them: captured streams, and threads with a pool."""
 
     def __init__(self) -> None:
         self.stream, self.capturing, self.cleared = 1, False, 0
-        self.pooled: set[int] = set()  # threads, by torch.cuda.use_mem_pool() or a warm-up of torch.compile
+        self.pooled: set[int] = set()  # threads, through torch.cuda.use_mem_pool() or a warm-up of torch.compile
         self.of_pools: list[Any] = []
         self.caller = get_ident()
         self.waited, self.is_clearing = 0, False
@@ -46,7 +46,7 @@ class Machine:
         return self.capturing and get_ident() == self.caller
 
     def event(self) -> Any:
-        """Of what another thread began."""
+        """An event that another thread records."""
         assert get_ident() != self.caller
         return SimpleNamespace(record=lambda: None, query=self.is_over)
 
@@ -69,7 +69,7 @@ class Machine:
 def gpu() -> Iterator[Machine]:
     machine = Machine()
     with (
-        mock.patch.multiple(module, _of_stream={}, _banks={}, _taken={}, _clearing={}, BANK=SMALL),
+        mock.patch.multiple(module, _free={}, _banks={}, _taken={}, _clearing={}, BANK=SMALL),
         mock.patch.object(torch, "zeros", machine.zeros),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: machine.capturing),
         mock.patch.object(torch.cuda, "Event", machine.event),
@@ -81,85 +81,85 @@ def gpu() -> Iterator[Machine]:
 
 
 def fill_bank() -> None:
-    """As a warm-up does: the second call finds that the bank of the first is cleared."""
+    """As a warm-up does: the second call finds that the first call's bank is cleared."""
     for _ in range(2):
-        tickets(GPU).give_back()
+        acquire_counters(GPU).release()
 
 
-def apart(found: list[Tickets]) -> bool:
-    """Whether no two share a number, nor any a number of its own."""
+def apart(found: list[WorkCounters]) -> bool:
+    """Whether they share no memory."""
     parts = [x for each in found for x in each[:2] if x is not None]
     places = sorted((x.data_ptr(), x.data_ptr() + x.numel() * x.element_size()) for x in parts)
     return all(end <= begin for (_, end), (begin, _) in pairwise(places))
 
 
-def test_launches_of_a_stream_have_them_after_each_other(gpu: Machine) -> None:
-    first = tickets(GPU)
-    assert first.pair.tolist() == [0, 0] and first.marks.numel() == module.MOST_MARKS
-    assert first.pair.data_ptr() % 16 == first.marks.data_ptr() % 16
-    first.give_back()
+def test_launches_of_a_stream_reuse_them(gpu: Machine) -> None:
+    first = acquire_counters(GPU)
+    assert first.counters.tolist() == [0, 0] and first.flags.numel() == module.MAX_FLAGS
+    assert first.counters.data_ptr() % 16 == first.flags.data_ptr() % 16
+    first.release()
     cleared = gpu.cleared
-    assert tickets(GPU) is first
+    assert acquire_counters(GPU) is first
     assert gpu.cleared == cleared
-    first.give_back()
+    first.release()
     gpu.stream = 2
-    assert apart([tickets(GPU), first])
+    assert apart([acquire_counters(GPU), first])
 
 
-def test_nobody_has_what_was_not_given_back(gpu: Machine) -> None:
-    """As threads that launch on one stream at once, and a launch that failed."""
-    first, second = tickets(GPU), tickets(GPU)
+def test_counters_in_use_are_not_shared(gpu: Machine) -> None:
+    """Threads may launch on one stream at once, and a launch may fail."""
+    first, second = acquire_counters(GPU), acquire_counters(GPU)
     assert apart([first, second])
-    second.give_back()
-    assert tickets(GPU) is second
-    assert apart([first, second, tickets(GPU)])
+    second.release()
+    assert acquire_counters(GPU) is second
+    assert apart([first, second, acquire_counters(GPU)])
 
 
-def test_launches_in_graphs_have_their_own_and_clear_nothing(gpu: Machine) -> None:
+def test_graphs_have_their_own_and_clear_nothing(gpu: Machine) -> None:
     fill_bank()
-    shared = tickets(GPU)
+    shared = acquire_counters(GPU)
     gpu.capturing, cleared = True, gpu.cleared
-    own = [tickets(GPU) for _ in range(SMALL)]
+    own = [acquire_counters(GPU) for _ in range(SMALL)]
     assert gpu.cleared == cleared
-    assert [x.pair.tolist() for x in own] == [[0, 0]] * SMALL
-    assert len({x.pair.data_ptr() % 16 for x in own}) == 1
+    assert [x.counters.tolist() for x in own] == [[0, 0]] * SMALL
+    assert len({x.counters.data_ptr() % 16 for x in own}) == 1
     assert apart([shared, *own])
     for each in own:
-        each.give_back()  # of no use to anybody: the graph has it as long as it is there
+        each.release()  # has no effect: the graph keeps it
     gpu.capturing = False
-    assert apart([*own, tickets(GPU)])
+    assert apart([*own, acquire_counters(GPU)])
 
 
 def test_an_empty_bank_is_filled_before_the_next_graph(gpu: Machine) -> None:
     gpu.capturing = True
-    assert tickets(GPU).pair.tolist() == [0, 0]  # there is no bank yet: a node of the graph clears them
+    assert acquire_counters(GPU).counters.tolist() == [0, 0]  # without a bank, a node of the graph clears them
     assert gpu.cleared == 1
     gpu.capturing = False
     fill_bank()
     gpu.capturing, cleared = True, gpu.cleared
-    own = [tickets(GPU) for _ in range(SMALL + 1)]
-    assert gpu.cleared == cleared + 1  # the last one found none left
+    own = [acquire_counters(GPU) for _ in range(SMALL + 1)]
+    assert gpu.cleared == cleared + 1  # none was left for the last one
     gpu.capturing = False
     fill_bank()
     gpu.capturing, cleared = True, gpu.cleared
-    assert apart([*own, tickets(GPU)])
+    assert apart([*own, acquire_counters(GPU)])
     assert gpu.cleared == cleared
-    assert len(module._banks[0]) == 2  # graphs still point into the first
+    assert len(module._banks[0]) == 2  # graphs still use the first
 
 
-def test_no_graph_has_pairs_that_are_still_being_cleared(gpu: Machine) -> None:
-    """On the stream that it is captured on they are awaited, but a graph may be replayed on another."""
+def test_graphs_do_not_use_pairs_that_are_being_cleared(gpu: Machine) -> None:
+    """The capturing stream waits for them, but a graph may be replayed on another stream."""
     gpu.is_clearing = True
     for cleared in (False, True):
         fill_bank()
         gpu.capturing, before = True, gpu.cleared
-        tickets(GPU)
+        acquire_counters(GPU)
         assert gpu.cleared == before + (not cleared)
         gpu.capturing = gpu.is_clearing = False
 
 
 class Slow(dict[int, int]):
-    """Leaves other threads the time to ask the same."""
+    """Gives other threads the time to read the same number."""
 
     def get(self, *args: Any) -> Any:
         found = super().get(*args)
@@ -171,42 +171,42 @@ def test_threads_that_capture_at_once_have_their_own(gpu: Machine) -> None:
     fill_bank()
     gpu.capturing = True
     with mock.patch.object(module, "_taken", Slow(module._taken)), ThreadPoolExecutor(SMALL) as pool:
-        assert apart([*pool.map(tickets, [GPU] * SMALL)])
+        assert apart([*pool.map(acquire_counters, [GPU] * SMALL)])
 
 
-def test_tickets_made_in_inference_mode_are_good_for_all(gpu: Machine) -> None:
+def test_counters_made_in_inference_mode_can_be_written_outside(gpu: Machine) -> None:
     with torch.inference_mode():
-        first = tickets(GPU)
-    first.marks.zero_()
-    first.give_back()
+        first = acquire_counters(GPU)
+    first.flags.zero_()
+    first.release()
     with torch.inference_mode():
         fill_bank()
     gpu.capturing = True
-    tickets(GPU).pair.zero_()
+    acquire_counters(GPU).counters.zero_()
 
 
-def test_what_is_kept_comes_from_no_pool(gpu: Machine) -> None:
-    """Of a first call in the warm-up of torch.compile(mode="reduce-overhead"): the next graph overwrites that."""
+def test_permanent_memory_comes_from_no_pool(gpu: Machine) -> None:
+    """A first call in the warm-up of torch.compile(mode="reduce-overhead"): the next graph overwrites its pool."""
     gpu.pooled = {get_ident()}
     assert gpu.is_of_a_pool(torch.zeros((1,), dtype=torch.int32, device="cuda"))
-    first = tickets(GPU)
-    assert gpu.waited == gpu.cleared - 1 == 2  # the bank's, and those of the stream
-    first.give_back()
+    first = acquire_counters(GPU)
+    assert gpu.waited == gpu.cleared - 1 == 2  # for the bank, and for the counters of the stream
+    first.release()
     fill_bank()
     gpu.capturing = True
-    own = tickets(GPU)
-    assert not any(map(gpu.is_of_a_pool, (first.pair, first.marks, own.pair, *module._banks[0])))
+    own = acquire_counters(GPU)
+    assert not any(map(gpu.is_of_a_pool, (first.counters, first.flags, own.counters, *module._banks[0])))
 
 
-def test_of_a_graph_that_was_captured_before_any_call_nothing_is_kept(gpu: Machine) -> None:
+def test_nothing_is_kept_of_a_graph_captured_before_any_call(gpu: Machine) -> None:
     gpu.capturing = True
-    own = tickets(GPU)
-    assert gpu.is_of_a_pool(own.pair)
-    own.give_back()
-    assert not module._banks and not module._of_stream
+    own = acquire_counters(GPU)
+    assert gpu.is_of_a_pool(own.counters)
+    own.release()
+    assert not module._banks and not module._free
 
 
 def test_without_a_gpu() -> None:
-    found = tickets(torch.device("cpu"))
-    assert found.pair.tolist() == [0, 0] and found.marks is None
-    found.give_back()
+    found = acquire_counters(torch.device("cpu"))
+    assert found.counters.tolist() == [0, 0] and found.flags is None
+    found.release()

@@ -1,4 +1,4 @@
-"""arguments.py: numbers that change from call to call are such that Triton takes the kernel it has."""
+"""arguments.py: numbers that change from call to call do not make Triton specialize another kernel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def problem(batch: int, n_q: int, n_k: int, **options: Any) -> Problem:
 
 
 def kind(x: Any) -> Any:
-    """What Triton looks at in an integer of a tuple; anything else as it is."""
+    """The properties of an integer in a tuple that Triton specializes on; anything else as it is."""
     return (x == 1, x % ALIGNED == 0, -(2**31) <= x < 2**31) if isinstance(x, int) else x
 
 
@@ -30,7 +30,7 @@ def kinds(p: Problem) -> tuple[Any, ...]:
 
 
 def test_there_are_two_kinds_of_lengths() -> None:
-    """Multiples and others, of which 1 is one; how many sequences there are does not matter."""
+    """Multiples and others, including 1; the number of sequences does not matter."""
     multiples = {kinds(problem(batch, 16 * batch, n_k)) for batch in (1, 2, 16) for n_k in (16, 1024)}
     others = {kinds(problem(batch, n_q, n_k)) for batch in (1, 2, 16) for n_q in (1, 17, 1023) for n_k in (1, 2, 33)}
     assert len(multiples) == len(others) == 1 and multiples != others

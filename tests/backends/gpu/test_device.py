@@ -1,4 +1,4 @@
-"""Whether float32 products may be rounded to TF32, by whichever of torch's settings that was said."""
+"""Whether float32 products may be rounded to TF32, through each of torch's settings."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ torch = pytest.importorskip("torch")
 from flashtile.backends.gpu.device import tf32  # noqa: E402
 
 NEWER = hasattr(torch._C, "_get_fp32_precision_getter")
-SAID = {
+SETTINGS = {
     "": False,
     "torch.set_float32_matmul_precision('high')": True,
     "torch.set_float32_matmul_precision('medium')": True,
     "torch.set_float32_matmul_precision('high'); torch.set_float32_matmul_precision('highest')": False,
     "torch.backends.cuda.matmul.allow_tf32 = True": True,
 }
-SAID_ANEW = {
+NEW_SETTINGS = {
     "torch.backends.fp32_precision = 'tf32'": True,
     "torch.backends.fp32_precision = 'ieee'": False,
     "torch.backends.fp32_precision = 'bf16'": False,
@@ -44,16 +44,16 @@ for setting in {settings}:
 """
 
 
-def test_every_way_to_say_so() -> None:
-    """In a process of its own, for none can be taken back whole."""
-    said = SAID | (SAID_ANEW if NEWER else {})
+def test_every_setting() -> None:
+    """In a separate process, because no setting can be fully undone."""
+    said = SETTINGS | (NEW_SETTINGS if NEWER else {})
     code = CHILD.format(settings=list(said), newer=NEWER)
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
     assert not done.returncode, done.stderr
     assert dict(zip(said, done.stdout.split(), strict=True)) == {name: str(value) for name, value in said.items()}
 
 
-def test_before_there_were_two_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_releases_with_one_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flashtile.backends.gpu.device._by_backend", None)
     for word, wanted in (("highest", False), ("high", True), ("medium", True)):
         monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda word=word: word)

@@ -1,4 +1,4 @@
-"""The chains of a pass: its kernels in their order, and which are launched to follow the one before."""
+"""Programmatic dependent launch: the kernels of a pass in order, and which are launched with it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from flashtile.problem import describe  # noqa: E402
     ("architecture", "can"),
     [((9, 0), True), ((10, 0), True), ((12, 0), True), ((8, 9), False), ("gfx942", False), (None, False)],
 )
-def test_which_gpus_have_chains(architecture: Any, can: bool, on_gpu: Callable[[Any], None]) -> None:
+def test_which_gpus_support_pdl(architecture: Any, can: bool, on_gpu: Callable[[Any], None]) -> None:
     on_gpu(architecture)
-    assert pdl.chains(torch.device("cpu")) is can
+    assert pdl.supports_pdl(torch.device("cpu")) is can
 
 
 def problem(n_q: int, n_k: int, **options: Any) -> Any:
@@ -35,36 +35,36 @@ def backward(p: Any) -> None:
     run.backward(Inputs.of(p), torch.zeros_like(p.q), torch.zeros_like(p.q), torch.zeros(p.q.shape[:3]), None)
 
 
-LEADS, FOLLOWS, ALONE = (False, True), (True, True), (False, False)
-BACKWARD = ["statistics", "dkdv", "dq", "mend_sums", "mend_backward"]
+FIRST, LATER, WITHOUT = (False, True), (True, True), (False, False)
+BACKWARD = ["statistics", "dkdv", "dq", "recompute_sums", "recompute_backward"]
 
 
 def test_each_kernel_begins_in_the_tail_of_the_one_before(launched: list[Any]) -> None:
     backward(problem(300, 300))
-    assert launched == [(name, *(LEADS if name == "statistics" else FOLLOWS)) for name in BACKWARD]
+    assert launched == [(name, *(FIRST if name == "statistics" else LATER)) for name in BACKWARD]
 
 
-def test_what_mends_an_output_begins_so_too(launched: list[Any]) -> None:
+def test_the_kernel_that_recomputes_outputs_does_too(launched: list[Any]) -> None:
     run, p = dispatch.named("triton").prepare(problem(300, 300))
     run.forward(Inputs.of(p))
-    assert launched == [("forward", *LEADS), ("mend_forward", *FOLLOWS)]
+    assert launched == [("forward", *FIRST), ("recompute_forward", *LATER)]
 
 
-def test_what_adds_to_dbias_is_launched_when_all_is_complete(launched: list[Any]) -> None:
+def test_dbias_kernel_is_launched_without_pdl(launched: list[Any]) -> None:
     bias = torch.zeros(2, 2, 300, 300, dtype=torch.bfloat16)
     backward(problem(300, 300, bias=bias))
-    assert launched[-1] == ("dbias", *ALONE)
+    assert launched[-1] == ("dbias", *WITHOUT)
 
 
 @pytest.mark.parametrize(("n_q", "n_k"), [(0, 300), (300, 0)])
-def test_a_chain_misses_no_kernel(launched: list[Any], n_q: int, n_k: int) -> None:
-    """dq_kernel reads what statistics_kernel wrote without waiting for it: dkdv_kernel must have done that."""
+def test_without_all_kernels_there_is_no_pdl(launched: list[Any], n_q: int, n_k: int) -> None:
+    """dq_kernel reads what statistics_kernel wrote without waiting for it, so dkdv_kernel must have waited."""
     backward(problem(n_q, n_k))
     assert launched
-    assert [rest for _, *rest in launched] == [[*ALONE]] * len(launched)
+    assert [rest for _, *rest in launched] == [[*WITHOUT]] * len(launched)
 
 
-def test_elsewhere_nothing_is_chained(launched: list[Any], on_gpu: Callable[[Any], None]) -> None:
+def test_other_gpus_use_no_pdl(launched: list[Any], on_gpu: Callable[[Any], None]) -> None:
     on_gpu((8, 0))
     backward(problem(300, 300))
-    assert [rest for _, *rest in launched] == [[*ALONE]] * len(BACKWARD)
+    assert [rest for _, *rest in launched] == [[*WITHOUT]] * len(BACKWARD)

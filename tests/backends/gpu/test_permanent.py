@@ -1,4 +1,4 @@
-"""What is kept for good is made by another thread, whose memory comes from no pool, and the caller's stream waits."""
+"""Permanent memory: another thread allocates it, outside of any pool, and the caller's stream waits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Machine:
         monkeypatch.setattr(torch, "zeros", self.zeros)
         empty = torch.empty
         monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: empty(*shape, dtype=dtype))
-        monkeypatch.setattr(tensors, "_dumps", {})
+        monkeypatch.setattr(tensors, "_discard_buffers", {})
 
     def say(self, event: str) -> Any:
         self.events.append((event, get_ident()))
@@ -59,7 +59,7 @@ def zeros(device: Any) -> Any:
     return made
 
 
-def test_another_thread_makes_it_and_this_stream_waits(gpu: Machine) -> None:
+def test_another_thread_allocates_and_this_stream_waits(gpu: Machine) -> None:
     made, cleared = permanent.zeros((3,), torch.int32, GPU)
     assert made.tolist() == [0, 0, 0] and cleared.query()
     assert [event for event, _ in gpu.events] == ["device 1", "zeros", "record", "wait"]
@@ -67,7 +67,7 @@ def test_another_thread_makes_it_and_this_stream_waits(gpu: Machine) -> None:
     assert len({*there}) == 1 and there[0] != get_ident() == here
 
 
-def test_it_is_good_for_all_though_made_in_inference_mode(gpu: Machine) -> None:
+def test_it_can_be_written_outside_of_inference_mode(gpu: Machine) -> None:
     for device in (GPU, torch.device("cpu")):
         with torch.inference_mode():
             made = zeros(device)
@@ -75,16 +75,16 @@ def test_it_is_good_for_all_though_made_in_inference_mode(gpu: Machine) -> None:
 
 
 def test_no_mode_of_the_caller_sees_it(gpu: Machine) -> None:
-    """As torch.compile's warm-up, which has the device of new tensors in one."""
+    """Such as the mode in which torch.compile's warm-up sets the device of new tensors."""
     with torch.device("meta"):
         assert zeros(GPU).device.type == "cpu"
 
 
 def test_while_a_stream_is_captured_nothing_is_kept(gpu: Machine) -> None:
     gpu.capturing = True
-    first, second = (tensors.dump(torch.float32, GPU) for _ in range(2))
-    assert first.numel() == tensors.DUMPED and first.data_ptr() != second.data_ptr()
-    assert not tensors._dumps
+    first, second = (tensors.discard_buffer(torch.float32, GPU) for _ in range(2))
+    assert first.numel() == tensors.DISCARDED and first.data_ptr() != second.data_ptr()
+    assert not tensors._discard_buffers
     gpu.capturing = False
-    kept = tensors.dump(torch.float32, GPU)
-    assert tensors.dump(torch.float32, GPU) is kept is tensors._dumps[torch.float32, GPU]
+    kept = tensors.discard_buffer(torch.float32, GPU)
+    assert tensors.discard_buffer(torch.float32, GPU) is kept is tensors._discard_buffers[torch.float32, GPU]

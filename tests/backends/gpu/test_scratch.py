@@ -1,4 +1,4 @@
-"""Scratch: its parts lie beside each other, and are where their At says."""
+"""Scratch memory: its parts do not overlap, and are where their Argument says."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from flashtile.backends.gpu.scratch import UNIT, Scratch, after  # noqa: E402
+from flashtile.backends.gpu.scratch import UNIT, Scratch, tail  # noqa: E402
 
 
 def test_parts() -> None:
@@ -20,17 +20,17 @@ def test_parts() -> None:
     found = [part.of(memory) for part in parts]
     for (shape, dtype), part, x in zip(wanted, parts, found, strict=True):
         assert x.shape == shape and x.dtype == dtype and x.is_contiguous()
-        assert part.place == 3 and part.offset % UNIT == 0
+        assert part.position == 3 and part.offset % UNIT == 0
         if x.numel():
             assert x.data_ptr() == memory.data_ptr() + part.offset
     places = [(part.offset, part.offset + x.nbytes) for part, x in zip(parts, found, strict=True)]
     assert all(end <= begin for (_, end), (begin, _) in pairwise(places)) and places[-1][1] <= memory.nbytes
 
 
-def test_the_rest_of_a_part() -> None:
+def test_the_tail_of_a_part() -> None:
     scratch = Scratch(0, torch.device("cpu"))
     scratch.part((3,), torch.float32)
-    marks = scratch.part((7,), torch.int32)
-    rest, memory = after(marks, 5), scratch.maker()()
+    flags = scratch.part((7,), torch.int32)
+    rest, memory = tail(flags, 5), scratch.maker()()
     assert rest.of(memory).shape == (2,) and rest.of(memory).data_ptr() == memory.data_ptr() + rest.offset
-    assert rest.of(memory).data_ptr() == marks.of(memory)[5:].data_ptr()
+    assert rest.of(memory).data_ptr() == flags.of(memory)[5:].data_ptr()

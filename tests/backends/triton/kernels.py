@@ -1,4 +1,4 @@
-"""The Triton kernels on a call of the grid: on a GPU where there is one, else under Triton's interpreter.
+"""The Triton kernels on a call of the grid: on a GPU if there is one, else under Triton's interpreter.
 
 backend: the row of the dispatch table that prepares the call.
 """

@@ -1,4 +1,4 @@
-"""What a compiled kernel is made of, read from its code: registers, stack, and what is in its loops over tiles."""
+"""What compiled code shows of a kernel: registers, stack, and the instructions in its loops over tiles."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ JUMP = re.compile(r"\b(?:bra|BRA|s_c?branch\w*)\b.*?([.$]L\w+)")
 
 
 class Figures(NamedTuple):
-    """What a thread has in memory because its registers are too few is its stack, in bytes.
+    """registers and stack (bytes) of a thread; a stack holds spilled registers.
 
-    matrix: the matrix instructions in loops over tiles, by name.
-    loops: how many instructions go to the stack in each of these loops, where there is a stack at all: full tiles,
-    partial ones, and last a careful walk where the kernel has one, which ordinary data skips.
+    matrix: the names of the matrix instructions in loops over tiles. loops: if there is a stack, the number of
+    instructions in each of these loops that access it: full tiles, partial ones, and last the careful walk, if the
+    kernel has one, which ordinary data skips.
     """
 
     matrix: list[str]
@@ -30,7 +30,7 @@ class Figures(NamedTuple):
 
     @property
     def spills(self) -> int:
-        """Those of the loop over full tiles, where the time goes."""
+        """Spills in the loop over full tiles, which takes most of the time."""
         return self.loops[0] if self.loops else 0
 
 
@@ -49,7 +49,7 @@ def amd(assembly: Path) -> Figures:
 
 
 def matrix(text: str) -> list[str]:
-    """The matrix instructions in loops over tiles. Outside of them there are some that only spoiled sums need."""
+    """The matrix instructions in loops over tiles. Those outside of them are needed only for spoiled sums."""
     return sorted({name for body in loops(text) for line in body for name in MATRIX.findall(line)})
 
 
@@ -58,22 +58,22 @@ def spills(text: str) -> list[int]:
     return [sum(bool(SPILL.search(line)) for line in body) for body in loops(text)]
 
 
-def turns(ptx: str) -> str:
-    """In the order of a kernel's text, where it follows, leads (pdl.py) and touches memory; no word twice running."""
-    words = {"griddepcontrol.wait": "follow", "griddepcontrol.launch_dependents": "lead"}
+def pdl_order(ptx: str) -> str:
+    """The order in which a kernel launches dependents, waits (pdl.py) and accesses memory, without repetitions."""
+    words = {"griddepcontrol.wait": "wait", "griddepcontrol.launch_dependents": "launch"}
     found: list[str] = []
     for line in ptx.splitlines():
-        said = next((word for code, word in words.items() if code in line), "touch" if MEMORY.search(line) else None)
+        said = next((word for code, word in words.items() if code in line), "memory" if MEMORY.search(line) else None)
         if said is not None and found[-1:] != [said]:
             found.append(said)
     return " ".join(found)
 
 
 def loops(text: str) -> list[list[str]]:
-    """The loops over tiles: they multiply matrices and take exponentials.
+    """The loops over tiles: they multiply matrices and compute exponentials.
 
-    A loop is a jump back and all that lies between it and where it goes. One within which another ends is not counted:
-    it holds that loop, or it is a wait set apart, which returns into it.
+    A loop is everything between a backward jump and its target. A loop in which another one ends is not counted: it
+    contains that loop, or it is a wait placed elsewhere, which jumps back into it.
     """
     lines = text.splitlines()
     places = {label[1]: at for at, line in enumerate(lines) if (label := LABEL.match(line))}
@@ -85,7 +85,7 @@ def loops(text: str) -> list[list[str]]:
 
 
 def tool(name: str, *args: Any) -> str:
-    """The output of one of the tools in Triton's wheel."""
+    """The output of a tool in Triton's wheel."""
     import triton
 
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name

@@ -1,4 +1,4 @@
-"""The kernels compiled for GPUs that are not there, from the calls that start them. A program: one target a process."""
+"""Compiles the kernels of calls for GPUs that this machine does not have. A program: one target per process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from tests.backends.triton.machine_code import Figures, amd, nvidia, turns
+from tests.backends.triton.machine_code import Figures, amd, nvidia, pdl_order
 
 ROOT = Path(__file__).parents[3]
 KILO = 1024
-# Batch, heads, key heads, queries, keys; and processors that the GPU is taken to have.
+# Batch, heads, key heads, queries, keys; and the number of processors of the GPU.
 SHAPES = {
     "forward": ((2, 8, 4, 1024, 1024), 8),
     "backward": ((2, 8, 4, 1024, 1024), 8),
@@ -28,7 +28,7 @@ SHAPES = {
 
 
 class Target(NamedTuple):
-    """A GPU as Triton names it, the shared memory one program may have (bytes), and its own matrix instructions."""
+    """A GPU as Triton names it, the shared memory of a program (bytes), and the GPU's own matrix instructions."""
 
     backend: str
     arch: int | str
@@ -50,7 +50,7 @@ TARGETS = {
 
 
 class Case(NamedTuple):
-    """One call: the work is one of SHAPES, with these options of attention(), in a row."""
+    """One call: `work` is one of SHAPES, `options` are options of attention(), separated by spaces."""
 
     work: str
     dim: int
@@ -59,16 +59,16 @@ class Case(NamedTuple):
 
 
 class Built(NamedTuple):
-    """One kernel of a case, as the compiler made it."""
+    """One compiled kernel of a case."""
 
     case: Case
     kernel: str
-    tile: list[int]  # block_q, block_k, warps, stages; warps and stages alone where rows meet no columns
+    tile: list[int]  # block_q, block_k, warps, stages; only warps and stages for kernels without tiles of scores
     shared: int  # bytes
     seconds: float
-    narrow: int  # products by mma.sync with fewer columns than their layout has, of which Triton 3.6 leaves some out
-    turns: str | None  # see machine_code.py; None on a GPU that has no word for them
-    follows: bool  # it is launched so
+    narrow: int  # products by mma.sync with fewer columns than their layout; Triton 3.6 leaves some of them out
+    pdl_order: str | None  # see machine_code.py; None on AMD GPUs
+    with_pdl: bool  # launched with programmatic dependent launch
     code: Figures
 
     @property
@@ -77,7 +77,7 @@ class Built(NamedTuple):
 
 
 def build(target: str, cases: Iterable[Case]) -> list[Built]:
-    """Compile in a process of its own, without the interpreter; a kernel seen before is in build/triton-cache."""
+    """Compile in a separate process, without the interpreter; compiled kernels are cached in build/triton-cache."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["TRITON_CACHE_DIR"] = str(ROOT / "build" / "triton-cache")
     command = [sys.executable, "-m", "tests.backends.triton.offline", target]
@@ -89,7 +89,7 @@ def build(target: str, cases: Iterable[Case]) -> list[Built]:
 
 
 class Phantom:
-    """The driver of a GPU that is not there: Triton compiles for it, and a launch does nothing."""
+    """The driver of a GPU that this machine does not have: Triton compiles for it, and launches do nothing."""
 
     def __init__(self, target: Target) -> None:
         from triton.backends.compiler import GPUTarget
@@ -107,7 +107,7 @@ class Phantom:
         return 0
 
     def get_device_properties(self, _device: int) -> dict[str, int]:
-        return {"max_shared_mem": sys.maxsize}  # so that too much is told by a test, with its figure
+        return {"max_shared_mem": sys.maxsize}  # so that a test reports the size, if it is too large
 
     def load_binary(self, name: str, *_: Any) -> tuple[Any, ...]:
         return name, name, 0, 0, 1024  # module, function, registers, spills, threads
@@ -117,7 +117,7 @@ class Phantom:
 
 
 def build_here(name: str, cases: Iterable[Case]) -> Iterator[Built]:
-    """build() in this process, which then knows no other GPU."""
+    """build() in this process, which then knows only this GPU."""
     import triton
 
     from flashtile.backends.gpu import device as gpu
@@ -126,7 +126,7 @@ def build_here(name: str, cases: Iterable[Case]) -> Iterator[Built]:
     triton.runtime.driver.set_active(Phantom(target))
     kernels: list[dict[str, Any]] = []
     triton.knobs.compilation.listener = lambda **told: kernels.append(told)
-    # The tensors are on the CPU; the table of tiles is asked for the GPU they stand for.
+    # The tensors are on the CPU; the tuning table is asked for the target.
     architecture = divmod(target.arch, 10) if isinstance(target.arch, int) else target.arch
     with mock.patch.object(gpu, "architecture", lambda _device: architecture):
         for case in cases:
@@ -138,20 +138,20 @@ def build_here(name: str, cases: Iterable[Case]) -> Iterator[Built]:
 
 
 def _built(target: Target, case: Case, *, src: Any, metadata: Any, metadata_group: Any, times: Any, **_: Any) -> Built:
-    """What the compiler tells of a kernel, and what can be read in its output."""
+    """The figures of a kernel, from the compiler's report and output."""
     known = constants(src)
     tile = [known[name] for name in ("BLOCK_Q", "BLOCK_K") if name in known]
     tile += metadata["num_warps"], metadata["num_stages"]
     files = {Path(path).suffix: Path(path) for path in metadata_group.values()}
     code = nvidia(files[".ptx"], files[".cubin"]) if target.backend == "cuda" else amd(files[".amdgcn"])
     narrow = narrow_products(files[".ttgir"].read_text()) if target.backend == "cuda" else 0
-    said = turns(files[".ptx"].read_text()) if target.backend == "cuda" else None
-    follows = metadata.get("launch_pdl", False)
-    return Built(case, src.name, tile, metadata["shared"], times.total / 1e6, narrow, said, follows, code)
+    said = pdl_order(files[".ptx"].read_text()) if target.backend == "cuda" else None
+    with_pdl = metadata.get("launch_pdl", False)
+    return Built(case, src.name, tile, metadata["shared"], times.total / 1e6, narrow, said, with_pdl, code)
 
 
 def narrow_products(code: str) -> int:
-    """Left factors of mma.sync, each row shared by four threads with kWidth columns each, that are not so wide."""
+    """The number of left factors of mma.sync that are narrower than four threads with kWidth columns each."""
     found = re.findall(
         r"tt\.dot .*?: tensor<\d+x(\d+)x\w+, #ttg\.dot_op<{opIdx = 0, parent = #mma\d*, kWidth = (\d+)", code
     )
@@ -159,7 +159,7 @@ def narrow_products(code: str) -> int:
 
 
 def start(case: Case) -> None:
-    """Have the backend start the kernels of a case, on tensors of no particular numbers."""
+    """Run a case through the backend, on tensors of arbitrary contents."""
     import torch
 
     from flashtile import dispatch
@@ -193,14 +193,17 @@ def start(case: Case) -> None:
 
 
 def constants(src: Any) -> dict[str, Any]:
-    """The constants of a kernel by name, those in named tuples too: where there are several, of its ordinary walk."""
+    """The constants of a kernel by name, including fields of named tuples;
+
+    of several tuples, those of the ordinary walk.
+    """
     found = {src.fn.arg_names[path[0]]: _plain(value) for path, value in src.constants.items() if len(path) == 1}
-    inside = [found[name]._asdict() for name in ("AGAIN", "OF_QUERIES", "C") if found.get(name) is not None]
+    inside = [found[name]._asdict() for name in ("RECOMPUTE", "OF_QUERIES", "C") if found.get(name) is not None]
     return found | {name: _plain(value) for fields in inside for name, value in fields.items()}
 
 
 def _plain(value: Any) -> Any:
-    return getattr(value, "value", value)  # of a tl.constexpr
+    return getattr(value, "value", value)  # unwraps a tl.constexpr
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Kernels that do nothing but call what cuts.py has, so that a test can see what it returns."""
+"""Kernels that only call functions of cuts.py, so that tests can check what those return."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flashtile.backends.gpu.cuts import cuts, stretch_of, tile_at
 
 @triton.jit
 def cuts_kernel(p_in, p_out, BLOCK: tl.constexpr):
-    """Row i of the input: left, right, offset, first, last, n_cols; of the output: the four cuts."""
+    """A row of the input: left, right, offset, first, last, n_cols; of the output: the four cuts."""
     row = p_in + tl.program_id(0) * 6
     cut = cuts(
         tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5), BLOCK
@@ -21,7 +21,10 @@ def cuts_kernel(p_in, p_out, BLOCK: tl.constexpr):
 
 @triton.jit
 def walk_kernel(p_in, p_out, MOST: tl.constexpr, TWO_ENDS: tl.constexpr):
-    """Row i of the input: four cuts; of the output, for each tile: how often a walk comes to it, and to a full one."""
+    """A row of the input:
+
+    four cuts; of the output, for each tile: how often a walk visits it, and how often as full.
+    """
     row = p_in + tl.program_id(0) * 4
     cut = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
     for n in tl.static_range(2):

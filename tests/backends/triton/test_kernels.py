@@ -17,7 +17,7 @@ from tests.support.grid import COMBINATIONS, OPTIONS, Case, Size, build, check_b
 from tests.support.runners import Runner
 
 torch = pytest.importorskip("torch")
-# The interpreter is NumPy: it warns of the log of 0, of products with NaN, and of its own habits.
+# The interpreter uses NumPy: it warns about the log of 0, products with NaN, and its own deprecations.
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")]
 SMALL = Size(2, 4, 2, 19, 37, 16, 24)
 PACKED = Size.packed(2, 1, 16, 16, (5, 9), (0, 4), (17, 0), (20, 33))
@@ -45,7 +45,7 @@ FULL = [Case(size, dtype, (name,)) for size in LARGE for dtype in DTYPES for nam
 
 @pytest.fixture(autouse=True)
 def small_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpreted cases are small, so tiles are smaller."""
+    """Small tiles for interpreted cases, which are small."""
     if "gpu" not in request.keywords:
         monkeypatch.setattr(tuning, "choose", lambda *_: tuning.Config(16, 16, 4, 1))
 
@@ -61,7 +61,7 @@ def run(case: Case) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_gradients_are_slopes(dtype: str) -> None:
-    """Not in bfloat16, which the interpreter rounds towards 0: that makes everything 0.3 % too small, and is seen."""
+    """Not in bfloat16: the interpreter rounds it towards 0, and an error of 0.3 % would show."""
     runner = Runner("triton", kernels.forward, kernels.backward)
     finite_differences.agree(build(Case(SMALL, dtype, ("causal", "bias", "sink", "softcap"))), runner)
 
@@ -71,8 +71,8 @@ def test_agreement(case: Case) -> None:
     run(case)
 
 
-def test_starts_beyond_the_rows_are_the_ends() -> None:
-    """Of starts on a device nobody knows whether they are right: what they name is within the rows all the same."""
+def test_starts_beyond_the_rows_are_clipped() -> None:
+    """Starts on a device are not validated; out of range, they are clipped to the rows."""
     call = build(Case(PACKED, "float32", ("causal",)))
     astray = {"cu_q": np.array([-7, 5, 5, 22, 10**9]), "cu_k": np.array([-(10**9), 9, 13, 13, 1000])}
     wrong = replace(call, packed=astray)
@@ -112,7 +112,7 @@ def test_cuts_is_the_twin_of_band_py(block: int) -> None:
 
 
 @pytest.mark.parametrize("two_ends", [False, True])
-def test_a_walk_comes_to_each_tile_once(two_ends: bool) -> None:
+def test_a_walk_visits_each_tile_once(two_ends: bool) -> None:
     from tests.backends.triton.probe import walk_kernel
 
     rows = [sorted(cut) for cut in np.random.default_rng(0).integers(0, 9, (100, 4)).tolist()]
@@ -128,7 +128,7 @@ def test_a_walk_comes_to_each_tile_once(two_ends: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "softcap": 5.0}], ids=str)
 def test_the_public_call_on_a_gpu(options: dict[str, Any]) -> None:
-    """attention() and its gradients on CUDA tensors are those of the same call on the CPU."""
+    """attention() and its gradients on CUDA tensors match the same call on the CPU."""
     rng = torch.Generator().manual_seed(0)
     inputs = [torch.randn(2, heads, 130, 64, generator=rng, dtype=torch.float32) for heads in (4, 2, 2)]
     results = []

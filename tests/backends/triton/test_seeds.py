@@ -1,4 +1,4 @@
-"""A seed that is a pointer: the kernels read it, and drop what they drop for the same number."""
+"""A seed given as a pointer: the kernels read it, and drop the same weights as for a number."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def same(found: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_bits_of_the_number(name: str) -> None:
+def test_results_have_the_bits_of_a_number(name: str) -> None:
     call = build(CALLS[name])
     for seed in (5, 2**64 - 3):
         wanted = forward(with_seed(call, seed))
@@ -57,8 +57,8 @@ def test_the_bits_of_the_number(name: str) -> None:
 
 
 @pytest.mark.parametrize("spoil", ["nan", "large"])
-def test_rows_that_are_made_anew(spoil: str) -> None:
-    """By the careful walk, of both passes."""
+def test_recomputed_rows(spoil: str) -> None:
+    """By the careful walk, in both passes."""
     call = build(CALLS["causal"])
     if spoil == "nan":
         v = call.v.copy()
@@ -71,7 +71,7 @@ def test_rows_that_are_made_anew(spoil: str) -> None:
     same(backward(with_seed(call, tensor(5)), *wanted), backward(with_seed(call, 5), *wanted))
 
 
-def test_what_was_prepared_reads_the_seed_of_each_call() -> None:
+def test_a_prepared_call_reads_each_seed() -> None:
     call = build(CALLS["causal"])
     run, _ = portable.prepare(problem_of(with_seed(call, tensor(1))))
     for seed in (2, 3):
@@ -84,8 +84,8 @@ def test_what_was_prepared_reads_the_seed_of_each_call() -> None:
     assert not torch.equal(before, run.forward(given)[0])
 
 
-def test_a_seed_that_is_a_number_is_two_numbers_as_before() -> None:
-    """So nothing of these kernels changes."""
+def test_a_number_is_passed_in_two_halves() -> None:
+    """Kernels for a number do not change."""
     q = torch.empty(1, 2, 8, 8, device=DEVICE)
 
     def rules(seed: Any) -> Any:

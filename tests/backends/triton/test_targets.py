@@ -1,10 +1,10 @@
-"""The gate for GPUs that are not here: each kernel compiles, works on the matrix unit, keeps to registers and fits."""
+"""The cross-compilation gate: each kernel compiles for all targets, uses the matrix unit, does not spill, and fits."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.backends.triton.machine_code import Figures, matrix, spills, turns
+from tests.backends.triton.machine_code import Figures, matrix, pdl_order, spills
 from tests.backends.triton.offline import KILO, TARGETS, Built, Case, build, narrow_products
 
 pytest.importorskip("torch")
@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 DIMS = (64, 128, 256)
 DROPOUT = "causal dropout"
 EVERYTHING = "causal mask bias alibi softcap dropout sink"
-# A call without a mask runs the kernels of a causal one.
+# A causal call runs the same kernels as one without a mask.
 PLAIN = [Case(work, dim, "causal") for dim in DIMS for work in ("forward", "backward")]
 QUICK = {name: [case for case in PLAIN if case.dim == 128 or name == "sm_90"] for name in TARGETS}
 QUICK["sm_90"] += [
@@ -38,36 +38,36 @@ FULL = [
     *(case._replace(dtype="float32") for case in PLAIN),
 ]
 KERNELS = {
-    "forward": {"forward_kernel", "mend_forward_kernel"},
-    "decode": {"forward_kernel", "merge_kernel"},  # which mends its own rows
+    "forward": {"forward_kernel", "recompute_forward_kernel"},
+    "decode": {"forward_kernel", "merge_kernel"},  # forward_kernel recomputes its own rows
     "decode-short": {"forward_kernel", "merge_kernel"},
     **{
-        work: {"statistics_kernel", "dkdv_kernel", "dq_kernel", "mend_backward_kernel"}
+        work: {"statistics_kernel", "dkdv_kernel", "dq_kernel", "recompute_backward_kernel"}
         for work in ("backward", "backward-ragged", "backward-packed")
     },
 }
-# Spills allowed in the loop over full tiles of a plain call; none where nothing is said. Options and float32 may spill,
-# and so may kernels that mend.
+# Spills allowed in the loop over full tiles of a plain call; 0 for all others. Options, float32 and kernels that
+# recompute may spill.
 SPILLS = {
-    ("sm_90", "dkdv_kernel"): 4,  # measured to be the fastest tiles all the same
+    ("sm_90", "dkdv_kernel"): 4,  # measured to be the fastest tiles nevertheless
     ("gfx1100", "forward_kernel"): 8,
     ("gfx1100", "dkdv_kernel"): 16,
 }
-# What those of a chain say to each other, and when they touch memory.
-TURNS = {
-    "forward_kernel": "lead touch",
-    "mend_forward_kernel": "follow touch",
-    "statistics_kernel": "lead touch",
-    "dkdv_kernel": "follow lead touch",
-    "dq_kernel": "lead touch follow",
-    "mend_sums_kernel": "follow lead touch",
-    "mend_backward_kernel": "follow touch",
+# The order in which kernels with PDL launch dependents, wait and access memory.
+PDL_ORDER = {
+    "forward_kernel": "launch memory",
+    "recompute_forward_kernel": "wait memory",
+    "statistics_kernel": "launch memory",
+    "dkdv_kernel": "wait launch memory",
+    "dq_kernel": "launch memory wait",
+    "recompute_sums_kernel": "wait launch memory",
+    "recompute_backward_kernel": "wait memory",
 }
-CHAINED = ("sm_90", "sm_100")
+WITH_PDL = ("sm_90", "sm_100")
 
 
 def faults(name: str, built: Built) -> list[str]:
-    """What is wrong with a kernel on a target, in words."""
+    """The faults of a kernel on a target, as messages."""
     target, case, code, found = TARGETS[name], built.case, built.code, []
     if built.multiplies and case.dtype == "bfloat16":
         if not code.matrix:
@@ -78,21 +78,21 @@ def faults(name: str, built: Built) -> list[str]:
         found.append(f"{built.narrow} products are narrower than their layout")
     if built.shared > target.shared:
         found.append(f"{built.shared} bytes of shared memory, of {target.shared}")
-    chained = name in CHAINED and not case.work.startswith("decode")
-    expected = TURNS.get(built.kernel, "touch") if chained else "touch"
-    if built.turns not in (None, expected):
-        found.append(f"it says {built.turns}, and should {expected}")
-    if built.follows != ("follow" in expected):
-        found.append("it is launched to follow" if built.follows else "it is not launched to follow")
+    chained = name in WITH_PDL and not case.work.startswith("decode")
+    expected = PDL_ORDER.get(built.kernel, "memory") if chained else "memory"
+    if built.pdl_order not in (None, expected):
+        found.append(f"its PDL order is {built.pdl_order}, and should be {expected}")
+    if built.with_pdl != ("wait" in expected):
+        found.append("it is launched with PDL" if built.with_pdl else "it is not launched with PDL")
     plain = case.options in ("", "causal") or (name == "sm_90" and case.options == DROPOUT)
-    plain = plain and case.dtype == "bfloat16" and not built.kernel.startswith("mend")
+    plain = plain and case.dtype == "bfloat16" and not built.kernel.startswith("recompute")
     if plain and code.spills > SPILLS.get((name, built.kernel), 0):
         found.append(f"{code.spills} spills in the loop over full tiles")
     return [f"{name} {case} {built.kernel} {built.tile}: {fault}" for fault in found]
 
 
 def check(name: str, cases: list[Case]) -> list[Built]:
-    """Build the kernels of these cases and find no fault with them."""
+    """Build the kernels of these cases and check that they have no faults."""
     rows = build(name, cases)
     for work in {case.work for case in cases}:
         assert {built.kernel for built in rows if built.case.work == work} >= KERNELS[work]
@@ -112,13 +112,13 @@ def test_every_kernel(name: str) -> None:
 
 
 def fits_twice(built: Built) -> bool:
-    """Whether two programs can be on a processor of Hopper's at once, as the table says of their tile."""
-    in_memory = 2 * (built.shared + KILO) <= TARGETS["sm_90"].shared + KILO  # each takes one more for itself
+    """Whether two programs fit a Hopper processor, as the tuning table assumes of their tile."""
+    in_memory = 2 * (built.shared + KILO) <= TARGETS["sm_90"].shared + KILO  # each program takes 1 KB more
     return in_memory and 2 * 32 * built.tile[2] * built.code.registers <= 65536
 
 
 def test_a_short_decode_on_hopper() -> None:
-    """Two programs of its tile fit a processor beside each other, and one warp holds all parts that it merges."""
+    """Two programs of its tile fit a processor, and one warp holds all the parts that it merges."""
     for built in check("sm_90", SHORT):
         if built.kernel == "merge_kernel":
             assert built.tile[0] == 1 and built.code.stack == 0
@@ -139,7 +139,7 @@ BUILT = Built(
     1024,
     1.0,
     0,
-    "lead touch",
+    "launch memory",
     False,
     Figures(["wgmma.mma_async"], 128, 0, []),
 )
@@ -153,10 +153,10 @@ BUILT = Built(
         (BUILT._replace(shared=228 * 1024), "bytes of shared memory"),
         (BUILT._replace(narrow=2), "2 products are narrower"),
         (BUILT._replace(code=BUILT.code._replace(stack=8, loops=[2, 1, 0])), "2 spills"),
-        (BUILT._replace(turns="touch lead"), "it says touch lead, and should lead touch"),
-        (BUILT._replace(follows=True), "launched to follow"),
+        (BUILT._replace(pdl_order="memory launch"), "its PDL order is memory launch, and should be launch memory"),
+        (BUILT._replace(with_pdl=True), "launched with PDL"),
     ],
-    ids=["none", "slow", "shared", "narrow", "spills", "turns", "follows"],
+    ids=["none", "slow", "shared", "narrow", "spills", "pdl_order", "with_pdl"],
 )
 def test_the_gate_closes(built: Built, fault: str) -> None:
     assert faults("sm_90", BUILT) == []
@@ -169,10 +169,10 @@ def test_narrow_products_are_seen() -> None:
     assert narrow_products("\n".join(line.format(k) for k in (16, 32, 16))) == 2
 
 
-def test_turns_are_seen() -> None:
+def test_the_pdl_order_is_seen() -> None:
     lines = ["ld.param.b64 %rd1, [x];", "griddepcontrol.wait; mov.u32 %r1, 0;", "st.shared.b32 [%r1], %r2;"]
     lines += ["@%p1 ld.global.v4.b32 {%r1}, [%rd2 + 0];", "cp.async.cg.shared.global [%r1], [%rd1], 16;"]
-    assert turns("\n".join([*lines, "griddepcontrol.launch_dependents;"])) == "follow touch lead"
+    assert pdl_order("\n".join([*lines, "griddepcontrol.launch_dependents;"])) == "wait memory launch"
 
 
 NVIDIA = """

@@ -1,4 +1,4 @@
-"""tuning.py: every kernel has a tile for every width, and an override holds only while it is asked for."""
+"""tuning.py: every kernel has a tile for every width, and an override holds only within its context."""
 
 from itertools import product
 
@@ -29,7 +29,7 @@ def test_reasoned_rows_are_for_plain_calls_of_16_bits():
         check_family(gpu, family)
     for gpu, family in {"gfx90a": "cdna", "gfx942": "cdna", "gfx1100": "rdna", "gfx1201": "rdna"}.items():
         check_family(gpu, family)
-    elsewhere = Config(*tuning.ELSEWHERE["forward"][128])
+    elsewhere = Config(*tuning.DEFAULT["forward"][128])
     for gpu in (None, (7, 5)):
         assert tuning.choose("forward", 128, 128, 2, gpu, False) == elsewhere
     assert tuning.choose("forward", 128, 128, 2, (8, 0), True) == elsewhere
@@ -39,12 +39,12 @@ def check_family(gpu, family):
     for kernel, dims in tuning.REASONED[family].items():
         for dim, config in dims.items():
             assert tuning.choose(kernel, dim, dim, 2, gpu, False) == config
-    assert tuning.choose("forward", 64, 64, 4, gpu, False) == Config(*tuning.ELSEWHERE["forward"][128])
+    assert tuning.choose("forward", 64, 64, 4, gpu, False) == Config(*tuning.DEFAULT["forward"][128])
 
 
 @pytest.mark.parametrize("dim", [16, 64, 128, 256, 512])
-def test_careful_tiles_are_parts_of_others(dim):
-    """And no two warps share columns of a product, where the matrix unit makes it: 16 rows and 8 columns a warp."""
+def test_careful_tiles_divide_the_others(dim):
+    """And no two warps share columns of a product on the matrix unit: 16 rows and 8 columns per warp."""
     for itemsize, exact in ((2, True), (4, True), (4, False), (8, True)):
         for rows in (16, 32, 64, 128):
             for walked in (16, 32, 128):
@@ -61,10 +61,10 @@ def test_measured_rows_are_used_where_they_were_measured():
             for dim, config in dims.items():
                 assert tuning.choose(kernel, dim, dim, itemsize, (major, 0), False) == config
                 assert tuning.choose(kernel, dim, 1, itemsize, (major, 5), False) == config
-    assert tuning.choose("forward", 64, 64, 2, None, False) == Config(*tuning.ELSEWHERE["forward"][64])
+    assert tuning.choose("forward", 64, 64, 2, None, False) == Config(*tuning.DEFAULT["forward"][64])
 
 
-def test_dropout_has_rows_where_other_tiles_would_not_do():
+def test_dropout_has_rows_where_other_tiles_do_not_fit():
     for (major, itemsize), kernels in tuning.DROPOUT.items():
         for kernel, dims in kernels.items():
             for dim, config in dims.items():
@@ -73,7 +73,7 @@ def test_dropout_has_rows_where_other_tiles_would_not_do():
     assert tuning.choose("dq", 128, 128, 2, (9, 0), dropout=True) == tuning.choose("dq", 128, 128, 2, (9, 0))
 
 
-def test_a_short_decode_has_a_tile_of_its_own_only_where_that_was_measured():
+def test_a_short_decode_has_a_tile_of_its_own_only_if_measured():
     def tiles(dim, itemsize=2, gpu=(9, 0), pairs=False):
         return [tuning.choose(kernel, dim, dim, itemsize, gpu, pairs) for kernel in tuning.DECODES]
 
@@ -89,8 +89,8 @@ def test_a_short_decode_has_a_tile_of_its_own_only_where_that_was_measured():
         assert tiles(64) == [one, one] and tiles(128) == [one, short]
 
 
-def test_a_short_decode_has_the_blocks_that_plan_tells():
-    """It knows no number of processors, and tells those of any decode."""
+def test_a_short_decode_has_the_blocks_that_plan_shows():
+    """plan() does not know the number of processors, and shows the blocks of any decode."""
     for (major, itemsize), kernels in tuning.MEASURED.items():
         for dim, config in kernels.get("decode-short", {}).items():
             assert config[:2] == tuning.choose("decode", dim, dim, itemsize, (major, 0), False)[:2]
@@ -107,7 +107,7 @@ def test_a_mask_or_bias_gets_smaller_tiles(kernel, dim, axis):
     assert getattr(plain, axis) == 128 and getattr(paired, axis) == 64 and paired.stages == 2
 
 
-def test_an_override_holds_while_it_is_asked_for():
+def test_an_override_holds_within_its_context():
     before = tuning.choose("dq", 64, 64, 2, (9, 0), False)
     one, two = Config(16, 32, 4, 1), Config(32, 16, 8, 2)
     with tuning.override("dq", one):
@@ -120,5 +120,5 @@ def test_an_override_holds_while_it_is_asked_for():
     assert tuning.choose("dq", 64, 64, 2, (9, 0), False) == before
 
 
-def test_statistics_go_by_what_was_measured() -> None:
+def test_statistics_use_measured_rows() -> None:
     assert [tuning.statistics_rows(gpu) for gpu in ((9, 0), (8, 0), "gfx942", None)] == [16, 64, 64, 64]

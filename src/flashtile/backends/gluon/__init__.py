@@ -1,4 +1,4 @@
-"""Hopper kernels in Gluon: forward and backward, warp-specialised, ahead of what Triton's own scheduling reaches."""
+"""Warp-specialised Hopper kernels in Gluon, forward and backward, faster than what Triton schedules by itself."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from flashtile.backends.gluon.passes import Runner
 
 MAJOR = 9  # compute capability
-RELEASES = ("3.6",)  # of Triton, with which all tests on a GPU have passed; Gluon differs in each, see compatibility.py
-WIDEST = 256
-MOST_ROWS = 1 << 30
+RELEASES = ("3.6",)  # of Triton with which all GPU tests have passed; Gluon changes in each, see compatibility.py
+MAX_HEAD_DIM = 256
+MAX_ROWS = 1 << 30
 FEW_QUERIES = 64
 ROWS_TO_FILL = 64 * 128  # about two tiles for three processors in four
-NARROW, FEW_KEYS = 64, 1024  # of head dims and keys: what the portable kernels make at once, see suits()
+SMALL_HEAD_DIM, FEW_KEYS = 64, 1024  # up to which the portable kernels run in one wave, see suits()
 FEW_TILES = 16
-MOST_SOFTCAP = 1 << 13  # its tanh is exact to float32 beside 1, not beside a small score: a thousandth of one here
+MAX_SOFTCAP = 1 << 13  # times the absolute error of its tanh, that of float32 near 1, it is a thousandth
 
 
 @cache
 def missing() -> str | None:
-    """Why these kernels cannot run on this machine; None where they can."""
+    """Why these kernels cannot run on this machine; None if they can."""
     reason = gpu.missing()
     if reason is not None:
         return reason
@@ -48,9 +48,9 @@ def _not_hopper(capability: tuple[int, int]) -> str | None:
 
 
 def why_not(problem: Problem) -> str | None:
-    """What these kernels leave to the portable ones, also on a GPU that is none of Hopper's beside one that is."""
+    """Why this problem is left to the portable kernels. Its GPU may be another one than the machine's Hopper GPU."""
     p = problem
-    device = getattr(p.q, "device", None)  # a plan's tensors lie nowhere
+    device = getattr(p.q, "device", None)  # the tensors of a plan have no device
     if getattr(device, "type", None) == "cuda":
         import torch
 
@@ -64,40 +64,40 @@ def why_not(problem: Problem) -> str | None:
         return f"it takes float16, bfloat16 and {EIGHT_BITS}, not {p.dtype}"
     if p.packed and p.dtype == EIGHT_BITS:
         return f"it takes no packed sequences of {EIGHT_BITS}"
-    if max(p.dim, p.dim_v) > WIDEST:
-        return f"its tiles hold head dims up to {WIDEST}"
+    if max(p.dim, p.dim_v) > MAX_HEAD_DIM:
+        return f"its tiles hold head dims up to {MAX_HEAD_DIM}"
     if p.scale <= 0:
         return "it takes a positive scale"
-    if p.softcap > MOST_SOFTCAP:
-        return f"its softcap is exact up to {MOST_SOFTCAP}"
+    if p.softcap > MAX_SOFTCAP:
+        return f"its softcap is exact up to {MAX_SOFTCAP}"
     for name in "qkv":
         x = getattr(p, name)
         if not x.numel():
             return f"{name} is empty"
         if not fetchable(x):
-            return f"{name}: the copy engine wants columns side by side, and rows, heads and batches 16 bytes apart"
-    if p.n_q * p.heads * p.sequences > MOST_ROWS:
-        return f"it counts rows in 32 bits: there are more than {MOST_ROWS}"
+            return f"{name}: the copy engine needs contiguous columns, and other strides in multiples of 16 bytes"
+    if p.n_q * p.heads * p.sequences > MAX_ROWS:
+        return f"it counts rows in 32 bits: there are more than {MAX_ROWS}"
     return gpu.why_not(problem)
 
 
 def suits(problem: Problem) -> bool:
-    """Whether there is enough to do for a kernel that keeps every processor for itself.
+    """Whether there is enough work for a kernel that takes every processor for itself.
 
-    The portable kernels share the keys of few queries out, and start sooner; but 8-bit tensors are widened for them. At
-    head dim 64 they make ROWS_TO_FILL rows at once, a tile a processor, in a single launch.
+    The portable kernels split the keys of few queries, and start sooner; but 8-bit tensors are widened for them. At
+    head dim 64 they compute ROWS_TO_FILL rows at once, a tile per processor, in a single launch.
     """
     if problem.dtype == EIGHT_BITS:
         tiling = tile(problem)
         heads = problem.heads // tiling.heads * problem.sequences
         return -(-problem.n_q // tiling.rows) * heads >= FEW_TILES
     rows = problem.n_q * problem.heads * problem.sequences
-    at_once = max(problem.dim, problem.dim_v) <= NARROW and problem.n_k <= FEW_KEYS
+    at_once = max(problem.dim, problem.dim_v) <= SMALL_HEAD_DIM and problem.n_k <= FEW_KEYS
     return problem.n_q > FEW_QUERIES and (rows > ROWS_TO_FILL if at_once else rows >= ROWS_TO_FILL)
 
 
 def tile(problem: Problem, capability: tuple[int, int] | None = None) -> Tiling:
-    """That of a forward pass."""
+    """The tile of a forward pass."""
     from flashtile.backends.gluon import tuning
 
     heads = tuning.packed_heads(problem)
@@ -106,7 +106,7 @@ def tile(problem: Problem, capability: tuple[int, int] | None = None) -> Tiling:
 
 
 def prepare(problem: Problem, arrays: Any = None) -> tuple[Runner, Inputs]:
-    """Its launches, for this problem and all that differ from it in their inputs alone, and its inputs."""
+    """Prepare the launches of this problem, and return them with its inputs, laid out as they need them."""
     from flashtile.backends.gluon.passes import Runner
     from flashtile.backends.gpu.tensors import laid_out
 
@@ -115,11 +115,11 @@ def prepare(problem: Problem, arrays: Any = None) -> tuple[Runner, Inputs]:
 
 
 def differentiates(problem: Problem) -> bool:
-    """Whether the backward kernels do this problem; where not, the gradients are the portable ones'."""
+    """Whether the backward kernels support this problem; if not, the portable kernels compute the gradients."""
     from flashtile.backends.gluon import tuning
 
     p, width = problem, max(problem.dim, problem.dim_v)
-    if width > 128 and p.softcap:  # two warpgroups share the scores of a tile, and one would need softcap's slope
+    if width > 128 and p.softcap:  # one warpgroup computes the scores, and the other one would need softcap's slope
         return False
     return width <= tuning.WIDEST_BACKWARD and p.dim % 8 == p.dim_v % 8 == 0
 

@@ -1,7 +1,6 @@
-"""What a warpgroup of the backward pass does with the keys it owns, whatever their width.
+"""A consumer warpgroup of the backward pass, for any head dim: its walk over query tiles, masks, dK and dV.
 
-It walks the tiles of queries that see them, and leaves dK and dV behind. backward_up_to_128.py and
-backward_over_128.py have what is done with a tile.
+backward_up_to_128.py and backward_over_128.py contain the work on one tile of queries.
 """
 
 from __future__ import annotations
@@ -14,39 +13,39 @@ from triton.experimental.gluon import language as gl
 from flashtile.backends.gluon.backward_scheduler import (
     CUT,
     FIRST,
+    FLAG,
     HEAD,
     IN_USE,
     KEYS,
+    KEYS_LEFT,
     LAST,
-    MARK,
     NEAREST,
     QUERY,
-    ROOM,
     ROW,
     SEQUENCE,
     SLOPE,
-    get,
-    order_of,
-    told,
+    load_at,
+    read_field,
+    tile_slot,
 )
 from flashtile.backends.gluon.compatibility import send_tile
-from flashtile.backends.gluon.softmax import Seen, hide, shape_scores, slope_of
-from flashtile.backends.gpu.blocks import number
+from flashtile.backends.gluon.softmax import VisibleRange, mask_scores, shape_scores, slope_of
+from flashtile.backends.gpu.blocks import from_bits
 
 
 class Targets(NamedTuple):
-    """Where dK and dV go, also by hand, and marks of tiles that came out spoiled."""
+    """The outputs: dK and dV, as descriptors and as pointers, and the flags of spoiled tiles."""
 
     dk_desc: Any
     dv_desc: Any
     dk: Any
     dv: Any
-    marks: Any
+    flags: Any
 
 
 @gluon.jit
 def clear_unused(tile, in_use):
-    """0 for the rows of a tile that are not in use: whatever stood there could reach dQ."""
+    """Set the rows of a tile that are not in use to 0: their contents could reach dQ."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     o_r = gl.arange(0, KEYS, gl.SliceLayout(1, layout))
     x = tile.load(layout)
@@ -61,97 +60,102 @@ def walk(
     dk,
     dv,
     shared,
-    board,
+    descriptor,
     rule,
     unit,
-    ME: gl.constexpr,
+    WG: gl.constexpr,
     C: gl.constexpr,
     DONE: gl.constexpr = 0,
 ):
-    """All tiles of queries that see some keys, of one head of the group after the other, but the first DONE of them.
+    """Run STEP on all query tiles that see the keys, head by head of the group, except the first DONE of them.
 
-    t: tiles before them.
+    t: the number of tiles before them.
     """
     for g in range(C.GROUP):
         done = DONE - gl.minimum(g, DONE)  # of this head
         if C.GROUP == 1 or DONE == 0:
             for _ in gl.static_range(DONE, C.ALWAYS_CUT):
-                s, dk, dv = STEP(t, s, dk, dv, shared, board, rule, unit, ME, True, C)
+                s, dk, dv = STEP(t, s, dk, dv, shared, descriptor, rule, unit, WG, True, C)
                 t += 1
         else:
             for _ in range(done, C.ALWAYS_CUT):
-                s, dk, dv = STEP(t, s, dk, dv, shared, board, rule, unit, ME, True, C)
+                s, dk, dv = STEP(t, s, dk, dv, shared, descriptor, rule, unit, WG, True, C)
                 t += 1
         for n in gl.static_range(0 if C.CUT_AT_BEGIN else 1, 3 if C.CUT_AT_END else 2):
-            for _ in range(gl.maximum(told(board, CUT + n), done), told(board, CUT + n + 1)):
-                s, dk, dv = STEP(t, s, dk, dv, shared, board, rule, unit, ME, n != 1, C)
+            for _ in range(gl.maximum(read_field(descriptor, CUT + n), done), read_field(descriptor, CUT + n + 1)):
+                s, dk, dv = STEP(t, s, dk, dv, shared, descriptor, rule, unit, WG, n != 1, C)
                 t += 1
     return t, dk, dv
 
 
 @gluon.jit
-def shaped(s, t, shared, board, rule, ME: gl.constexpr, MASKED: gl.constexpr):
-    """Scores of a tile as the softmax takes them, and softcap's slope.
+def shaped(s, t, shared, descriptor, rule, WG: gl.constexpr, MASKED: gl.constexpr):
+    """The scores of a tile as the softmax takes them, and softcap's slope.
 
-    What is known of the keys is read from the board where it is needed: few tiles are cut, and registers are scarce.
+    The descriptor is read where its fields are needed: few tiles are cut, and registers are scarce.
     """
     slope = slope_of(s, rule)
     if MASKED or rule.alibi is not None:
         in_rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
-        order = order_of(t)
-        seen = seen_by(board, rule, get(shared.orders, order + SLOPE), in_rows, ME)
-        i0 = get(shared.orders, order + QUERY)
+        slot = tile_slot(t)
+        seen = seen_by(descriptor, rule, load_at(shared.tile_mailbox, slot + SLOPE), in_rows, WG)
+        i0 = load_at(shared.tile_mailbox, slot + QUERY)
         s = shape_scores(s, rule, seen, i0)
         if MASKED:
-            s = hide(s, seen, i0, rule.left is not None, rule.right is not None)
+            s = mask_scores(s, seen, i0, rule.left is not None, rule.right is not None)
     else:
-        s = shape_scores(s, rule, Seen(0, 0, 0, 0.0, 1.0), 0)  # of which it uses nothing but the gain
+        s = shape_scores(s, rule, VisibleRange(0, 0, 0, 0.0, 1.0), 0)  # only the gain is used
     return s, slope
 
 
 @gluon.jit
-def seen_by(board, rule, slope_at, LAYOUT: gl.constexpr, ME: gl.constexpr):
-    """The queries that see each key, were there no end of queries: from `first` to `last`."""
-    o_j = ME * KEYS + gl.arange(0, KEYS, LAYOUT)
+def seen_by(descriptor, rule, slope_at, LAYOUT: gl.constexpr, WG: gl.constexpr):
+    """The queries that see each key, from `first` to `last`, if queries had no end."""
+    o_j = WG * KEYS + gl.arange(0, KEYS, LAYOUT)
     last = 0
     if rule.left is not None:
-        last = o_j + told(board, LAST)
+        last = o_j + read_field(descriptor, LAST)
     first = 0
     if rule.right is not None:
-        first = o_j + told(board, FIRST)
+        first = o_j + read_field(descriptor, FIRST)
     at = 0
     slope = 0.0
     if rule.alibi is not None:
-        at = o_j + told(board, NEAREST)
+        at = o_j + read_field(descriptor, NEAREST)
         slope = o_j * 0.0 + gl.load(rule.alibi + slope_at).to(gl.float32)
-    return Seen(last, first, at, slope, 1.0)
+    return VisibleRange(last, first, at, slope, 1.0)
 
 
 class Ends(NamedTuple):
-    """What is left to know of a warpgroup's keys when the tiles of queries are done: the next task may be on the other
-    board by then.
-    """
+    """What a warpgroup needs of its keys after the last tile of queries, when the next task may already be posted."""
 
-    room: Any
+    keys_left: Any
     in_use: Any
     sequence: Any
     head: Any
     row: Any
-    mark: Any
+    flag: Any
 
 
 @gluon.jit
-def read_ends(board, row):
-    """Of KEYS keys from `row` of the task on."""
-    room = told(board, ROOM) - row
-    mark = told(board, MARK) + row // KEYS
-    return Ends(room, told(board, IN_USE) - row, told(board, SEQUENCE), told(board, HEAD), told(board, ROW) + row, mark)
+def read_ends(descriptor, row):
+    """The Ends of KEYS keys from `row` of the task on."""
+    keys_left = read_field(descriptor, KEYS_LEFT) - row
+    flag = read_field(descriptor, FLAG) + row // KEYS
+    return Ends(
+        keys_left,
+        read_field(descriptor, IN_USE) - row,
+        read_field(descriptor, SEQUENCE),
+        read_field(descriptor, HEAD),
+        read_field(descriptor, ROW) + row,
+        flag,
+    )
 
 
 @gluon.jit
-def finished(dk, dv, dtype: gl.constexpr, ends, rule, C: gl.constexpr):
-    """dK and dV of KEYS keys, as they are stored; 0 for each, or NaN where not finite."""
-    dk = dk * number(rule.scale, gl.float32)
+def finish(dk, dv, dtype: gl.constexpr, ends, rule, C: gl.constexpr):
+    """dK and dV of KEYS keys as they are stored, and for each key 0, or NaN if it is not finite."""
+    dk = dk * from_bits(rule.scale, gl.float32)
     if C.ENDS:
         o_j = gl.arange(0, KEYS, gl.SliceLayout(1, dk.type.layout))
         used = (o_j < ends.in_use)[:, None]
@@ -162,23 +166,23 @@ def finished(dk, dv, dtype: gl.constexpr, ends, rule, C: gl.constexpr):
 
 
 @gluon.jit
-def mark_spoiled(targets, flaw, ends):
-    """Set the mark of these KEYS keys where any of them has a flaw."""
+def set_flag(targets, flaw, ends):
+    """Set the flag of these KEYS keys if any of them has a flaw (NaN)."""
     o_j = gl.arange(0, KEYS, flaw.type.layout)
-    gl.store(targets.marks + (o_j * 0 + ends.mark), o_j * 0 + 1, mask=(o_j < ends.room) & (flaw != 0))
+    gl.store(targets.flags + (o_j * 0 + ends.flag), o_j * 0 + 1, mask=(o_j < ends.keys_left) & (flaw != 0))
 
 
 @gluon.jit
-def store_columns(desc, x, block, tile, ends, FIRST_COLUMN: gl.constexpr, WIDTH: gl.constexpr, C: gl.constexpr):
-    """dK or dV, of WIDTH columns, of KEYS keys: in registers, and in shared memory."""
-    whole = ends.room > 0
+def store_gradient(desc, x, block, tile, ends, FIRST_COLUMN: gl.constexpr, WIDTH: gl.constexpr, C: gl.constexpr):
+    """Store WIDTH columns of dK or dV, from shared memory, or from registers at the end of a packed sequence."""
+    in_one_piece = ends.keys_left > 0
     if C.PACKED:  # the next sequence begins where this one ends
-        whole = ends.room >= KEYS
-    if whole:
+        in_one_piece = ends.keys_left >= KEYS
+    if in_one_piece:
         send_tile(desc, [ends.sequence, ends.head, ends.row, FIRST_COLUMN], tile)
     if C.PACKED:
         o_j = gl.arange(0, KEYS, gl.SliceLayout(1, block.type.layout))
         o_d = FIRST_COLUMN + gl.arange(0, block.shape[1], gl.SliceLayout(0, block.type.layout))
         p = x.ptr + ends.head.to(gl.int64) * x.head + (ends.row + o_j).to(gl.int64) * x.row
-        there = (o_j < ends.room) & (ends.room < KEYS)
+        there = (o_j < ends.keys_left) & (ends.keys_left < KEYS)
         gl.store(p[:, None] + o_d[None, :], block, mask=there[:, None] & (o_d < WIDTH)[None, :])

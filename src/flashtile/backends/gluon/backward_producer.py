@@ -1,4 +1,4 @@
-"""The warp of the backward pass that loads: what lies in shared memory, and how it comes there."""
+"""The loading warp of the backward pass: what is in shared memory, and how it is fetched."""
 
 from __future__ import annotations
 
@@ -10,37 +10,38 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flashtile.backends.gluon.backward_scheduler import (
     DQ_AT,
-    GO,
     QUERY,
     SLOPE,
+    STATE,
     TURN,
-    board_of,
-    next_column,
-    order_of,
-    post,
-    put,
+    next_key_tile,
+    post_task,
     query_tiles,
-    tell,
+    store_at,
+    task_descriptor,
+    tile_slot,
     turn_of,
+    write_field,
 )
 from flashtile.backends.gluon.compatibility import fetch_tile, thread_barrier
-from flashtile.backends.gluon.forward_scheduler import leave
+from flashtile.backends.gluon.forward_scheduler import retire
 from flashtile.backends.gluon.ptx import sync
 
-WARPGROUPS = gl.constexpr(256)  # threads
-ALL = gl.constexpr(288)  # and the warp that loads
-EVERYONE = gl.constexpr(352)  # and those that write dQ: all who read the board, or write it
-# Named barriers; the others are the kernels' own.
+# Threads of a named barrier.
+WARPGROUPS = gl.constexpr(256)
+WITH_LOADER = gl.constexpr(288)  # and the loading warp
+WITH_WRITERS = gl.constexpr(352)  # and the warps that write dQ: all that read or write the mailbox
+# Named barriers; the backward kernels have more of their own.
 KV_FREE = gl.constexpr(9)
 Q_FREE = gl.constexpr(10)
 DO_FREE = gl.constexpr(12)
-TOGETHER = gl.constexpr(15)
+WARPGROUPS_MEET = gl.constexpr(15)
 
 
 class Tiles(NamedTuple):
-    """What is in shared memory. q and rows come in two buffers, by parity; dout in C.DOUT_STAGES; orders in ORDERS.
+    """What is in shared memory. q and rows have two buffers, dout has C.DOUT_STAGES, tile_mailbox TILE_SLOTS slots.
 
-    dq has C.DQ_BUFFERS a warpgroup, which other warps write to memory.
+    dq has C.DQ_BUFFERS per warpgroup, which other warps write to memory.
     """
 
     k: Any
@@ -48,11 +49,11 @@ class Tiles(NamedTuple):
     q: Any
     dout: Any
     rows: Any  # lse in base 2, and delta
-    orders: Any  # TILE_FIELDS numbers for each tile of queries
-    p: Any  # float32, where one warpgroup makes P for both; else None
+    tile_mailbox: Any  # TILE_FIELDS numbers for each tile of queries
+    p: Any  # float32, if one warpgroup computes P for both; else None
     ds: Any
     dq: Any
-    out: Any  # the same memory, as dK and dV of both warpgroups leave by it; None where these leave otherwise
+    out: Any  # the memory of dq as buffers for dK and dV of both warpgroups; None if these leave otherwise
     k_full: Any
     v_full: Any
     q_full: Any
@@ -62,7 +63,7 @@ class Tiles(NamedTuple):
 
 
 class Sources(NamedTuple):
-    """Where tiles come from."""
+    """The TMA descriptors of the inputs."""
 
     q: Any
     k: Any
@@ -72,53 +73,58 @@ class Sources(NamedTuple):
 
 
 @gluon.jit
-def load(shared, board, sources, counter, turns, work, C: gl.constexpr):
-    """Fetch, for one task after the other, its keys and values, and the tiles of queries that see them.
+def load(shared, mailbox, sources, counter, turns, work, C: gl.constexpr):
+    """Fetch the keys and values of one task after the other, and the tiles of queries that see them.
 
-    The first of these come before the keys: warpgroups may still be busy with the keys of the task before.
+    The first query tile comes before the keys, because warpgroups may still be using those of the task before.
     """
     lengths = work.lengths
     t = gl.to_tensor(0)
     n = gl.to_tensor(0)
-    column, number = next_column(counter, turns, work, C)
+    key_tile, number = next_key_tile(counter, turns, work, C)
     while number < work.tasks:
-        at = column.at
-        key = column.tile * C.KEYS
-        place = column.sequence  # as descriptors count sequences
+        at = key_tile.at
+        key = key_tile.tile * C.KEYS
+        sequence = key_tile.sequence  # the coordinate for TMA descriptors
         dq_row = 0
         if lengths.cu_q is not None:
-            place = 0
-            dq_row = (at.q_start // C.KEYS + column.sequence) * C.KEYS
+            sequence = 0
+            dq_row = (at.q_start // C.KEYS + key_tile.sequence) * C.KEYS
         begin, full_begin, full_end, end, seen = query_tiles(key, at, work, C)
-        h = column.head * C.GROUP
+        h = key_tile.head * C.GROUP
         row = begin * C.BLOCK_Q
         count = C.GROUP * (end - begin)
         for i in range(count + 1):
             if i == gl.minimum(count, 1):
                 if C.PERSISTENT and n > 0:
-                    sync(KV_FREE, EVERYONE)
+                    sync(KV_FREE, WITH_WRITERS)
                 mbarrier.expect(shared.k_full, sources.k.block_type.nbytes)
-                k_at = [place, column.head, at.k_start + key, 0]
+                k_at = [sequence, key_tile.head, at.k_start + key, 0]
                 fetch_tile(sources.k, k_at, shared.k_full, shared.k.index(0))
                 cut = (begin, full_begin, full_end, end)
-                post(board_of(board, n), column, place, key, cut, seen, work)
-                mbarrier.expect(shared.v_full, sources.v.block_type.nbytes)  # after the board, for which it speaks too
+                post_task(task_descriptor(mailbox, n), key_tile, sequence, key, cut, seen, work)
+                # After the descriptor: this barrier announces it too.
+                mbarrier.expect(shared.v_full, sources.v.block_type.nbytes)
                 fetch_tile(sources.v, k_at, shared.v_full, shared.v.index(0))
             if i < count:
-                q_at = [place, h, at.q_start + row, 0]
+                q_at = [sequence, h, at.q_start + row, 0]
                 if C.DOUT_STAGES == 2:
                     fetch_dout(shared, sources, q_at, t, C)
-                # All else before its buffer is free: warpgroups wait for these queries, and for nothing as long.
-                order = order_of(t)
-                dq_head = (place * work.kv_heads * C.GROUP + h) * work.padded + dq_row
-                put(shared.orders, order + QUERY, row)
-                put(shared.orders, order + DQ_AT, (dq_head + row) // 64 * (C.BLOCK_D // 64) * 16)
-                put(shared.orders, order + SLOPE, column.sequence * work.rule.alibi_sequence + h * work.rule.alibi_head)
+                # Everything else precedes the wait for a free buffer: warpgroups wait the longest for these queries.
+                slot = tile_slot(t)
+                dq_head = (sequence * work.kv_heads * C.GROUP + h) * work.padded + dq_row
+                store_at(shared.tile_mailbox, slot + QUERY, row)
+                store_at(shared.tile_mailbox, slot + DQ_AT, (dq_head + row) // 64 * (C.BLOCK_D // 64) * 16)
+                store_at(
+                    shared.tile_mailbox,
+                    slot + SLOPE,
+                    key_tile.sequence * work.rule.alibi_sequence + h * work.rule.alibi_head,
+                )
                 if turns is not None:
-                    turn = turn_of(column, row, work, C)
-                    put(shared.orders, order + TURN, turn * seen + seen - 1)
-                thread_barrier()  # the lane that speaks next speaks for all of them
-                fetch_queries(shared, sources, q_at, [0, place, h, dq_row + row], t)
+                    turn = turn_of(key_tile, row, work, C)
+                    store_at(shared.tile_mailbox, slot + TURN, turn * seen + seen - 1)
+                thread_barrier()  # one lane then continues for the whole warp
+                fetch_queries(shared, sources, q_at, [0, sequence, h, dq_row + row], t)
                 if C.DOUT_STAGES == 1:
                     fetch_dout(shared, sources, q_at, t, C)
                 t += 1
@@ -128,37 +134,37 @@ def load(shared, board, sources, counter, turns, work, C: gl.constexpr):
                     h += 1
         n += 1
         if C.PERSISTENT:
-            column, number = next_column(counter, turns, work, C)
+            key_tile, number = next_key_tile(counter, turns, work, C)
         else:
             number = work.tasks
-    # Meet all arrivals. The last tile waits for one more, of which the scores are not used.
+    # Match all arrivals. The last tile waits for one more tile, whose scores are not used.
     if t >= 2:
-        sync(Q_FREE + (t & 1), ALL)
+        sync(Q_FREE + (t & 1), WITH_LOADER)
     mbarrier.arrive(shared.q_full.index(t & 1), count=1)
     if t >= C.DOUT_STAGES:
-        sync(DO_FREE + t % C.DOUT_STAGES, ALL)
+        sync(DO_FREE + t % C.DOUT_STAGES, WITH_LOADER)
     if C.DOUT_STAGES == 1:
         mbarrier.arrive(shared.dout_full.index(0), count=1)
     if t >= 1:
-        sync(Q_FREE + ((t + 1) & 1), ALL)
+        sync(Q_FREE + ((t + 1) & 1), WITH_LOADER)
         if C.DOUT_STAGES == 2:
-            sync(DO_FREE + ((t + 1) & 1), ALL)
+            sync(DO_FREE + ((t + 1) & 1), WITH_LOADER)
     if C.PERSISTENT:
         if n > 0:
-            sync(KV_FREE, EVERYONE)
-        tell(board_of(board, n), GO, 0)
+            sync(KV_FREE, WITH_WRITERS)
+        write_field(task_descriptor(mailbox, n), STATE, 0)
         thread_barrier()
         mbarrier.arrive(shared.v_full, count=1)
-    leave(counter)
+    retire(counter)
 
 
 @gluon.jit
 def fetch_queries(shared, sources, at, rows_at, t):
-    """Send for Q of tile t, and for what is known of its rows, once the buffer is free."""
+    """Fetch Q of tile t and the statistics of its rows, once the buffer is free."""
     half = t & 1
     full = shared.q_full.index(half)
     if t >= 2:
-        sync(Q_FREE + half, ALL)
+        sync(Q_FREE + half, WITH_LOADER)
     mbarrier.expect(full, sources.q.block_type.nbytes + sources.rows.block_type.nbytes)
     fetch_tile(sources.q, at, full, shared.q.index(half))
     fetch_tile(sources.rows, rows_at, full, shared.rows.index(half))
@@ -166,10 +172,10 @@ def fetch_queries(shared, sources, at, rows_at, t):
 
 @gluon.jit
 def fetch_dout(shared, sources, at, t, C: gl.constexpr):
-    """Likewise dO of tile t. Of two buffers one is free sooner than that of the queries, and is filled first."""
+    """Fetch dO of tile t. With two buffers, one is free sooner than that of the queries, and is filled first."""
     slot = t % C.DOUT_STAGES
     full = shared.dout_full.index(slot)
     if t >= C.DOUT_STAGES:
-        sync(DO_FREE + slot, ALL)
+        sync(DO_FREE + slot, WITH_LOADER)
     mbarrier.expect(full, sources.dout.block_type.nbytes)
     fetch_tile(sources.dout, at, full, shared.dout.index(slot))

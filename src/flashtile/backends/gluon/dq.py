@@ -1,4 +1,4 @@
-"""dQ on its way out: tiles of it are added to float32 in memory, by warps that do nothing else."""
+"""Storing dQ: warps that do nothing else add its tiles to a float32 sum in memory."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from flashtile.backends.gluon.backward_producer import EVERYONE, KV_FREE
+from flashtile.backends.gluon.backward_producer import KV_FREE, WITH_WRITERS
 from flashtile.backends.gluon.backward_scheduler import (
     CUT,
     DQ_AT,
-    GO,
     HEAD,
     SEQUENCE,
+    STATE,
     TURN,
-    board_of,
-    get,
-    order_of,
-    told,
+    load_at,
+    read_field,
+    task_descriptor,
+    tile_slot,
 )
 from flashtile.backends.gluon.compatibility import add_tile, reinterpreted, thread_barrier
-from flashtile.backends.gluon.ptx import added, arrive, fence_async_global
+from flashtile.backends.gluon.ptx import arrive, await_adds, fence_async_global
 from flashtile.backends.gpu.pdl import await_count
 
-# A 64 x 64 tile of dQ or P lies as 128 threads hold it, so that it is stored without conflicts, and dQ leaves in one
-# piece; row_kernels.py undoes the order.
+# A 64 x 64 tile of dQ or P is laid out as 128 threads hold it, so that it is stored without bank conflicts and dQ
+# leaves in one piece; row_kernels.py undoes the order.
 BY_THREAD = gl.constexpr(
     gl.SharedLinearLayout(
         [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0], [0, 8], [0, 16], [0, 32]], [], 128
@@ -33,97 +33,97 @@ BY_THREAD = gl.constexpr(
 
 
 @gluon.jit
-def await_buffer(shared, t, PART: gl.constexpr, ME: gl.constexpr, C: gl.constexpr):
-    """Before add_to_dq(): until what was in its buffer has left it."""
+def await_buffer(shared, t, PART: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+    """Wait, before add_to_dq(), until its buffer is free."""
     n = t * C.PARTS + PART
-    mbarrier.wait(shared.dq_free.index(buffer_of(n, ME, C)), (n // C.DQ_BUFFERS + 1) & 1)
+    mbarrier.wait(shared.dq_free.index(buffer_of(n, WG, C)), (n // C.DQ_BUFFERS + 1) & 1)
 
 
 @gluon.jit
-def add_to_dq(dq, shared, t, PART: gl.constexpr, ME: gl.constexpr, C: gl.constexpr):
-    """Have write() add a 64 x 64 tile to dQ, one of C.PARTS of this warpgroup's share of tile t."""
-    put_dq(dq, shared, t, PART, ME, C)
-    send_dq(shared, t, PART, ME, C)
+def add_to_dq(dq, shared, t, PART: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+    """Hand a 64 x 64 tile of dQ to write_dq(): one of C.PARTS of this warpgroup's share of query tile t."""
+    put_dq(dq, shared, t, PART, WG, C)
+    send_dq(shared, t, PART, WG, C)
 
 
 @gluon.jit
-def put_dq(dq, shared, t, PART: gl.constexpr, ME: gl.constexpr, C: gl.constexpr):
-    """The first half of add_to_dq(). Between the two there may be other work: stores take a while to be seen by all."""
-    buffer = shared.dq.index(buffer_of(t * C.PARTS + PART, ME, C))
+def put_dq(dq, shared, t, PART: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+    """The first half of add_to_dq(). Other work may come between the two: stores take a while to become visible."""
+    buffer = shared.dq.index(buffer_of(t * C.PARTS + PART, WG, C))
     reinterpreted(buffer, gl.float32, [64, 64], BY_THREAD).store(dq)
 
 
 @gluon.jit
-def send_dq(shared, t, PART: gl.constexpr, ME: gl.constexpr, C: gl.constexpr):
-    buffer = buffer_of(t * C.PARTS + PART, ME, C)
+def send_dq(shared, t, PART: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+    buffer = buffer_of(t * C.PARTS + PART, WG, C)
     fence_async_shared()
     mbarrier.arrive(shared.dq_full.index(buffer), count=1)
 
 
 @gluon.jit
-def buffer_of(n, ME: gl.constexpr, C: gl.constexpr):
+def buffer_of(n, WG: gl.constexpr, C: gl.constexpr):
     """The buffer of a warpgroup's n-th tile of dQ."""
-    return ME * C.DQ_BUFFERS + n % C.DQ_BUFFERS
+    return WG * C.DQ_BUFFERS + n % C.DQ_BUFFERS
 
 
 @gluon.jit
-def write(shared, board, dq, turns, complete, kv_heads, ME: gl.constexpr, C: gl.constexpr):
-    """One warp: have the copy engine add a warpgroup's tiles to dQ, while the warpgroup goes on.
+def write_dq(shared, mailbox, dq, turns, complete, kv_heads, WG: gl.constexpr, C: gl.constexpr):
+    """The role of one warp: have the copy engine add a warpgroup's tiles to dQ, while the warpgroup goes on.
 
-    With turns, in a fixed order, so that sums are the same each time: a task's turn at a tile of queries comes when all
-    those before it have added theirs (columns.turn_of). A counter says how many have.
+    With turns, tiles are added in a fixed order, so that sums have the same bits each time: a task's turn at a tile of
+    queries comes when all tasks before it have added theirs (turn_of()), which a counter tells.
     """
-    mbarrier.wait(shared.v_full, 0)  # and the board is there
+    mbarrier.wait(shared.v_full, 0)  # then the descriptor is there too
     t = gl.to_tensor(0)
     if C.PERSISTENT:
         n = gl.to_tensor(0)
-        while told(board_of(board, n), GO) != 0:
-            t = write_tiles(t, shared, board_of(board, n), dq, turns, complete, kv_heads, ME, C)
+        while read_field(task_descriptor(mailbox, n), STATE) != 0:
+            t = write_task(t, shared, task_descriptor(mailbox, n), dq, turns, complete, kv_heads, WG, C)
             n += 1
             mbarrier.wait(shared.v_full, n & 1)
     else:
-        write_tiles(t, shared, board_of(board, 0), dq, turns, complete, kv_heads, ME, C)
+        write_task(t, shared, task_descriptor(mailbox, 0), dq, turns, complete, kv_heads, WG, C)
 
 
 @gluon.jit
-def write_tiles(t, shared, board, dq, turns, complete, kv_heads, ME: gl.constexpr, C: gl.constexpr):
-    """Those of one task. t: tiles before; and after.
+def write_task(t, shared, descriptor, dq, turns, complete, kv_heads, WG: gl.constexpr, C: gl.constexpr):
+    """Add the tiles of one task. t: the number of tiles before it; returns that after it.
 
-    complete: a counter of each key head, of the warps that have added all of theirs: finish_kernel goes by it.
+    complete: for each key head, the number of warps that have added all of their tiles, which finish_kernel reads.
     """
-    tiles = C.GROUP * told(board, CUT + 3)
-    column = told(board, SEQUENCE) * kv_heads + told(board, HEAD)
+    tiles = C.GROUP * read_field(descriptor, CUT + 3)
+    head = read_field(descriptor, SEQUENCE) * kv_heads + read_field(descriptor, HEAD)
     if C.PERSISTENT:
-        arrive(KV_FREE, EVERYONE)  # it is done with the board
+        arrive(KV_FREE, WITH_WRITERS)  # this warp no longer reads the descriptor
     for _ in range(tiles):
-        # Its orders are there: the warpgroup had its queries before it sent the last of the tile before.
-        at = get(shared.orders, order_of(t) + DQ_AT) + ME * C.PARTS * 16
-        if turns is not None:  # most often its turn comes while the warpgroup is still at work on it
-            turn = get(shared.orders, order_of(t) + TURN)
+        # Its fields are there: the warpgroup had its queries before it sent the last part of the previous tile.
+        at = load_at(shared.tile_mailbox, tile_slot(t) + DQ_AT) + WG * C.PARTS * 16
+        if turns is not None:  # usually its turn comes while the warpgroup still works on it
+            turn = load_at(shared.tile_mailbox, tile_slot(t) + TURN)
             await_count(turns + at // 16, gl.maximum(turn, 0), 0)
             fence_async_global()
         for part in gl.static_range(C.PARTS):
             n = t * C.PARTS + part
-            buffer = buffer_of(n, ME, C)
+            buffer = buffer_of(n, WG, C)
             mbarrier.wait(shared.dq_full.index(buffer), n // C.DQ_BUFFERS & 1)
             add_tile(dq, [at + part * 16, 0], shared.dq.index(buffer))
             tma.store_wait(0)
             mbarrier.arrive(shared.dq_free.index(buffer), count=1)
         if turns is not None:
-            added()
+            await_adds()
             thread_barrier()
-            # Released: without that a few sectors of this tile were sometimes added after those of the next task.
+            # Without the release, a few sectors of this tile were sometimes added after those of the next task.
             gl.atomic_add(turns + at // 16, (turn >= 0).to(gl.int32), sem="release")
         t += 1
     if complete is not None:
-        added()
+        await_adds()
         thread_barrier()
-        gl.atomic_add(complete + column, 1, sem="release")
+        gl.atomic_add(complete + head, 1, sem="release")
     return t
 
 
 @gluon.jit
-def await_all(shared, t, ME: gl.constexpr, C: gl.constexpr):
-    """Until a warpgroup's buffers hold nothing, when it has made all of its tiles before tile t."""
+def await_all_buffers(shared, t, WG: gl.constexpr, C: gl.constexpr):
+    """Wait until all buffers of a warpgroup are free, after its last tile before tile t."""
     for n in gl.static_range(C.DQ_BUFFERS):
-        await_buffer(shared, t, n, ME, C)
+        await_buffer(shared, t, n, WG, C)

@@ -8,29 +8,29 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.gluon import tuning
-from flashtile.backends.gluon.descriptors import descriptors, outline_of
+from flashtile.backends.gluon.descriptors import descriptor_maker, outline_of
 from flashtile.backends.gluon.forward_kernel import forward_kernel
 from flashtile.backends.gluon.transpose_kernel import KEYS, WIDTH, transpose_kernel
 from flashtile.backends.gluon.tuning import ROWS
-from flashtile.backends.gluon.work_counters import MOST_MARKS, tickets
+from flashtile.backends.gluon.work_counters import MAX_FLAGS, acquire_counters
 from flashtile.backends.gpu import device as gpu
 from flashtile.backends.gpu.arguments import block, lengths, lengths_of, rule, rule_of
-from flashtile.backends.gpu.nonfinite import MendForward
-from flashtile.backends.gpu.pdl import chains, following
-from flashtile.backends.gpu.start import At, Maker, Series, Start, Step
+from flashtile.backends.gpu.kernel_launch import Argument, BoundLaunch, KernelLaunch, LaunchSequence, Maker
+from flashtile.backends.gpu.nonfinite import RecomputeForward
+from flashtile.backends.gpu.pdl import pdl_options, supports_pdl
 from flashtile.backends.gpu.tensors import Result, count_tiles, empty, strides
 from flashtile.band import FAR
 from flashtile.inputs import Inputs
 from flashtile.numerics.dtypes import EIGHT_BITS, ITEMSIZE
 from flashtile.problem import Problem
 
-MOST_RISING = 64  # keys: with an alibi slope of 1, less than 2^93
+MAX_KEYS_AHEAD = 64  # of a query: with an alibi slope of 1, weights stay under 2^93
 # The values of a forward pass.
-Q, K, V, OUT, LSE, MARKS, TICKETS, SINK, RULE, LENGTHS, TURNED = map(At, range(11))
+Q, K, V, OUT, LSE, FLAGS, COUNTERS, SINK, RULE, LENGTHS, TRANSPOSED = map(Argument, range(11))
 
 
 class Constants(NamedTuple):
-    """What the kernel is compiled for; every field is a constexpr."""
+    """Compile-time constants of the kernel; every field is a constexpr."""
 
     GROUP: Any
     PACKED_HEADS: Any
@@ -44,10 +44,10 @@ class Constants(NamedTuple):
     LOAD_REGISTERS: Any
     OUT_PARTS: Any
     WEIGHTS_SHARED: Any
-    TRUST: Any  # see softmax.py
-    WHOLE: Any  # no band, no length and no ragged end cuts a tile of keys
-    SHORT: Any  # of some tasks a warpgroup has no rows
-    SEEN_FIRST: Any  # the first tile that a warpgroup takes is the only one cut on the right, and all its rows see it
+    SKIP_MAX: Any  # search only the first tile and cut tiles for their maximum; see softmax.py
+    ALL_FULL: Any  # no band, length or ragged end cuts a tile of keys
+    MAY_BE_EMPTY: Any  # a warpgroup may have no rows of a task
+    ONE_RIGHT_CUT: Any  # only the first tile of a warpgroup is cut on the right, and every row sees some of it
 
 
 class Forward:
@@ -60,89 +60,103 @@ class Forward:
         n_rows, batch, heads = p.q.shape[2], p.q.shape[0], p.heads // packed_heads
         self._out = Result(p, p.heads, n_rows, p.dim_v, p.out_dtype, device)
         self._lse = Result(p, p.heads, n_rows, None, p.accumulator, device)
-        tiles, mark_tiles = (count_tiles(p, p.n_q * packed_heads, n_rows, n) for n in (ROWS * config.consumers, ROWS))
+        tiles, flag_tiles = (count_tiles(p, p.n_q * packed_heads, n_rows, n) for n in (ROWS * config.consumers, ROWS))
         tasks = tiles * heads * batch
-        counts = (tiles, heads, _section(p, heads * batch), tasks)
-        chained = chains(device)
-        mend = MendForward(p, device, self._out, self._lse, ROWS, packed_heads, chained)
-        self._own_marks, self._marks = mend.make, mend.count
+        use_pdl = supports_pdl(device)
+        recompute = RecomputeForward(p, device, self._out, self._lse, ROWS, packed_heads, use_pdl)
+        self._make_flags, self._flags = recompute.make, recompute.count
         self._rule, self._lengths = rule(p), lengths(p)
-        self._turn = Transpose(p, device) if p.dtype == EIGHT_BITS else None
-        start = Start(
+        self._transpose = Transpose(p, device) if p.dtype == EIGHT_BITS else None
+        kernel = KernelLaunch(
             forward_kernel,
             min(tasks, gpu.processors(device)),
-            {"num_warps": 4} | following(chained and self._turn is not None),
-            {4: self._out.strides, 5: self._lse.strides},
-            dict(enumerate(self._blocks(p, config, packed_heads))),
+            {"num_warps": 4} | pdl_options(use_pdl and self._transpose is not None),
+            {"out": self._out.strides, "lse": self._lse.strides},
+            self._descriptors(p, config, packed_heads),
             C=constants(p, config, packed_heads),
         )
-        values = V if self._turn is None else TURNED
-        self._launch = Series(
-            *([] if self._turn is None else [self._turn.step]),
-            (start, (Q, K, values, OUT, OUT, LSE, MARKS, mark_tiles, TICKETS, SINK, RULE, LENGTHS, *counts)),
-            mend.step(Q, K, V, OUT, LSE, SINK, MARKS, RULE, LENGTHS),
+        common = {"out": OUT, "lse": LSE, "flags": FLAGS, "rule": RULE, "lengths": LENGTHS}
+        bound = kernel.bind(
+            **common,
+            q_desc=Q,
+            k_desc=K,
+            v_desc=V if self._transpose is None else TRANSPOSED,
+            out_desc=OUT,
+            flag_tiles=flag_tiles,
+            counter=COUNTERS,
+            sink=SINK,
+            tiles=tiles,
+            heads=heads,
+            section=_section(p, heads * batch),
+            tasks=tasks,
         )
+        transpose = [] if self._transpose is None else [self._transpose.launch]
+        self._launch = LaunchSequence(*transpose, bound, recompute.bind(**common, q=Q, k=K, v=V, p_sink=SINK))
 
-    def _blocks(self, p: Problem, config: tuning.Config, packed_heads: int) -> list[Maker | None]:
+    def _descriptors(self, p: Problem, config: tuning.Config, packed_heads: int) -> dict[str, Maker | None]:
         """What makes the descriptors of q, k, v and out; None for an output that the copy engine cannot take."""
         width, width_v = _width(p), block(p.dim_v)
-        rows_block = [1, 1, ROWS // packed_heads, packed_heads]
-        if self._turn is None:
-            v = descriptors(p.v, [1, 1, config.block_k, width_v])
+        rows_box = [1, 1, ROWS // packed_heads, packed_heads]
+        if self._transpose is None:
+            v = descriptor_maker(p.v, [1, 1, config.block_k, width_v])
         else:
-            v = descriptors(self._turn.outline, [1, 1, width_v, config.block_k])
+            v = descriptor_maker(self._transpose.outline, [1, 1, width_v, config.block_k])
         out = None
         if ITEMSIZE[p.out_dtype] == 2 and p.dim_v % 8 == 0:
-            whole = outline_of(self._out, p.q.shape[0], p.heads, p.q.shape[2], p.dim_v)
-            out = descriptors(whole, [*rows_block, width_v // config.out_parts], packed_heads)
-        q = descriptors(p.q, [*rows_block, width], packed_heads)
-        return [q, descriptors(p.k, [1, 1, config.block_k, width]), v, out]
+            outline = outline_of(self._out, p.q.shape[0], p.heads, p.q.shape[2], p.dim_v)
+            out = descriptor_maker(outline, [*rows_box, width_v // config.out_parts], packed_heads)
+        q = descriptor_maker(p.q, [*rows_box, width], packed_heads)
+        k = descriptor_maker(p.k, [1, 1, config.block_k, width])
+        return {"q_desc": q, "k_desc": k, "v_desc": v, "out_desc": out}
 
     def __call__(self, x: Inputs, with_lse: bool) -> tuple[Any, Any]:
-        out, lse = self._out.empty(), self._lse.empty() if with_lse else self._lse.dump()
-        shared = tickets(self._device)
-        marks = self._own_marks() if shared.marks is None or self._marks > MOST_MARKS else shared.marks
-        if self._packed:  # tiles that no sequence has are never written
-            marks[: self._marks].zero_()
+        out, lse = self._out.empty(), self._lse.empty() if with_lse else self._lse.discard_buffer()
+        work = acquire_counters(self._device)
+        flags = self._make_flags() if work.flags is None or self._flags > MAX_FLAGS else work.flags
+        if self._packed:  # flags of tiles that belong to no sequence are never written
+            flags[: self._flags].zero_()
         a_rule, a_lengths = rule_of(self._rule, x), lengths_of(self._lengths, x)
-        turned = None if self._turn is None else self._turn.empty()
-        self._launch(x.q, x.k, x.v, out, lse, marks, shared.pair, x.sink, a_rule, a_lengths, turned)
-        shared.give_back()
+        transposed = None if self._transpose is None else self._transpose.empty()
+        self._launch(x.q, x.k, x.v, out, lse, flags, work.counters, x.sink, a_rule, a_lengths, transposed)
+        work.release()
         return out, lse
 
 
 class Transpose:
-    """The launch that turns 8-bit values, which the copy engine then fetches with keys side by side."""
+    """The launch that transposes 8-bit values; the copy engine then fetches them with contiguous keys."""
 
     def __init__(self, p: Problem, device: Any) -> None:
         batch, keys = p.v.shape[0], int(KEYS.value)
-        counts = (-(-p.n_k // keys), p.kv_heads)
-        shape = (batch, p.kv_heads, p.dim_v, counts[0] * keys)
+        tiles = -(-p.n_k // keys)
+        shape = (batch, p.kv_heads, p.dim_v, tiles * keys)
         self.empty = empty(shape, p.v.dtype, device)
         self.outline = torch.empty(shape, dtype=p.v.dtype, device="meta")
-        rows = dict(enumerate(strides(x, p) for x in (p.v, self.outline)))
-        programs = batch * p.kv_heads * counts[0] * -(-p.dim_v // int(WIDTH.value))
-        start = Start(transpose_kernel, programs, {"num_warps": 1}, rows, DIM_V=p.dim_v)
-        self.step: Step = (start, (V, TURNED, RULE, LENGTHS, *counts))
+        rows = {"v": strides(p.v, p), "transposed": strides(self.outline, p)}
+        programs = batch * p.kv_heads * tiles * -(-p.dim_v // int(WIDTH.value))
+        launch = KernelLaunch(transpose_kernel, programs, {"num_warps": 1}, rows, DIM_V=p.dim_v)
+        self.launch: BoundLaunch = launch.bind(
+            v=V, transposed=TRANSPOSED, rule=RULE, lengths=LENGTHS, tiles=tiles, heads=p.kv_heads
+        )
 
 
 def constants(p: Problem, config: tuning.Config, packed_heads: int) -> Constants:
     limited = p.band.right < FAR or p.band.left < FAR or p.kv_lengths is not None or p.packed
-    whole = not limited and p.n_k % config.block_k == 0
-    # Weights of float16 overflow at 2^16. Those of bfloat16 do where alibi rises from tile to tile, as it does before a
-    # query: tiles come in falling order.
-    trust = p.dtype == "bfloat16" and (p.alibi is None or p.band.right <= MOST_RISING)
-    short = p.packed or -(-p.n_q * packed_heads // ROWS) % config.consumers != 0
+    all_full = not limited and p.n_k % config.block_k == 0
+    # Weights of float16 overflow at 2^16. Those of bfloat16 overflow where alibi rises from tile to tile, as it does
+    # ahead of a query, because tiles come in falling order.
+    skip_max = p.dtype == "bfloat16" and (p.alibi is None or p.band.right <= MAX_KEYS_AHEAD)
+    may_be_empty = p.packed or -(-p.n_q * packed_heads // ROWS) % config.consumers != 0
     sizes = (p.group, packed_heads, p.dim_v, _width(p), block(p.dim_v))
-    return Constants(*map(gl.constexpr, (*sizes, *config, trust, whole, short, tuning.seen_first(p))))
+    flags = (skip_max, all_full, may_be_empty, tuning.one_right_cut(p))
+    return Constants(*map(gl.constexpr, (*sizes, *config, *flags)))
 
 
 def _width(p: Problem) -> int:
-    """Of a query or key in a tile: at least the 32 bytes that one product takes."""
+    """The width of a query or key in a tile: at least the 32 bytes that one product takes."""
     return max(block(p.dim), 32 // ITEMSIZE[p.dtype])
 
 
-def _section(p: Problem, columns: int) -> int:
-    """Heads that are worked on side by side, a power of two: their keys and values stay in the L2."""
+def _section(p: Problem, heads: int) -> int:
+    """The number of heads, a power of two, that run side by side so that their keys and values stay in the L2."""
     fit = max(1, tuning.L2_SECTION // (p.n_k * (p.dim + p.dim_v) * ITEMSIZE[p.dtype]))
-    return min(columns, 1 << fit.bit_length() - 1)
+    return min(heads, 1 << fit.bit_length() - 1)

@@ -1,7 +1,7 @@
-"""The kernels before and after a backward pass on Hopper: statistics of rows and room for dQ, then dQ in its dtype.
+"""Kernels around the backward kernel on Hopper: row statistics and a cleared dQ before, dQ in its dtype after.
 
-In between, rows lie in an order of their own: each head's padded to whole tiles of keys, and so each sequence's where
-they are packed. Sequence s then has the rows from (cu[s] // PAD + s) * PAD on.
+In between, rows have a padded layout: each head, or each packed sequence, is padded to whole tiles of keys. Packed
+sequence s has the rows from (cu[s] // PAD + s) * PAD on.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.gpu.backward_rows import row_statistics
-from flashtile.backends.gpu.blocks import extent, head_of, locate, number, store_column, wide
-from flashtile.backends.gpu.pdl import await_count, follow, lead
+from flashtile.backends.gpu.blocks import extent, from_bits, head_of, locate, store_per_row, to_int64
+from flashtile.backends.gpu.pdl import await_count, launch_dependents, wait_for_previous
 from flashtile.backends.gpu.unspecialized import plain
 
 ZEROS = tl.constexpr(4096)  # a 64 x 64 tile of dQ
 
 
 @triton.jit
-def place_of(lengths, tile, sequence, ROWS: tl.constexpr, PAD: tl.constexpr):
-    """Of a tile of ROWS rows: its sequence, where that begins and how long it is, the tile there, its padded row."""
+def padded_tile(lengths, tile, sequence, ROWS: tl.constexpr, PAD: tl.constexpr):
+    """The sequence of a tile of ROWS rows, its start and length, the tile's number in it, and its padded row."""
     sequence, tile = locate(lengths.cu_q, lengths.n_q, tile, sequence, lengths, ROWS)
     start, length = extent(lengths.cu_q, sequence, plain(lengths.n_q))
     row = tile * ROWS
@@ -28,7 +28,7 @@ def place_of(lengths, tile, sequence, ROWS: tl.constexpr, PAD: tl.constexpr):
     return sequence, start, length, tile, row
 
 
-@triton.jit(do_not_specialize=["tiles", "heads", "padded", "columns"])
+@triton.jit(do_not_specialize=["tiles", "heads", "padded", "all_heads"])
 def begin_kernel(
     dout,
     out,
@@ -45,99 +45,99 @@ def begin_kernel(
     tiles,
     heads,
     padded,
-    columns,
+    all_heads,
     GROUP: tl.constexpr,
     DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PAD: tl.constexpr,
     LARGE: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Of PAD rows a program: lse in base 2 and delta, +inf and 0 beyond the last row; dQ and counters cleared.
+    """Compute lse in base 2 and delta of PAD rows per program, +inf and 0 beyond the last row; clear dQ and counters.
 
-    The grid counts tiles, then heads, then sequences. columns: heads of all sequences. Both go row by row once more,
-    and 0 for the top, for those who come after the pass.
+    The grid counts tiles, then heads, then sequences. all_heads: heads of all sequences. For the kernels after the
+    pass, both statistics and a top of 0 are stored without padding too.
     """
-    lead(CHAINED)
+    launch_dependents(PDL)
     program = tl.program_id(0)
     head = program // tiles % heads
     sequence = program // tiles // heads
-    column = sequence * heads + head
-    sequence, start, length, tile, row = place_of(lengths, program % tiles, sequence, PAD, PAD)
+    flat_head = sequence * heads + head
+    sequence, start, length, tile, row = padded_tile(lengths, program % tiles, sequence, PAD, PAD)
     if lengths.cu_q is not None:
-        column = head
+        flat_head = head
     if tile * PAD < length:
         first = tile * PAD
         L, D = row_statistics(dout, out, lse, dlse, sequence, head, start, length, first, DIM_V, BLOCK_DV, PAD, LARGE)
         o_r = tl.arange(0, PAD)
-        at = wide(column) * padded + row
+        at = to_int64(flat_head) * padded + row
         tl.store(rows + at + o_r, tl.where(first + o_r < length, L, float("inf")))
-        tl.store(rows + wide(columns) * padded + at + o_r, D)
-        store_column(head_of(log2, sequence, head, start, length), first, L)
-        store_column(head_of(delta, sequence, head, start, length), first, D)
-        store_column(head_of(tops, sequence, head, start, length), first, tl.zeros([PAD], L.dtype))
+        tl.store(rows + to_int64(all_heads) * padded + at + o_r, D)
+        store_per_row(head_of(log2, sequence, head, start, length), first, L)
+        store_per_row(head_of(delta, sequence, head, start, length), first, D)
+        store_per_row(head_of(tops, sequence, head, start, length), first, tl.zeros([PAD], L.dtype))
         squares: tl.constexpr = PAD * BLOCK_D // ZEROS
         for n in tl.static_range(squares):
             tl.store(total + at * BLOCK_D + n * ZEROS + tl.arange(0, ZEROS), tl.zeros([ZEROS], tl.float32))
         if turns is not None:
             tl.store(turns + at * BLOCK_D // ZEROS + tl.arange(0, squares), tl.zeros([squares], tl.int32))
         if complete is not None:
-            tl.store(complete + column // GROUP, 0)
+            tl.store(complete + flat_head // GROUP, 0)
 
 
-@triton.jit(do_not_specialize=["tiles", "heads", "padded", "columns", "at_once", "count"])
+@triton.jit(do_not_specialize=["tiles", "heads", "padded", "all_heads", "waiting_heads", "count"])
 def finish_kernel(
     total,
     dq,
-    marks,
+    flags,
     complete,
     scale,
     lengths,
     tiles,
     heads,
     padded,
-    columns,
-    at_once,
+    all_heads,
+    waiting_heads,
     count,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PAD: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """dQ from float32, in the order of threads, to the caller's dtype and rows; a program makes 64 of them.
+    """Convert dQ from float32, in the order of threads, to the caller's dtype and layout; 64 rows per program.
 
-    The grid counts tiles, then heads, then sequences, and so do marks. complete: how many of `count` have added all of
-    theirs to the queries of a key head. The kernel before takes the last head first, and so does this one, in its tail.
-    The first heads, `at_once`, wait for all of it: in the memory of their results may lie what it reads.
+    The grid and the flags count tiles, then heads, then sequences. complete: for each key head, how many of `count`
+    warps have added all of their tiles. The backward kernel takes the last head first, and so does this kernel in its
+    tail. The first heads, waiting_heads, wait for all of it, because the memory of their results may hold its inputs.
     """
-    lead(CHAINED)
+    launch_dependents(PDL)
     program = tl.program_id(0)
     if complete is not None:
-        program = (columns - 1 - program // tiles) * tiles + program % tiles
-    column = program // tiles
-    if column < at_once:
-        follow(CHAINED)
+        program = (all_heads - 1 - program // tiles) * tiles + program % tiles
+    flat_head = program // tiles
+    if flat_head < waiting_heads:
+        wait_for_previous(PDL)
     elif complete is not None:
-        await_count(complete + column // GROUP, count, 500)
-    head = column % heads
-    sequence = column // heads
-    sequence, start, length, tile, row = place_of(lengths, program % tiles, sequence, 64, PAD)
+        await_count(complete + flat_head // GROUP, count, 500)
+    head = flat_head % heads
+    sequence = flat_head // heads
+    sequence, start, length, tile, row = padded_tile(lengths, program % tiles, sequence, 64, PAD)
     if lengths.cu_q is not None:
-        column = head
+        flat_head = head
     o_r = tile * 64 + tl.arange(0, 64)
     there = o_r < length
     x_dq = head_of(dq, sequence, head, start, length)
-    p_dq = x_dq.ptr + wide(o_r) * x_dq.row
+    p_dq = x_dq.ptr + to_int64(o_r) * x_dq.row
     flaw = tl.zeros([64], tl.float32)
     for part in tl.static_range(BLOCK_D // 64):
-        # bits of a place: column 0, row 3, columns 1 and 2, rows 0 to 2, rows 4 and 5, columns 3 to 5
-        p = total + (wide(column) * padded + row) * BLOCK_D + part * 4096
-        x = tl.load(p + tl.arange(0, 4096), mask=tile * 64 < length, other=0.0) * number(scale, tl.float32)
+        # bits of an index: column 0, row 3, columns 1 and 2, rows 0 to 2, rows 4 and 5, columns 3 to 5
+        p = total + (to_int64(flat_head) * padded + row) * BLOCK_D + part * 4096
+        x = tl.load(p + tl.arange(0, 4096), mask=tile * 64 < length, other=0.0) * from_bits(scale, tl.float32)
         x = tl.reshape(tl.permute(tl.reshape(x, [8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5]), [64, 64])
         o_d = part * 64 + tl.arange(0, 64)
         kept = there[:, None] & (o_d < DIM)[None, :]
         tl.store(p_dq[:, None] + o_d[None, :], x.to(dq.ptr.dtype.element_ty), mask=kept)
         flaw += tl.sum(x * 0.0, 1)
-    tl.store(marks + program, tl.max(((flaw != 0) & there).to(tl.int32), 0))
+    tl.store(flags + program, tl.max(((flaw != 0) & there).to(tl.int32), 0))

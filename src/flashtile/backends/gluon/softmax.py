@@ -1,4 +1,4 @@
-"""A tile of scores in registers -> weights, with the running maximum and sum of its rows."""
+"""The online softmax: a tile of scores in registers to weights, with running maximum and sum of its rows."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.gluon.ptx import follow, pack_halves, pack_quarters, reciprocal, scale_unless_one
-from flashtile.backends.gpu.blocks import number
+from flashtile.backends.gluon.ptx import follow_growth, pack_halves, pack_quarters, reciprocal, scale_unless_one
+from flashtile.backends.gpu.blocks import from_bits
 from flashtile.backends.gpu.scores import LOG2E
 
-NOTHING = gl.constexpr(-1e30)  # the maximum of no scores: finite, so that it can be taken off -inf
-SLACK = gl.constexpr(8.0)  # a maximum that has grown by less than this, in base 2, is left as it is
-# Of e4m3, which ends at 448 and keeps its 3 bits down to 2^-6: weights begin at 2^LIFT_8 and stay under 2^8.
+NO_SCORES = gl.constexpr(-1e30)  # the maximum of no scores: finite, so that it can be taken off -inf
+SLACK = gl.constexpr(8.0)  # the maximum is not updated if it has grown by less than this, in base 2
+# For e4m3, which ends at 448 and keeps its 3 bits down to 2^-6: weights begin at 2^LIFT_8 and stay under 2^8.
 LIFT_8 = gl.constexpr(6.0)
 SLACK_8 = gl.constexpr(2.0)
-FLAT_8 = gl.constexpr(1024.0)  # SLACK_8 is for rows whose sum is larger: no weight is over a quarter of it
-GROWTH = gl.constexpr(14)  # a share of a tile's weights that is more than 2^GROWTH makes the maximum follow
+FLAT_8 = gl.constexpr(1024.0)  # SLACK_8 applies to rows with a larger sum: no weight exceeds a quarter of it
+GROWTH = gl.constexpr(14)  # a partial sum of a tile's weights over 2^GROWTH makes the maximum follow
 
 
-class Seen(NamedTuple):
-    """The rows of a warpgroup: the last and the first key that each sees, where it stands, and its alibi slope.
+class VisibleRange(NamedTuple):
+    """For each row of a warpgroup, the last and the first key that it sees, its position, and its alibi slope.
 
-    gain: what descaling multiplies q.k with, where the rule has it.
+    gain: the descaling factor of q.k, if the rule has one.
     """
 
     last: Any
@@ -35,22 +35,22 @@ class Seen(NamedTuple):
 
 @gluon.jit
 def in_pairs(s):
-    """[rows, columns] as [rows, columns / 8, 4, 2]: of the last three only the middle one differs between threads."""
+    """[rows, columns] as [rows, columns / 8, 4, 2]: of the last three axes only the middle one spans threads."""
     return gl.reshape(s, [s.shape[0], s.shape[1] // 8, 4, 2])
 
 
 @gluon.jit
-def whole_rows(x, like):
-    """in_pairs() undone."""
+def from_pairs(x, like):
+    """The inverse of in_pairs()."""
     return gl.convert_layout(gl.reshape(x, like.shape), like.type.layout, assert_trivial=True)
 
 
 @gluon.jit
-def hide(s, seen, j0, LAST: gl.constexpr, FIRST: gl.constexpr):
-    """-inf for the keys that a row does not see. j0: the first key of the tile. LAST, FIRST: whether there is a limit.
+def mask_scores(s, seen, j0, LAST: gl.constexpr, FIRST: gl.constexpr):
+    """Set scores of keys that a row does not see to -inf. j0: the tile's first key. LAST, FIRST: which limits exist.
 
-    Columns differ between the values of a thread by constants, so that limits are compared with immediates, and no
-    register holds a column.
+    Within a thread columns differ by constants, so that limits are compared with immediates and no register holds a
+    column.
     """
     x = in_pairs(s)
     L: gl.constexpr = x.type.layout
@@ -66,13 +66,13 @@ def hide(s, seen, j0, LAST: gl.constexpr, FIRST: gl.constexpr):
     if FIRST:
         first = gl.convert_layout(seen.first, rows, assert_trivial=True)[:, None][:, :, None][:, :, :, None] - thread
         x = gl.where(column >= first, x, -float("inf"))
-    return whole_rows(x, s)
+    return from_pairs(x, s)
 
 
 @gluon.jit
 def scale_of(rule, gain):
-    """What q.k is multiplied with to be a score."""
-    scale = number(rule.scale, gl.float32)
+    """The factor from q.k to a score."""
+    scale = from_bits(rule.scale, gl.float32)
     if rule.descale is not None:
         scale = scale * gain
     return scale
@@ -80,10 +80,10 @@ def scale_of(rule, gain):
 
 @gluon.jit
 def shape_scores(s, rule, seen, j0):
-    """softcap and alibi. s times the rule's unit is the score in base 2."""
+    """Apply softcap and ALiBi. s times unit_of() is the score in base 2."""
     if rule.softcap is not None:
-        cap = number(rule.softcap, gl.float32)
-        # tanh(x) = 1 - 2 / (1 + exp(2 x)): as exact as a score needs to be, which is not relative to itself
+        cap = from_bits(rule.softcap, gl.float32)
+        # tanh(x) = 1 - 2 / (1 + exp(2 x)): accurate enough, since a score needs absolute, not relative, accuracy
         e = gl.exp2(s * (scale_of(rule, seen.gain) / cap * 2 * LOG2E))
         s = cap - 2 * cap * reciprocal(1 + e)
     if rule.alibi is not None:
@@ -97,9 +97,9 @@ def shape_scores(s, rule, seen, j0):
 
 @gluon.jit
 def slope_of(s, rule):
-    """What softcap multiplies the gradient of q.k (s) with; s itself, which nobody reads, where there is none."""
+    """The factor of softcap in the gradient of q.k (s); without softcap s itself, which is not read."""
     if rule.softcap is not None:
-        e = gl.exp2(s * (number(rule.scale, gl.float32) / number(rule.softcap, gl.float32) * 2 * LOG2E))
+        e = gl.exp2(s * (from_bits(rule.scale, gl.float32) / from_bits(rule.softcap, gl.float32) * 2 * LOG2E))
         bent = 1 - 2 * reciprocal(1 + e)
         s = 1 - bent * bent
     return s
@@ -107,7 +107,7 @@ def slope_of(s, rule):
 
 @gluon.jit
 def unit_of(rule, gain):
-    """What a shaped score is multiplied with to be one in base 2."""
+    """The factor from a shaped score to base 2."""
     if rule.softcap is None and rule.alibi is None:
         return scale_of(rule, gain) * LOG2E
     else:
@@ -115,67 +115,67 @@ def unit_of(rule, gain):
 
 
 # ---- rows ----
-# Four threads have the columns of a row. What is known of it each has for itself, [rows, 4]: the maximum, which is the
-# same for all, and a share of the sum. So a tile needs no exchange between threads, unless it looks for its maximum.
+# Four threads hold the columns of a row. Each has its own copy, [rows, 4], of the row's maximum, the same in all four,
+# and of a partial sum. So a tile needs no exchange between threads unless its maximum is searched.
 
 
 @gluon.constexpr_function
 def each_layout(layout):
-    """[rows, 4], from the layout of in_pairs()."""
+    """The layout of [rows, 4], from that of in_pairs()."""
     return gl.SliceLayout(1, gl.SliceLayout(3, layout))
 
 
 @gluon.jit
-def spread(row, s):
-    """[rows], each in the threads that have the row, as [rows, 4]."""
+def to_threads(row, s):
+    """[rows] to [rows, 4]: one copy for each thread of a row."""
     EACH: gl.constexpr = each_layout(in_pairs(s).type.layout)
     row = gl.convert_layout(row, gl.SliceLayout(1, EACH), assert_trivial=True)
     return row[:, None] + gl.zeros([s.shape[0], 4], row.dtype, EACH)
 
 
 @gluon.jit
-def along(each, x):
-    """[rows, 4] as a factor or summand of x, which is in_pairs() of something."""
+def broadcast_along(each, x):
+    """Broadcast [rows, 4] to a factor or summand of x, the result of in_pairs()."""
     EACH: gl.constexpr = each_layout(x.type.layout)
     return gl.convert_layout(each, EACH, assert_trivial=True)[:, None, :][:, :, :, None]
 
 
 @gluon.jit
-def shares(p, dtype: gl.constexpr):
-    """What each thread has of the sum of a row. Of 8-bit weights all of it: slack_of() wants it, the same for all."""
+def partial_sums(p, dtype: gl.constexpr):
+    """Each thread's partial sum of a row. For 8-bit weights it is the whole sum, which slack_of() needs."""
     if dtype == gl.float8e4nv:
-        return spread(gl.sum(p, 1), p)
+        return to_threads(gl.sum(p, 1), p)
     else:
         return gl.sum(gl.sum(in_pairs(p), 3), 1)
 
 
 @gluon.jit
-def agreed(each, LAYOUT: gl.constexpr):
-    """[rows] again, of what is the same for all threads of a row."""
+def from_threads(each, LAYOUT: gl.constexpr):
+    """[rows, 4] to [rows], for numbers that are equal in all threads of a row."""
     return gl.convert_layout(gl.max(each, 1), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
-def joined(l, dtype: gl.constexpr, LAYOUT: gl.constexpr):
-    """The sums of rows, from shares()."""
+def sum_over_threads(l, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+    """The sums of rows, from partial_sums()."""
     if dtype == gl.float8e4nv:
-        return agreed(l, LAYOUT)
+        return from_threads(l, LAYOUT)
     else:
         return gl.convert_layout(gl.sum(l, 1), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
-def exponentials(s, m, unit):
+def exp2_scores(s, m, unit):
     """P = exp2(s * unit - m)."""
     x = in_pairs(s)
-    return whole_rows(gl.exp2(x * unit - along(m, x)), s)
+    return from_pairs(gl.exp2(x * unit - broadcast_along(m, x)), s)
 
 
 @gluon.jit
 def scaled(o, factor):
-    """o * factor, skipped by warps all of whose factors are 1."""
+    """o * factor, skipped by warps whose factors are all 1."""
     x = in_pairs(o)
-    return whole_rows(scale_unless_one(x, along(factor, x)), o)
+    return from_pairs(scale_unless_one(x, broadcast_along(factor, x)), o)
 
 
 @gluon.constexpr_function
@@ -185,7 +185,7 @@ def lift_of(dtype):
 
 @gluon.jit
 def slack_of(l, dtype: gl.constexpr):
-    """How far the maximum may stay behind. The largest of 8-bit weights is exact only where it does not."""
+    """How far the maximum may lag. The largest 8-bit weight of a row is exact only without a lag."""
     if dtype == gl.float8e4nv:
         return gl.where(l > FLAT_8, SLACK_8, 0.0)
     else:
@@ -194,48 +194,48 @@ def slack_of(l, dtype: gl.constexpr):
 
 @gluon.jit
 def weigh_first(s, unit, dtype: gl.constexpr):
-    """P of a row's first tile, its maximum and its sum; NOTHING is the maximum of a row that sees none of it.
+    """P of a row's first tile, its maximum and its partial sums. A row that sees none of it has the maximum NO_SCORES.
 
-    Beside 8-bit values the maximum is said to be less than it is: weights and sums are larger then, and all else holds.
+    With 8-bit values the maximum is lowered by LIFT_8: weights and sums are larger then, and all results stay the same.
     """
-    m = spread(gl.maximum(gl.max(s, 1) * unit - lift_of(dtype), NOTHING), s)
-    p = exponentials(s, m, unit)
-    return p, m, shares(p, dtype)
+    m = to_threads(gl.maximum(gl.max(s, 1) * unit - lift_of(dtype), NO_SCORES), s)
+    p = exp2_scores(s, m, unit)
+    return p, m, partial_sums(p, dtype)
 
 
 @gluon.jit
 def weigh(s, m, l, unit, dtype: gl.constexpr):
-    """P of a later tile, taken from the larger maximum, and what older sums are multiplied with: eq. 4, in base 2.
+    """P of a later tile, from the larger maximum, and the factor of older sums: eq. 4, in base 2.
 
-    A maximum that has grown little stays as it is: it is exact too, and weights stay under 2^SLACK.
+    A maximum that has grown little is not updated: results are exact all the same, and weights stay under 2^SLACK.
     """
-    top = spread(gl.max(s, 1) * unit - lift_of(dtype), s)
+    top = to_threads(gl.max(s, 1) * unit - lift_of(dtype), s)
     m_new = gl.where(top - m > slack_of(l, dtype), top, m)
-    p = exponentials(s, m_new, unit)
+    p = exp2_scores(s, m_new, unit)
     factor = gl.exp2(m - m_new)
-    return p, m_new, l * factor + shares(p, dtype), factor
+    return p, m_new, l * factor + partial_sums(p, dtype), factor
 
 
 @gluon.jit
-def weigh_on_trust(s, m, l, unit):
-    """The same without a maximum: P is taken from m as it stands, and m follows where the sum of a row has grown.
+def weigh_without_max(s, m, l, unit):
+    """Like weigh(), without searching the maximum: P is taken from m as it is, and m follows if a row's sum has grown.
 
-    Any m that is not above the maximum gives the same attention as long as nothing overflows, and in bfloat16, as in
-    float32, a weight does so only past 2^127. Such a row ends with an infinite sum and is mended. m must be that of
-    keys that the row sees. The factor is for sums that contain P, a power of two: scaling by it rounds nothing.
+    Any m not above the maximum gives the same attention unless something overflows. In bfloat16, as in float32, a
+    weight overflows only past 2^127; such a row ends with an infinite sum and is recomputed. m must come from keys that
+    the row sees. The factor, a power of two, applies to sums that contain P; scaling by it rounds nothing.
     """
-    p = exponentials(s, m, unit)
-    new = shares(p, gl.bfloat16)
-    factor, m = follow(new, m, GROWTH)
+    p = exp2_scores(s, m, unit)
+    new = partial_sums(p, gl.bfloat16)
+    factor, m = follow_growth(new, m, GROWTH)
     return p, m, (l + new) * factor, factor
 
 
 @gluon.jit
-def carried(p, dtype: gl.constexpr):
-    """P as it crosses the back edge of the loop: packed into integers. As 16-bit numbers they cost permutes.
+def pack_weights(p, dtype: gl.constexpr):
+    """P packed into integers, to cross the loop's back edge; as 16-bit numbers it would cost permutes there.
 
-    Of 16 columns a thread has 2t, 2t + 1, 8 + 2t and 8 + 2t + 1, and the matrix unit takes four neighbours of 8 bits
-    from it: so these become neighbours, and transpose_kernel.py has the values in the same order.
+    Of 16 columns a thread holds 2t, 2t + 1, 8 + 2t and 8 + 2t + 1. The matrix unit takes four neighbouring 8-bit
+    weights from it, so these become neighbours, and transpose_kernel.py puts values in the same order.
     """
     if dtype == gl.float8e4nv:
         x = gl.permute(gl.reshape(p, [p.shape[0], p.shape[1] // 16, 2, 4, 2]), (0, 1, 3, 2, 4))
@@ -249,8 +249,8 @@ def carried(p, dtype: gl.constexpr):
 
 
 @gluon.jit
-def operand(packed, dtype: gl.constexpr, LAYOUT: gl.constexpr):
-    """P as the matrix unit takes it from registers."""
+def unpack_weights(packed, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+    """P as an operand of the matrix unit in registers."""
     if dtype == gl.float8e4nv:
         a = packed.to(gl.int8).to(dtype, bitcast=True)
         b = (packed >> 8).to(gl.int8).to(dtype, bitcast=True)

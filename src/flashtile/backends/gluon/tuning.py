@@ -8,13 +8,13 @@ from flashtile.band import FAR
 from flashtile.numerics import dtypes
 from flashtile.problem import Problem
 
-ROWS = 64  # of a warpgroup: what its matrix instruction takes
+ROWS = 64  # of a warpgroup, as its matrix instruction requires
 
 
 class Config(NamedTuple):
-    """A tile of 64 rows for each of `consumers` warpgroups by block_k keys, of which `stages` are on their way at once.
+    """A tile of 64 rows for each of `consumers` warpgroups by block_k keys, with `stages` of them in flight.
 
-    registers: of a thread that consumes, and of one that loads; together they are all that a processor has.
+    registers, load_registers: of a consumer thread and of a loader thread; together they use all of a processor's.
     """
 
     block_k: int
@@ -22,15 +22,17 @@ class Config(NamedTuple):
     consumers: int
     registers: int
     load_registers: int
-    out_parts: int = 1  # in which an output leaves, by a buffer of that size; one that is not of the widest is whole
-    weights_shared: bool = False  # P waits for its values in shared memory, not in registers; for 8 bits
+    out_parts: int = (
+        1  # of an output, which leaves by a buffer of that size; 1 unless the output is of the largest width
+    )
+    weights_shared: bool = False  # 8 bits: P waits for its values in shared memory, not in registers
 
 
-class Steps(NamedTuple):
-    """Tiles of block_q queries in the backward kernels, for tasks of so many keys. dq_buffers: of each warpgroup.
+class BackwardConfig(NamedTuple):
+    """Tiles of block_q queries in the backward kernels, for tasks of `keys` keys. dq_buffers: of each warpgroup.
 
-    scores_first: those of the next tile begin before dQ of this one is stored, and the fence for dS comes before the
-    products. Over head dim 128 it is always so.
+    scores_first: issue the scores of the next tile before dQ of this one is stored, and fence dS before the products.
+    Over head dim 128 this is always the case.
     """
 
     block_q: int
@@ -46,44 +48,44 @@ EIGHT_BITS = {
     128: Config(128, 3, 3, 160, 32, weights_shared=True),
     256: Config(128, 2, 2, 240, 32, out_parts=2, weights_shared=True),
 }
-# With a warpgroup less, for heads of few rows, which would leave much of three empty. By bytes an element and head dim.
+# One warpgroup less, for heads whose few rows would leave much of three empty. By bytes per element and head dim.
 FEWER = {(2, 64), (1, 64), (1, 128)}
 TWO = Config(128, 3, 2, 240, 32)
-EMPTIER = 1.25  # how much larger all tiles of three have to be than those of two, for it to pay
+EMPTIER = 1.25  # two warpgroups pay if the tiles of three hold this much more rows in total
 BACKWARD = {
-    64: Steps(128, 128, 2, 2, scores_first=True),
-    128: Steps(64, 128, 2, 2, scores_first=False),
-    256: Steps(64, 64, 1, 1, scores_first=True),
+    64: BackwardConfig(128, 128, 2, 2, scores_first=True),
+    128: BackwardConfig(64, 128, 2, 2, scores_first=False),
+    256: BackwardConfig(64, 64, 1, 1, scores_first=True),
 }
 WIDEST_BACKWARD = max(BACKWARD)
-L2_SECTION = 16 << 20  # bytes of keys and values that programs work on at a time; each half of the L2 has its own copy
-WAVES = 2  # tasks of the backward pass a processor, whose heads are worked on side by side
-PACKED_WAVES = 4  # of packed sequences: the longest of a head may come last
-MOST_PROCESSORS = 132  # that a Hopper GPU has
-MOST_PACKED = 16  # query heads that share the rows of a tile
+L2_SECTION = 16 << 20  # bytes of keys and values in use at a time; each half of the L2 has its own copy
+WAVES = 2  # tasks of the backward pass per processor whose heads run side by side
+PACKED_WAVES = 4  # for packed sequences, the longest of which may come last
+MAX_PROCESSORS = 132  # of a Hopper GPU
+MAX_PACKED = 16  # query heads that share the rows of a tile
 
 
-def section(problem: Problem, tiles: int, columns: int, processors: int) -> int:
-    """How many heads of a backward pass have so many tasks a processor; see columns.find_column().
+def section(problem: Problem, tiles: int, heads: int, processors: int) -> int:
+    """The number of heads of a backward pass that have WAVES tasks per processor; see find_key_tile().
 
-    The order of sums goes by sections: where it is asked for, it is that of the largest Hopper GPU on all of them.
+    The order of sums depends on it: if it is fixed, it is that of the largest Hopper GPU on all of them.
     """
     p = problem
-    waves, of = (WAVES, MOST_PROCESSORS) if p.deterministic else (PACKED_WAVES if p.packed else WAVES, processors)
-    return max(1, min(columns, -(-waves * of // max(1, tiles))))
+    waves, of = (WAVES, MAX_PROCESSORS) if p.deterministic else (PACKED_WAVES if p.packed else WAVES, processors)
+    return max(1, min(heads, -(-waves * of // max(1, tiles))))
 
 
 def packed_heads(problem: Problem) -> int:
-    """Query heads of a group that share the rows of a tile, where one head alone would leave most of them empty."""
+    """The query heads of a group that share the rows of a tile, if one head would leave most of them empty."""
     p = problem
-    if p.packed or p.group & (p.group - 1) or p.group > MOST_PACKED:
+    if p.packed or p.group & (p.group - 1) or p.group > MAX_PACKED:
         return 1
     rows = ROWS * forward(max(p.dim, p.dim_v), p.dtype).consumers
     return p.group if p.n_q * 2 <= rows else 1
 
 
 def forward(width: int, dtype: str = "bfloat16", rows: int | None = None) -> Config:
-    """For the wider of the two head dims. rows: of a head, or of those that share tiles; None where lengths differ."""
+    """The Config for the larger head dim. rows: of a head, or of those that share tiles; None if lengths differ."""
     table = EIGHT_BITS if dtype == dtypes.EIGHT_BITS else FORWARD
     step = next(step for step in table if width <= step)
     config = table[step]
@@ -93,22 +95,22 @@ def forward(width: int, dtype: str = "bfloat16", rows: int | None = None) -> Con
 
 
 def forward_of(problem: Problem, packed_heads: int) -> Config:
-    """forward() for a problem whose tiles have rows of so many heads."""
+    """forward() for a problem whose tiles hold rows of packed_heads heads."""
     p = problem
     config = forward(max(p.dim, p.dim_v), p.dtype, None if p.packed else p.n_q * packed_heads)
     return config if 2 * p.dim_v > max(FORWARD) else config._replace(out_parts=1)
 
 
 def _padded(rows: int, config: Config) -> int:
-    """These rows and those that their tiles leave empty."""
+    """The rows including those that tiles leave empty."""
     tile = ROWS * config.consumers
     return -(-rows // tile) * tile
 
 
-def seen_first(problem: Problem) -> bool:
-    """Whether, of the key tiles that 64 rows see, only the last is cut on the right, and every row sees some of it.
+def one_right_cut(problem: Problem) -> bool:
+    """Whether only the last key tile of 64 rows is surely cut on the right, and every row sees some of it.
 
-    True may be said only where it is sure; a kernel for it is leaner.
+    The kernel for that case is leaner.
     """
     p = problem
     if p.band.right >= FAR:
@@ -123,22 +125,22 @@ def _diagonal(p: Problem) -> int:
     return p.band.right + (p.n_k - p.n_q if p.align_end else p.band.offset)
 
 
-def always_cut(problem: Problem, alike: bool = False) -> int:
-    """How many of the tiles of queries that see some keys the diagonal cuts, if as many in each column; else 0.
+def always_cut(problem: Problem, same_starts: bool = False) -> int:
+    """How many query tiles the diagonal cuts for each tile of keys, if the number is always the same; else 0.
 
-    The last of them may lie beyond the last query. alike: packed queries and keys begin at the same places.
+    The last of them may be beyond the last query. same_starts: packed queries and keys begin at the same positions.
     """
     p, steps = problem, backward(max(problem.dim, problem.dim_v))
     if p.kv_lengths is not None or p.band.right >= FAR or p.band.left < FAR:
         return 0
     if p.packed:
-        regular = alike and p.align_end and p.band.right == 0
+        regular = same_starts and p.align_end and p.band.right == 0
     else:
         diagonal = _diagonal(p)
         regular = diagonal <= 0 and diagonal % steps.keys == 0 and p.n_k - diagonal <= p.n_q
     return steps.keys // steps.block_q if regular else 0
 
 
-def backward(width: int) -> Steps:
-    """For the wider of the two head dims."""
+def backward(width: int) -> BackwardConfig:
+    """The BackwardConfig for the larger head dim."""
     return BACKWARD[next(step for step in BACKWARD if width <= step)]

@@ -1,4 +1,4 @@
-"""Tickets: two zeros by which the programs of a launch take tasks and know who leaves last; it leaves them as zeros."""
+"""Work counters: programs take tasks from one and count exits in the other; the last one resets both to 0."""
 
 from __future__ import annotations
 
@@ -10,70 +10,70 @@ import torch
 from flashtile.backends.gpu import permanent
 
 COUNT = 2
-APART = 4  # 16 bytes: a Series goes on with kernels that were compiled for pointers aligned so
-BANK = 1 << 14  # pairs for launches in graphs, made at a time
-MOST_MARKS = 1 << 14  # beside the tickets of a stream: those of a million rows
-_of_stream: dict[tuple[int, int], list[Tickets]] = {}  # those that nobody has
-_banks: dict[int, list[Any]] = {}  # by device; graphs point into them, so none is ever given up
-_taken: dict[int, int] = {}  # pairs of the last bank
-_clearing: dict[int, Any] = {}  # by device: an event, before which no graph may have pairs of the last bank
-_lock = Lock()  # threads that capture graphs at once have a pair each
+STRIDE = 4  # 16 bytes: a LaunchSequence keeps using kernels that were compiled for pointers with this alignment
+BANK = 1 << 14  # pairs of counters for launches in graphs, allocated together
+MAX_FLAGS = 1 << 14  # beside the counters of a stream: enough for a million rows
+_free: dict[tuple[int, int], list[WorkCounters]] = {}  # that are not in use
+_banks: dict[int, list[Any]] = {}  # by device; graphs keep pointers to them, so none is ever freed
+_taken: dict[int, int] = {}  # number of pairs of the last bank
+_clearing: dict[int, Any] = {}  # by device: an event, before which no graph may use the last bank
+_lock = Lock()  # threads that capture graphs at once get a pair each
 
 
-class Tickets(NamedTuple):
-    """pair: the two zeros. marks: room for MOST_MARKS marks, until the last launch of a call; None where there is none.
+class WorkCounters(NamedTuple):
+    """counters: the two zeros. flags: memory for MAX_FLAGS nonfinite flags during one call, or None.
 
-    Launches of a stream come one after the other, so what a call has given back the next one may have. Until then no
-    one else has it: threads may launch on one stream at once, and then the marks of one call would be those of another.
-    What a call that failed has not given back, nobody will have.
+    Launches of a stream run one after the other, so the next call may use what a call has released. Until then it is
+    not shared: threads may launch on one stream at once, and would overwrite each other's flags. A call that fails does
+    not release its counters, and they are not used again.
     """
 
-    pair: Any
-    marks: Any
-    home: list[Tickets] | None
+    counters: Any
+    flags: Any
+    pool: list[WorkCounters] | None
 
-    def give_back(self) -> None:
-        """After the last launch that was given them."""
-        if self.home is not None:
-            self.home.append(self)
+    def release(self) -> None:
+        """Return them to their pool, after the last launch that uses them."""
+        if self.pool is not None:
+            self.pool.append(self)
 
 
-def tickets(device: Any) -> Tickets:
-    """For launches on the current stream of this device.
+def acquire_counters(device: Any) -> WorkCounters:
+    """Get work counters for launches on the current stream of this device.
 
-    A launch in a graph has a pair for itself, for the graph may run beside the stream that it was captured on. It comes
-    from a bank that was cleared before: clearing it here would be one more node of the graph.
+    A launch in a graph gets a pair of its own, because the graph may run beside the stream that it was captured on. The
+    pair comes from a bank that was cleared before: clearing it here would add a node to the graph.
     """
     if device.type != "cuda":  # kernels are compiled without a GPU too
-        return Tickets(_cleared_here(device), None, None)
+        return WorkCounters(_cleared_here(device), None, None)
     index = device.index
     if torch.cuda.is_current_stream_capturing():
-        return Tickets(_of_a_graph(device), None, None)
+        return WorkCounters(_from_bank(device), None, None)
     if _taken.get(index, BANK) > BANK // 2:
         with _lock:
-            bank, _clearing[index] = permanent.zeros((BANK, APART), torch.int32, device)
+            bank, _clearing[index] = permanent.zeros((BANK, STRIDE), torch.int32, device)
             _banks.setdefault(index, []).append(bank)
             _taken[index] = 0
     elif _clearing and (event := _clearing.get(index)) is not None and event.query():
         _clearing.pop(index, None)
     key = (index, torch._C._cuda_getCurrentRawStream(index))
     try:
-        return _of_stream[key].pop()
+        return _free[key].pop()
     except (KeyError, IndexError):
-        memory, _ = permanent.zeros((APART + MOST_MARKS,), torch.int32, device)
-        return Tickets(memory[:COUNT], memory[APART:], _of_stream.setdefault(key, []))
+        memory, _ = permanent.zeros((STRIDE + MAX_FLAGS,), torch.int32, device)
+        return WorkCounters(memory[:COUNT], memory[STRIDE:], _free.setdefault(key, []))
 
 
-def _of_a_graph(device: Any) -> Any:
+def _from_bank(device: Any) -> Any:
     index = device.index
     with _lock:
         taken = _taken.get(index, BANK)
-        if taken == BANK or index in _clearing:  # whose event may not be asked for while a stream is captured
+        if taken == BANK or index in _clearing:  # an event must not be queried during capture
             return _cleared_here(device)
         _taken[index] = taken + 1
         return _banks[index][-1][taken, :COUNT]
 
 
 def _cleared_here(device: Any) -> Any:
-    """A pair for one launch, or for one graph, to which the clearing belongs."""
+    """A pair for one launch, or for one graph that contains its clearing."""
     return torch.zeros((COUNT,), dtype=torch.int32, device=device)

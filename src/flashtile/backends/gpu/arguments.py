@@ -1,4 +1,4 @@
-"""What a kernel is given: named tuples of pointers, strides and numbers. A pointer of None compiles a feature out."""
+"""Kernel arguments: named tuples of pointers, strides and numbers. A pointer of None compiles a feature out."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import triton.language as tl
 from flashtile.backends.gpu import device as gpu
 from flashtile.backends.gpu.config import Config
 from flashtile.backends.gpu.cuts import NEAR
-from flashtile.backends.gpu.unspecialized import STEADY
+from flashtile.backends.gpu.unspecialized import UNSPECIALIZED
 from flashtile.band import FAR
 from flashtile.inputs import Inputs
 from flashtile.numerics import dropout
 from flashtile.problem import Problem
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-ALIGNED = 16  # Triton compiles for integers and addresses that are multiples of it, and for others
+ALIGNED = 16  # Triton compiles separate kernels for integers and addresses that are multiples of it
 
 
 class Rows(NamedTuple):
-    """[sequence, head, row, column], columns contiguous: q, k, v, out, lse and their gradients."""
+    """A tensor [sequence, head, row, column] with contiguous columns: q, k, v, out, lse and their gradients."""
 
     ptr: Any
     sequence: int
@@ -31,7 +31,7 @@ class Rows(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """[sequence, head, query, key] with any strides, 0 where broadcast: mask, bias and its gradient."""
+    """A tensor [sequence, head, query, key] with any strides, 0 if broadcast: mask, bias and its gradient."""
 
     ptr: Any
     sequence: int
@@ -41,9 +41,9 @@ class Pairs(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """Rows of a sequence, or of all packed ones, which begin at cu_q and cu_k; kv: the keys in use. For plain().
+    """Rows of a sequence, or of all packed ones, which begin at cu_q and cu_k. kv: the number of keys in use.
 
-    The pointers are to device memory, or None.
+    cu_q, cu_k and kv are pointers to device memory, or None. The numbers go through plain().
     """
 
     n_q: int
@@ -57,17 +57,17 @@ class Lengths(NamedTuple):
 class Rule(NamedTuple):
     """What happens to q.k before the softmax, and to the weights after it. None compiles a feature out.
 
-    Flat, because Triton 3.6 loses constants in nested tuples. scale, softcap and keep_scale are the bits of doubles: a
-    float argument would be rounded to 32 bits. left and right are band.py's; None means no limit. No offset means that
-    each sequence's last query stands at its last key.
+    The tuple is flat because Triton 3.6 loses constants in nested tuples. scale, softcap and keep_scale are the bits of
+    doubles, because a float argument would be rounded to 32 bits. left and right are those of band.py; None means no
+    limit. An offset of None aligns the last query of each sequence with its last key.
     """
 
     scale: int
-    scale_first: int | None  # not None where scale <= 0: a maximum does not survive such a factor
+    scale_first: int | None  # not None if scale <= 0: such a factor does not preserve the maximum
     softcap: int | None
-    left: int | None  # steady()
-    right: int | None  # steady()
-    offset: int | None  # 0, left and right being counted from the query's own number; None: see above
+    left: int | None  # unspecialized()
+    right: int | None  # unspecialized()
+    offset: int | None  # 0 if left and right count from the query's own index; None: see above
     mask: Any
     mask_sequence: int
     mask_head: int
@@ -81,24 +81,24 @@ class Rule(NamedTuple):
     alibi: Any
     alibi_sequence: int
     alibi_head: int
-    alibi_offset: int  # of the band, where it is not None; steady()
-    seed_low: Any  # of dropout, in two steady() halves; or a pointer to all of it
-    seed_high: int | None  # None beside a pointer
+    alibi_offset: int  # of the band, if offset is not None; unspecialized()
+    seed_low: Any  # of dropout, in two unspecialized() halves; or a pointer to the whole seed
+    seed_high: int | None  # None if seed_low is a pointer
     threshold: int
     keep_scale: int  # of 1 / (1 - dropout)
-    heads: int  # steady()
+    heads: int  # unspecialized()
     descale: Any  # of 8-bit q, k and v, [sequence, kv head, 3]
     descale_sequence: int
     descale_head: int
 
 
 class Constants(NamedTuple):
-    """What a kernel is compiled for; every field is a tl.constexpr, but for the interpreter, which has none."""
+    """Compile-time constants. Every field is a tl.constexpr, except under the interpreter, which has none."""
 
     GROUP: Any
     DIM: Any
     DIM_V: Any
-    BLOCK_D: Any  # DIM padded to a power of two that the matrix units take
+    BLOCK_D: Any  # DIM padded to a power of two that matrix instructions take
     BLOCK_DV: Any
     BLOCK_Q: Any
     BLOCK_K: Any
@@ -114,11 +114,11 @@ def pairs(x: Any) -> Pairs:
 
 def lengths(p: Problem) -> Lengths:
     n_q, n_k = (p.q.shape[2], p.k.shape[2]) if p.packed else (p.n_q, p.n_k)
-    return Lengths(length(n_q), length(n_k), steady(p.sequences), p.cu_q, p.cu_k, p.kv_lengths)
+    return Lengths(length(n_q), length(n_k), unspecialized(p.sequences), p.cu_q, p.cu_k, p.kv_lengths)
 
 
 def lengths_of(some: Lengths, x: Inputs) -> Lengths:
-    """The lengths with the tensors of this call."""
+    """Replace the tensors by those of this call."""
     if x.cu_q is None and x.kv_lengths is None:
         return some
     return some._replace(cu_q=x.cu_q, cu_k=x.cu_k, kv=x.kv_lengths)
@@ -129,10 +129,10 @@ def rule(p: Problem) -> Rule:
     alibi: tuple[Any, int, int, int] = (None, 0, 0, 0)
     if p.alibi is not None:
         at = max(-NEAR.value, min(offset, NEAR.value))
-        alibi = (p.alibi, 0 if p.alibi.shape[0] == 1 else p.alibi.stride(0), p.alibi.stride(1), steady(at))
+        alibi = (p.alibi, 0 if p.alibi.shape[0] == 1 else p.alibi.stride(0), p.alibi.stride(1), unspecialized(at))
     drop: tuple[Any, Any, int, int, int] = (None, 0, 0, 0, 0)
     if p.dropout:
-        drop = (*parts(p.seed), dropout.threshold(p.dropout), bits(1 / (1 - p.dropout)), steady(p.heads))
+        drop = (*seed_halves(p.seed), dropout.threshold(p.dropout), bits(1 / (1 - p.dropout)), unspecialized(p.heads))
     return Rule(
         bits(p.scale),
         None if p.scale > 0 else 0,
@@ -149,15 +149,15 @@ def rule(p: Problem) -> Rule:
 
 
 def rule_of(a_rule: Rule, x: Inputs) -> Rule:
-    """The rule with the tensors and the seed of this call."""
+    """Replace the tensors and the seed by those of this call."""
     if x.mask is None and x.bias is None and x.alibi is None and x.descale is None and a_rule.seed_low is None:
         return a_rule
-    low, high = (None, 0) if a_rule.seed_low is None else parts(x.seed)
+    low, high = (None, 0) if a_rule.seed_low is None else seed_halves(x.seed)
     return a_rule._replace(mask=x.mask, bias=x.bias, alibi=x.alibi, seed_low=low, seed_high=high, descale=x.descale)
 
 
 def descaling(x: Any) -> tuple[Any, int, int]:
-    """What a Rule has of it."""
+    """The fields of a Rule for this tensor of descaling factors."""
     if x is None:
         return None, 0, 0
     return x, 0 if x.shape[0] == 1 else x.stride(0), 0 if x.shape[1] == 1 else x.stride(1)
@@ -171,41 +171,42 @@ def constants(p: Problem, config: Config) -> Constants:
 
 
 def precision(p: Problem) -> str:
-    """float32 products are exact to float32, unless torch was told that its own need not be."""
+    """The precision of products: float32 is exact, unless torch is set to use TF32 for its own."""
     if INTERPRETED:
-        return "wide"
+        return "widened"
     return "tf32" if p.dtype == "float32" and gpu.tf32() else "ieee"
 
 
 def block(dim: int) -> int:
-    """A head dim in a tile."""
+    """The padded head dim of a tile."""
     return max(16, int(triton.next_power_of_2(dim)))
 
 
-def steady(n: int) -> int:
-    """A number of 32 bits as an odd one of 41 bits.
+def unspecialized(n: int) -> int:
+    """Encode a 32-bit number as an odd one of 41 bits; plain() decodes it.
 
-    Triton compiles anew for an integer that is 1, or of another width or alignment; do_not_specialize does not reach
-    into tuples.
+    Triton specializes kernels on integers that are 1, on their width and on their alignment. do_not_specialize does not
+    apply to fields of tuples.
     """
-    return int(STEADY.value) + 2 * n + 1
+    return int(UNSPECIALIZED.value) + 2 * n + 1
 
 
 def length(n: int) -> int:
-    """As it is where it is a multiple, which is worth a kernel of its own: of fewer registers and wider loads."""
-    return n if n % ALIGNED == 0 else steady(n)
+    """Keep a multiple of ALIGNED as it is: its specialized kernel has fewer registers and wider loads."""
+    return n if n % ALIGNED == 0 else unspecialized(n)
 
 
-def parts(seed: Any) -> tuple[Any, int | None]:
-    """The low and the high half of a seed; or the tensor that it is in."""
-    return (steady(seed & 0xFFFFFFFF), steady(seed >> 32)) if isinstance(seed, int) else (seed, None)
+def seed_halves(seed: Any) -> tuple[Any, int | None]:
+    """The low and the high half of a seed; a tensor is passed on as it is."""
+    return (unspecialized(seed & 0xFFFFFFFF), unspecialized(seed >> 32)) if isinstance(seed, int) else (seed, None)
 
 
 def bits(x: float) -> int:
+    """The bits of x as a double; from_bits() decodes them."""
     found: int = struct.unpack("<q", struct.pack("<d", x))[0]
     return found
 
 
 def limit(x: int, offset: int) -> int | None:
-    """A limit of the band counted from a query's own number, steady(), or None where no sequence is so long."""
-    return None if x >= FAR or x + offset >= NEAR.value else steady(max(x + offset, -NEAR.value))
+    """A band limit from a query's own index, unspecialized(); None if no sequence is long enough to reach it."""
+    return None if x >= FAR or x + offset >= NEAR.value else unspecialized(max(x + offset, -NEAR.value))

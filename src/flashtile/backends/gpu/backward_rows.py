@@ -1,4 +1,4 @@
-"""Rows of dK, dV and dQ, and the statistics of a row that they are made from."""
+"""Rows of dK, dV and dQ, and the row statistics that they are computed from."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.gpu.blocks import (
+    from_bits,
     head_of,
-    load_column,
+    load_per_row,
     load_rows,
-    number,
     store_rows,
-    wide,
+    to_int64,
 )
 from flashtile.backends.gpu.cuts import cuts, reach, stretch_of, tile_at
-from flashtile.backends.gpu.nonfinite_rows import finite_part, poison, spoiled
+from flashtile.backends.gpu.nonfinite_rows import finite_part, has_nonfinite, poison
 from flashtile.backends.gpu.scores import LOG2E, Tile, dot, kept, shape_scores, visible_pairs
 
 
@@ -36,46 +36,46 @@ def row_statistics(
 ):
     """lse in base 2 and delta of BLOCK rows from `first` on, of the rows start .. start + length of a head.
 
-    An empty row has lse +inf and delta 0: its weights come out as 0. An lse from LARGE on, if it is not None, is too
-    coarse to be of use: it becomes NaN, or that of an empty row where no gradient comes back (padding, hidden by a bias
-    of -1e9).
+    An empty row gets lse +inf and delta 0, so its weights are 0. An lse of LARGE or more (unless LARGE is None) is too
+    coarse: it becomes NaN, or that of an empty row if the row has no gradient (padding, hidden by a bias of -1e9).
     """
     b_out = load_rows(head_of(out, sequence, head, start, length), None, first, BLOCK, DIM_V, BLOCK_DV, True)
     b_do = load_rows(head_of(dout, sequence, head, start, length), None, first, BLOCK, DIM_V, BLOCK_DV, True)
-    L = load_column(head_of(lse, sequence, head, start, length), first, BLOCK, 0.0, True)
+    L = load_per_row(head_of(lse, sequence, head, start, length), first, BLOCK, 0.0, True)
     D = tl.sum(b_out.to(L.dtype) * b_do.to(L.dtype), 1)
-    idle = tl.max((b_do.to(L.dtype) != 0).to(tl.int32), 1) == 0
+    no_gradient = tl.max((b_do.to(L.dtype) != 0).to(tl.int32), 1) == 0
     if dlse is not None:
-        dL = load_column(head_of(dlse, sequence, head, start, length), first, BLOCK, 0.0, True)
+        dL = load_per_row(head_of(dlse, sequence, head, start, length), first, BLOCK, 0.0, True)
         D -= dL
-        idle = idle & (dL == 0)
+        no_gradient = no_gradient & (dL == 0)
     empty = float("-inf") == L
     log2 = L * LOG2E
     if LARGE is not None:
         large = (tl.abs(log2) >= LARGE) & (tl.abs(L) < float("inf"))
-        empty = empty | (large & idle)
+        empty = empty | (large & no_gradient)
         log2 = tl.where(large, float("nan"), log2)
     return tl.where(empty, float("inf"), log2), tl.where(empty, 0.0, D)
 
 
 @triton.jit
 def load_statistics(log2, delta, first, ROWS: tl.constexpr, RAGGED: tl.constexpr):
-    """lse in base 2 and delta; beyond the last row as of an empty one."""
-    return load_column(log2, first, ROWS, float("inf"), RAGGED), load_column(delta, first, ROWS, 0.0, RAGGED)
+    """Load lse in base 2 and delta; rows beyond the last one count as empty."""
+    return load_per_row(log2, first, ROWS, float("inf"), RAGGED), load_per_row(delta, first, ROWS, 0.0, RAGGED)
 
 
 @triton.jit
 def weights(S, L, tops, h, i0, rule, at, tile, MASKED: tl.constexpr):
-    """P again from the scores and lse (eq. 9), softcap's slope, and what is visible. S is q.k, either way round.
+    """Recompute P from the scores and lse (eq. 9). Return it with softcap's slope and the visible pairs.
 
-    L is of the queries from i0 on; tops: what to take off their scores before it, where scores are large.
+    S is q.k in either orientation. L belongs to the queries from i0 on. tops: what to subtract from large scores before
+    L.
     """
     S, unit, slope = shape_scores(S, rule, tile)
     visible = visible_pairs(rule, tile, MASKED)
     if tops is not None:
         rows = head_of(tops, at.sequence, h, at.q_start, at.q_len)
-        top = tl.reshape(load_column(rows, i0, L.shape[0] * L.shape[1], 0.0, True), L.shape)
-        S = tl.where(visible, S * (unit * 0.5), float("-inf")) - top  # rounded in between, as in sums_of_rows()
+        top = tl.reshape(load_per_row(rows, i0, L.shape[0] * L.shape[1], 0.0, True), L.shape)
+        S = tl.where(visible, S * (unit * 0.5), float("-inf")) - top  # rounded in between, as in row_sums()
         unit = unit * 0 + 2
     P = tl.exp2(S * unit - L)
     if MASKED or rule.mask is not None:
@@ -85,7 +85,7 @@ def weights(S, L, tops, h, i0, rule, at, tile, MASKED: tl.constexpr):
 
 @triton.jit
 def dscores(P, dP, D, slope, visible, rule, MASKED: tl.constexpr):
-    """dS = P * (dP - D), eq. 12, and dS * slope; 0 where a pair may not see each other, whatever dP and slope are."""
+    """dS = P * (dP - D), eq. 12, and dS * slope; 0 for pairs that are not visible, whatever dP and slope are."""
     dS = P * (dP - D)
     if MASKED or rule.mask is not None:
         dS = tl.where(visible, dS, 0.0)
@@ -98,8 +98,8 @@ def dscores(P, dP, D, slope, visible, rule, MASKED: tl.constexpr):
 
 
 @triton.jit
-def tile_across(o_j, h, i0, at, BLOCK_Q: tl.constexpr):
-    """Keys o_j down, BLOCK_Q queries from i0 on across."""
+def transposed_tile(o_j, h, i0, at, BLOCK_Q: tl.constexpr):
+    """The tile with keys o_j as rows and BLOCK_Q queries from i0 on as columns."""
     o_i = (i0 + tl.arange(0, BLOCK_Q))[None, :]
     return Tile(o_i, o_j[:, None], h, o_i < at.q_len, at.k_len, at.sequence, at.offset)
 
@@ -126,13 +126,13 @@ def dkdv_tile(
     MASKED: tl.constexpr,
     CAREFUL: tl.constexpr,
 ):
-    """A tile of queries gives its share to dK and dV; everything is transposed, [bc, br]."""
+    """Add the contribution of a tile of queries to dK and dV; everything is transposed, [bc, br]."""
     b_q = load_rows(queries, q_desc, i0, C.BLOCK_Q, C.DIM, C.BLOCK_D, MASKED)
     b_do = load_rows(douts, do_desc, i0, C.BLOCK_Q, C.DIM_V, C.BLOCK_DV, MASKED)
-    tile = tile_across(j0 + tl.arange(0, C.BLOCK_K), h, i0, at, C.BLOCK_Q)
+    tile = transposed_tile(j0 + tl.arange(0, C.BLOCK_K), h, i0, at, C.BLOCK_Q)
     zero = tl.zeros([C.BLOCK_K, C.BLOCK_Q], C.REAL)
     S = dot(b_k, tl.trans(b_q), zero, C.PRECISION)
-    # What lies beyond the last row has no weight and may be anything; masks would cost more registers than there are.
+    # Rows beyond the last one have no weight and may hold anything; masks would cost more registers than there are.
     L, D = load_statistics(log2, delta, i0, C.BLOCK_Q, CAREFUL)
     P, slope, visible = weights(S, L[None, :], tops, h, i0, rule, at, tile, MASKED)
     dP = dot(b_v, tl.trans(b_do), zero, C.PRECISION)  # eq. 11
@@ -140,7 +140,7 @@ def dkdv_tile(
     if rule.seed_low is not None:
         o_i = i0 + tl.arange(0, C.BLOCK_Q)
         keep = tl.trans(kept(rule, at.sequence, h, o_i[:, None], j0, C.BLOCK_Q, C.BLOCK_K))
-        factor = tl.where(keep, number(rule.keep_scale, C.REAL), 0.0)
+        factor = tl.where(keep, from_bits(rule.keep_scale, C.REAL), 0.0)
         dropped = P * factor
         dP *= factor
     b_dv = dot(dropped.to(b_do.dtype), finite_part(b_do, CAREFUL), b_dv, C.PRECISION)  # eq. 10
@@ -168,9 +168,9 @@ def dkdv_rows(
     C: tl.constexpr,
     CAREFUL: tl.constexpr,
 ):
-    """Make and store dK and dV of BLOCK_K keys from j0 on; whether a NaN or Inf may have spoiled any of them.
+    """Compute and store dK and dV of BLOCK_K keys from j0 on; return whether any of them may be spoiled.
 
-    CAREFUL: what nonfinite_rows.py says.
+    CAREFUL: see nonfinite_rows.py.
     """
     o_j = j0 + tl.arange(0, C.BLOCK_K)
     in_k = o_j < at.k_len
@@ -180,7 +180,7 @@ def dkdv_rows(
     b_v = load_rows(values, None, j0, C.BLOCK_K, C.DIM_V, C.BLOCK_DV, True)
     b_dk = tl.zeros([C.BLOCK_K, C.BLOCK_D], C.REAL)
     b_dv = tl.zeros([C.BLOCK_K, C.BLOCK_DV], C.REAL)
-    # The band with the roles swapped says which query tiles see these keys.
+    # The band with the roles swapped gives the query tiles that see these keys.
     last = tl.maximum(tl.minimum(j0 + C.BLOCK_K, at.k_len), j0 + 1)
     cut = cuts(reach(rule.right), reach(rule.left), -at.offset, j0, last, at.q_len * (j0 < at.k_len), C.BLOCK_Q)
     TWO_ENDS: tl.constexpr = rule.right is not None
@@ -200,23 +200,23 @@ def dkdv_rows(
                     MASKED=n > 0,
                     CAREFUL=CAREFUL,
                 )
-    bad = spoiled(b_dk) | spoiled(b_dv)
-    dkeys = head_of(dk, at.sequence, head, at.k_start, at.k_room)
-    dvalues = head_of(dv, at.sequence, head, at.k_start, at.k_room)
-    b_dk *= number(rule.scale, C.REAL)
-    # Keys that are not in use have no gradient.
+    bad = has_nonfinite(b_dk) | has_nonfinite(b_dv)
+    dkeys = head_of(dk, at.sequence, head, at.k_start, at.k_rows)
+    dvalues = head_of(dv, at.sequence, head, at.k_start, at.k_rows)
+    b_dk *= from_bits(rule.scale, C.REAL)
+    # Keys that are not in use have a gradient of 0.
     store_rows(dkeys, j0, tl.where(in_k[:, None], b_dk, 0.0), C.DIM)
     store_rows(dvalues, j0, tl.where(in_k[:, None], b_dv, 0.0), C.DIM_V)
     if CAREFUL:
         tl.debug_barrier()
-        p_dk = dkeys.ptr + wide(o_j) * dkeys.row
-        p_dv = dvalues.ptr + wide(o_j) * dvalues.row
+        p_dk = dkeys.ptr + to_int64(o_j) * dkeys.row
+        p_dv = dvalues.ptr + to_int64(o_j) * dvalues.row
         for h in range(head * C.GROUP, head * C.GROUP + C.GROUP):
             queries = head_of(q, at.sequence, h, at.q_start, at.q_len)
             douts = head_of(dout, at.sequence, h, at.q_start, at.q_len)
             for i in range(cut[0], cut[3]):
                 i0 = i * C.BLOCK_Q
-                visible = visible_pairs(rule, tile_across(o_j, h, i0, at, C.BLOCK_Q), True)
+                visible = visible_pairs(rule, transposed_tile(o_j, h, i0, at, C.BLOCK_Q), True)
                 poison(p_dk, in_k, queries, i0, visible, C.DIM, True, C)
                 if rule.seed_low is not None:
                     o_i = i0 + tl.arange(0, C.BLOCK_Q)
@@ -228,8 +228,8 @@ def dkdv_rows(
 
 
 @triton.jit
-def tile_down(i0, h, j0, at, C: tl.constexpr):
-    """BLOCK_Q queries from i0 on down, BLOCK_K keys from j0 on across."""
+def query_tile(i0, h, j0, at, C: tl.constexpr):
+    """The tile with BLOCK_Q queries from i0 on as rows and BLOCK_K keys from j0 on as columns."""
     o_i = (i0 + tl.arange(0, C.BLOCK_Q))[:, None]
     o_j = (j0 + tl.arange(0, C.BLOCK_K))[None, :]
     return Tile(o_i, o_j, h, o_i < at.q_len, at.k_len, at.sequence, at.offset)
@@ -239,17 +239,17 @@ def tile_down(i0, h, j0, at, C: tl.constexpr):
 def dscores_tile(
     b_q, b_do, L, D, tops, keys, values, k_desc, v_desc, i0, j0, h, rule, at, C: tl.constexpr, MASKED: tl.constexpr
 ):
-    """dS of one tile, [br, bc], before and after softcap's slope, and the keys."""
+    """dS of one tile, [br, bc], without and with softcap's slope, and the keys."""
     b_k = load_rows(keys, k_desc, j0, C.BLOCK_K, C.DIM, C.BLOCK_D, MASKED)
     b_v = load_rows(values, v_desc, j0, C.BLOCK_K, C.DIM_V, C.BLOCK_DV, MASKED)
-    tile = tile_down(i0, h, j0, at, C)
+    tile = query_tile(i0, h, j0, at, C)
     zero = tl.zeros([C.BLOCK_Q, C.BLOCK_K], C.REAL)
     S = dot(b_q, tl.trans(b_k), zero, C.PRECISION)
     P, slope, visible = weights(S, L[:, None], tops, h, i0, rule, at, tile, MASKED)
     dP = dot(b_do, tl.trans(b_v), zero, C.PRECISION)  # eq. 11
     if rule.seed_low is not None:
         keep = kept(rule, at.sequence, h, tile.o_i, j0, C.BLOCK_Q, C.BLOCK_K)
-        dP *= tl.where(keep, number(rule.keep_scale, C.REAL), 0.0)
+        dP *= tl.where(keep, from_bits(rule.keep_scale, C.REAL), 0.0)
     dS, dS_bent = dscores(P, dP, D[:, None], slope, visible, rule, MASKED)
     return dS, dS_bent, b_k
 
@@ -273,9 +273,9 @@ def dq_rows(
     C: tl.constexpr,
     CAREFUL: tl.constexpr,
 ):
-    """Make and store dQ of BLOCK_Q queries from i0 on; whether a NaN or Inf may have spoiled any of them.
+    """Compute and store dQ of BLOCK_Q queries from i0 on; return whether any of them may be spoiled.
 
-    CAREFUL: what nonfinite_rows.py says.
+    CAREFUL: see nonfinite_rows.py.
     """
     o_i = i0 + tl.arange(0, C.BLOCK_Q)
     queries = head_of(q, at.sequence, h, at.q_start, at.q_len)
@@ -299,15 +299,15 @@ def dq_rows(
                 b_q, b_do, L, D, tops, keys, values, k_desc, v_desc, i0, j0, h, rule, at, C, MASKED=n > 0
             )
             b_dq = dot(dS.to(b_k.dtype), finite_part(b_k, CAREFUL), b_dq, C.PRECISION)
-    bad = spoiled(b_dq)
+    bad = has_nonfinite(b_dq)
     dqueries = head_of(dq, at.sequence, h, at.q_start, at.q_len)
-    store_rows(dqueries, i0, b_dq * number(rule.scale, C.REAL), C.DIM)  # eq. 13
+    store_rows(dqueries, i0, b_dq * from_bits(rule.scale, C.REAL), C.DIM)  # eq. 13
     if CAREFUL:
         tl.debug_barrier()
-        p_dq = dqueries.ptr + wide(o_i) * dqueries.row
+        p_dq = dqueries.ptr + to_int64(o_i) * dqueries.row
         for j in range(cut[0], cut[3]):
             j0 = j * C.BLOCK_K
-            visible = visible_pairs(rule, tile_down(i0, h, j0, at, C), True)
+            visible = visible_pairs(rule, query_tile(i0, h, j0, at, C), True)
             poison(p_dq, o_i < at.q_len, keys, j0, visible, C.DIM, True, C)
     return bad
 

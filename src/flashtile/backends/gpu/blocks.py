@@ -1,4 +1,4 @@
-"""Where a program's rows lie, and blocks of rows in and out of memory."""
+"""Where a program's rows are, and loads and stores of blocks of rows."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from flashtile.backends.gpu.cuts import clip
 from flashtile.backends.gpu.unspecialized import plain
 
 
-class Place(NamedTuple):
-    """One sequence: where its rows begin, how many there are, how many keys are in use, and the band's offset."""
+class SequenceBounds(NamedTuple):
+    """One sequence: its first rows, their numbers, the number of keys in use, and the band's offset."""
 
     sequence: Any
     q_start: Any
     q_len: Any
     k_start: Any
-    k_room: Any
+    k_rows: Any
     k_len: Any
     offset: Any
 
 
 class Head(NamedTuple):
-    """One head of one sequence: a pointer to its first row and the way to the next; where a descriptor finds it."""
+    """One head of one sequence: a pointer to its first row, the row stride, and its coordinates for a descriptor."""
 
     ptr: Any
     row: Any
@@ -35,41 +35,41 @@ class Head(NamedTuple):
 
 
 @triton.jit
-def number(bits, REAL: tl.constexpr):
-    """A number that came as the bits of a double."""
+def from_bits(bits, REAL: tl.constexpr):
+    """Decode a number passed as the bits of a double."""
     return tl.cast(tl.cast(bits, tl.int64), tl.float64, bitcast=True).to(REAL)
 
 
 @triton.jit
-def wide(x):
+def to_int64(x):
     return tl.cast(x, tl.int64)
 
 
 @triton.jit
 def head_of(x, sequence, head, start, length):
     """Rows start .. start + length of a head of x."""
-    ptr = x.ptr + wide(sequence) * x.sequence + wide(head) * x.head + wide(start) * x.row
+    ptr = x.ptr + to_int64(sequence) * x.sequence + to_int64(head) * x.head + to_int64(start) * x.row
     return Head(ptr, x.row, length, sequence * (x.sequence != 0), head, start)
 
 
 @triton.jit
-def halves_of(block):
-    """8-bit numbers as 16-bit ones, which hold them exactly; others as they are."""
+def widen_8_bits(block):
+    """Widen 8-bit numbers to bfloat16, which is exact; other types pass through."""
     return block.to(tl.bfloat16) if block.dtype == tl.float8e4nv else block
 
 
 @triton.jit
 def load_rows(x, desc, first, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, RAGGED: tl.constexpr):
-    """[ROWS, BLOCK] from row `first` of a head on: 0 beyond DIM and, where RAGGED, beyond its last row.
+    """Load [ROWS, BLOCK] from row `first` of a head on: 0 beyond DIM and, if RAGGED, beyond the last row.
 
-    With a descriptor the copy engine fetches it; it may then hold a neighbour's rows where a packed sequence ends.
+    With a descriptor the copy engine fetches the block, which may hold the next sequence's rows after a packed one.
     """
     if desc is not None:
         return tl.reshape(desc.load([x.sequence, x.head, x.start + first, 0]), [ROWS, BLOCK])
     else:
         o_r = tl.arange(0, ROWS)
         o_d = tl.arange(0, BLOCK)
-        p = x.ptr + wide(first) * x.row + o_r[:, None] * x.row + o_d[None, :]
+        p = x.ptr + to_int64(first) * x.row + o_r[:, None] * x.row + o_d[None, :]
         if RAGGED:
             return tl.load(p, mask=(first + o_r < x.length)[:, None] & (o_d < DIM)[None, :], other=0.0)
         elif DIM != BLOCK:
@@ -80,19 +80,19 @@ def load_rows(x, desc, first, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def store_rows(x, first, block, DIM: tl.constexpr):
-    """The columns up to DIM of a block, as far as the head has rows."""
+    """Store the columns up to DIM of a block, as far as the head has rows."""
     o_r = tl.arange(0, block.shape[0])
     o_d = tl.arange(0, block.shape[1])
-    p = x.ptr + wide(first) * x.row + o_r[:, None] * x.row + o_d[None, :]
+    p = x.ptr + to_int64(first) * x.row + o_r[:, None] * x.row + o_d[None, :]
     there = (first + o_r < x.length)[:, None] & (o_d < DIM)[None, :]
     tl.store(p, block.to(x.ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit
-def load_column(x, first, ROWS: tl.constexpr, other, RAGGED: tl.constexpr):
-    """[ROWS] of one number a row, such as the lse; `other` where RAGGED and beyond the last row."""
+def load_per_row(x, first, ROWS: tl.constexpr, other, RAGGED: tl.constexpr):
+    """Load one number per row, such as the lse: [ROWS]. If RAGGED, `other` beyond the last row."""
     o_r = tl.arange(0, ROWS)
-    p = x.ptr + wide(first) * x.row + o_r * x.row
+    p = x.ptr + to_int64(first) * x.row + o_r * x.row
     if RAGGED:
         return tl.load(p, mask=first + o_r < x.length, other=other)
     else:
@@ -100,21 +100,21 @@ def load_column(x, first, ROWS: tl.constexpr, other, RAGGED: tl.constexpr):
 
 
 @triton.jit
-def store_column(x, first, column):
-    """One number a row, as far as the head has rows."""
-    o_r = tl.arange(0, column.shape[0])
-    tl.store(x.ptr + wide(first) * x.row + o_r * x.row, column, mask=first + o_r < x.length)
+def store_per_row(x, first, values):
+    """Store one number per row, as far as the head has rows."""
+    o_r = tl.arange(0, values.shape[0])
+    tl.store(x.ptr + to_int64(first) * x.row + o_r * x.row, values, mask=first + o_r < x.length)
 
 
 @triton.jit
 def start_of(p_cu, sequence, total):
-    """Where a packed sequence begins: nowhere outside of the rows that there are, whatever was given."""
+    """The first row of a packed sequence, clipped to the rows that exist."""
     return clip(tl.load(p_cu + sequence).to(tl.int32), 0, total)
 
 
 @triton.jit
 def find_sequence(p_cu, tile, sequences, total, BLOCK: tl.constexpr):
-    """The packed sequence that owns a tile. Sequence s has the tiles from cu[s] // BLOCK + s on."""
+    """The packed sequence that a tile belongs to. Sequence s has the tiles from cu[s] // BLOCK + s on."""
     low = 0
     high = sequences - 1
     while low < high:
@@ -127,7 +127,7 @@ def find_sequence(p_cu, tile, sequences, total, BLOCK: tl.constexpr):
 
 @triton.jit
 def locate(p_cu, total, tile, sequence, lengths, BLOCK: tl.constexpr):
-    """The sequence of a program and its tile there. In a packed layout the grid only counts tiles."""
+    """The sequence of a program, and its tile in that sequence. In a packed layout the grid counts only tiles."""
     if p_cu is not None:
         sequence = find_sequence(p_cu, tile, plain(lengths.sequences), plain(total), BLOCK)
         tile = tl.maximum(tile - start_of(p_cu, sequence, plain(total)) // BLOCK - sequence, 0)
@@ -136,7 +136,7 @@ def locate(p_cu, total, tile, sequence, lengths, BLOCK: tl.constexpr):
 
 @triton.jit
 def extent(p_cu, sequence, n):
-    """First row and number of rows of a sequence: read from a packed layout, or 0 and n."""
+    """The first row and the number of rows of a sequence: from cu_seqlens if packed, else 0 and n."""
     if p_cu is None:
         return 0, n
     else:
@@ -145,25 +145,25 @@ def extent(p_cu, sequence, n):
 
 
 @triton.jit
-def measure(lengths, offset, sequence):
-    """The Place of a sequence. With no offset its last query stands at its last key."""
+def sequence_bounds(lengths, offset, sequence):
+    """The SequenceBounds of a sequence. An offset of None aligns its last query with its last key."""
     q_start, q_len = extent(lengths.cu_q, sequence, plain(lengths.n_q))
-    k_start, k_room = extent(lengths.cu_k, sequence, plain(lengths.n_k))
-    k_len = k_room
+    k_start, k_rows = extent(lengths.cu_k, sequence, plain(lengths.n_k))
+    k_len = k_rows
     if lengths.kv is not None:
-        k_len = tl.minimum(tl.maximum(tl.load(lengths.kv + sequence).to(tl.int32), 0), k_room)
+        k_len = tl.minimum(tl.maximum(tl.load(lengths.kv + sequence).to(tl.int32), 0), k_rows)
     if offset is None:
-        return Place(sequence, q_start, q_len, k_start, k_room, k_len, k_len - q_len)
+        return SequenceBounds(sequence, q_start, q_len, k_start, k_rows, k_len, k_len - q_len)
     else:
-        return Place(sequence, q_start, q_len, k_start, k_room, k_len, offset)
+        return SequenceBounds(sequence, q_start, q_len, k_start, k_rows, k_len, offset)
 
 
 @triton.jit
 def tile_of(n, tiles, heads, p_cu, total, rule, lengths, BLOCK: tl.constexpr):
-    """The n-th tile of all heads and sequences: its head, its number in its sequence, and the Place of that.
+    """The n-th tile of all heads and sequences: its head, its number in its sequence, and that sequence's bounds.
 
-    Tiles are of queries or of keys, as p_cu and total are.
+    Tiles are of queries or of keys, depending on p_cu and total.
     """
     head = n // tiles % heads
     sequence, tile = locate(p_cu, total, n % tiles, n // tiles // heads, lengths, BLOCK)
-    return head, tile, measure(lengths, rule.offset, sequence)
+    return head, tile, sequence_bounds(lengths, rule.offset, sequence)

@@ -1,4 +1,4 @@
-"""A tile with its warps and stages, and that of the careful walk."""
+"""Tile sizes, warps and stages of a kernel, and those of the careful walk."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 
 class Config(NamedTuple):
-    """A tile of block_q x block_k; whether the copy engine of Hopper and later fetches the blocks.
+    """A tile of block_q x block_k.
 
-    programs: where keys are split, for so many programs a processor.
+    descriptors: the copy engine (TMA) of Hopper and later fetches blocks. programs: their number per processor if keys
+    are split.
     """
 
     block_q: int
@@ -20,20 +21,20 @@ class Config(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """What Triton is told of it."""
+        """Triton's launch options."""
         return {"num_warps": self.warps, "num_stages": self.stages}
 
 
-# Of the careful walk (nonfinite_rows.py), by padded head dim of a 16-bit type: the most rows it makes at a time, the
-# rows it walks at a time, and warps.
+# The careful walk (nonfinite_rows.py), by padded head dim of a 16-bit type: the maximum number of rows that it makes at
+# a time, the rows that it walks at a time, and warps.
 CAREFUL = {64: (32, 32, 4), 128: (32, 32, 8), 256: (32, 32, 8), 512: (16, 32, 4), 1024: (16, 16, 4)}
-CAREFUL_EXACT = (16, 16, 8)  # where float32 stays float32, which on NVIDIA's GPUs no matrix unit multiplies
+CAREFUL_EXACT = (16, 16, 8)  # for exact float32 products, which NVIDIA's matrix units do not provide
 
 
 def careful(dim: int, dim_v: int, itemsize: int, exact: bool, rows: int, walked: int) -> Config:
-    """Of a careful walk in place of a tile of so many `rows`: block_q is a part of them, block_k one of `walked`.
+    """The tile of a careful walk that recomputes `rows` rows: block_q divides them, block_k divides `walked`.
 
-    `exact`: products of float32 are not rounded to TF32.
+    exact: float32 products are not rounded to TF32.
     """
     width = effective_width(max(dim, dim_v), itemsize)
     most, across, warps = CAREFUL_EXACT if exact and itemsize > 2 else CAREFUL[padded_width(width)]
@@ -41,7 +42,7 @@ def careful(dim: int, dim_v: int, itemsize: int, exact: bool, rows: int, walked:
 
 
 def effective_width(width: int, itemsize: int) -> int:
-    """A float32 tile takes the room of a 16-bit one of twice the width."""
+    """The width of a 16-bit tile of the same size in bytes."""
     return width * max(1, itemsize // 2)
 
 

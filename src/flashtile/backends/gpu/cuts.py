@@ -1,4 +1,4 @@
-"""The jitted twin of band.py's cuts(), and the stretches it makes of a loop."""
+"""The jitted twin of cuts() in band.py, and the loop ranges of full and of partial tiles."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import triton.language as tl
 
 from flashtile.backends.gpu.unspecialized import plain
 
-NEAR = tl.constexpr(1 << 29)  # "no limit" in 32 bits: sums of two still fit
+NEAR = tl.constexpr(1 << 29)  # "no limit" in 32 bits: the sum of two still fits
 
 
 @triton.jit
 def reach(limit):
-    """A limit of the band as a number; None is none."""
+    """A band limit as a number; NEAR if it is None."""
     if limit is None:
         return NEAR
     else:
@@ -26,7 +26,7 @@ def clip(x, low, high):
 
 @triton.jit
 def cuts(left, right, offset, first, last, n_cols, BLOCK: tl.constexpr):
-    """begin, full_begin, full_end, end of the tiles that the rows first..last-1 see; as band.py says."""
+    """begin, full_begin, full_end, end of the tiles that the rows first..last-1 see, as in band.py."""
     n = tl.cdiv(n_cols, BLOCK)
     begin = tl.minimum(tl.maximum(first + offset - left, 0) // BLOCK, n)
     end = clip(tl.cdiv(clip(last + offset + right, 0, n_cols), BLOCK), begin, n)
@@ -39,16 +39,17 @@ def cuts(left, right, offset, first, last, n_cols, BLOCK: tl.constexpr):
 
 @triton.jit
 def within(cut, low, high):
-    """The cuts of those tiles alone that lie from `low` to `high`."""
+    """Clip the cuts to the tiles from `low` to `high`."""
     return clip(cut[0], low, high), clip(cut[1], low, high), clip(cut[2], low, high), clip(cut[3], low, high)
 
 
 @triton.jit
 def stretch_of(cut, n: tl.constexpr, TWO_ENDS: tl.constexpr):
-    """The places, from and to, of stretch n: 0 full tiles, 1 partial ones; 2, that of a careful walk, all of them.
+    """The loop range of stretch n: 0 is the full tiles, 1 the partial ones, 2 (the careful walk) all of them.
 
-    TWO_ENDS: tiles may be partial at both ends. Those of the first end then have the places just before the last end,
-    so that one loop takes both: every loop has to fill its pipeline. tile_at() says where they are.
+    TWO_ENDS: tiles may be partial at both ends. The partial tiles of the first end then take the indices just before
+    those of the last end, so that one loop visits both: every loop has to fill its pipeline. tile_at() maps an index to
+    its tile.
     """
     if n == 0:
         return cut[1], cut[2]
@@ -62,7 +63,7 @@ def stretch_of(cut, n: tl.constexpr, TWO_ENDS: tl.constexpr):
 
 @triton.jit
 def tile_at(cut, place, n: tl.constexpr, TWO_ENDS: tl.constexpr):
-    """The tile of a place in stretch n."""
+    """The tile at index `place` of stretch n."""
     if n == 1 and TWO_ENDS:
         return tl.where(place < cut[2], place - cut[2] + cut[1], place)
     else:

@@ -1,4 +1,4 @@
-"""The GPU of a call: its architecture, its processors, its precision, and how it becomes the current one."""
+"""The GPU of a call: its architecture, processors and precision, and how to make it the current one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @cache
 def architecture(device: Any) -> tuple[int, int] | str | None:
-    """What tuning.choose() knows a GPU by."""
+    """The compute capability of an NVIDIA GPU, the architecture name of an AMD GPU; None without a GPU."""
     if device.type != "cuda":
         return None
     if torch.version.cuda is None:
@@ -24,7 +24,7 @@ def architecture(device: Any) -> tuple[int, int] | str | None:
 @cache
 def processors(device: Any) -> int:
     if device.type != "cuda":
-        return 8  # so that the interpreter meets splits too
+        return 8  # few enough that the interpreter runs split keys too
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -32,10 +32,9 @@ _by_backend: Any = getattr(torch._C, "_get_fp32_precision_getter", None)  # from
 
 
 def tf32() -> bool:
-    """Whether torch was told that its own products of float32 may be rounded to TF32.
+    """Whether torch is set to round its own float32 products to TF32.
 
-    The older question, get_float32_matmul_precision(), is an error where the answer was given by fp32_precision; the
-    newer one knows both answers.
+    The older getter, get_float32_matmul_precision(), raises if fp32_precision was set; the newer one handles both.
     """
     if _by_backend is None:
         return torch.get_float32_matmul_precision() != "highest"
@@ -43,12 +42,12 @@ def tf32() -> bool:
 
 
 def index_of(device: Any) -> int | None:
-    """Of a GPU, as on_device() takes it."""
+    """The index of a GPU, as on_device() takes it; None without a GPU."""
     return int(device.index) if device.type == "cuda" else None
 
 
 def on_device(index: int | None, run: Callable[..., T], *args: Any) -> T:
-    """run(*args) with this GPU current, on which Triton then launches."""
+    """Call run(*args) with this GPU current, because Triton launches on the current one."""
     if index is None or index == torch._C._cuda_getDevice():
         return run(*args)
     with torch.cuda.device(index):
@@ -56,8 +55,10 @@ def on_device(index: int | None, run: Callable[..., T], *args: Any) -> T:
 
 
 def bind_context() -> None:
-    """Gives this thread the GPU's context, without which no descriptor can be encoded. A new thread has none before its
-    first call into CUDA's runtime; this is one that changes nothing, and is allowed while a stream is captured.
+    """Bind the GPU's context to this thread, which encoding a descriptor requires.
+
+    A new thread has no context before its first call into CUDA's runtime. This call changes nothing, and is allowed
+    while a stream is captured.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.is_current_stream_capturing()

@@ -1,4 +1,4 @@
-"""Rows of the output: a tile of queries walks the keys it sees."""
+"""Rows of the output: a tile of queries walks the keys that it sees."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.blocks import halves_of, head_of, load_rows, number, wide
+from flashtile.backends.gpu.blocks import from_bits, head_of, load_rows, to_int64, widen_8_bits
 from flashtile.backends.gpu.cuts import cuts, reach, stretch_of, tile_at, within
-from flashtile.backends.gpu.nonfinite_rows import finite_part, poison, spoiled
+from flashtile.backends.gpu.nonfinite_rows import finite_part, has_nonfinite, poison
 from flashtile.backends.gpu.scores import (
     LN2,
     LOG2E,
@@ -23,13 +23,13 @@ from flashtile.backends.gpu.scores import (
     visible_pairs,
 )
 
-# Of weights on the careful walk: a sum of values near the largest number may not be finite where their mean is. float16
-# has neither such values nor such weights.
+# The factor of weights on the careful walk: a sum of values near the largest number may be infinite although their mean
+# is finite. float16 has neither such values nor such weights.
 SHRINK = tl.constexpr(2.0**-32)
 
 
 class Queries(NamedTuple):
-    """The rows of a tile: which query and which head each is, and whether it is real."""
+    """The rows of a tile: the query and the head of each, and whether it exists."""
 
     o_i: Any
     o_h: Any
@@ -38,7 +38,7 @@ class Queries(NamedTuple):
 
 @triton.jit
 def pairs_of(queries, at, j0, BLOCK_K: tl.constexpr):
-    """Queries against BLOCK_K keys from j0 on."""
+    """The tile of these queries and BLOCK_K keys from j0 on."""
     o_j = j0 + tl.arange(0, BLOCK_K)[None, :]
     o_i, o_h, real = queries.o_i[:, None], queries.o_h[:, None], queries.inside[:, None]
     return Tile(o_i, o_j, o_h, real, at.k_len, at.sequence, at.offset)
@@ -63,9 +63,9 @@ def absorb(
     CAREFUL: tl.constexpr,
     HALVES: tl.constexpr,
 ):
-    """Take in one tile of keys: eq. 4 and 5 of docs/algorithm.md, in base 2, or in HALVES of it."""
-    b_k = halves_of(load_rows(keys, k_desc, j0, C.BLOCK_K, C.DIM, C.BLOCK_D, MASKED))  # [bc, d]
-    b_v = halves_of(load_rows(values, v_desc, j0, C.BLOCK_K, C.DIM_V, C.BLOCK_DV, MASKED))
+    """Take in one tile of keys: eq. 4 and 5 of docs/algorithm.md, in base 2; HALVES: m is half the maximum."""
+    b_k = widen_8_bits(load_rows(keys, k_desc, j0, C.BLOCK_K, C.DIM, C.BLOCK_D, MASKED))  # [bc, d]
+    b_v = widen_8_bits(load_rows(values, v_desc, j0, C.BLOCK_K, C.DIM_V, C.BLOCK_DV, MASKED))
     S = dot(b_q, tl.trans(b_k), tl.zeros([C.BLOCK_Q, C.BLOCK_K], C.REAL), C.PRECISION)  # [br, bc]
     if rule.descale is not None:
         S *= descale(rule, at, keys, 0) * descale(rule, at, keys, 1)
@@ -78,7 +78,7 @@ def absorb(
         S = tl.where(visible_pairs(rule, tile, MASKED), S, float("-inf"))
     highest = tl.max(S, 1)
     top = highest * unit
-    if rule.bias is not None and not HALVES:  # a bias of finfo.min overflows: such a row is lost(), and not empty
+    if rule.bias is not None and not HALVES:  # a bias of finfo.min overflows: such a row is lost, not empty
         top = tl.where(highest > float("-inf"), tl.maximum(top, least(C.REAL)), top)
     m_new = tl.maximum(m, top)
     pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -116,20 +116,20 @@ def forward_rows(
     C: tl.constexpr,
     CAREFUL: tl.constexpr,
 ):
-    """Make and store BLOCK_Q rows of the output from `first` on; whether a NaN or Inf may have spoiled any of them.
+    """Compute and store BLOCK_Q rows of the output from `first` on; return whether any of them may be spoiled.
 
-    CAREFUL: what nonfinite_rows.py says. `share`: the keys, from and to, that a split walks.
+    CAREFUL: see nonfinite_rows.py. share: the range of keys that a split walks.
     """
     n_rows = at.q_len * PACKED_HEADS
     r = first + tl.arange(0, C.BLOCK_Q)
     queries = Queries(r // PACKED_HEADS, head * PACKED_HEADS + r % PACKED_HEADS, r < n_rows)
     o_d = tl.arange(0, C.BLOCK_D)
     p_q = row_pointers(q, queries, at)[:, None] + o_d[None, :]
-    b_q = halves_of(tl.load(p_q, mask=queries.inside[:, None] & (o_d < C.DIM)[None, :], other=0.0))
+    b_q = widen_8_bits(tl.load(p_q, mask=queries.inside[:, None] & (o_d < C.DIM)[None, :], other=0.0))
     k_head = head * PACKED_HEADS // C.GROUP
     keys = head_of(k, at.sequence, k_head, at.k_start, at.k_len)
     values = head_of(v, at.sequence, k_head, at.k_start, at.k_len)
-    # Of a share of the keys a bias may well hide all: that is no reason to walk it again.
+    # A bias may well hide a whole share of the keys, which is no reason to walk it a second time.
     HALVES: tl.constexpr = CAREFUL or (SPLITS > 1 and rule.bias is not None)
     m, l = begin_rows(p_sink, queries.o_h, queries.inside & (split == 0), C.REAL, HALVES)
     acc = tl.zeros([C.BLOCK_Q, C.BLOCK_DV], C.REAL)
@@ -151,17 +151,17 @@ def forward_rows(
     if CAREFUL and v.ptr.dtype.element_ty != tl.float16:
         weight /= SHRINK
     if rule.seed_low is not None:
-        weight *= number(rule.keep_scale, C.REAL)
+        weight *= from_bits(rule.keep_scale, C.REAL)
     if rule.descale is not None:
         weight *= descale(rule, at, values, 2)
     o_v = tl.arange(0, C.BLOCK_DV)
-    p_out = row_pointers(out, queries, at) + wide(split) * out_split
+    p_out = row_pointers(out, queries, at) + to_int64(split) * out_split
     there = queries.inside[:, None] & (o_v < C.DIM_V)[None, :]
     tl.store(p_out[:, None] + o_v[None, :], (acc * weight[:, None]).to(out.ptr.dtype.element_ty), mask=there)
-    p_lse = row_pointers(lse, queries, at) + wide(split) * lse_split
-    if SPLITS > 1:  # in two parts: their sum would round away what a large maximum leaves of log(l)
+    p_lse = row_pointers(lse, queries, at) + to_int64(split) * lse_split
+    if SPLITS > 1:  # as two numbers: next to a large maximum, their sum would round log(l) away
         tl.store(p_lse, m if HALVES else m * 0.5, mask=queries.inside)
-        tl.store(p_lse + wide(SPLITS) * lse_split, l, mask=queries.inside)
+        tl.store(p_lse + to_int64(SPLITS) * lse_split, l, mask=queries.inside)
     elif HALVES:
         tl.store(p_lse, tl.where(l == 0, float("-inf"), log_sum_exp(m, l)), mask=queries.inside)
     else:
@@ -177,11 +177,11 @@ def forward_rows(
                 poison(p_out, queries.inside, values, j0, visible & (keep == 0), C.DIM_V, True, C)
                 visible = visible & keep
             poison(p_out, queries.inside, values, j0, visible, C.DIM_V, False, C)
-    return spoiled(acc) | lost(m, l)
+    return has_nonfinite(acc) | lost(m, l)
 
 
 @triton.jit
-def forward_rows_again(
+def recompute_forward_rows(
     q,
     k,
     v,
@@ -201,7 +201,7 @@ def forward_rows_again(
     SPLITS: tl.constexpr,
     C: tl.constexpr,
 ):
-    """The careful walk for ROWS rows from `first` on, BLOCK_Q of them at a time."""
+    """Recompute ROWS rows from `first` on by the careful walk, BLOCK_Q of them at a time."""
     for part in range(first, tl.minimum(first + ROWS, at.q_len * PACKED_HEADS), C.BLOCK_Q):
         forward_rows(
             *(q, k, v, None, None, out, lse, p_sink, rule, at, head, part, split, share, out_split, lse_split),
@@ -212,29 +212,29 @@ def forward_rows_again(
 
 @triton.jit
 def descale(rule, at, of, n):
-    """The factor of q, of k or of v: number 0, 1 or 2 of a head."""
+    """The descaling factor of q, k or v (n = 0, 1 or 2) of a head."""
     return tl.load(rule.descale + at.sequence * rule.descale_sequence + of.head * rule.descale_head + n)
 
 
 @triton.jit
 def row_pointers(x, queries, at):
-    """Where each row of the tile begins in x."""
-    p = x.ptr + wide(at.sequence) * x.sequence + wide(at.q_start) * x.row
-    return p + wide(queries.o_h) * x.head + wide(queries.o_i) * x.row
+    """A pointer to each row of the tile in x."""
+    p = x.ptr + to_int64(at.sequence) * x.sequence + to_int64(at.q_start) * x.row
+    return p + to_int64(queries.o_h) * x.head + to_int64(queries.o_i) * x.row
 
 
 @triton.jit
 def lost(m, l):
-    """Whether any row that saw a key has no sum to divide by: its scores were too large for the rounding of an FMA."""
+    """Whether any row that saw a key has no usable sum: its scores were too large for the rounding of an FMA."""
     return tl.max(((l - l != 0) | ((l == 0) & (m > float("-inf")))).to(tl.int32), 0) > 0
 
 
 @triton.jit
 def begin_rows(p_sink, o_h, has_sink, REAL: tl.constexpr, HALVES: tl.constexpr):
-    """m, in base 2 or in halves of it, and l before any key. A sink is a first key whose value is 0."""
+    """m (half of it if HALVES) and l before the first key. A sink is a key whose value is 0."""
     m = tl.full(o_h.shape, float("-inf"), REAL)
     if p_sink is not None:
-        # != 0: joined with that of a scalar, a truth is no mask to the interpreter of Triton 3.8 and later.
+        # != 0: combined with a scalar, a boolean is no mask to the interpreter of Triton 3.8 and later.
         m = tl.load(p_sink + o_h, mask=has_sink != 0, other=float("-inf")).to(REAL) * (LOG2E / 2 if HALVES else LOG2E)
     return m, tl.where(m == float("-inf"), 0.0, 1.0).to(REAL)
 

@@ -1,7 +1,7 @@
-"""Launcher: a compiled kernel whose parameters lie in memory as CUDA's driver reads them; a launch replaces addresses.
+"""Launcher: calls CUDA's driver with parameter memory that stays; a launch only replaces addresses in it.
 
-Triton's own launcher makes numbers of all its arguments each time, a hundred for some kernels here, and takes longer
-over that than the driver over the launch.
+Triton's own launcher converts every argument each time, a hundred for some kernels here, and takes longer for that than
+the driver takes for the launch.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 DRIVER = "libcuda.so.1"
-MAP = 128  # bytes of a tensor map, what the driver knows a descriptor by
+MAP = 128  # bytes of a tensor map, the driver's form of a descriptor
 MAP_ALIGNED = 64
-FOLLOWS = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: see pdl.py
+PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: see pdl.py
 WARP = 32
-_WHOLE_NUMBERS = {f"{sign}{width}" for sign in "iu" for width in (1, 8, 16, 32, 64)}
+_INTEGERS = {f"{sign}{width}" for sign in "iu" for width in (1, 8, 16, 32, 64)}
 
 
 class _Attribute(ctypes.Structure):
@@ -39,41 +39,41 @@ class _Config(ctypes.Structure):
     )
 
 
-class _Room:
-    """The memory of one call at a time, and what was written there by the last one: often the next has little to write.
+class _ParameterMemory:
+    """The kernel parameters of one call at a time. It keeps what the last call wrote: the next often has little to add.
 
-    maps: where tensor maps lie, and which of the addresses is in each; launches: of each kernel its _Config, and what
-    the driver is given.
+    maps: where each tensor map lies, and the index of its address; launches: for each kernel its _Config and the
+    arguments of the driver's launch function.
     """
 
-    __slots__ = ("_addresses", "_maps", "_memory", "at", "launches", "seen", "stream", "words")
+    __slots__ = ("_addresses", "_maps", "_memory", "launches", "numbers", "stream", "written", "written_tuples")
 
     def __init__(
-        self, addresses: Any, words: Any, maps: list[tuple[int, int]], launches: list[tuple[Any, ...]], memory: Any
+        self, addresses: Any, numbers: Any, maps: list[tuple[int, int]], launches: list[tuple[Any, ...]], memory: Any
     ) -> None:
         self._addresses, self._maps, self._memory = addresses, maps, memory
-        self.words, self.launches = words, launches
-        self.at: list[int] = [0] * len(addresses)
+        self.numbers, self.launches = numbers, launches
+        self.written: list[int] = [0] * len(addresses)
         self.stream: int | None = None
-        self.seen: dict[int, Any] = {}  # by place among the values, the tuples in the words
+        self.written_tuples: dict[int, Any] = {}  # by index among the values of the call
 
-    def move(self, found: list[int], replace: Callable[[int, int], int]) -> bool:
-        """Writes the addresses; whether the driver took those that are in its maps."""
+    def set_addresses(self, found: list[int], replace: Callable[[int, int], int]) -> bool:
+        """Write the addresses. False if the driver refuses one for a tensor map."""
         self._addresses[:] = found
         for a_map, n in self._maps:
-            if self.at[n] != found[n] and replace(a_map, found[n]):
+            if self.written[n] != found[n] and replace(a_map, found[n]):
                 return False
-        self.at = found
+        self.written = found
         return True
 
-    def turn_to(self, stream: int) -> None:
+    def set_stream(self, stream: int) -> None:
         for config, *_ in self.launches:
             config.stream = stream
         self.stream = stream
 
 
 class _Kernel(NamedTuple):
-    """parameters: in which memory each one lies, and at which place there."""
+    """parameters: for each one the memory that holds it, and its index there."""
 
     compiled: Any
     grid: tuple[int, int, int]
@@ -81,144 +81,147 @@ class _Kernel(NamedTuple):
 
 
 class Launcher:
-    """Kernels as they were started once, one after the other: from then on tensors and tuples may be others, but all
-    else stays.
+    """Compiled kernels, launched one after the other. Tensors and tuples may differ from call to call; all else stays.
 
-    An address that several of them take is written once. Words hold a number each; a field of a tuple has one, and so
-    has a descriptor for each of its sizes and strides. Threads that launch at once have a room each.
+    An address that several kernels take is written once. `numbers` has one entry for each scalar, each field of a tuple
+    and each size and stride of a descriptor. Threads that launch at once have parameter memory of their own.
     """
 
     def __init__(self) -> None:
         self._kernels: list[_Kernel] = []
-        self._addresses: list[tuple[int, int]] = []  # place among the values, and bytes from where that one begins
-        self._words: list[int] = []
-        self._maps: list[tuple[bytes, int]] = []  # and of which address
-        self._tuples: dict[int, list[tuple[int, int]]] = {}  # place among the values: a field, and its word
+        self._addresses: list[tuple[int, int]] = []  # index among the values, and an offset in bytes
+        self._numbers: list[int] = []
+        self._maps: list[tuple[bytes, int]] = []  # and the index of its address
+        self._tuples: dict[int, list[tuple[int, int]]] = {}  # by index among the values: a field, and its number
 
     def add(
         self,
         compiled: Any,
         grid: tuple[int, int, int],
-        places: list[tuple[int, int] | None],
+        sources: list[tuple[int, int] | None],
         args: list[Any],
-        whole: list[Any],
+        kernel_args: list[Any],
     ) -> None:
-        """args: of a Start; whole: the same as the kernel takes them, without its constants.
+        """Add a kernel. args: of its KernelLaunch; kernel_args: as the kernel takes them, without its constants.
 
-        places: which values of a call args are, and how many bytes on from where those begin; None of what stays.
+        sources: for each argument the index of its value in a call and an offset in bytes; None if it stays.
         """
         found: list[tuple[str, int]] = []
         metas = iter(compiled.metadata.tensordesc_meta or ())
         kinds = compiled.src.signature.values()
-        for kind, place, arg, x in zip(kinds, places, args, whole, strict=False):
+        for kind, source, arg, x in zip(kinds, sources, args, kernel_args, strict=False):
             if isinstance(kind, tuple):
                 fields = [(k, y) for k, (y, of) in enumerate(zip(x, kind, strict=True)) if of != "constexpr"]
-                words = [(k, self._word(y)) for k, y in fields]
-                found += [("words", word) for _, word in words]
-                if place is not None and isinstance(arg, tuple):
-                    self._tuples.setdefault(place[0], []).extend(words)
-                elif place is not None:  # Rows that a Start made of a tensor
-                    found[-len(words)] = ("addresses", self._address(place))
+                numbers = [(k, self._number(y)) for k, y in fields]
+                found += [("numbers", number) for _, number in numbers]
+                if source is not None and isinstance(arg, tuple):
+                    self._tuples.setdefault(source[0], []).extend(numbers)
+                elif source is not None:  # Rows that the KernelLaunch made of a tensor
+                    found[-len(numbers)] = ("addresses", self._address(source))
             elif kind.startswith("tensordesc"):
-                found += self._map(x, next(metas), place)
+                found += self._map(x, next(metas), source)
             elif kind != "constexpr":
-                moves = place is not None and hasattr(x, "data_ptr")
-                found.append(("addresses", self._address(place)) if moves else ("words", self._word(x)))
+                moves = source is not None and hasattr(x, "data_ptr")
+                found.append(("addresses", self._address(source)) if moves else ("numbers", self._number(x)))
         for _ in ("global scratch", "profile scratch"):  # the last parameters of every kernel; these here use none
-            found.append(("words", self._word(0)))
+            found.append(("numbers", self._number(0)))
         self._kernels.append(_Kernel(compiled, grid, found))
 
-    def _word(self, x: Any) -> int:
-        self._words.append(_number(x))
-        return len(self._words) - 1
+    def _number(self, x: Any) -> int:
+        self._numbers.append(_as_integer(x))
+        return len(self._numbers) - 1
 
-    def _address(self, place: Any) -> int:
-        if place not in self._addresses:
-            self._addresses.append(place)
-        return self._addresses.index(place)
+    def _address(self, source: Any) -> int:
+        if source not in self._addresses:
+            self._addresses.append(source)
+        return self._addresses.index(source)
 
-    def _map(self, descriptor: Any, meta: Any, place: Any) -> list[tuple[str, int]]:
+    def _map(self, descriptor: Any, meta: Any, source: Any) -> list[tuple[str, int]]:
         a_map, *sizes = _encode(descriptor, meta)
-        inside = id(a_map) + type(a_map).__basicsize__ - MAP  # the end of the object, after CPython's own
-        self._maps.append((ctypes.string_at(inside, MAP), self._address(place)))
-        return [("maps", len(self._maps) - 1), *(("words", self._word(size)) for size in sizes)]
+        inside = id(a_map) + type(a_map).__basicsize__ - MAP  # the end of the object, after CPython's header
+        self._maps.append((ctypes.string_at(inside, MAP), self._address(source)))
+        return [("maps", len(self._maps) - 1), *(("numbers", self._number(size)) for size in sizes)]
 
-    def _room(self) -> _Room:
+    def _allocate(self) -> _ParameterMemory:
         addresses = (ctypes.c_int64 * len(self._addresses))()
-        words = (ctypes.c_int64 * len(self._words))(*self._words)
+        numbers = (ctypes.c_int64 * len(self._numbers))(*self._numbers)
         memory = ctypes.create_string_buffer(MAP * len(self._maps) + MAP_ALIGNED)
         first = ctypes.addressof(memory)
         first += -first % MAP_ALIGNED
         maps = [first + MAP * n for n in range(len(self._maps))]
-        for place, (a_map, _) in zip(maps, self._maps, strict=True):
-            ctypes.memmove(place, a_map, MAP)
-        begins = {"addresses": (ctypes.addressof(addresses), 8), "words": (ctypes.addressof(words), 8)}
+        for pointer, (a_map, _) in zip(maps, self._maps, strict=True):
+            ctypes.memmove(pointer, a_map, MAP)
+        begins = {"addresses": (ctypes.addressof(addresses), 8), "numbers": (ctypes.addressof(numbers), 8)}
         begins["maps"] = (first, MAP)
         launches: list[tuple[Any, ...]] = []
-        for compiled, grid, lies in self._kernels:
-            at = [begins[where][0] + begins[where][1] * n for where, n in lies]
+        for compiled, grid, parameters in self._kernels:
+            pointers = [begins[memory_of][0] + begins[memory_of][1] * n for memory_of, n in parameters]
             warps, _, shared = compiled.packed_metadata
-            attributes = (_Attribute * 1)(_Attribute(id=FOLLOWS, value=1))
+            attributes = (_Attribute * 1)(_Attribute(id=PROGRAMMATIC_SERIALIZATION, value=1))
             config = _Config(grid, (WARP * warps, 1, 1), shared, None, attributes, compiled.run.launch_pdl)
-            launches.append((config, compiled.function, (ctypes.c_void_p * len(at))(*at), None))
-        return _Room(addresses, words, [*zip(maps, (n for _, n in self._maps), strict=True)], launches, memory)
+            launches.append((config, compiled.function, (ctypes.c_void_p * len(pointers))(*pointers), None))
+        maps_of = [*zip(maps, (n for _, n in self._maps), strict=True)]
+        return _ParameterMemory(addresses, numbers, maps_of, launches, memory)
 
-    def on(self, device: int, stream_of: Callable[[int], int], otherwise: Callable[..., None]) -> Callable[..., None]:
-        """What launches all of them for the values of a call, on the stream that is current on this device.
+    def build(self, device: int, stream_of: Callable[[int], int], fallback: Callable[..., None]) -> Callable[..., None]:
+        """Return what launches all kernels for the values of a call, on the device's current stream.
 
-        Where the driver refuses, otherwise(values, n) is called, to start the kernels from the nth on: Triton's
-        launcher knows what may be missing, or says so.
+        If the driver refuses, fallback(values, n) launches the kernels from the nth on: Triton's launcher provides what
+        is missing, or reports it.
         """
         library = _library()
         launch, replace = library.cuLaunchKernelEx, library.cuTensorMapReplaceAddress
-        places, tuples = self._addresses, [*self._tuples.items()]
-        rooms: list[_Room] = []
+        sources, tuples = self._addresses, [*self._tuples.items()]
+        free: list[_ParameterMemory] = []
 
-        def start(values: tuple[Any, ...]) -> None:
+        def run(values: tuple[Any, ...]) -> None:
             try:
-                room = rooms.pop()
+                memory = free.pop()
             except IndexError:
-                room = self._room()
-            found = [values[n].data_ptr() + offset for n, offset in places]
-            if found != room.at and not room.move(found, replace):
-                return otherwise(values)
+                memory = self._allocate()
+            found = [values[n].data_ptr() + offset for n, offset in sources]
+            if found != memory.written and not memory.set_addresses(found, replace):
+                return fallback(values)
             for n, fields in tuples:
-                if values[n] is not room.seen.get(n):
-                    room.seen[n] = _write(room.words, fields, values[n])
+                if values[n] is not memory.written_tuples.get(n):
+                    memory.written_tuples[n] = _write(memory.numbers, fields, values[n])
             stream = stream_of(device)
-            if stream != room.stream:
-                room.turn_to(stream)
-            for told in room.launches:
-                if launch(*told):
-                    return otherwise(values, room.launches.index(told))
-            rooms.append(room)
+            if stream != memory.stream:
+                memory.set_stream(stream)
+            for arguments in memory.launches:
+                if launch(*arguments):
+                    return fallback(values, memory.launches.index(arguments))
+            free.append(memory)
             return None
 
-        return start
+        return run
 
 
 def can_launch(compiled: Any, descriptors: int) -> bool:
-    """Whether a Launcher can, or it takes more than that: scratch memory, clusters, other drivers, other arguments."""
+    """Whether a Launcher can launch this kernel.
+
+    It cannot provide scratch memory, clusters, cooperative grids, other vendors' drivers, or arguments of other types.
+    """
     run = compiled.run
     return (
         type(run).__name__ == "CudaLauncher"
         and run.global_scratch_size == run.profile_scratch_size == 0
         and not run.launch_cooperative_grid
-        and not getattr(run, "gsan_enabled", False)  # a sanitizer that Triton 3.8 has, with arguments of its own
-        and compiled.packed_metadata[1] == 1  # programs together
+        and not getattr(run, "gsan_enabled", False)  # a sanitizer of Triton 3.8, with arguments of its own
+        and compiled.packed_metadata[1] == 1  # programs of a cluster
         and len(compiled.metadata.tensordesc_meta or ()) == descriptors
-        and all(map(_known, compiled.src.signature.values()))
+        and all(map(_is_known, compiled.src.signature.values()))
         and _library() is not None
     )
 
 
-def _known(kind: Any) -> bool:
+def _is_known(kind: Any) -> bool:
     if isinstance(kind, tuple):
-        return all(isinstance(x, str) and _known(x) and not x.startswith("tensordesc") for x in kind)
-    return kind == "constexpr" or kind[0] == "*" or kind in _WHOLE_NUMBERS or kind.startswith("tensordesc")
+        return all(isinstance(x, str) and _is_known(x) and not x.startswith("tensordesc") for x in kind)
+    return kind == "constexpr" or kind[0] == "*" or kind in _INTEGERS or kind.startswith("tensordesc")
 
 
-def _number(x: Any) -> int:
+def _as_integer(x: Any) -> int:
     return int(x.data_ptr()) if hasattr(x, "data_ptr") else int(x)
 
 
@@ -226,28 +229,28 @@ def _encode(descriptor: Any, meta: Any) -> list[Any]:
     """A descriptor as kernels take it: its map, sizes and strides."""
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
-    others = len(signature(make_tensordesc_arg).parameters) - 2  # from Triton 3.8 on, for the GPUs of others
+    others = len(signature(make_tensordesc_arg).parameters) - 2  # from Triton 3.8 on, for other vendors' GPUs
     encoded: list[Any] = make_tensordesc_arg(descriptor, meta, *[None] * others)
     return encoded
 
 
-def _write(words: Any, fields: Iterable[tuple[int, int]], given: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """The words of a tuple. Given back to be known again, but not where it holds a tensor, and with it memory."""
-    known: tuple[Any, ...] | None = given
-    for field, word in fields:
+def _write(numbers: Any, fields: Iterable[tuple[int, int]], given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Write the numbers of a tuple. Return it so that it can be recognised, but not if it keeps a tensor alive."""
+    recognised: tuple[Any, ...] | None = given
+    for field, n in fields:
         x = given[field]
         if x.__class__ is not int:
-            known = None
-        words[word] = _number(x)
-    return known
+            recognised = None
+        numbers[n] = _as_integer(x)
+    return recognised
 
 
 @cache
 def _library() -> Any:
-    """CUDA's driver; None where there is none, or none that has what is needed."""
+    """CUDA's driver; None if there is none, or it lacks a function used here."""
     try:
         library: Any = ctypes.CDLL(DRIVER)
-        # By the other, threads may run meanwhile, as they have to where a launch waits; here that would take longer.
+        # PyDLL keeps the GIL, which is faster. CDLL releases it, as a launch that may wait has to.
         library.cuTensorMapReplaceAddress = ctypes.PyDLL(DRIVER).cuTensorMapReplaceAddress
         library.cuLaunchKernelEx.argtypes = (ctypes.POINTER(_Config), *[ctypes.c_void_p] * 3)
         library.cuTensorMapReplaceAddress.argtypes = (ctypes.c_void_p, ctypes.c_void_p)

@@ -1,4 +1,4 @@
-"""The launches that make spoiled tiles anew, those of a forward and those of a backward pass."""
+"""The launches that recompute tiles with NaN or Inf in their sums, for a forward and for a backward pass."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from flashtile.backends.gpu import config as tiles
 from flashtile.backends.gpu import device as gpu
 from flashtile.backends.gpu.arguments import constants, precision
 from flashtile.backends.gpu.config import Config
-from flashtile.backends.gpu.nonfinite_kernels import mend_backward_kernel, mend_forward_kernel, mend_sums_kernel
-from flashtile.backends.gpu.pdl import following
-from flashtile.backends.gpu.start import At, Start, Step, Strides, present
+from flashtile.backends.gpu.kernel_launch import Argument, BoundLaunch, KernelLaunch, Strides
+from flashtile.backends.gpu.nonfinite_kernels import (
+    recompute_backward_kernel,
+    recompute_forward_kernel,
+    recompute_sums_kernel,
+)
+from flashtile.backends.gpu.pdl import pdl_options
 from flashtile.backends.gpu.tensors import Result, count_tiles, empty, strides
 from flashtile.problem import Problem
 
 
-class Marks:
-    """One int32 a tile, and the programs that look at them: enough to fill the GPU where all are set."""
+class NonfiniteFlags:
+    """One int32 for each tile, and the number of programs that read them: enough to fill the GPU if all are set."""
 
     __slots__ = ("count", "make", "programs")
 
@@ -28,44 +32,45 @@ class Marks:
         self.make = empty((count,), torch.int32, device)
 
 
-class MendForward:
-    """The launch that makes spoiled tiles of a forward pass anew, whichever kernel made them.
+class RecomputeForward:
+    """The launch that recomputes flagged tiles of a forward pass, whichever kernel made them.
 
-    A tile is block_q rows of a head. With packed_heads they are of so many heads, row r of query r // packed_heads, and
-    these heads count as one. That kernel writes a mark for each tile, 0 or 1: nonfinite_kernels.py says where. chained:
-    it also leads (pdl.py).
+    A tile is block_q rows of a head. With packed_heads, that many heads share its rows and count as one: row r is of
+    query r // packed_heads. The forward kernel writes a flag, 0 or 1, for each tile, in the order that
+    nonfinite_kernels.py describes. use_pdl: it launches its dependents early (pdl.py).
     """
 
     def __init__(
-        self, p: Problem, device: Any, out: Result, lse: Result, block_q: int, packed_heads: int, chained: bool
+        self, p: Problem, device: Any, out: Result, lse: Result, block_q: int, packed_heads: int, use_pdl: bool
     ) -> None:
         n_rows, batch = p.q.shape[2], p.q.shape[0]
         tiles, heads = count_tiles(p, p.n_q * packed_heads, n_rows, block_q), p.heads // packed_heads
-        marks = Marks(tiles * heads * batch, device)
-        self.count, self.make = marks.count, marks.make  # not cleared: each tile's is written, also of one of no rows
-        self._counts = (tiles, heads)
+        flags = NonfiniteFlags(tiles * heads * batch, device)
+        self.count, self.make = flags.count, flags.make  # not cleared: all are written, even for a tile of no rows
+        self._counts = {"count": flags.count, "tiles": tiles, "heads": heads}
         config = careful(p, block_q)
-        self._start = Start(
-            mend_forward_kernel,
-            marks.programs,
-            config.options | following(chained),
-            dict(enumerate((*(strides(x, p) for x in (p.q, p.k, p.v)), out.strides, lse.strides))),
+        self._launch = KernelLaunch(
+            recompute_forward_kernel,
+            flags.programs,
+            config.options | pdl_options(use_pdl),
+            {"q": strides(p.q, p), "k": strides(p.k, p), "v": strides(p.v, p), "out": out.strides, "lse": lse.strides},
             ROWS=block_q,
             PACKED_HEADS=packed_heads,
             C=constants(p, config),
-            CHAINED=chained,
+            PDL=use_pdl,
         )
 
-    def step(self, q: At, k: At, v: At, out: At, lse: At, sink: At, marks: At, a_rule: At, a_lengths: At) -> Step:
-        return self._start, (q, k, v, out, lse, sink, marks, self.count, a_rule, a_lengths, *self._counts)
+    def bind(self, **arguments: Argument) -> BoundLaunch:
+        """arguments: those of recompute_forward_kernel that are values of a call."""
+        return self._launch.bind(**arguments, **self._counts)
 
 
-class MendBackward:
-    """The launch that makes spoiled tiles of a backward pass anew: dK and dV of block_k keys, dQ of block_q queries.
+class RecomputeBackward:
+    """The launches that recompute flagged tiles of a backward pass: dK and dV of block_k keys, dQ of block_q queries.
 
-    The marks of all tiles of keys come first; those of tiles of queries begin at first_of_queries. given: strides of
-    dout and of what row_statistics() made of each row, log2, delta and tops. chained: as the kernel before it says
-    (pdl.py).
+    The flags of all key tiles come first, those of query tiles from first_of_queries on. dout: its strides; statistics:
+    those of log2, delta and tops (row_statistics()). use_pdl: the kernel before them launches its dependents early, see
+    pdl.py.
     """
 
     def __init__(
@@ -74,66 +79,64 @@ class MendBackward:
         device: Any,
         block_q: int,
         block_k: int,
-        given: tuple[Strides, ...],
+        dout: Strides,
+        statistics: Strides,
         grads: tuple[Result, ...],
-        chained: bool,
+        use_pdl: bool,
     ) -> None:
         batch = p.q.shape[0]
         k_tiles, q_tiles = count_tiles(p, p.n_k, p.k.shape[2], block_k), count_tiles(p, p.n_q, p.q.shape[2], block_q)
         self.first_of_queries = k_tiles * p.kv_heads * batch
-        marks = Marks(self.first_of_queries + q_tiles * p.heads * batch, device)
-        self.count = marks.count  # of marks that need not be cleared, as in MendForward
-        q, k, v = (strides(x, p) for x in (p.q, p.k, p.v))
-        self._counts = (k_tiles, p.kv_heads, q_tiles, p.heads)
+        flags = NonfiniteFlags(self.first_of_queries + q_tiles * p.heads * batch, device)
+        self.count = flags.count  # flags that need not be cleared, as in RecomputeForward
+        inputs = {"q": strides(p.q, p), "k": strides(p.k, p), "log2": statistics, "tops": statistics}
+        self._q_counts = {"q_tiles": q_tiles, "heads": p.heads}
+        self._k_counts = {"k_tiles": k_tiles, "kv_heads": p.kv_heads}
         of_queries, of_keys = careful(p, block_q), careful(p, block_k)
-        self._sums = Start(
-            mend_sums_kernel,
-            marks.programs,
-            of_queries.options | following(chained),
-            present(q, k, given[1], given[3]),
+        self._sums = KernelLaunch(
+            recompute_sums_kernel,
+            flags.programs,
+            of_queries.options | pdl_options(use_pdl),
+            inputs,
             ROWS=block_q,
             C=constants(p, of_queries),
-            CHAINED=chained,
+            PDL=use_pdl,
         )
         of_keys = of_keys._replace(block_q=of_keys.block_k, block_k=of_keys.block_q)
-        self._start = Start(
-            mend_backward_kernel,
-            marks.programs,
-            min(of_queries, of_keys, key=lambda config: config.warps).options | following(chained),
-            present(q, k, v, *given, *(x.strides for x in grads)),
+        results = {name: x.strides for name, x in zip(("dq", "dk", "dv"), grads, strict=True)}
+        self._launch = KernelLaunch(
+            recompute_backward_kernel,
+            flags.programs,
+            min(of_queries, of_keys, key=lambda config: config.warps).options | pdl_options(use_pdl),
+            inputs | {"v": strides(p.v, p), "dout": dout, "delta": statistics} | results,
             K_ROWS=block_k,
             Q_ROWS=block_q,
             OF_KEYS=constants(p, of_keys),
             OF_QUERIES=constants(p, of_queries),
-            CHAINED=chained,
+            PDL=use_pdl,
         )
 
-    def steps(
+    def bind(
         self,
-        q: At,
-        k: At,
-        v: At,
-        dout: At,
-        log2: At,
-        delta: At,
-        tops: At,
-        dq: At,
-        dk: At,
-        dv: At,
-        sink: At,
-        marks: At,
-        a_rule: At,
-        a_lengths: At,
-    ) -> list[Step]:
-        first, rules = self.first_of_queries, (a_rule, a_lengths)
-        of_rows = (q, k, log2, tops, sink, marks, first, self.count - first)
-        of_tiles = (q, k, v, dout, log2, delta, tops, dq, dk, dv, marks, self.count, first)
-        return [
-            (self._sums, (*of_rows, *rules, *self._counts[2:])),
-            (self._start, (*of_tiles, *rules, *self._counts)),
-        ]
+        *,
+        v: Argument,
+        dout: Argument,
+        delta: Argument,
+        dq: Argument,
+        dk: Argument,
+        dv: Argument,
+        p_sink: Argument,
+        **shared: Argument,
+    ) -> list[BoundLaunch]:
+        """shared: the values of a call that both kernels take."""
+        first = self.first_of_queries
+        tiles, heads = self._q_counts["q_tiles"], self._q_counts["heads"]
+        sums = {"first_of_queries": first, "count": self.count - first, "tiles": tiles, "heads": heads}
+        gradients = {"v": v, "dout": dout, "delta": delta, "dq": dq, "dk": dk, "dv": dv}
+        counts = {"first_of_queries": first, "count": self.count, **self._q_counts, **self._k_counts}
+        return [self._sums.bind(**shared, p_sink=p_sink, **sums), self._launch.bind(**shared, **gradients, **counts)]
 
 
 def careful(p: Problem, rows: int, walked: int = 32) -> Config:
-    """Of the careful walk that makes a tile of so many rows anew, within a kernel whose tiles have `walked` columns."""
+    """The careful walk's tile for recomputing `rows` rows, in a kernel whose tiles have `walked` columns."""
     return tiles.careful(p.dim, p.dim_v, p.q.element_size(), precision(p) != "tf32", rows, walked)

@@ -1,8 +1,8 @@
-"""The kernels that make spoiled rows anew, with care: those of the tiles that the kernels before them marked.
+"""The kernels that recompute, by the careful walk, the tiles that the kernels before them flagged.
 
-A mark is an int32, 1 where NaN or Inf spoiled a tile, of number (sequence * heads + head) * tiles + tile. Tiles are
-counted upwards from the first rows; in packed layouts as locate() counts them, and the sequence is 0. Ordinary data has
-no mark set, and a program is done when it has seen that of its share.
+A flag is an int32, 1 if NaN or Inf spoiled its tile. The index of a flag is (sequence * heads + head) * tiles + tile.
+Tiles are counted upwards from the first rows; in packed layouts as locate() counts them, with sequence 0. With ordinary
+data no flag is set, and a program ends once it has read its share of the flags.
 """
 
 from __future__ import annotations
@@ -10,41 +10,41 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.backward_rows import dkdv_rows, dq_rows, tile_down
-from flashtile.backends.gpu.blocks import head_of, load_column, load_rows, store_column, tile_of
+from flashtile.backends.gpu.backward_rows import dkdv_rows, dq_rows, query_tile
+from flashtile.backends.gpu.blocks import head_of, load_per_row, load_rows, store_per_row, tile_of
 from flashtile.backends.gpu.cuts import cuts, reach
-from flashtile.backends.gpu.forward_rows import begin_rows, forward_rows_again
-from flashtile.backends.gpu.pdl import follow, lead
+from flashtile.backends.gpu.forward_rows import begin_rows, recompute_forward_rows
+from flashtile.backends.gpu.pdl import launch_dependents, wait_for_previous
 from flashtile.backends.gpu.scores import dot, exp2_of, shape_scores, visible_pairs
 
-MARKS = tl.constexpr(128)  # that a program looks at together
+FLAGS_AT_ONCE = tl.constexpr(128)  # that a program reads together
 
 
 @triton.jit
-def next_set(marks, n, count):
-    """The first mark that is set, of a program's share from n on; count or more if none is.
+def next_flagged(flags, n, count):
+    """The first set flag of a program's share from n on; count or more if there is none.
 
-    A share is every so many-th mark, so that neighbours have different programs.
+    Shares are interleaved, so that neighbouring flags belong to different programs.
     """
     step = tl.num_programs(0)
     found = n * 0 + count
     while (n < count) & (found == count):
-        o_n = n + tl.arange(0, MARKS) * step
-        m_set = tl.load(marks + o_n, mask=o_n < count, other=0) != 0
-        found = tl.min(tl.where(m_set, o_n, count), 0)
-        n += step * MARKS
+        o_n = n + tl.arange(0, FLAGS_AT_ONCE) * step
+        is_set = tl.load(flags + o_n, mask=o_n < count, other=0) != 0
+        found = tl.min(tl.where(is_set, o_n, count), 0)
+        n += step * FLAGS_AT_ONCE
     return found
 
 
 @triton.jit(do_not_specialize=["count", "tiles", "heads"])
-def mend_forward_kernel(
+def recompute_forward_kernel(
     q,
     k,
     v,
     out,
     lse,
     p_sink,
-    marks,
+    flags,
     count,
     rule,
     lengths,
@@ -53,25 +53,25 @@ def mend_forward_kernel(
     ROWS: tl.constexpr,
     PACKED_HEADS: tl.constexpr,
     C: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Output and lse of marked tiles of ROWS rows, which are forward_kernel's or another's."""
-    follow(CHAINED)
-    n = next_set(marks, tl.program_id(0), count)
+    """Recompute output and lse of flagged tiles of ROWS rows, whichever kernel made them."""
+    wait_for_previous(PDL)
+    n = next_flagged(flags, tl.program_id(0), count)
     while n < count:
         head, tile, at = tile_of(n, tiles, heads, lengths.cu_q, lengths.n_q, rule, lengths, ROWS)
-        forward_rows_again(
+        recompute_forward_rows(
             *(q, k, v, out, lse, p_sink, rule, at, head, tile * ROWS, 0, (0, at.k_len), 0, 0),
             *(ROWS, PACKED_HEADS, 1, C),
         )
-        n = next_set(marks, n + tl.num_programs(0), count)
+        n = next_flagged(flags, n + tl.num_programs(0), count)
 
 
 @triton.jit
-def sums_of_rows(q, k, log2, tops, p_sink, rule, at, h, i0, C: tl.constexpr):
-    """Of BLOCK_Q rows from i0 on, the maximum into tops, in halves of base 2, and the log2 of the sum into log2.
+def row_sums(q, k, log2, tops, p_sink, rule, at, h, i0, C: tl.constexpr):
+    """Store half the maximum in base 2 of BLOCK_Q rows from i0 on in tops, and the log2 of their sums in log2.
 
-    By the tiles of the walk that will use them, whose scores then have the same bits.
+    The tiles are those of the walk that uses the results, so that scores have the same bits.
     """
     o_i = i0 + tl.arange(0, C.BLOCK_Q)
     b_q = load_rows(head_of(q, at.sequence, h, at.q_start, at.q_len), None, i0, C.BLOCK_Q, C.DIM, C.BLOCK_D, True)
@@ -81,7 +81,7 @@ def sums_of_rows(q, k, log2, tops, p_sink, rule, at, h, i0, C: tl.constexpr):
     cut = cuts(reach(rule.left), reach(rule.right), at.offset, i0, last, at.k_len, C.BLOCK_K)
     for j in range(cut[0], cut[3]):
         b_k = load_rows(keys, None, j * C.BLOCK_K, C.BLOCK_K, C.DIM, C.BLOCK_D, True)
-        tile = tile_down(i0, h, j * C.BLOCK_K, at, C)
+        tile = query_tile(i0, h, j * C.BLOCK_K, at, C)
         S = dot(b_q, tl.trans(b_k), tl.zeros([C.BLOCK_Q, C.BLOCK_K], C.REAL), C.PRECISION)
         S, unit, _slope = shape_scores(S, rule, tile)
         S = tl.where(visible_pairs(rule, tile, True), S * (unit * 0.5), float("-inf"))
@@ -90,18 +90,18 @@ def sums_of_rows(q, k, log2, tops, p_sink, rule, at, h, i0, C: tl.constexpr):
         l = l * exp2_of(m - pivot, True) + tl.sum(exp2_of(S - pivot[:, None], True), 1)
         m = m_new
     empty = m == float("-inf")
-    store_column(head_of(tops, at.sequence, h, at.q_start, at.q_len), i0, tl.where(empty, 0.0, m))
-    store_column(head_of(log2, at.sequence, h, at.q_start, at.q_len), i0, tl.where(empty, float("inf"), tl.log2(l)))
+    store_per_row(head_of(tops, at.sequence, h, at.q_start, at.q_len), i0, tl.where(empty, 0.0, m))
+    store_per_row(head_of(log2, at.sequence, h, at.q_start, at.q_len), i0, tl.where(empty, float("inf"), tl.log2(l)))
 
 
 @triton.jit(do_not_specialize=["first_of_queries", "count", "tiles", "heads"])
-def mend_sums_kernel(
+def recompute_sums_kernel(
     q,
     k,
     log2,
     tops,
     p_sink,
-    marks,
+    flags,
     first_of_queries,
     count,
     rule,
@@ -110,24 +110,24 @@ def mend_sums_kernel(
     heads,
     ROWS: tl.constexpr,
     C: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Maximum and sum of the rows whose lse is NaN, in marked tiles of ROWS queries, for mend_backward_kernel."""
-    follow(CHAINED)
-    lead(CHAINED)
-    n = next_set(marks + first_of_queries, tl.program_id(0), count)
+    """Compute maximum and sum of rows with an lse of NaN in flagged tiles, for recompute_backward_kernel."""
+    wait_for_previous(PDL)
+    launch_dependents(PDL)
+    n = next_flagged(flags + first_of_queries, tl.program_id(0), count)
     while n < count:
         h, tile, at = tile_of(n, tiles, heads, lengths.cu_q, lengths.n_q, rule, lengths, ROWS)
         rows = head_of(log2, at.sequence, h, at.q_start, at.q_len)
         for i0 in range(tile * ROWS, tl.minimum((tile + 1) * ROWS, at.q_len), C.BLOCK_Q):
-            L = load_column(rows, i0, C.BLOCK_Q, 0.0, True)
+            L = load_per_row(rows, i0, C.BLOCK_Q, 0.0, True)
             if tl.max((L != L).to(tl.int32), 0) > 0:
-                sums_of_rows(q, k, log2, tops, p_sink, rule, at, h, i0, C)
-        n = next_set(marks + first_of_queries, n + tl.num_programs(0), count)
+                row_sums(q, k, log2, tops, p_sink, rule, at, h, i0, C)
+        n = next_flagged(flags + first_of_queries, n + tl.num_programs(0), count)
 
 
 @triton.jit(do_not_specialize=["count", "first_of_queries", "k_tiles", "kv_heads", "q_tiles", "heads"])
-def mend_backward_kernel(
+def recompute_backward_kernel(
     q,
     k,
     v,
@@ -138,7 +138,7 @@ def mend_backward_kernel(
     dq,
     dk,
     dv,
-    marks,
+    flags,
     count,
     first_of_queries,
     rule,
@@ -151,15 +151,15 @@ def mend_backward_kernel(
     Q_ROWS: tl.constexpr,
     OF_KEYS: tl.constexpr,
     OF_QUERIES: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """dK and dV of marked tiles of K_ROWS keys, whose marks come first, and dQ of tiles of Q_ROWS queries."""
-    follow(CHAINED)
-    n = next_set(marks, tl.program_id(0), count)
+    """Recompute flagged tiles: dK and dV of K_ROWS keys, whose flags come first, and dQ of Q_ROWS queries."""
+    wait_for_previous(PDL)
+    n = next_flagged(flags, tl.program_id(0), count)
     while n < count:
         if n < first_of_queries:
             head, tile, at = tile_of(n, k_tiles, kv_heads, lengths.cu_k, lengths.n_k, rule, lengths, K_ROWS)
-            for j0 in range(tile * K_ROWS, tl.minimum((tile + 1) * K_ROWS, at.k_room), OF_KEYS.BLOCK_K):
+            for j0 in range(tile * K_ROWS, tl.minimum((tile + 1) * K_ROWS, at.k_rows), OF_KEYS.BLOCK_K):
                 dkdv_rows(
                     *(q, k, v, dout, None, None, log2, delta, tops, dk, dv, rule, at, head, j0, OF_KEYS),
                     CAREFUL=True,
@@ -172,4 +172,4 @@ def mend_backward_kernel(
                     *(q, k, v, dout, None, None, log2, delta, tops, dq, rule, at, head, i0, OF_QUERIES),
                     CAREFUL=True,
                 )
-        n = next_set(marks, n + tl.num_programs(0), count)
+        n = next_flagged(flags, n + tl.num_programs(0), count)

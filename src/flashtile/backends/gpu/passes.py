@@ -1,6 +1,6 @@
-"""Passes: what a call launches, forward and backward, worked out once for all calls that differ in numbers alone.
+"""Prepared launches, forward and backward, for all calls that differ only in the contents of their tensors.
 
-Each backend has a Runner of its own, which says by which kernels.
+The Runner of each backend chooses the kernels.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from flashtile.results import Grads
 
 
 class Passes:
-    """A call without its numbers: what is launched for tensors of these shapes, strides, dtypes and alignments."""
+    """What a call launches for tensors of these shapes, strides, dtypes and alignments."""
 
-    alignment = ALIGNED  # kernels are compiled for it
+    alignment = ALIGNED  # kernels are specialized on the alignment of pointers
 
     def __init__(self, problem: Problem, lasting: bool) -> None:
         """lasting: whether the problem is as the caller gave it, so that other calls like it can run this way too."""
@@ -34,42 +34,46 @@ class Passes:
         self._problem = replace(problem, **outlines)
         self._aligned = {name: aligned(getattr(problem, name)) for name in "qkv"}
         self._forward: Callable[[Inputs, bool], tuple[Any, Any]]
-        self._ways_back: dict[Any, tuple[Callable[..., Grads], bool]] = {}
+        self._backwards: dict[Any, tuple[Callable[..., Grads], bool]] = {}
 
     def forward(self, x: Inputs, with_lse: bool = True) -> tuple[Any, Any]:
-        """Output and lse, contiguous, in the caller's layout. An lse that is not asked for holds anything."""
+        """Return output and lse, contiguous, in the caller's layout. An lse that is not asked for holds anything."""
         return on_device(self._index, self._forward, x, with_lse)
 
     def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Grads:
-        """Gradients from the saved output and lse, in the caller's layout, those of bias (of rank 4) and sink wide."""
+        """Return gradients from the saved output and lse, in the caller's layout; those of bias (rank 4) and sink in
+        accumulator precision.
+        """
         given = (dout, out, lse, dlse)
-        run, is_tidy = self._way_back(given, bias_grad)
+        run, is_tidy = self._backward_for(given, bias_grad)
         return on_device(self._index, run, x, *(given if is_tidy else self._tidied(given)))
 
-    def _way_back(self, given: tuple[Any, ...], bias_grad: bool) -> tuple[Callable[..., Grads], bool]:
-        """What runs a backward pass of tensors that lie like these, and whether they need not be tidied first."""
+    def _backward_for(self, given: tuple[Any, ...], bias_grad: bool) -> tuple[Callable[..., Grads], bool]:
+        """Return what runs a backward pass of tensors laid out like these, and whether they need no copies first."""
         dout, out, lse, dlse = given
         key = (bias_grad, _kind_of(dout), _kind_of(out), _kind_of(lse), None if dlse is None else _kind_of(dlse))
-        found = self._ways_back.get(key)
+        found = self._backwards.get(key)
         if found is None:
             outlines = check_gradients(self._problem, *map(outline, given))
             tidied = self._tidied(given)
             is_tidy = all(map(operator.is_, tidied, given))
-            run = self._differentiate(given, outlines, bias_grad) if is_tidy else self._way_back(tidied, bias_grad)[0]
-            found = self._ways_back[key] = run, is_tidy
+            run = (
+                self._differentiate(given, outlines, bias_grad) if is_tidy else self._backward_for(tidied, bias_grad)[0]
+            )
+            found = self._backwards[key] = run, is_tidy
         return found
 
     def _tidied(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        """dout, out, lse and dlse, with rows as the kernels want them."""
+        """dout, out, lse and dlse, with rows laid out as the kernels need them."""
         return tidy_gradients(self._problem, *given)
 
     def _differentiate(
         self, given: tuple[Any, ...], outlines: tuple[Any, ...], bias_grad: bool
     ) -> Callable[..., Grads]:
-        """The launches of a backward pass of tensors like these."""
+        """Prepare the launches of a backward pass of tensors like these."""
         raise NotImplementedError
 
 
 def _kind_of(x: Any) -> tuple[Any, ...]:
-    """All of a tensor that decides what is launched."""
+    """What decides the launch: shape, strides, dtype and alignment."""
     return x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNED

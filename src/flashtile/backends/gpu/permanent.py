@@ -1,9 +1,8 @@
-"""Memory that is kept for good, and so must not come from the memory of a CUDA graph.
+"""Memory that is kept for the life of the process, and so must not come from a CUDA graph's memory pool.
 
-torch's allocator gives memory of a graph's pool to allocations on a stream that is being captured and, while
-torch.compile warms a graph up or torch.cuda.use_mem_pool() is on, to all those of a thread. What is kept from there the
-next graph overwrites. An allocation is neither where it is made by a thread of its own, on the default stream, which
-cannot be captured.
+torch's allocator serves allocations on a captured stream from the graph's pool and, while torch.compile warms up a
+graph or torch.cuda.use_mem_pool() is active, all allocations of that thread. The next graph overwrites such memory. A
+thread of its own, on the default stream, which cannot be captured, allocates from neither.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ import torch
 
 
 def zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> tuple[Any, Any]:
-    """Zeros for the launches that follow on this stream, and, once the event beside them is over, for those on others.
+    """Return zeros for later launches on this stream, and an event after which other streams may use them too.
 
-    Not while this stream is being captured. Nobody waits on the host: what follows on this stream waits on the GPU.
+    This stream must not be under capture. The host does not wait; later work on this stream waits on the GPU.
     """
     if device.type != "cuda":
         return _zeros(shape, dtype, device), None
-    with ThreadPoolExecutor(1) as thread:  # of its own are also its modes and its current device
+    with ThreadPoolExecutor(1) as thread:  # has its own modes and its own current device too
         made, cleared = thread.submit(_cleared, shape, dtype, device).result()
     torch.cuda.current_stream(device).wait_event(cleared)
     return made, cleared
@@ -36,6 +35,6 @@ def _cleared(shape: tuple[int, ...], dtype: Any, device: Any) -> tuple[Any, Any]
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
-    """Also for calls that come later: a tensor that was made in inference mode could not be cleared outside of it."""
+    """Disable inference mode: a tensor made in it could not be cleared outside of it by a later call."""
     with torch.inference_mode(False):
         return torch.zeros(shape, dtype=dtype, device=device)

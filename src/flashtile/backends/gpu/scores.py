@@ -1,4 +1,4 @@
-"""What happens to a tile of scores between q.k and softmax."""
+"""A tile of scores between q.k and softmax: softcap, bias, ALiBi, masks and dropout."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.blocks import number, wide
+from flashtile.backends.gpu.blocks import from_bits, to_int64
 from flashtile.backends.gpu.unspecialized import half_of_seed, plain
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -15,12 +15,12 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 class Tile(NamedTuple):
-    """Where a tile of scores stands. Positions broadcast, [r, 1] and [1, c] or the other way round; so does o_h."""
+    """Coordinates of a tile of scores. Positions and o_h broadcast, [r, 1] and [1, c] or the other way round."""
 
     o_i: Any
     o_j: Any
     o_h: Any
-    real_i: Any  # whether there is such a query
+    real_i: Any  # whether the query exists
     k_len: Any
     sequence: Any
     offset: Any
@@ -28,19 +28,19 @@ class Tile(NamedTuple):
 
 @triton.jit
 def least(REAL: tl.constexpr):
-    """The least finite number of this type."""
+    """The lowest finite number of this type."""
     return -1.7976931348623157e308 if tl.float64 == REAL else -3.4028234663852886e38
 
 
 @triton.jit
 def exp2_of(x, HALVES: tl.constexpr):
-    """2^x. In halves of base 2 no finite score overflows: finfo.min, say, as a bias that hides a row."""
+    """2^x, or 2^2x if HALVES: with half the exponent no finite score overflows, not even a bias of finfo.min."""
     return tl.exp2(x + x) if HALVES else tl.exp2(x)
 
 
 @triton.jit
 def log_sum_exp(m, l):
-    """Of a maximum in halves of base 2 and a sum. Infinite only where m is."""
+    """The lse from a sum and half its maximum in base 2. Infinite only if m is."""
     L = m * (2 * LN2) + tl.log(l)
     L = tl.where((float("-inf") == L) & (m > float("-inf")) & (l > 0), least(m.dtype), L)
     return tl.where((float("inf") == L) & (m < float("inf")), -least(m.dtype), L)
@@ -48,13 +48,13 @@ def log_sum_exp(m, l):
 
 @triton.jit
 def inside(tile):
-    """Pairs of real queries and keys in use."""
+    """Pairs of a query that exists and a key in use."""
     return tile.real_i & (tile.o_j < tile.k_len)
 
 
 @triton.jit
 def tanh(x):
-    """Accurate also near 0, where 1 - exp(-2|x|) cancels."""
+    """tanh(x), accurate near 0 too, where 1 - exp(-2|x|) cancels."""
     e = tl.exp(-2 * tl.abs(x))
     far = (1 - e) / (1 + e)
     z = x * x
@@ -71,21 +71,21 @@ def tanh(x):
 @triton.jit
 def pair_pointers(p, sequence_stride, head_stride, row_stride, column_stride, sequence, o_h, o_i, o_j):
     """Pointers into a mask, a bias or its gradient."""
-    p += wide(sequence) * sequence_stride + wide(o_h) * head_stride
-    return p + wide(o_i) * row_stride + wide(o_j) * column_stride
+    p += to_int64(sequence) * sequence_stride + to_int64(o_h) * head_stride
+    return p + to_int64(o_i) * row_stride + to_int64(o_j) * column_stride
 
 
 @triton.jit
 def shape_scores(S, rule, tile):
-    """softcap, + bias, + alibi, of q.k (S). Returns S, its unit, and softcap's slope.
+    """Apply softcap, bias and ALiBi to q.k (S). Return S, its unit, and softcap's slope.
 
-    S * unit is the score in base 2: where nothing bends or shifts the scores, scaling waits until exp2, as an FMA.
+    S * unit is the score in base 2: if nothing bends or shifts the scores, scaling waits until exp2, as an FMA.
     """
-    scale = number(rule.scale, S.dtype)
+    scale = from_bits(rule.scale, S.dtype)
     slope = S
     unit = scale * LOG2E
     if rule.softcap is not None:
-        cap = number(rule.softcap, S.dtype)
+        cap = from_bits(rule.softcap, S.dtype)
         bent = tanh(S * (scale / cap))
         slope = 1 - bent * bent
         S = bent * cap
@@ -114,9 +114,9 @@ def shape_scores(S, rule, tile):
 
 @triton.jit
 def visible_pairs(rule, tile, MASKED: tl.constexpr):
-    """Which queries may see which keys. MASKED: the band or an end may cut this tile.
+    """Which queries see which keys. MASKED: the band or an end of the rows may cut this tile.
 
-    A query sees the keys up to one and, with a limit on the left, from one on: two comparisons, whatever the rule.
+    A query sees the keys up to one index and, with a limit on the left, from another one on: two comparisons.
     """
     visible = inside(tile)
     if MASKED:
@@ -145,9 +145,9 @@ def visible_pairs(rule, tile, MASKED: tl.constexpr):
 
 @triton.jit
 def kept(rule, sequence, o_h, o_i, j0, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr):
-    """Which weights of a tile [BLOCK_I, BLOCK_J] dropout keeps, the twin of dropout.py; j0 is a multiple of 4.
+    """Which weights of a tile [BLOCK_I, BLOCK_J] dropout keeps, as in dropout.py; j0 is a multiple of 4.
 
-    The others are multiplied by 0, so that a NaN stays one.
+    The caller multiplies the others by 0, so that a NaN stays a NaN.
     """
     quads = (j0 // 4 + tl.arange(0, BLOCK_J // 4))[None, :]
     c0 = tl.broadcast_to(quads, (BLOCK_I, BLOCK_J // 4))
@@ -164,8 +164,8 @@ def kept(rule, sequence, o_h, o_i, j0, BLOCK_I: tl.constexpr, BLOCK_J: tl.conste
 
 @triton.jit
 def dot(A, B, acc, PRECISION: tl.constexpr):
-    """acc + A B. The interpreter multiplies bfloat16 wrongly: it asks for PRECISION "wide", which widens first."""
-    if PRECISION == "wide":
+    """acc + A B. PRECISION "widened" widens A and B first: the interpreter multiplies bfloat16 incorrectly."""
+    if PRECISION == "widened":
         return tl.dot(A.to(acc.dtype), B.to(acc.dtype), acc, input_precision="ieee", out_dtype=acc.dtype)
     else:
         return tl.dot(A, B, acc, input_precision=PRECISION, out_dtype=acc.dtype)

@@ -1,4 +1,4 @@
-"""Scratch: memory for all that a pass needs until its end and nobody after it, made at once."""
+"""Scratch: one allocation for all the temporary memory of a pass."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Any
 
 import torch
 
-from flashtile.backends.gpu.start import At
+from flashtile.backends.gpu.kernel_launch import Argument
 from flashtile.backends.gpu.tensors import empty
 
 UNIT = 512  # bytes: parts are aligned as torch's own tensors are
 
 
 class Scratch:
-    """A value of a Series, at this place among the others; its parts are told by where they begin.
+    """A value of a LaunchSequence, by its position, divided into parts by their offsets.
 
-    All of them have to be known before empty() is.
+    All parts have to be added before maker() is called.
     """
 
-    def __init__(self, place: int, device: Any) -> None:
-        self._place, self._device, self._bytes = place, device, 0
+    def __init__(self, position: int, device: Any) -> None:
+        self._position, self._device, self._bytes = position, device, 0
 
-    def part(self, shape: tuple[int, ...], dtype: torch.dtype) -> At:
+    def part(self, shape: tuple[int, ...], dtype: torch.dtype) -> Argument:
         offset, count = self._bytes, prod(shape) * dtype.itemsize
         self._bytes += -(-count // UNIT) * UNIT
-        return At(self._place, offset, partial(_view, offset=offset, count=count, shape=shape, dtype=dtype))
+        return Argument(self._position, offset, partial(_view, offset=offset, count=count, shape=shape, dtype=dtype))
 
     def maker(self) -> Callable[[], Any]:
-        """What makes the memory."""
+        """Return what allocates the memory."""
         return empty((self._bytes // 4,), torch.float32, self._device)
 
 
@@ -38,6 +38,6 @@ def _view(memory: Any, offset: int, count: int, shape: tuple[int, ...], dtype: t
     return memory.view(torch.uint8)[offset : offset + count].view(dtype).view(shape)
 
 
-def after(part: At, first: int) -> At:
-    """What is left of a part, a vector of numbers of 32 bits, from this number on."""
-    return At(part.place, part.offset + 4 * first, lambda memory: part.of(memory)[first:])
+def tail(part: Argument, first: int) -> Argument:
+    """The rest of a part, a vector of 32-bit numbers, from element `first` on."""
+    return Argument(part.position, part.offset + 4 * first, lambda memory: part.of(memory)[first:])

@@ -1,4 +1,4 @@
-"""The gradient of sinks, from what a backward pass knows of all rows."""
+"""The gradient of sinks, from the row statistics of a backward pass."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from flashtile.problem import Problem
 LOG2E = 1 / math.log(2)
 
 
-def heads_at(p: Problem) -> int:
-    """The axis of heads of an lse in the caller's layout; a call of rank 2 has no such axis."""
+def head_axis(p: Problem) -> int:
+    """The head axis of an lse in the caller's layout; a call of rank 2 has none."""
     return 1 if p.packed else p.rank - 3
 
 
 def sink_gradient(sink: Any, rows: Iterable[Any], heads: int) -> Any:
-    """-sum over rows of exp(sink - lse) * delta. rows: log2, delta and tops, whose axis of heads is this one.
+    """-sum over rows of exp(sink - lse) * delta. rows: log2, delta and tops; heads: their head axis.
 
-    tops are in halves of base 2: finfo.min would overflow in whole ones.
+    tops hold half the maximum in base 2, because finfo.min * log2(e) would overflow.
     """
     log2, delta, tops = rows
     others = tuple(axis for axis in range(log2.ndim) if axis != heads)

@@ -1,4 +1,4 @@
-"""Tensors as a launch sees them: outlines that hold no memory, results to be made, blocks for the copy engine."""
+"""Tensors of a launch: outlines without memory, results to be allocated, descriptors for the copy engine."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from flashtile.backends.gpu.arguments import block
 from flashtile.backends.gpu.config import Config
 from flashtile.problem import Problem
 
-FEW_ROWS = 512
-FARTHEST = 1 << 23  # elements: offsets within a tile, of 256 rows at most, have 32 bits
-DUMPED = 1 << 16  # elements: larger results that nobody wants have memory of their own
+FEW_ROWS = 512  # for which a descriptor does not pay
+MAX_ROW_STRIDE = 1 << 23  # elements: offsets within a tile, of 256 rows at most, have 32 bits
+DISCARDED = 1 << 16  # elements: larger unused results have memory of their own
 _GUARDS: Any = torch._C._dynamo.guards
-_dumps: dict[Any, Any] = {}
+_discard_buffers: dict[Any, Any] = {}
 
 
 def laid_out(p: Problem) -> Problem:
-    """The problem with rows and vectors as kernels want them; p itself where it has them."""
+    """The problem with rows and vectors laid out as kernels need them; p itself if they are already."""
     vectors = ("sink", "kv_lengths", "cu_q", "cu_k", "descale")
     copies = {name: y for name in ("q", "k", "v") if (y := tidy(x := getattr(p, name), -2)) is not x}
     copies |= {
@@ -36,27 +36,29 @@ def laid_out(p: Problem) -> Problem:
 
 
 def tidy(x: Any, rows: int) -> Any:
-    """x, or a copy where its columns are not side by side, or its rows, along this axis, too far apart."""
-    return x if x.ndim < 2 or (x.stride(-1) == 1 and x.stride(rows) < FARTHEST) else x.contiguous()
+    """x, or a copy if its columns are not contiguous or its rows, along this axis, are too far apart."""
+    return x if x.ndim < 2 or (x.stride(-1) == 1 and x.stride(rows) < MAX_ROW_STRIDE) else x.contiguous()
 
 
 def tidy_gradients(p: Problem, dout: Any, out: Any, lse: Any, dlse: Any) -> tuple[Any, Any, Any, Any]:
-    """What a backward pass is given, in the caller's layout, with rows as kernels want them; wrong ranks stay."""
+    """Copy what has rows that kernels cannot take; all in the caller's layout. Wrong ranks pass through."""
     rows, alone = (0, 0) if p.packed else (-2, -1)
-    lse, dlse = (x if x is None or x.ndim < 1 or x.stride(alone) < FARTHEST else x.contiguous() for x in (lse, dlse))
+    lse, dlse = (
+        x if x is None or x.ndim < 1 or x.stride(alone) < MAX_ROW_STRIDE else x.contiguous() for x in (lse, dlse)
+    )
     return tidy(dout, rows), tidy(out, rows), lse, dlse
 
 
 def rounded(dout: Any, dtype: Any) -> Any:
-    """A copy as the matrix units take it, beside inputs of 16 bits; contiguous.
+    """A contiguous copy in the dtype of 16-bit inputs, which the matrix units need.
 
-    Left to itself torch goes by the order of the axes where elements share memory, and that of a view is another.
+    By default torch would keep the order of axes of an expanded tensor, and that of a view may differ.
     """
     return dout.to(dtype, memory_format=torch.contiguous_format)
 
 
 def rounded_outline(dout: Any, p: Problem) -> Any:
-    """The outline of such a copy, of rank 4, made in the caller's layout; dout itself where it has the dtype of q."""
+    """The outline, of rank 4, of rounded() in the caller's layout; dout itself if it has the dtype of q."""
     if dout.dtype == p.q.dtype:
         return dout
     return rounded(dout.swapaxes(1, 2), p.q.dtype).swapaxes(1, 2) if p.packed else rounded(dout, p.q.dtype)
@@ -68,25 +70,25 @@ def outline(x: Any) -> Any:
 
 
 def aligned(x: Any) -> bool:
-    """Triton compiles one kernel for pointers that are multiples of 16 bytes, and another for those that are not."""
+    """Whether the pointer is a multiple of 16 bytes; Triton specializes kernels on that."""
     return bool(x.data_ptr() % 16 == 0)
 
 
 def strides(x: Any, p: Problem) -> tuple[int, int, int]:
-    """Of x of rank 4, or an lse of rank 3, as kernels count them: packed sequences begin where their rows do."""
+    """The strides of x (rank 4) or an lse (rank 3) for kernels: packed sequences have a sequence stride of 0."""
     return 0 if p.packed else x.stride(0), x.stride(1), x.stride(2)
 
 
 def count_tiles(p: Problem, rows: int, total: int, block_rows: int) -> int:
-    """Tiles along the rows. Packed sequences may begin within a tile, so each of them may need one more."""
+    """The number of tiles along the rows. A packed sequence may begin within a tile, and so may need one more."""
     return total // block_rows + p.sequences if p.packed and total else int(triton.cdiv(rows, block_rows))
 
 
 def empty(shape: tuple[int, ...], dtype: Any, device: Any) -> Callable[[], Any]:
-    """What makes contiguous tensors like this: with strides given, torch has less to work out each time.
+    """Return what allocates contiguous tensors like this; given strides save torch work in each call.
 
-    On a GPU, which then has to be the current one, it is spared the dispatcher too, as by torch's own compiler,
-    where this torch has what that takes.
+    On a GPU, which then has to be the current one, it skips the dispatcher too, as torch's own compiler does, if this
+    torch has the function for that.
     """
     strides = torch.empty(shape, device="meta").stride()
     if device.type == "cuda" and torch.version.cuda is not None and hasattr(_GUARDS, "_empty_strided_cuda"):
@@ -94,16 +96,17 @@ def empty(shape: tuple[int, ...], dtype: Any, device: Any) -> Callable[[], Any]:
     return partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
 
 
-def dump(dtype: Any, device: Any) -> Any:
-    """Memory that all launches may write to, on whichever stream, because none reads it. Graphs rely on it for ever."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # a graph before any call has it for itself
-        return torch.empty(DUMPED, dtype=dtype, device=device)
-    made, _ = permanent.zeros((DUMPED,), dtype, device)
-    return _dumps.setdefault((dtype, device), made)  # not a second one, which would be given up while in use
+def discard_buffer(dtype: Any, device: Any) -> Any:
+    """Memory that any launch on any stream may write to, because none reads it. Graphs keep pointers to it for ever."""
+    # A graph that is captured before any other call gets a buffer of its own.
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return torch.empty(DISCARDED, dtype=dtype, device=device)
+    made, _ = permanent.zeros((DISCARDED,), dtype, device)
+    return _discard_buffers.setdefault((dtype, device), made)  # a second buffer would be freed while in use
 
 
 class Result:
-    """A tensor that a pass makes, contiguous in the caller's layout."""
+    """A result of a pass, contiguous in the caller's layout."""
 
     __slots__ = ("device", "dtype", "empty", "numel", "shape", "strides")
 
@@ -114,35 +117,35 @@ class Result:
         self.strides = (0, width, heads * width) if p.packed else (heads * n * width, n * width, width)
         self.numel = torch.Size(self.shape).numel()
         self.dtype, self.device = getattr(torch, dtype), device
-        self.empty = self.parts(dtype=self.dtype)  # called, it makes the tensor
+        self.empty = self.parts(dtype=self.dtype)  # allocates the tensor
 
-    def dump(self) -> Any:
-        """A place for the result where nobody wants it: as empty(), but a small one costs nothing."""
-        if self.numel > DUMPED:
+    def discard_buffer(self) -> Any:
+        """Memory for a result that is not used: like empty(), but free of cost if it is small."""
+        if self.numel > DISCARDED:
             return self.empty()
-        found = _dumps.get((self.dtype, self.device))
-        return dump(self.dtype, self.device) if found is None else found
+        found = _discard_buffers.get((self.dtype, self.device))
+        return discard_buffer(self.dtype, self.device) if found is None else found
 
     def parts(self, *count: int, dtype: Any) -> Callable[[], Any]:
-        """What makes the same a number of times, along another axis."""
+        """Return what allocates this result with additional leading axes."""
         return empty((*count, *self.shape), dtype, self.device)
 
 
-def blocks(x: Any, is_aligned: bool, config: Config, rows: int) -> Callable[[Any], Any] | None:
-    """What makes a descriptor of tensors that lie like x, of rank 4, for blocks of so many rows.
+def descriptor_maker(x: Any, is_aligned: bool, config: Config, rows: int) -> Callable[[Any], Any] | None:
+    """Return what makes descriptors of tensors laid out like x (rank 4), for blocks of `rows` rows.
 
-    None unless the table asks for descriptors, x is long enough to be worth their making, and the copy engine can take
-    it: all strides but the columns' multiples of 16 bytes.
+    None unless the tuning table asks for descriptors, x is long enough for them to pay, and the copy engine can take
+    it: contiguous columns, and all other strides multiples of 16 bytes.
     """
     item = x.element_size()
     fits = is_aligned and x.stride(3) == 1 and all(s and s * item % 16 == 0 for s in x.stride()[:3])
     if not (config.descriptors and fits and x.shape[2] > FEW_ROWS and x.numel()):
         return None
-    return maker(TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, block(x.shape[3])]))
+    return maker_like(TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, block(x.shape[3])]))
 
 
-def maker(descriptor: Any) -> Callable[[Any], Any]:
-    """What makes a descriptor like this one, whose checks have been made, of another tensor."""
+def maker_like(descriptor: Any) -> Callable[[Any], Any]:
+    """Return what makes a copy of this descriptor for another tensor, without repeating its checks."""
     kind: Any = type(descriptor)
     like = vars(descriptor)
 

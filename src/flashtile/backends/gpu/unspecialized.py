@@ -1,20 +1,20 @@
-"""The way back from arguments.py's steady(), the form of integers whose value must not decide what is compiled."""
+"""Decode integers from the form, made by arguments.py, that Triton does not specialize kernels on."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-STEADY = tl.constexpr(1 << 40)
+UNSPECIALIZED = tl.constexpr(1 << 40)
 
 
 @triton.jit
 def plain(x):
-    """The number itself; an argument of 32 bits is that already."""
-    return ((x - STEADY) >> 1).to(tl.int32) if x.dtype == tl.int64 else x
+    """Decode a number; a 32-bit argument is not encoded."""
+    return ((x - UNSPECIALIZED) >> 1).to(tl.int32) if x.dtype == tl.int64 else x
 
 
 @triton.jit
 def half_of_seed(x):
-    """As plain(), unsigned and in 64 bits."""
-    return ((x - STEADY) >> 1).to(tl.uint64)
+    """Like plain(), as an unsigned 64-bit number."""
+    return ((x - UNSPECIALIZED) >> 1).to(tl.uint64)

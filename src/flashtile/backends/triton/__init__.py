@@ -16,7 +16,7 @@ __all__ = ["missing", "prepare", "tile", "why_not"]
 
 
 def tile(problem: Problem, capability: tuple[int, int] | str | None = None) -> Tiling:
-    """That of a forward pass on such a GPU."""
+    """The tile of a forward pass on such a GPU."""
     from flashtile.backends.triton import tuning
 
     config, heads = tuning.forward(problem, capability)
@@ -24,9 +24,9 @@ def tile(problem: Problem, capability: tuple[int, int] | str | None = None) -> T
 
 
 def prepare(problem: Problem, arrays: Any = None) -> tuple[Runner, Inputs]:
-    """Its launches, for this problem and all that differ from it in their inputs alone, and its inputs.
+    """Prepare the launches of this problem, and return them with its inputs, laid out as they need them.
 
-    No atomics: gradients have the same bits on every run, whatever `deterministic` says.
+    The kernels use no atomics: gradients have the same bits on every run, whatever `deterministic` says.
     """
     from flashtile.backends.gpu.tensors import laid_out
     from flashtile.backends.triton.passes import Runner

@@ -1,4 +1,4 @@
-"""The launches of a backward pass: statistics of rows, dK and dV, dQ, what is to be mended, dbias."""
+"""The launches of a backward pass: row statistics, dK and dV, dQ, recomputed tiles, dbias."""
 
 from __future__ import annotations
 
@@ -11,12 +11,20 @@ from flashtile.backends.gpu import device as gpu
 from flashtile.backends.gpu.arguments import ALIGNED, block, constants, lengths, lengths_of, pairs, rule, rule_of
 from flashtile.backends.gpu.backward_rows import LARGE
 from flashtile.backends.gpu.config import Config
-from flashtile.backends.gpu.nonfinite import MendBackward
-from flashtile.backends.gpu.pdl import chains, following
+from flashtile.backends.gpu.kernel_launch import Argument, BoundLaunch, KernelLaunch, LaunchSequence, Maker, Strides
+from flashtile.backends.gpu.nonfinite import RecomputeBackward
+from flashtile.backends.gpu.pdl import pdl_options, supports_pdl
 from flashtile.backends.gpu.scratch import Scratch
 from flashtile.backends.gpu.sink import sink_gradient
-from flashtile.backends.gpu.start import At, Series, Start, Step, present
-from flashtile.backends.gpu.tensors import Result, blocks, count_tiles, results, rounded, rounded_outline, strides
+from flashtile.backends.gpu.tensors import (
+    Result,
+    count_tiles,
+    descriptor_maker,
+    results,
+    rounded,
+    rounded_outline,
+    strides,
+)
 from flashtile.backends.triton import tuning
 from flashtile.backends.triton.backward_kernels import dbias_kernel, dkdv_kernel, dq_kernel, statistics_kernel
 from flashtile.inputs import Inputs
@@ -24,147 +32,185 @@ from flashtile.problem import Problem
 from flashtile.results import Grads
 
 # The values of a backward pass.
-Q, K, V, DOUT, OUT, LSE, DLSE, DQ, DK, DV, SCRATCH, SINK, RULE, LENGTHS, DBIAS = map(At, range(15))
+Q, K, V, DOUT, OUT, LSE, DLSE, DQ, DK, DV, SCRATCH, SINK, RULE, LENGTHS, DBIAS = map(Argument, range(15))
 
 
 class Backward:
-    """The launches of a backward pass. `given`: outlines of dout, out, lse and dlse."""
+    """The launches of a backward pass. given: outlines of dout, out, lse and dlse."""
 
     def __init__(
         self, p: Problem, device: Any, is_aligned: dict[str, bool], given: tuple[Any, ...], bias_grad: bool
     ) -> None:
         dout = rounded_outline(given[0], p)
-        self._narrow = None if dout is given[0] else dout.dtype
+        self._dout_dtype = None if dout is given[0] else dout.dtype  # None: not rounded
         self._rule, self._lengths = rule(p), lengths(p)
         self._dq, self._dk, self._dv = grads = results(p, device)
         self._bias_shape = p.bias.shape if bias_grad and p.bias is not None else None
         self._real = getattr(torch, p.accumulator)
-        # Each kernel relies on what the one before it has waited for, so none may be missing.
-        chained = chains(device) and all(x.numel for x in grads[:2])
+        # With PDL each kernel relies on what the one before it has waited for, so none may be missing.
+        use_pdl = supports_pdl(device) and all(x.numel for x in grads[:2])
         of_keys, of_queries = (_config(kernel, p, device) for kernel in ("dkdv", "dq"))
-        scratch = Scratch(SCRATCH.place, device)
-        rows = _Statistics(p, of_keys.block_q, scratch)
-        self._of_rows, self._n = (rows.log2, rows.delta, rows.tops), p.q.shape[2]
-        of_mend = (strides(dout, p), *3 * (rows.strides,))
-        mend = MendBackward(p, device, of_queries.block_q, of_keys.block_k, of_mend, grads, chained)
-        marks = scratch.part((mend.count,), torch.int32)
+        scratch = Scratch(SCRATCH.position, device)
+        statistics = _Statistics(p, of_keys.block_q, scratch)
+        self._statistics, self._n = (statistics.log2, statistics.delta, statistics.tops), p.q.shape[2]
+        recompute = RecomputeBackward(
+            *(p, device, of_queries.block_q, of_keys.block_k),
+            *(strides(dout, p), statistics.strides, grads, use_pdl),
+        )
+        flags = scratch.part((recompute.count,), torch.int32)
         self._scratch = scratch.maker()
-        walks = _Walks(p, dout, is_aligned, rows, chained)
-        steps = list[Step]()
+        tiles = _TileKernels(p, dout, is_aligned, statistics, use_pdl)
+        launches = list[BoundLaunch]()
         if self._dq.numel:
-            steps.append(rows.step(p, device, (dout, *given[1:]), chained))
+            launches.append(statistics.bind(p, device, (dout, *given[1:]), use_pdl))
         if self._dk.numel:
-            steps.append(walks.dkdv(of_keys, grads[1:], marks))
+            launches.append(tiles.dkdv(of_keys, grads, flags))
         if self._dq.numel:
-            steps.append(walks.dq(of_queries, grads[:1], marks, mend.first_of_queries))
-        if mend.count:
-            steps += mend.steps(Q, K, V, DOUT, *self._of_rows, DQ, DK, DV, SINK, marks, RULE, LENGTHS)
+            launches.append(tiles.dq(of_queries, grads, flags, recompute.first_of_queries))
+        if recompute.count:
+            inputs = {"q": Q, "k": K, "v": V, "dout": DOUT, "p_sink": SINK, "rule": RULE, "lengths": LENGTHS}
+            launches += recompute.bind(**inputs, **statistics.parts(), flags=flags, dq=DQ, dk=DK, dv=DV)
         if self._bias_shape is not None and self._bias_shape.numel():
-            steps.append(walks.dbias(_config("dbias", p, device), self._bias_shape))
-        self._launch = Series(*steps)
+            launches.append(tiles.dbias(_config("dbias", p, device), self._bias_shape))
+        self._launch = LaunchSequence(*launches)
 
     def __call__(self, x: Inputs, *given: Any) -> Grads:
-        if self._narrow is not None:
-            given = (rounded(given[0], self._narrow), *given[1:])
+        if self._dout_dtype is not None:
+            given = (rounded(given[0], self._dout_dtype), *given[1:])
         dq, dk, dv, scratch = self._dq.empty(), self._dk.empty(), self._dv.empty(), self._scratch()
         a_rule, a_lengths = rule_of(self._rule, x), lengths_of(self._lengths, x)
-        dbias = of_bias = None
+        dbias = dbias_pairs = None
         if self._bias_shape is not None:
             dbias = x.q.new_zeros(self._bias_shape, dtype=self._real)
-            of_bias = pairs(dbias)
-        self._launch(x.q, x.k, x.v, *given, dq, dk, dv, scratch, x.sink, a_rule, a_lengths, of_bias)
+            dbias_pairs = pairs(dbias)
+        self._launch(x.q, x.k, x.v, *given, dq, dk, dv, scratch, x.sink, a_rule, a_lengths, dbias_pairs)
         dsink = None
         if x.sink is not None:
-            dsink = sink_gradient(x.sink, [part.of(scratch)[..., : self._n] for part in self._of_rows], heads=1)
+            dsink = sink_gradient(x.sink, [part.of(scratch)[..., : self._n] for part in self._statistics], heads=1)
         return Grads(dq, dk, dv, dbias, dsink)
 
 
 class _Statistics:
-    """What statistics_kernel makes of each row, in scratch memory: log2, delta and tops. tile: rows read at a time."""
+    """The results of statistics_kernel in scratch memory: log2, delta and tops. tile: rows read at a time."""
 
     def __init__(self, p: Problem, tile: int, scratch: Scratch) -> None:
-        # Rows side by side, with room for a whole tile where the last one begins. Multiples of ALIGNED, whatever the
-        # length: there would be kernels for both kinds.
+        # Contiguous rows, with space for a whole tile at the last one. Always a multiple of ALIGNED: otherwise there
+        # would be two specialized kernels.
         unit = max(ALIGNED, tile)
-        room = int(triton.cdiv(p.q.shape[2] + unit * p.packed, unit)) * unit
-        shape, real = (p.q.shape[0], p.heads, room), getattr(torch, p.accumulator)
-        self.strides = (0 if p.packed else p.heads * room, room, 1)
+        padded = int(triton.cdiv(p.q.shape[2] + unit * p.packed, unit)) * unit
+        shape, real = (p.q.shape[0], p.heads, padded), getattr(torch, p.accumulator)
+        self.strides = (0 if p.packed else p.heads * padded, padded, 1)
         self.log2, self.delta, self.tops = (scratch.part(shape, real) for _ in range(3))
 
-    def step(self, p: Problem, device: Any, given: tuple[Any, ...], chained: bool) -> Step:
-        of_given = (None if x is None else strides(x, p) for x in given)
+    def parts(self) -> dict[str, Argument]:
+        """The statistics by the names of kernel parameters."""
+        return {"log2": self.log2, "delta": self.delta, "tops": self.tops}
+
+    def bind(self, p: Problem, device: Any, given: tuple[Any, ...], use_pdl: bool) -> BoundLaunch:
+        names = ("dout", "out", "lse", "dlse")
+        inputs = {name: None if x is None else strides(x, p) for name, x in zip(names, given, strict=True)}
         n_rows, block_rows = p.q.shape[2], tuning.statistics_rows(gpu.architecture(device))
-        start = Start(
+        launch = KernelLaunch(
             statistics_kernel,
             int(triton.cdiv(n_rows, block_rows)) * p.heads * p.q.shape[0],
-            rows=present(*of_given, *3 * (self.strides,)),
+            strides=inputs | dict.fromkeys(self.parts(), self.strides),
             DIM_V=p.dim_v,
             BLOCK_DV=block(p.dim_v),
             BLOCK=block_rows,
             LARGE=LARGE[p.accumulator],
-            CHAINED=chained,
+            PDL=use_pdl,
         )
-        return start, (DOUT, OUT, LSE, DLSE, self.log2, self.delta, self.tops, n_rows, p.heads)
+        return launch.bind(dout=DOUT, out=OUT, lse=LSE, dlse=DLSE, **self.parts(), n_rows=n_rows, heads=p.heads)
 
 
-class _Walks:
-    """The kernels that walk tiles of scores, and what all of them read: q, k, v, dout and the statistics of rows."""
+class _TileKernels:
+    """The kernels that walk tiles of scores, and their common inputs: q, k, v, dout and the row statistics."""
 
-    def __init__(self, p: Problem, dout: Any, is_aligned: dict[str, bool], rows: _Statistics, chained: bool) -> None:
-        self._p, self._is_aligned, self._rows, self._chained = p, is_aligned, rows, chained
+    def __init__(
+        self, p: Problem, dout: Any, is_aligned: dict[str, bool], statistics: _Statistics, use_pdl: bool
+    ) -> None:
+        self._p, self._is_aligned, self._use_pdl = p, is_aligned, use_pdl
         self._tensors = {"q": p.q, "k": p.k, "v": p.v, "dout": dout}
-        self._strides = [strides(x, p) for x in self._tensors.values()]
+        self._statistics = statistics
+        self._strides = {name: strides(x, p) for name, x in self._tensors.items()}
+        self._strides |= {"log2": statistics.strides, "delta": statistics.strides}
+        self._inputs = {"q": Q, "k": K, "v": V, "dout": DOUT, "rule": RULE, "lengths": LENGTHS}
+        self._inputs |= {"log2": statistics.log2, "delta": statistics.delta}
 
-    def dkdv(self, config: Config, grads: tuple[Result, ...], marks: At) -> Step:
-        p, rows = self._p, self._rows
+    def dkdv(self, config: Config, grads: tuple[Result, ...], flags: Argument) -> BoundLaunch:
+        p, (_, dk, dv) = self._p, grads
         tiles = count_tiles(p, p.n_k, p.k.shape[2], config.block_k)
-        start = self._start(dkdv_kernel, config, tiles * p.kv_heads, ("q", "dout"), config.block_q, grads)
-        where = (Q, DOUT, rows.log2, rows.delta, DK, DV, marks, RULE, LENGTHS)
-        return start, (Q, K, V, DOUT, *where, tiles, p.kv_heads)
+        launch = self._launch(
+            dkdv_kernel,
+            config,
+            tiles * p.kv_heads,
+            {"q_desc": self._descriptors("q", config, config.block_q)}
+            | {"do_desc": self._descriptors("dout", config, config.block_q)},
+            {"dk": dk.strides, "dv": dv.strides},
+        )
+        walked = {"q_desc": Q, "do_desc": DOUT}
+        return launch.bind(**self._inputs, **walked, dk=DK, dv=DV, flags=flags, tiles=tiles, kv_heads=p.kv_heads)
 
-    def dq(self, config: Config, grads: tuple[Result, ...], marks: At, first_mark: int) -> Step:
-        p, rows = self._p, self._rows
+    def dq(self, config: Config, grads: tuple[Result, ...], flags: Argument, first_flag: int) -> BoundLaunch:
+        p, (dq, *_) = self._p, grads
         tiles = count_tiles(p, p.n_q, p.q.shape[2], config.block_q)
-        start = self._start(dq_kernel, config, tiles * p.heads, ("k", "v"), config.block_k, grads)
-        where = (K, V, rows.log2, rows.delta, DQ, marks, first_mark, RULE, LENGTHS)
-        return start, (Q, K, V, DOUT, *where, tiles, p.heads)
+        launch = self._launch(
+            dq_kernel,
+            config,
+            tiles * p.heads,
+            {"k_desc": self._descriptors("k", config, config.block_k)}
+            | {"v_desc": self._descriptors("v", config, config.block_k)},
+            {"dq": dq.strides},
+        )
+        walked = {"k_desc": K, "v_desc": V}
+        counts = {"first_flag": first_flag, "tiles": tiles, "heads": p.heads}
+        return launch.bind(**self._inputs, **walked, dq=DQ, flags=flags, **counts)
 
-    def _start(
-        self, kernel: Any, config: Config, tiles: int, walked: tuple[str, str], width: int, grads: tuple[Result, ...]
-    ) -> Start:
-        """Of a kernel that has so many tiles in a sequence, and fetches the two that it walks by blocks of `width`."""
-        fetched = [blocks(self._tensors[name], self._is_aligned[name], config, width) for name in walked]
-        of_rows = 2 * (self._rows.strides,)
-        return Start(
+    def _descriptors(self, name: str, config: Config, rows: int) -> Maker | None:
+        return descriptor_maker(self._tensors[name], self._is_aligned[name], config, rows)
+
+    def _launch(
+        self,
+        kernel: Any,
+        config: Config,
+        tiles: int,
+        descriptors: dict[str, Maker | None],
+        grads: dict[str, Strides],
+    ) -> KernelLaunch:
+        """tiles: of all heads of a sequence."""
+        return KernelLaunch(
             kernel,
             tiles * self._p.q.shape[0],
-            config.options | following(self._chained),
-            present(*self._strides, None, None, *of_rows, *(x.strides for x in grads)),
-            blocks=dict(enumerate(fetched, 4)),
+            config.options | pdl_options(self._use_pdl),
+            self._strides | grads,
+            descriptors,
             C=constants(self._p, config),
-            CHAINED=self._chained,
+            PDL=self._use_pdl,
         )
 
-    def dbias(self, config: Config, shape: torch.Size) -> Step:
-        """It follows no other: it is launched when all before it is complete."""
-        p, rows = self._p, self._rows
-        sequences, heads, down, across = shape
-        start = Start(
+    def dbias(self, config: Config, shape: torch.Size) -> BoundLaunch:
+        """Launched without PDL, when everything before it is complete."""
+        p, statistics = self._p, self._statistics
+        sequences, heads, n_rows, n_keys = shape
+        launch = KernelLaunch(
             dbias_kernel,
-            int(triton.cdiv(down, config.block_q) * triton.cdiv(across, config.block_k)) * sequences * heads,
+            int(triton.cdiv(n_rows, config.block_q) * triton.cdiv(n_keys, config.block_k)) * sequences * heads,
             config.options,
-            present(*self._strides, *3 * (rows.strides,)),
+            self._strides | {"tops": statistics.strides},
             SHARE_SEQUENCES=sequences == 1,
             SHARE_HEADS=heads == 1,
-            SHARE_ROWS=down == 1,
-            SHARE_KEYS=across == 1,
+            SHARE_ROWS=n_rows == 1,
+            SHARE_KEYS=n_keys == 1,
             C=constants(p, config),
         )
-        where = (rows.log2, rows.delta, rows.tops, DBIAS, RULE, LENGTHS)
-        return start, (Q, K, V, DOUT, *where, p.heads, down, across)
+        return launch.bind(
+            **self._inputs, tops=statistics.tops, dbias=DBIAS, heads=p.heads, n_rows=n_rows, n_keys=n_keys
+        )
 
 
 def _config(kernel: str, p: Problem, device: Any) -> Config:
     if kernel == "dbias":
         return tuning.DBIAS if max(p.dim, p.dim_v) <= 128 else tuning.DBIAS._replace(block_q=16)
-    return tuning.choose(kernel, p.dim, p.dim_v, p.q.element_size(), gpu.architecture(device), *tuning.asks(p))
+    return tuning.choose(
+        kernel, p.dim, p.dim_v, p.q.element_size(), gpu.architecture(device), *tuning.choice_options(p)
+    )

@@ -1,8 +1,8 @@
-"""The backward kernels: statistics of rows, then dK and dV by key tiles, dQ by query tiles, dbias. No atomics.
+"""The backward kernels: row statistics, dK and dV by key tiles, dQ by query tiles, dbias. No atomics.
 
-Weights are made again from the lse, which has the bits of one number: of a row with scores of 1e9 it keeps the maximum
-and loses the sum. Such a row gets NaN for its lse, which spoils all that it has a part in, and so is mended: there its
-maximum (its top) and its sum are two numbers.
+Weights are recomputed from the lse, a single number: for scores of 1e9 it keeps the maximum and loses the sum. The lse
+of such a row becomes NaN, which spoils all tiles that the row contributes to, so that they are recomputed from its
+maximum (its top) and its sum as two numbers.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from flashtile.backends.gpu.blocks import (
     head_of,
     load_rows,
     locate,
-    measure,
-    store_column,
+    sequence_bounds,
+    store_per_row,
     tile_of,
 )
 from flashtile.backends.gpu.cuts import cuts, reach
-from flashtile.backends.gpu.pdl import follow, lead
+from flashtile.backends.gpu.pdl import launch_dependents, wait_for_previous
 from flashtile.backends.gpu.scores import pair_pointers
 from flashtile.backends.gpu.unspecialized import plain
 
@@ -40,21 +40,21 @@ def statistics_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK: tl.constexpr,
     LARGE: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """What the other kernels want to know of each row: its lse in base 2, and delta = rowsum(dO * O) - dL.
+    """Store the statistics of each row: lse in base 2, delta = rowsum(dO * O) - dL, and a top of 0 until it is known.
 
-    And 0 for its top, until it is known. The grid counts blocks of rows, then heads.
+    The grid counts blocks of rows, then heads.
     """
-    lead(CHAINED)
+    launch_dependents(PDL)
     blocks = tl.cdiv(n_rows, BLOCK)
     first = tl.program_id(0) % blocks * BLOCK
     head = tl.program_id(0) // blocks % heads
     sequence = tl.program_id(0) // blocks // heads
     L, D = row_statistics(dout, out, lse, dlse, sequence, head, 0, n_rows, first, DIM_V, BLOCK_DV, BLOCK, LARGE)
-    store_column(head_of(log2, sequence, head, 0, n_rows), first, L)
-    store_column(head_of(delta, sequence, head, 0, n_rows), first, D)
-    store_column(head_of(tops, sequence, head, 0, n_rows), first, tl.zeros([BLOCK], L.dtype))
+    store_per_row(head_of(log2, sequence, head, 0, n_rows), first, L)
+    store_per_row(head_of(delta, sequence, head, 0, n_rows), first, D)
+    store_per_row(head_of(tops, sequence, head, 0, n_rows), first, tl.zeros([BLOCK], L.dtype))
 
 
 @triton.jit(do_not_specialize=["tiles", "kv_heads"])
@@ -69,31 +69,31 @@ def dkdv_kernel(
     delta,
     dk,
     dv,
-    marks,
+    flags,
     rule,
     lengths,
     tiles,
     kv_heads,
     C: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """A program owns BLOCK_K keys of one key head and walks the queries of the group that see them.
+    """Compute dK and dV of BLOCK_K keys of a key head per program, walking the queries of the group that see them.
 
-    Where they come out spoiled, it sets their mark for mend_backward_kernel.
+    Spoiled tiles are flagged for recompute_backward_kernel.
     """
-    follow(CHAINED)
-    lead(CHAINED)  # after it, so that dq_kernel, too, finds the statistics complete
+    wait_for_previous(PDL)
+    launch_dependents(PDL)  # after the wait, so that dq_kernel finds the statistics complete too
     program = tl.program_id(0)
     head, tile, at = tile_of(program, tiles, kv_heads, lengths.cu_k, lengths.n_k, rule, lengths, C.BLOCK_K)
     j0 = tile * C.BLOCK_K
-    if j0 < at.k_room:
+    if j0 < at.k_rows:
         bad = dkdv_rows(q, k, v, dout, q_desc, do_desc, log2, delta, None, dk, dv, rule, at, head, j0, C, CAREFUL=False)
-        tl.store(marks + program, bad.to(tl.int32))
+        tl.store(flags + program, bad.to(tl.int32))
     else:
-        tl.store(marks + program, 0)
+        tl.store(flags + program, 0)
 
 
-@triton.jit(do_not_specialize=["first_mark", "tiles", "heads"])
+@triton.jit(do_not_specialize=["first_flag", "tiles", "heads"])
 def dq_kernel(
     q,
     k,
@@ -104,35 +104,35 @@ def dq_kernel(
     log2,
     delta,
     dq,
-    marks,
-    first_mark,
+    flags,
+    first_flag,
     rule,
     lengths,
     tiles,
     heads,
     C: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """A program owns BLOCK_Q queries of one head and walks the keys they see. It marks them where they are spoiled.
+    """Compute dQ of BLOCK_Q queries of a head per program, walking the keys that they see. Spoiled tiles are flagged.
 
-    CHAINED: it begins beside the last programs of dkdv_kernel, before which the statistics were complete, and which
-    touches nothing that is written here. One program waits for it, so that this kernel is not complete before it.
+    With PDL it begins beside the last programs of dkdv_kernel, which waited for the statistics and accesses nothing
+    that is written here. One program waits for dkdv_kernel, so that this kernel does not complete first.
     """
-    lead(CHAINED)
+    launch_dependents(PDL)
     program = tl.program_id(0)
     h = program // tiles % heads
     tile = tiles - 1 - program % tiles  # see forward_kernel
-    p_mark = marks + first_mark + program // tiles * tiles + tile
+    p_flag = flags + first_flag + program // tiles * tiles + tile
     sequence, tile = locate(lengths.cu_q, lengths.n_q, tile, program // tiles // heads, lengths, C.BLOCK_Q)
-    at = measure(lengths, rule.offset, sequence)
+    at = sequence_bounds(lengths, rule.offset, sequence)
     i0 = tile * C.BLOCK_Q
     if i0 < at.q_len:
         bad = dq_rows(q, k, v, dout, k_desc, v_desc, log2, delta, None, dq, rule, at, h, i0, C, CAREFUL=False)
-        tl.store(p_mark, bad.to(tl.int32))
+        tl.store(p_flag, bad.to(tl.int32))
     else:
-        tl.store(p_mark, 0)
+        tl.store(p_flag, 0)
     if program == tl.num_programs(0) - 1:
-        follow(CHAINED)
+        wait_for_previous(PDL)
 
 
 @triton.jit(do_not_specialize=["heads", "n_rows"])
@@ -156,9 +156,9 @@ def dbias_kernel(
     SHARE_KEYS: tl.constexpr,
     C: tl.constexpr,
 ):
-    """A program owns a tile of dbias and adds up dS over all that share it, always in the same order.
+    """Compute a tile of dbias per program: the sum of dS over all that share it, always in the same order.
 
-    The grid counts tiles of keys, then of queries, then heads, then sequences, each as far as they are not shared.
+    The grid counts tiles of keys, then of queries, then heads, then sequences; a shared axis counts once.
     """
     across = tl.cdiv(n_keys, C.BLOCK_K)
     down = tl.cdiv(n_rows, C.BLOCK_Q)
@@ -175,7 +175,7 @@ def dbias_kernel(
     last_j = tl.cdiv(plain(lengths.n_k), C.BLOCK_K) if SHARE_KEYS else first_j + 1
     total = tl.zeros([C.BLOCK_Q, C.BLOCK_K], C.REAL)
     for sequence in range(first_sequence, last_sequence):
-        at = measure(lengths, rule.offset, sequence)
+        at = sequence_bounds(lengths, rule.offset, sequence)
         for h in range(first_head, last_head):
             queries = head_of(q, sequence, h, at.q_start, at.q_len)
             douts = head_of(dout, sequence, h, at.q_start, at.q_len)

@@ -1,4 +1,4 @@
-"""The launches of a forward pass: how it is shared out among programs, who mends rows, and who merges shares."""
+"""The launches of a forward pass: its division among programs, recomputed rows, and the merge of split keys."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import triton
 from flashtile.backends.gpu import device as gpu
 from flashtile.backends.gpu.arguments import block, constants, lengths, lengths_of, rule, rule_of
 from flashtile.backends.gpu.config import Config
-from flashtile.backends.gpu.nonfinite import MendForward, careful
-from flashtile.backends.gpu.pdl import chains
-from flashtile.backends.gpu.start import At, Series, Start, Step
-from flashtile.backends.gpu.tensors import Result, blocks, count_tiles, strides
+from flashtile.backends.gpu.kernel_launch import Argument, KernelLaunch, LaunchSequence
+from flashtile.backends.gpu.nonfinite import RecomputeForward, careful
+from flashtile.backends.gpu.pdl import supports_pdl
+from flashtile.backends.gpu.tensors import Result, count_tiles, descriptor_maker, strides
 from flashtile.backends.triton import tuning
 from flashtile.backends.triton.forward_kernel import forward_kernel
 from flashtile.backends.triton.merge_kernel import merge_kernel
 from flashtile.inputs import Inputs
 from flashtile.problem import Problem
 
-MOST_SPLITS = 64
-# The values of a forward pass. A part is what a program makes of its share of the keys; of all keys, it is the result.
-Q, K, V, OUT, LSE, PART, PART_LSE, MARKS, SINK, RULE, LENGTHS = map(At, range(11))
+MAX_SPLITS = 64
+# The values of a forward pass. A part is the result of a share of the keys; of all keys, it is the output.
+Q, K, V, OUT, LSE, PART, PART_LSE, FLAGS, SINK, RULE, LENGTHS = map(Argument, range(11))
 
 
 class Forward:
@@ -32,55 +32,64 @@ class Forward:
         self._out = Result(p, p.heads, p.q.shape[2], p.dim_v, p.out_dtype, device)
         self._lse = Result(p, p.heads, p.q.shape[2], None, p.accumulator, device)
         self._rule, self._lengths = rule(p), lengths(p)
-        work = _share_out(p, device)
+        work = _divide(p, device)
         self._splits = work.splits
-        # Where each has a processor to itself, a program that mends its own rows is done sooner than another launch.
-        # Where keys are split, it has to, however many share a processor: only it knows its share, and a row that was
-        # made anew as a whole would be none of the parts that are merged.
-        inside = work.splits > 1 or work.programs <= gpu.processors(device)
-        chained = not inside and chains(device)
-        self._mend = None
-        if not inside:
+        # If each program has a processor to itself, recomputing its own rows is faster than another launch. If keys are
+        # split, it has to do so in any case: only the program knows its share, and a row recomputed from all keys would
+        # be none of the parts that are merged.
+        in_kernel = work.splits > 1 or work.programs <= gpu.processors(device)
+        use_pdl = not in_kernel and supports_pdl(device)
+        self._recompute = None
+        if not in_kernel:
             block_q, packed_heads = work.config.block_q, work.packed_heads
-            self._mend = MendForward(p, device, self._out, self._lse, block_q, packed_heads, chained)
-        self._start = self._kernel(p, work, is_aligned, inside, chained)
-        between = (self._out.numel, self._lse.numel) if work.splits > 1 else (0, 0)  # parts of neighbouring shares
-        where = (Q, K, V, K, V, PART, PART_LSE, SINK, MARKS, RULE, LENGTHS)
-        steps: list[Step] = [(self._start, (*where, work.tiles, work.heads, *between))]
-        if self._mend is not None:
-            steps.append(self._mend.step(Q, K, V, OUT, LSE, SINK, MARKS, RULE, LENGTHS))
+            self._recompute = RecomputeForward(p, device, self._out, self._lse, block_q, packed_heads, use_pdl)
+        self._kernel = self._forward_launch(p, work, is_aligned, in_kernel, use_pdl)
+        # Elements from the part of one share to that of the next.
+        out_split, lse_split = (self._out.numel, self._lse.numel) if work.splits > 1 else (0, 0)
+        inputs = {"q": Q, "k": K, "v": V, "p_sink": SINK, "flags": FLAGS, "rule": RULE, "lengths": LENGTHS}
+        counts = {"tiles": work.tiles, "heads": work.heads, "out_split": out_split, "lse_split": lse_split}
+        launches = [self._kernel.bind(**inputs, k_desc=K, v_desc=V, out=PART, lse=PART_LSE, **counts)]
+        if self._recompute is not None:
+            launches.append(self._recompute.bind(**inputs, out=OUT, lse=LSE))
         if work.splits > 1:
             real = getattr(torch, p.accumulator)
             self._part = self._out.parts(work.splits, dtype=real)
             self._part_lse = self._lse.parts(2 * work.splits, dtype=real)
-            merge = self._merge(p, work.splits, real.itemsize)
-            steps.append((merge, (PART, PART_LSE, OUT, LSE, *between, p.q.shape[2], p.heads)))
-        self._launch = Series(*steps)
+            merge = self._merge_launch(p, work.splits, real.itemsize)
+            counts = {"part_split": out_split, "lse_split": lse_split, "n_rows": p.q.shape[2], "n_heads": p.heads}
+            launches.append(merge.bind(part=PART, part_lse=PART_LSE, out=OUT, lse=LSE, **counts))
+        self._launch = LaunchSequence(*launches)
 
-    def _kernel(self, p: Problem, work: _Shares, is_aligned: dict[str, bool], inside: bool, chained: bool) -> Start:
-        """inside: each program mends its own rows."""
+    def _forward_launch(
+        self, p: Problem, work: _Shares, is_aligned: dict[str, bool], in_kernel: bool, use_pdl: bool
+    ) -> KernelLaunch:
+        """in_kernel: each program recomputes its own rows."""
         config = work.config
-        q, k, v = (strides(x, p) for x in (p.q, p.k, p.v))
-        return Start(
+        inputs = {name: strides(x, p) for name, x in (("q", p.q), ("k", p.k), ("v", p.v))}
+        return KernelLaunch(
             forward_kernel,
             work.programs,
             config.options,
-            {0: q, 1: k, 2: v, 5: self._out.strides, 6: self._lse.strides},
-            {n: blocks(x, is_aligned[name], config, config.block_k) for n, name, x in ((3, "k", p.k), (4, "v", p.v))},
+            inputs | {"out": self._out.strides, "lse": self._lse.strides},
+            {
+                "k_desc": descriptor_maker(p.k, is_aligned["k"], config, config.block_k),
+                "v_desc": descriptor_maker(p.v, is_aligned["v"], config, config.block_k),
+            },
             PACKED_HEADS=work.packed_heads,
             SPLITS=work.splits,
             C=constants(p, config),
-            AGAIN=constants(p, careful(p, config.block_q, config.block_k)) if inside else None,
-            CHAINED=chained,
+            RECOMPUTE=constants(p, careful(p, config.block_q, config.block_k)) if in_kernel else None,
+            PDL=use_pdl,
         )
 
-    def _merge(self, p: Problem, splits: int, itemsize: int) -> Start:
-        """Of so many parts, whose numbers have so many bytes."""
-        return Start(
+    def _merge_launch(self, p: Problem, splits: int, itemsize: int) -> KernelLaunch:
+        """itemsize: bytes of a number of the parts."""
+        out, lse = self._out.strides, self._lse.strides
+        return KernelLaunch(
             merge_kernel,
             p.q.shape[0] * p.heads * p.q.shape[2],
             {"num_warps": tuning.merge_warps(splits * block(p.dim_v) * itemsize)},
-            rows=dict(enumerate(2 * (self._out.strides, self._lse.strides))),
+            {"part": out, "part_lse": lse, "out": out, "lse": lse},
             SPLITS=splits,
             BLOCK_S=triton.next_power_of_2(splits),
             DIM_V=p.dim_v,
@@ -88,44 +97,45 @@ class Forward:
         )
 
     def __call__(self, x: Inputs, with_lse: bool) -> tuple[Any, Any]:
-        out, lse = self._out.empty(), self._lse.empty() if with_lse else self._lse.dump()
+        out, lse = self._out.empty(), self._lse.empty() if with_lse else self._lse.discard_buffer()
         if self._out.numel == 0:
             return out, lse
         part, part_lse = (out, lse) if self._splits == 1 else (self._part(), self._part_lse())
-        marks = None if self._mend is None else self._mend.make()
+        flags = None if self._recompute is None else self._recompute.make()
         a_rule, a_lengths = rule_of(self._rule, x), lengths_of(self._lengths, x)
-        self._launch(x.q, x.k, x.v, out, lse, part, part_lse, marks, x.sink, a_rule, a_lengths)
+        self._launch(x.q, x.k, x.v, out, lse, part, part_lse, flags, x.sink, a_rule, a_lengths)
         return out, lse
 
 
 class _Shares(NamedTuple):
-    """How a forward pass is shared out among programs."""
+    """How a forward pass is divided among programs."""
 
     config: Config
-    packed_heads: int  # query heads whose rows share a tile
-    tiles: int  # of one head, or of those that share them
-    heads: int  # those that share tiles are one
+    packed_heads: int  # query heads that share the rows of a tile
+    tiles: int  # of one head, or of the heads that share them
+    heads: int  # packed heads count as one
     splits: int  # shares of the keys
     programs: int
 
 
-def _share_out(p: Problem, device: Any) -> _Shares:
+def _divide(p: Problem, device: Any) -> _Shares:
     architecture = gpu.architecture(device)
     config, packed_heads = tuning.forward(p, architecture)
     tiles, heads = count_tiles(p, p.n_q * packed_heads, p.q.shape[2], config.block_q), p.heads // packed_heads
     programs = tiles * heads * p.q.shape[0]
     splits = _splits(p, programs, config, device)
     if splits > 1 and p.n_k <= tuning.FEW_KEYS * splits:
-        config, _ = tuning.forward(p, architecture, short=True)  # a tile has all rows of a decode, whichever it is
+        config, _ = tuning.forward(p, architecture, short=True)  # either tile holds all rows of a decode
         splits = _splits(p, programs, config, device)
     return _Shares(config, packed_heads, tiles, heads, splits, splits * programs)
 
 
 def _splits(p: Problem, programs: int, config: Config, device: Any) -> int:
-    """Shares of the keys, where queries alone leave processors idle. By shape and device only: bits stay the same.
+    """The number of shares of the keys, more than 1 if queries alone leave processors idle.
 
-    A power of two: each number of shares is a kernel of its own.
+    It depends on shape and device only, so that results keep their bits. It is a power of two, because each number
+    needs a kernel of its own.
     """
-    room = config.programs * gpu.processors(device)
-    wanted = min(room // max(programs, 1), MOST_SPLITS, p.n_k // (4 * config.block_k))
+    available = config.programs * gpu.processors(device)
+    wanted = min(available // max(programs, 1), MAX_SPLITS, p.n_k // (4 * config.block_k))
     return 1 << max(wanted, 1).bit_length() - 1

@@ -1,13 +1,13 @@
-"""The forward kernel: a tile of queries walks the keys it sees. With SPLITS, each program walks a share of them."""
+"""The forward kernel: a tile of queries walks the keys that it sees, or with SPLITS a share of them."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from flashtile.backends.gpu.blocks import locate, measure
-from flashtile.backends.gpu.forward_rows import cuts_of_rows, forward_rows, forward_rows_again
-from flashtile.backends.gpu.pdl import lead
+from flashtile.backends.gpu.blocks import locate, sequence_bounds
+from flashtile.backends.gpu.forward_rows import cuts_of_rows, forward_rows, recompute_forward_rows
+from flashtile.backends.gpu.pdl import launch_dependents
 
 
 @triton.jit(do_not_specialize=["tiles", "heads", "lse_split"])
@@ -20,7 +20,7 @@ def forward_kernel(
     out,
     lse,
     p_sink,
-    marks,
+    flags,
     rule,
     lengths,
     tiles,
@@ -30,23 +30,24 @@ def forward_kernel(
     PACKED_HEADS: tl.constexpr,
     SPLITS: tl.constexpr,
     C: tl.constexpr,
-    AGAIN: tl.constexpr,
-    CHAINED: tl.constexpr,
+    RECOMPUTE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """A program makes BLOCK_Q rows of the output. PACKED_HEADS query heads of a group share the rows of a tile.
+    """Compute BLOCK_Q rows of the output per program. PACKED_HEADS query heads of a group share the rows of a tile.
 
-    The grid counts tiles, then `heads` (of them packed), then shares of the keys, then sequences. Spoiled rows are
-    marked for mend_forward_kernel; without marks the program mends them itself, by the constants AGAIN.
+    The grid counts tiles, then `heads` (packed heads count as one), then shares of the keys, then sequences. Spoiled
+    tiles are flagged for recompute_forward_kernel; without flags the program recomputes its rows itself, with the
+    constants RECOMPUTE.
     """
-    lead(CHAINED)
+    launch_dependents(PDL)
     program = tl.program_id(0)
     head = program // tiles % heads
     split = program // tiles // heads % SPLITS
     sequence = program // tiles // heads // SPLITS
-    tile = tiles - 1 - program % tiles  # under a causal band the last rows see the most keys: they start first
-    number_of_tile = (sequence * heads + head) * tiles + tile
+    tile = tiles - 1 - program % tiles  # the last rows start first: under a causal band they see the most keys
+    tile_number = (sequence * heads + head) * tiles + tile
     sequence, tile = locate(lengths.cu_q, lengths.n_q, tile, sequence, lengths, C.BLOCK_Q)
-    at = measure(lengths, rule.offset, sequence)
+    at = sequence_bounds(lengths, rule.offset, sequence)
     first = tile * C.BLOCK_Q
     if first < at.q_len * PACKED_HEADS:
         share = 0, at.k_len
@@ -59,21 +60,21 @@ def forward_kernel(
             *(PACKED_HEADS, SPLITS, C),
             CAREFUL=False,
         )
-        if marks is not None:
-            tl.store(marks + number_of_tile, bad.to(tl.int32))
+        if flags is not None:
+            tl.store(flags + tile_number, bad.to(tl.int32))
         elif bad:
             tl.debug_barrier()
-            forward_rows_again(
+            recompute_forward_rows(
                 *(q, k, v, out, lse, p_sink, rule, at, head, first, split, share, out_split, lse_split),
-                *(C.BLOCK_Q, PACKED_HEADS, SPLITS, AGAIN),
+                *(C.BLOCK_Q, PACKED_HEADS, SPLITS, RECOMPUTE),
             )
-    elif marks is not None:
-        tl.store(marks + number_of_tile, 0)
+    elif flags is not None:
+        tl.store(flags + tile_number, 0)
 
 
 @triton.jit
 def share_of(cut, split, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The keys, from and to, that one of SPLITS programs walks: whole tiles."""
+    """The range of keys that one of SPLITS programs walks, in whole tiles."""
     share = tl.cdiv(cut[3] - cut[0], SPLITS)
     begin = tl.minimum(cut[0] + split * share, cut[3])
     return begin * BLOCK_K, tl.minimum(begin + share, cut[3]) * BLOCK_K

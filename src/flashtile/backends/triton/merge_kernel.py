@@ -1,4 +1,4 @@
-"""The merge kernel: partial results over shares of the keys -> the result (eq. 8)."""
+"""The merge kernel: combines the partial results of split keys (eq. 8)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ def merge_kernel(
     DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """A program merges one row. SPLITS partials come in as float32 (float64), with m in halves of base 2 and,
-    after those, l."""
+    """Merge one row per program.
+
+    The SPLITS partials are float32 (float64). part_lse holds half of each m in base 2, then each l.
+    """
     row = tl.program_id(0) % n_rows
     head = tl.program_id(0) // n_rows % n_heads
     sequence = (tl.program_id(0) // n_rows // n_heads).to(tl.int64)
@@ -37,7 +39,7 @@ def merge_kernel(
     top = tl.where(top == float("-inf"), 0.0, top)
     weight = l * exp2_of(m - top, True)
     total = tl.sum(weight, 0)
-    weight /= tl.where(total == 0, 1.0, total)  # before the sum, which might not be finite without
+    weight /= tl.where(total == 0, 1.0, total)  # before the sum, which might overflow otherwise
     p_part = part.ptr + sequence * part.sequence + head * part.head + row * part.row
     there = (o_s < SPLITS)[:, None] & (o_v < DIM_V)[None, :]
     b_part = tl.load(p_part + o_s.to(tl.int64)[:, None] * part_split + o_v[None, :], mask=there, other=0.0)

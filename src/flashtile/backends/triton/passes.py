@@ -1,4 +1,4 @@
-"""Both passes of a call by the portable kernels."""
+"""The forward and backward pass of a call by the portable kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashtile.results import Grads
 
 
 class Runner(Passes):
-    """Runs calls like this one, whatever their numbers are."""
+    """Runs calls like this one, on any numbers."""
 
     def __init__(self, problem: Problem, lasting: bool = True) -> None:
         super().__init__(problem, lasting)

@@ -11,12 +11,12 @@ from flashtile.problem import Problem
 
 DECODES = ("decode", "decode-short")
 KERNELS = ("forward", "dkdv", "dq", *DECODES)
-FEW_KEYS = 1024  # keys: a split decode whose programs would walk no more of them, one a processor, is "decode-short"
+FEW_KEYS = 1024  # a split decode is "decode-short" if programs, one per processor, would walk no more keys
 
 
-# As measured, by major compute capability and bytes an element, then by kernel and padded head dim.
-# `flashtile bench tune` makes such rows, over N = 1024 and 4096; those of forward at 64 and of backward at 128 are its
-# work, those of forward at 128 and of decode-short were found by hand, the others are from when it knew N = 4096 alone.
+# Measured, by major compute capability and bytes per element, then by kernel and padded head dim.
+# `flashtile bench tune` makes such rows, over N = 1024 and 4096. It made those of forward at 64 and of backward at 128;
+# those of forward at 128 and of decode-short were found by hand; the others are older, from N = 4096 alone.
 MEASURED: dict[tuple[int, int], dict[str, dict[int, Config]]] = {
     (9, 2): {
         "forward": {
@@ -30,8 +30,8 @@ MEASURED: dict[tuple[int, int], dict[str, dict[int, Config]]] = {
         "decode-short": {128: Config(16, 64, 2, 3, programs=2)},
     },
 }
-# With dropout. Weights then pass through shared memory, and random numbers want registers: tiles that fit, and of which
-# no loop spills, as the compiler tells. Where there is no row, that of other calls does.
+# With dropout, weights pass through shared memory and random numbers take registers: these tiles fit, and the compiler
+# reports no spills in their loops. Without a row here, the one of other calls applies.
 DROPOUT: dict[tuple[int, int], dict[str, dict[int, Config]]] = {
     (9, 2): {
         "forward": {128: Config(128, 64, 8, 3, True), 256: Config(64, 64, 8, 2, True)},
@@ -39,8 +39,8 @@ DROPOUT: dict[tuple[int, int], dict[str, dict[int, Config]]] = {
         "dq": {256: Config(64, 32, 8, 3, True)},
     },
 }
-# Not measured: tiles that fit the shared memory of these GPUs and keep the loop over full tiles in registers, as the
-# compiler tells (tests/backends/triton/test_targets.py). 16-bit types, by kernel and padded head dim.
+# Not measured: tiles that fit the shared memory of these GPUs and do not spill in the loop over full tiles, according
+# to the compiler (tests/backends/triton/test_targets.py). 16-bit types, by kernel and padded head dim.
 REASONED: dict[str, dict[str, dict[int, Config]]] = {
     "ampere": {  # 163 KB
         "forward": {64: Config(128, 64, 4, 3), 128: Config(128, 64, 8, 3), 256: Config(64, 64, 8, 2)},
@@ -77,10 +77,10 @@ REASONED: dict[str, dict[str, dict[int, Config]]] = {
         "decode": {64: Config(16, 64, 4, 1), 128: Config(16, 32, 4, 1), 256: Config(16, 32, 4, 1)},
     },
 }
-# Anything else, by padded head dim of a 16-bit type: small enough for the shared memory of every GPU that Triton knows.
-# A tile has at least 8 keys a warp (dkdv: queries): where warps share columns of a product, Triton 3.6 gave wrong
-# numbers with a mask and dropout. The last column is for float32 alone, whose products there are of another kind.
-ELSEWHERE = {
+# All other cases, by padded head dim of a 16-bit type: small enough for the shared memory of every GPU that Triton
+# supports. A tile has at least 8 keys per warp (dkdv: queries): if warps share columns of a product, Triton 3.6 gives
+# wrong numbers with a mask and dropout. The last column is for float32 alone, whose products there are of another kind.
+DEFAULT = {
     "forward": {
         64: (64, 64, 4, 2),
         128: (64, 32, 4, 2),
@@ -93,8 +93,8 @@ ELSEWHERE = {
     "decode": {64: (16, 64, 4, 3), 128: (16, 32, 4, 3), 256: (16, 32, 4, 3), 512: (16, 32, 4, 1), 1024: (16, 16, 4, 1)},
 }
 DBIAS = Config(32, 32, 4, 1)
-STATISTICS_ROWS = {9: 16}  # as measured, by major compute capability; 64 elsewhere
-MERGED = 16384  # bytes of parts that one warp holds in registers
+STATISTICS_ROWS = {9: 16}  # measured, by major compute capability; 64 elsewhere
+MERGED = 16384  # bytes of partial results that one warp holds in registers
 
 _overrides: dict[str, Config] = {}
 
@@ -108,10 +108,10 @@ def choose(
     pairs: bool = False,
     dropout: bool = False,
 ) -> Config:
-    """The tile for one of KERNELS. gpu: the compute capability of NVIDIA's, the architecture of AMD's ("gfx942").
+    """The tile for one of KERNELS. gpu: an NVIDIA compute capability, or an AMD architecture ("gfx942").
 
-    `pairs`: there is a mask or a bias, whose tiles want shared memory too. A short decode that has no row, or has such
-    pairs, is as any other.
+    pairs: there is a mask or a bias, whose tiles need shared memory too. A short decode with pairs, or without a row of
+    its own, uses the row of "decode".
     """
     if kernel in _overrides:
         return _overrides[kernel]
@@ -131,27 +131,27 @@ def choose(
     reasoned = REASONED.get(_family(gpu), {}).get(kernel, {})
     if padded_width(width) in reasoned and itemsize == 2 and not pairs:
         return reasoned[padded_width(width)]
-    return Config(*ELSEWHERE[kernel][padded_width(effective_width(width, itemsize))])
+    return Config(*DEFAULT[kernel][padded_width(effective_width(width, itemsize))])
 
 
-def asks(problem: Problem) -> tuple[bool, bool]:
-    """The `pairs` and `dropout` of choose()."""
+def choice_options(problem: Problem) -> tuple[bool, bool]:
+    """The arguments `pairs` and `dropout` of choose()."""
     return problem.mask is not None or problem.bias is not None, problem.dropout > 0
 
 
 def statistics_rows(gpu: tuple[int, int] | str | None) -> int:
-    """Of a program that makes the statistics of rows."""
+    """The rows of a program that computes row statistics."""
     return STATISTICS_ROWS.get(gpu[0], 64) if isinstance(gpu, tuple) else 64
 
 
 def merge_warps(size: int) -> int:
-    """Of a program that merges parts of so many bytes: one if it can, for then its sums need not cross warps."""
+    """The warps of a program that merges `size` bytes: one if possible, so that its sums need not cross warps."""
     return min(8, 1 << ((size - 1) // MERGED).bit_length())
 
 
 @contextmanager
 def override(kernel: str, config: Config) -> Iterator[None]:
-    """Within it, choose() answers `config` for this kernel, whatever the problem: for whoever measures candidates."""
+    """Make choose() return `config` for this kernel, whatever the problem, to measure candidates."""
     before = _overrides.copy()
     _overrides[kernel] = config
     try:
@@ -162,19 +162,19 @@ def override(kernel: str, config: Config) -> Iterator[None]:
 
 
 def forward(problem: Problem, gpu: tuple[int, int] | str | None, short: bool = False) -> tuple[Config, int]:
-    """The tile of a forward pass, and how many query heads of a group share its rows, which they would leave empty.
+    """The tile of a forward pass, and how many query heads of a group share its rows; one head would leave most empty.
 
-    `short`: if it is a decode, it is a short one.
+    short: if this is a decode, it is a short one.
     """
     p = problem
-    room = (p.dim, p.dim_v, ITEMSIZE[p.dtype], gpu, *asks(p))
-    config, decode = choose("forward", *room), choose("decode-short" if short else "decode", *room)
+    arguments = (p.dim, p.dim_v, ITEMSIZE[p.dtype], gpu, *choice_options(p))
+    config, decode = choose("forward", *arguments), choose("decode-short" if short else "decode", *arguments)
     heads = p.group if p.group > 1 and not p.packed and p.n_q * 4 <= config.block_q * 3 else 1
     return decode if heads * p.n_q <= decode.block_q and not p.packed else config, heads
 
 
 def _family(gpu: tuple[int, int] | str | None) -> str:
-    """The row of REASONED: GPUs of one instruction set and shared memory. The small Blackwells (12.x) are as Ada."""
+    """The row of REASONED: GPUs of one instruction set and shared memory. Small Blackwells (12.x) are like Ada."""
     if isinstance(gpu, str):
         return "cdna" if gpu.startswith("gfx9") else "rdna"
     if gpu is None:

@@ -1,11 +1,11 @@
-"""A GPU of Hopper's kind on a CPU: it runs the Hopper kernels as they are written, a block of numbers at a time.
+"""An emulator of a Hopper GPU on a CPU: it runs the Hopper kernels as Python, a block of numbers at a time.
 
-Roles of a program take turns in an order drawn from a seed. What a GPU does meanwhile, copies and products, is done as
-late, or as soon, as that order has it; until then there is NaN where the result will be. So what a kernel does not wait
-for is wrong here, and not only on some days. It stops where nobody can go on, where more threads come to a barrier than
-it counts, where one thread speaks for others that it has not met, where an address lies outside of its tensor, and
-where a copy or a product reads what no fence has made visible to it.
+Roles of a program take turns in a seeded order. Asynchronous copies and products are done as late, or as soon, as that
+order decides; until then their result holds NaN. So a missing wait always gives a wrong result for some seed. The
+emulator raises an error if no role can continue, if more threads arrive at a barrier than it counts, if one thread acts
+for others that it has not synchronized with, if an address is outside of its tensor, and if a copy or a product reads
+data without a fence.
 
-What it cannot see: warps of one role run as one, and layouts of registers, which test_targets.py has compiled, are
-taken for granted.
+It cannot check warps of one role against each other, because they run as one, nor layouts of registers, which
+test_targets.py compiles.
 """

@@ -1,4 +1,4 @@
-"""The words of Triton and Gluon, as plain Python; and kernels that are made of them."""
+"""The functions of Triton and Gluon in plain Python, and kernels rebuilt from them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _largest(x: Block, axis: int) -> Block:
 
 
 def _without_nan(x: torch.Tensor) -> torch.Tensor:
-    """A GPU's maximum passes over them. That of nothing else is NaN there; here it is -inf."""
+    """A GPU's maximum ignores NaN. The maximum of NaN alone is NaN there; here it is -inf."""
     return torch.where(x.isnan(), -torch.inf, x) if x.is_floating_point() else x
 
 
@@ -88,7 +88,7 @@ def _allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
 
 
 class _Layout:
-    """Where registers or shared memory hold what: nobody's business here, but for those made outside of kernels."""
+    """Stands for layouts, which the emulator ignores, except for those made outside of kernels."""
 
     def __call__(self, *_: Any, **__: Any) -> None:
         return None
@@ -100,7 +100,7 @@ class _Layout:
 
 
 def _warp_specialize(parts: list[tuple[Any, tuple[Any, ...]]], warps: list[int], _registers: list[int]) -> None:
-    """The first part is for the warps that the program began with."""
+    """The first part runs on the warps that the program began with."""
     mine = me()
     (first, args), *others = parts
     left = set[int]()
@@ -121,7 +121,7 @@ def _warp_specialize(parts: list[tuple[Any, tuple[Any, ...]]], warps: list[int],
 
 
 def _follow_growth(share: Block, m: Block, most: int) -> tuple[Block, Block]:
-    """assembly.follow()."""
+    """ptx.follow_growth()."""
     largest = _without_nan(share.x).amax(1, keepdim=True).expand(share.x.shape)
     power = ((largest.contiguous().view(torch.int32) >> 23).clamp(max=253) - 127).float()
     power = torch.where(largest > 2.0**most, power, 0.0)
@@ -129,7 +129,7 @@ def _follow_growth(share: Block, m: Block, most: int) -> tuple[Block, Block]:
 
 
 def _pack(*parts: torch.Tensor) -> Block:
-    """Numbers of a few bits in one integer, the first in its lowest ones."""
+    """Pack numbers of a few bits into one integer, the first in its lowest bits."""
     bits = 32 // len(parts)
     whole = {16: torch.int16, 8: torch.int8}[bits]
     words_ = [(x.view(whole).to(torch.int32) & (1 << bits) - 1) << bits * n for n, x in enumerate(parts)]
@@ -150,7 +150,7 @@ def _reciprocal(x: Block) -> Block:
 
 
 def _await_count(counter: Pointer, count: int, _rest: int) -> None:
-    """As unsigned numbers. What a kernel before says at its counters is to be seen with all that it did."""
+    """Counts are unsigned. What a previous kernel did before it counts must be visible."""
     before = me().program.launch.before
     me().pause(lambda: int(counter.read()) % 2**32 >= int(count) % 2**32, f"{count} at a counter")
     if before is not None and counter.address in before.relaxed:
@@ -208,7 +208,7 @@ def _init(barrier: Barriers, count: int) -> None:
 
 
 def _arrive(barrier: Barriers, count: int = 1) -> None:
-    """All threads of a role meet before one of them arrives."""
+    """All threads of a role synchronize before one of them arrives."""
     me().meet()
     barrier.only.arrive(count)
     me().pause()
@@ -233,7 +233,7 @@ MODULES = {
     ),
     hopper.tma.__name__: SimpleNamespace(store_wait=_store_wait),
 }
-# What is not made of such words, by who it is.
+# Functions that are replaced as a whole, by identity.
 OTHERS: dict[int, Any] = {
     id(of): by
     for of, by in (
@@ -250,14 +250,17 @@ OTHERS: dict[int, Any] = {
         (ptx.stay_before, _nothing),
         (ptx.hold, _nothing),
         (ptx.scale_unless_one, lambda o, factor: o * factor),
-        (ptx.follow, _follow_growth),
+        (ptx.follow_growth, _follow_growth),
         (ptx.reciprocal, _reciprocal),
         (ptx.pack_halves, _pack_halves),
         (ptx.pack_quarters, _pack_quarters),
-        (ptx.added, processor.await_copies),
-        (ptx.fence_async_global, _nothing),  # sums are made at once here, whoever asks
-        (pdl.follow, lambda chained: me().program.launch.follow() if chained else None),
-        (pdl.lead, lambda chained: me().program.launch.lead(me().program) if chained else None),
+        (ptx.await_adds, processor.await_copies),
+        (ptx.fence_async_global, _nothing),  # sums are added at once here
+        (pdl.wait_for_previous, lambda use_pdl: me().program.launch.wait_for_previous() if use_pdl else None),
+        (
+            pdl.launch_dependents,
+            lambda use_pdl: me().program.launch.launch_dependents(me().program) if use_pdl else None,
+        ),
         (pdl.await_count, _await_count),
     )
 }
@@ -265,11 +268,11 @@ OTHERS: dict[int, Any] = {
 
 # ---- kernels ----
 
-_made: dict[int, Callable[..., Any]] = {}  # by the function it was made of
+_made: dict[int, Callable[..., Any]] = {}  # by the jitted function
 
 
 def python(function: Any) -> Callable[..., Any]:
-    """A jitted function, and all that it calls, in these words."""
+    """A jitted function, and everything that it calls, in plain Python."""
     if id(function) not in _made:
         _make(function, function.fn.__code__)
     return _made[id(function)]
@@ -277,7 +280,7 @@ def python(function: Any) -> Callable[..., Any]:
 
 def _make(function: Any, code: CodeType) -> None:
     of = function.fn
-    of_compiler = type(function).__name__ == "ConstexprFunction"  # to which constants are what they are to Python
+    of_compiler = type(function).__name__ == "ConstexprFunction"  # its constants are plain Python values
     used: dict[str, Any] = {}
     _made[id(function)] = FunctionType(code, used, of.__name__, of.__defaults__)
     for name in code.co_names:
@@ -298,7 +301,7 @@ def _in_words(x: Any) -> Any:
 
 @contextmanager
 def rewritten(function: Any, line: int, text: str) -> Iterator[None]:
-    """While it lasts, this line of a jitted function's source is another. The first is 0, and its decorator's."""
+    """Replace one line of a jitted function's source within this context. Line 0 is its decorator."""
     lines = dedent(getsource(function.fn)).splitlines()
     lines[line] = " " * (len(lines[line]) - len(lines[line].lstrip())) + text
     first = next(n for n, x in enumerate(lines) if x.startswith("def "))

@@ -18,11 +18,11 @@ _SHADOWS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by
 MBARRIER = object()  # a layout
 NAMED = 16  # barriers of a program
 WRITTEN, WAITED = "written", "waited"  # see Role
-KEPT = -int(LOST * 2**23)  # the bits of a float32 that are kept of a sum of 8-bit products
+KEPT = -int(LOST * 2**23)  # mask of the float32 bits that a sum of 8-bit products keeps
 
 
 class Program:
-    """copies: those that it has asked for, from shared memory to that of the GPU."""
+    """A program. copies: those that it has requested, from shared to global memory."""
 
     def __init__(self, number: int, launch: Any) -> None:
         self.number, self.launch, self.name = number, launch, f"{launch.name} {number}"
@@ -38,8 +38,8 @@ class Program:
 class Role:
     """Some warps of a program. unfenced: what they wrote, and copies and products cannot see yet.
 
-    apart: why its threads have to meet before one of them may go on for all: "written", each has written its part of a
-    tile, or "waited", one has waited for copies and the others have not.
+    apart: why its threads have to synchronize before one of them may act for all: "written", each has written its part
+    of a tile, or "waited", one has waited for copies and the others have not.
     """
 
     def __init__(self, program: Program, warps: int) -> None:
@@ -50,7 +50,7 @@ class Role:
         self.apart: str | None = None
 
     def pause(self, until: Callable[[], bool] | None = None, where: str = "") -> None:
-        """Let others go on, and products get on."""
+        """Let other roles run, and products proceed."""
         for product in self.products:
             if not turns().chance():
                 break
@@ -58,7 +58,7 @@ class Role:
         turns().pause(until, where)
 
     def meet(self) -> None:
-        """All its threads."""
+        """Synchronize all its threads."""
         self.apart = None
 
     def not_after(self, what: str) -> None:
@@ -70,7 +70,7 @@ class Role:
             raise MisuseError("a role ends before its products")
 
     def meanwhile(self, thing: Callable[[], None]) -> None:
-        """Have it done at any time from now on."""
+        """Do this at any time from now on."""
         turns().may_happen.append(thing)
         self.pause()
 
@@ -85,7 +85,7 @@ _now: list[Turns] = []
 
 @contextmanager
 def running(all_turns: Turns) -> Iterator[None]:
-    """Have me() be the role whose turn it is there."""
+    """Make me() return the current role of these turns."""
     _now.append(all_turns)
     try:
         yield
@@ -98,7 +98,7 @@ def turns() -> Turns:
 
 
 def me() -> Role:
-    """Whose turn it is."""
+    """The role that is running."""
     role: Role = turns().current.about
     return role
 
@@ -107,10 +107,10 @@ def me() -> Role:
 
 
 class Shared:
-    """Elements in shared memory. shadow: as many numbers, not 0 where an element needs a fence.
+    """Elements in shared memory. shadow: a number for each, not 0 if the element needs a fence.
 
-    places: where each one lies, in a layout that is not row by row. Swizzles are left out: all who read and write the
-    same bytes have them alike, also where keep() of the forward kernel writes words and a product reads bytes.
+    places: the index of each element, in a layout that is not row by row. Swizzles are left out: all accesses to the
+    same bytes use the same one, even if keep_weights() of the forward kernel writes words and a product reads bytes.
     """
 
     def __init__(self, x: torch.Tensor, shadow: torch.Tensor, places: torch.Tensor | None = None) -> None:
@@ -118,7 +118,7 @@ class Shared:
 
     @classmethod
     def allocate(cls, dtype: Any, shape: list[int], layout: Any) -> Shared:
-        """What lies there at first is no number."""
+        """Its initial contents are NaN, or -1."""
         x = torch.empty(shape, dtype=TORCH[dtype])
         spoil(x)
         found = cls(x, torch.zeros(shape, dtype=_SHADOWS[x.element_size()]))
@@ -177,7 +177,7 @@ class Shared:
         role.apart = WRITTEN
 
     def seen(self) -> Shared:
-        """For copies and products."""
+        """This memory for copies and products, if it is fenced."""
         if self.shadow.any():
             raise MisuseError("a copy or a product reads what no fence has made visible to it")
         return self
@@ -185,7 +185,7 @@ class Shared:
 
 @cache
 def _places(bases: tuple[tuple[int, ...], ...], shape: tuple[int, ...]) -> torch.Tensor:
-    """Of each element of a linear layout, its place: bit n of a place moves an element by bases[n]."""
+    """The index of each element of a linear layout: bit n of an index moves an element by bases[n]."""
     places = torch.arange(torch.Size(shape).numel())
     at = [sum((places >> bit & 1) * base[dim] for bit, base in enumerate(bases)) for dim in range(len(shape))]
     found = torch.full(shape, -1)
@@ -203,7 +203,7 @@ def spoil(x: torch.Tensor) -> None:
 
 
 class Barrier:
-    """An mbarrier: a phase ends when all have arrived, and all bytes too. One of several: index()."""
+    """An mbarrier: a phase ends when all threads have arrived, and all bytes too."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -256,7 +256,7 @@ class Barriers:
 
 
 class NamedBarrier:
-    """Of a program, by its number. It counts threads, of roles that come to it once each time."""
+    """A named barrier of a program. It counts the threads of roles, each of which arrives once per use."""
 
     def __init__(self, number: int) -> None:
         self._number, self._threads, self._counts, self._roles, self.times = number, 0, 0, set[Role](), 0
@@ -279,7 +279,7 @@ class NamedBarrier:
 
 
 def come_to(number: int, threads: int, stay: bool) -> None:
-    """A named barrier of this program; stay: until all have come."""
+    """Arrive at a named barrier of this program; stay: wait until all have arrived."""
     role = me()
     barrier = role.program.barriers.setdefault(int(number), NamedBarrier(int(number)))
     before = barrier.times
@@ -289,7 +289,7 @@ def come_to(number: int, threads: int, stay: bool) -> None:
 
 
 def await_phase(barrier: Barriers, phase: int) -> None:
-    """Until the phase of this parity has ended."""
+    """Wait until the phase of this parity has ended."""
     one, parity = barrier.only, int(phase)
     if parity not in (0, 1):
         raise MisuseError(f"a phase is 0 or 1, not {parity}")
@@ -300,7 +300,7 @@ def await_phase(barrier: Barriers, phase: int) -> None:
 
 
 class Descriptor:
-    """A tensor in memory, of which boxes are copied; what lies outside of it is 0, or stays as it is."""
+    """A tensor in memory from which boxes are copied; out of bounds they read 0 and write nothing."""
 
     def __init__(self, of: Any) -> None:
         self._whole = of.base.as_strided(of.shape, of.strides)
@@ -308,7 +308,7 @@ class Descriptor:
         self.dtype = TRITON[of.base.dtype]
         self.nbytes = torch.Size(self.block_shape).numel() * of.base.element_size()
         if of.base.data_ptr() % 16 or any(s * of.base.element_size() % 16 for s in of.strides[:-1]):
-            raise MisuseError("the copy engine wants multiples of 16 bytes")
+            raise MisuseError("the copy engine needs multiples of 16 bytes")
 
     @property
     def block_type(self) -> Descriptor:
@@ -319,7 +319,7 @@ class Descriptor:
             raise MisuseError(f"a tile {tile.shape} for a box {self.block_shape}")
 
     def inside(self, at: list[int]) -> tuple[torch.Tensor, tuple[slice, ...]]:
-        """What of a box lies in the tensor, and where in the box."""
+        """The part of the tensor in a box, and its place in the box."""
         found, box = self._whole, []
         for dim, (first, width) in enumerate(zip(map(int, at), self.block_shape, strict=True)):
             begin, end = max(first, 0), min(first + width, self._whole.shape[dim])
@@ -341,7 +341,7 @@ class Descriptor:
 
 
 def fetch_tile(desc: Descriptor, at: list[int], barrier: Barriers, tile: Shared) -> None:
-    """From memory; nobody may count on what was in the tile before, from now on."""
+    """Copy from global memory; from now on the tile's old contents are invalid."""
     desc.check(tile)
     spoil(tile.seen().x)
     at = [*at]
@@ -354,7 +354,7 @@ def fetch_tile(desc: Descriptor, at: list[int], barrier: Barriers, tile: Shared)
 
 
 class Copy:
-    """A tile on its way to memory: it is read, and then it is there, or has been added to what was there."""
+    """A tile on its way to global memory: it is read, and later written or added there."""
 
     def __init__(self, desc: Descriptor, at: list[int], tile: Shared, add: bool) -> None:
         desc.check(tile)
@@ -384,18 +384,18 @@ def send_tile(desc: Descriptor, at: list[int], tile: Shared, add: bool = False) 
 
 
 def await_reads() -> None:
-    """Of all that this role has sent."""
+    """Wait until all copies of this role have read their source."""
     _await(Copy.read)
 
 
 def await_copies() -> None:
-    """Until they are there."""
+    """Wait until they are complete."""
     _await(Copy.arrive)
     me().copies.clear()
 
 
 def _await(what: Callable[[Copy], None]) -> None:
-    """One thread does."""
+    """One thread of the role waits."""
     role = me()
     for copy in role.copies:
         what(copy)
@@ -408,14 +408,14 @@ def _await(what: Callable[[Copy], None]) -> None:
 
 
 class Later:
-    """A product that is under way: of no use before one has waited for it."""
+    """A pending product, which must not be used before its wait."""
 
     def __init__(self, a: Any, b: Shared, sum_: Block | None) -> None:
         self._a, self._b, self._sum = a if isinstance(a, Block) else a.seen(), b.seen(), sum_
         self.made: Block | None = None
 
     def __getattr__(self, name: str) -> Any:
-        raise MisuseError("a product is used before one has waited for it")
+        raise MisuseError("a product is used before its wait")
 
     def make(self) -> None:
         if self.made is None:
@@ -428,7 +428,7 @@ class Later:
 
 
 def _coarse_product(a: torch.Tensor, b: torch.Tensor, sum_: Block | None) -> torch.Tensor:
-    """Of 8-bit numbers: the matrix unit keeps few bits of each sum on the way."""
+    """A product of 8-bit numbers: the matrix unit keeps few bits of each intermediate sum."""
     found = torch.zeros(a.shape[0], b.shape[1]) if sum_ is None else sum_.x
     for first in range(0, a.shape[1], PRODUCTS):
         found = found + a[:, first : first + PRODUCTS] @ b[first : first + PRODUCTS]

@@ -1,4 +1,4 @@
-"""What a program holds in registers: numbers, blocks of them, and pointers."""
+"""What a program holds in registers: numbers, blocks and pointers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import triton.language as tl
 
-WIDE = 1 << 39  # an integer from here on is of 64 bits; those of unspecialized.py are
+WIDE = 1 << 39  # integers from here on have 64 bits, as those of unspecialized.py do
 TORCH = {
     tl.int1: torch.bool,
     tl.int8: torch.int8,
@@ -29,11 +29,11 @@ TRITON = {of_torch: of_triton for of_triton, of_torch in TORCH.items()}
 
 
 class MisuseError(RuntimeError):
-    """What would go wrong on a GPU, or might."""
+    """Something that is wrong on a GPU, or may be."""
 
 
 class Number(int):
-    """An integer, or a truth, as a scalar tensor. It is divided as C does it, towards 0; but it never overflows."""
+    """An integer or a boolean, as a scalar tensor. Division rounds towards 0 as in C; it never overflows."""
 
     @property
     def dtype(self) -> Any:
@@ -86,7 +86,7 @@ Number.__hash__ = int.__hash__  # type: ignore[method-assign]
 
 
 class Block:
-    """A tensor in registers; also a real number, of no axes."""
+    """A tensor in registers, or a real number, with no axes."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
@@ -124,7 +124,7 @@ class Block:
 
 
 def as_torch(x: Any) -> Any:
-    """As torch takes it."""
+    """A value as torch takes it."""
     if isinstance(x, Block):
         return x.x
     if not isinstance(x, int | float | torch.Tensor):
@@ -133,7 +133,7 @@ def as_torch(x: Any) -> Any:
 
 
 def as_tensor(x: Any) -> torch.Tensor:
-    """Likewise, and a tensor in any case."""
+    """A value as a torch tensor."""
     x = as_torch(x)
     return x if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=torch.int32 if isinstance(x, int) else None)
 
@@ -167,7 +167,7 @@ for _word in (*_OF_TENSORS, "lshift", "floordiv", "mod"):
 
 
 class Pointer:
-    """To elements of a tensor in memory. There is nothing to read or write outside of it."""
+    """A pointer to elements of a tensor in memory; out of bounds there is nothing to read or write."""
 
     def __init__(self, of: torch.Tensor, at: Any = 0) -> None:
         self._of, self._at = of, at
@@ -222,7 +222,10 @@ class Pointer:
 
 
 def argument(x: Any) -> Any:
-    """An argument of a kernel: a constant as it is, integers as Numbers, tensors as Pointers, tuples field by field."""
+    """An argument of a kernel:
+
+    constants as they are, integers as Numbers, tensors as Pointers, tuples field by field.
+    """
     if isinstance(x, tl.constexpr):
         return x.value
     if isinstance(x, tuple):

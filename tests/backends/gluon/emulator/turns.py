@@ -1,4 +1,4 @@
-"""Turns: agents that run one at a time, in an order drawn from a seed, and things that happen between their turns."""
+"""Turns: agents that run one at a time in a seeded order, and events that happen between their turns."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from random import Random
 from threading import Lock, Thread
 from typing import Any
 
-LATEST, OFTEN = 0.0, 4.0  # how often what may happen does, beside an agent's turn
-MOST = 20_000_000  # turns; a kernel of the tests takes some thousands
-LAST = 0.2  # a rank: who has less goes on when nothing else may happen
+LATEST, OFTEN = 0.0, 4.0  # how often events happen, relative to an agent's turn
+MOST = 20_000_000  # turns; a kernel in the tests takes some thousands
+LAST = 0.2  # agents of a lower rank run only when nothing else can
 
 
 class StuckError(RuntimeError):
-    """Nobody can go on."""
+    """No agent can continue."""
 
 
 class _Over(BaseException):
@@ -21,7 +21,7 @@ class _Over(BaseException):
 
 
 class Agent:
-    """A thread that waits `until` something holds. about: whatever the words of a language know it by."""
+    """A thread that waits until `until` holds. about: what the emulated functions know it by."""
 
     def __init__(self, name: str, work: Callable[[], Any], about: Any, rank: float) -> None:
         self.name, self.work, self.about, self.rank = name, work, about, rank
@@ -32,10 +32,10 @@ class Agent:
 
 
 class Turns:
-    """may_happen: things to be done at any time; each is done once, and all before the end.
+    """may_happen: events that happen once each, at any time before the end.
 
-    Of three seeds, one has all agents go on alike, one lets some of them run far ahead of others, and one does likewise
-    and changes its mind now and then.
+    Of three seeds, the first lets all agents proceed alike, the second lets some of them run far ahead, and the third
+    does so too and changes their order now and then.
     """
 
     def __init__(self, seed: int) -> None:
@@ -56,14 +56,14 @@ class Turns:
         return agent
 
     def run(self) -> None:
-        """Until all have ended. What one of them raises is raised here."""
+        """Run until all agents have ended. Raise what one of them raises."""
         self._main.acquire()
         if self._agents:
             self._hand_on()
             try:
                 self._main.acquire()
             except BaseException as interrupted:
-                self._failure = interrupted  # for those who are still there
+                self._failure = interrupted  # for the remaining agents
                 raise
         self._main.release()
         if self._failure is not None:
@@ -72,7 +72,7 @@ class Turns:
             self._happen()
 
     def pause(self, until: Callable[[], bool] | None = None, where: str = "") -> None:
-        """The agent whose turn it is lets others go on; it does so itself once `until` holds."""
+        """Let other agents run; continue once `until` holds."""
         me = self.current
         me.until, me.where = until, where or me.where
         chosen = self._choose()
@@ -93,7 +93,7 @@ class Turns:
                 agent.work()
             except _Over:
                 pass
-            except BaseException as failure:  # the one who runs them all has to know
+            except BaseException as failure:  # run() raises it
                 self._failure = self._failure or failure
         self._agents.remove(agent)
         self._hand_on()
@@ -106,7 +106,7 @@ class Turns:
         else:
             try:
                 chosen = self._choose()
-            except BaseException as failure:  # also of what happened between turns
+            except BaseException as failure:  # events between turns may fail too
                 self._failure = failure
                 chosen = self._agents[0]
             self._wake(chosen)
@@ -116,7 +116,7 @@ class Turns:
         agent.baton.release()
 
     def _happen(self) -> None:
-        """One of the things that may."""
+        """Let one of the pending events happen."""
         self.may_happen.pop(self._random.randrange(len(self.may_happen)))()
 
     def _choose(self) -> Agent:

@@ -26,3 +26,8 @@ inline char* query_row(const ft_tensor& t, int64_t item, const Sequence& s, int6
 inline char* key_row(const ft_tensor& t, int64_t item, const Sequence& s, int64_t head, int64_t j) {
   return (char*)t.data + item * (s.batch * t.sequence + head * t.head + (s.k_row + j) * t.row);
 }
+
+// Arrays with a number for every query are [head][query], the queries of all sequences side by side: how many there are
+// in a head, and where those of a sequence begin.
+inline int64_t total_queries(const ft_problem& p) { return p.cu_q ? p.cu_q[p.sequences] : p.sequences * p.q_len; }
+inline int64_t first_query(const ft_problem& p, const Sequence& s) { return p.cu_q ? s.q_row : s.index * p.q_len; }

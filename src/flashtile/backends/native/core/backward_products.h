@@ -1,0 +1,104 @@
+// The products of the backward pass. L = N * W lanes; P and dS are [key][L], q and dout [factor][L].
+#pragma once
+#include "factors.h"
+
+// P = exp(S - lse) of S = by K q, where no lse is coarse. The difference first: its rounding is that of S, not of something larger.
+template <class R, class T, int N>
+NOINLINE void weights(Rows<T> K, int n, const T* q, int length, R by, const R* lse, R* P) {
+  constexpr int L = N * W<R>;
+  in_tiles<rows_for(N)>(0, n, [=](auto m, int k) __attribute__((always_inline)) {
+    constexpr int M = m;
+    Vec<R> acc[M][N];
+    score_tile<R>(acc, K, k, q, length, by);
+    UNROLL for (int i = 0; i < M; i++) {
+      UNROLL for (int j = 0; j < N; j++) acc[i][j] -= load(lse + j * W<R>);
+      exp_each<R>(acc[i]);
+    }
+    store_tile<R>(acc, P + k * L, L);
+  });
+}
+// P <- exp(P - top - log): both differences are exact, or near to it, where an lse of their sum would be coarse.
+template <class R, int N> NOINLINE void probabilities(int n, const R* top, const R* log, R* P) {
+  for (int k = 0; k < n; k++, P += N * W<R>) {
+    Vec<R> x[N];
+    UNROLL for (int j = 0; j < N; j++) x[j] = load(P + j * W<R>) - load(top + j * W<R>) - load(log + j * W<R>);
+    exp_each<R>(x);
+    UNROLL for (int j = 0; j < N; j++) store(P + j * W<R>, x[j]);
+  }
+}
+// P <- dS = P * (Z * (V dout) - delta); Z, what dropout multiplies by, may be null
+template <class R, class T, int N, bool DROPS>
+NOINLINE void score_gradients(Rows<T> V, int n, const T* dout, int length, const R* delta, const R* Z, R* P) {
+  constexpr int L = N * W<R>;
+  in_tiles<rows_for(N)>(0, n, [=](auto m, int k) __attribute__((always_inline)) {
+    constexpr int M = m;
+    Vec<R> acc[M][N];
+    dot_tile<R>(acc, V.data + k * V.row, V.row, dout, L, length);
+    UNROLL for (int i = 0; i < M; i++) UNROLL for (int j = 0; j < N; j++) {
+      const int at = (k + i) * L + j * W<R>;
+      if constexpr (DROPS) acc[i][j] *= load(Z + at);
+      store(P + at, load(P + at) * (acc[i][j] - load(delta + j * W<R>)));
+    }
+  });
+}
+// dq[column][lane] += K^T dS
+template <class R, class T, int N> NOINLINE void add_to_queries(Rows<T> K, int length, const T* dS, R* dq, int dim) {
+  constexpr int L = N * W<R>;
+  in_tiles<rows_for(N)>(0, dim, [=](auto m, int d) __attribute__((always_inline)) {
+    constexpr int M = m;
+    Vec<R> acc[M][N];
+    zero_tile<R>(acc);
+    tile<R>(acc, K.data + d, 1, K.row, dS, L, length);
+    add_tile<R>(acc, dq + d * L, L);
+  });
+}
+// The same, sum for sum, where K holds values that are not finite and dS is marked: hidden pairs are left out.
+template <class R, class T>
+NOINLINE void add_to_queries_but_hidden(Rows<T> K, int length, const T* dS, R* dq, int dim, int L) {
+  for (int d = 0; d < dim; d++)
+    for (int l = 0; l < L; l += W<R>) {
+      Vec<R> acc = {};
+      for (int k = 0; k < length; k++) {
+        const Vec<T> w = load(dS + k * L + l);
+        acc = add_product(acc, w, factor_unless_hidden<T>(w, all(K.data[k * K.row + d])));
+      }
+      store(dq + d * L + l, load(dq + d * L + l) + acc);
+    }
+}
+
+// One group's part in a sum over queries: weights [key][L], and the rows they weigh, whole vectors each; all factors.
+template <class T> struct Part {
+  const T* weights;
+  int L, rows;
+  Rows<T> x;
+};
+// C[key][column] += sum over the parts of weights * x
+template <class R, class T, int N>
+NOINLINE void add_to_columns(const Part<T>* parts, int count, int n, int column, R* C, int64_t row) {
+  in_tiles<rows_for(N)>(0, n, [=](auto m, int k) __attribute__((always_inline)) {
+    constexpr int M = m;
+    Vec<R> acc[M][N];
+    zero_tile<R>(acc);
+    for (const Part<T>* a = parts; a < parts + count; a++)
+      tile<R>(acc, a->weights + k * a->L, a->L, 1, a->x.data + column, a->x.row, a->rows);
+    add_tile<R>(acc, C + k * row, row);
+  });
+}
+template <class R, class T> void add_to_keys(const Part<T>* parts, int count, int n, R* C, int64_t row) {
+  int d = 0;
+  for (; d + 2 * W<R> <= row; d += 2 * W<R>) add_to_columns<R, T, 2>(parts, count, n, d, C + d, row);
+  if (d < row) add_to_columns<R, T, 1>(parts, count, n, d, C + d, row);
+}
+template <class R, class T>
+NOINLINE void add_to_keys_but_hidden(const Part<T>* parts, int count, int n, R* C, int64_t row) {
+  for (int k = 0; k < n; k++)
+    for (int64_t d = 0; d < row; d += W<R>) {
+      Vec<R> acc = {};
+      for (const Part<T>* a = parts; a < parts + count; a++)
+        for (int l = 0; l < a->rows; l++) {
+          const Vec<T> w = all(a->weights[k * a->L + l]);
+          acc = add_product(acc, w, factor_unless_hidden<T>(w, load(a->x.data + l * a->x.row + d)));
+        }
+      store(C + k * row + d, load(C + k * row + d) + acc);
+    }
+}

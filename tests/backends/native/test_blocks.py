@@ -28,7 +28,7 @@ def test_lanes_are_those_of_vectors_h():
 
 
 @pytest.mark.parametrize(
-    ("file", "name", "keys"), [("forward.cpp", "BC", blocks.FORWARD_KEYS), ("decode.cpp", "KEYS", blocks.DECODE_KEYS)]
+    ("file", "name", "keys"), [("forward.cpp", "BLOCK_KEYS", blocks.FORWARD_KEYS), ("decode.cpp", "BLOCK_KEYS", blocks.DECODE_KEYS)]
 )
 def test_keys_of_a_block(file, name, keys):
     assert re.findall(rf"^constexpr int {name} = (\d+);", (CORE / file).read_text(), re.MULTILINE) == [str(keys)]
@@ -42,7 +42,7 @@ def test_the_widest_head():
 def test_who_decodes():
     text = (CORE / "decode.cpp").read_text()
     assert "return p.q_len <= W<R> / 4 || p.q_heads / p.kv_heads * p.q_len <= W<R>;" in text
-    assert "heads_each(clip(W<R> / std::max<int64_t>(p.q_len, 1), 1, group))" in text
+    assert "heads_per_set(clip(W<R> / std::max<int64_t>(p.q_len, 1), 1, group))" in text
 
 
 def test_tasks_of_a_forward_pass():
@@ -54,8 +54,8 @@ def test_tasks_of_a_forward_pass():
         "splits = units < 1 || units >= ENOUGH_TASKS ? 1 : "
         "clip(p.kv_len / MIN_SPLIT, 1, ceil_div(ENOUGH_TASKS, units));",
         "const int64_t bytes = sizeof(R) * LANES<R> * (p.dim + p.v_dim);",
-        "together = splits > 1 ? 1 : clip(L2_SHARE / bytes, 1, MAX_GROUPS);",
-        "while (together > 1 && heads * ceil_div(groups, together) < 4 * p.threads) together--;",
+        "groups_per_task = splits > 1 ? 1 : clip(L2_SHARE / bytes, 1, MAX_GROUPS);",
+        "while (groups_per_task > 1 && heads * ceil_div(groups, groups_per_task) < 4 * p.threads) groups_per_task--;",
     ):
         assert line in text
 

@@ -9,7 +9,7 @@
 namespace {
 
 // f(R, T): the type of sums, and what is multiplied.
-template <class F> int with_types(const ft_problem& p, F&& f) {
+template <class F> int dispatch_types(const ft_problem& p, F&& f) {
 #if FT_PAIRS
   // A decode is bound by memory, and the backward pass of few queries makes its scores as that does.
   if (p.dtype == FT_BF16 && !decode_fits<float>(p)) return f(float{}, Pair{});
@@ -20,7 +20,7 @@ template <class F> int with_types(const ft_problem& p, F&& f) {
 template <class F> int run(const ft_problem* p, F&& f) {
   if (p->size != sizeof(ft_problem)) return FT_BAD_ABI;
   try {
-    return with_types(*p, f);
+    return dispatch_types(*p, f);
   } catch (...) {
     return FT_NO_MEMORY;
   }
@@ -51,10 +51,10 @@ void ft_keep(uint64_t seed, int64_t head, int64_t i, int64_t j, int64_t n, doubl
   p.seed = seed, p.dropout = dropout;
   Lanes<float> lanes;
   lanes.add(p, Sequence(p, 0), head, i);
-  lanes.close(Sequence(p, 0));
+  lanes.finish(Sequence(p, 0));
   for (int64_t from = 0; from < n; from += 1024) {
     const Block<float> block{p, lanes, j + from, (int)std::min<int64_t>(n - from, 1024)};
-    each_kept(block, [=](int64_t at, Mask<float> kept) { keep[from + at / lanes.padded] = kept[0] != 0; });
+    for_each_kept(block, [=](int64_t at, Mask<float> kept) { keep[from + at / lanes.padded] = kept[0] != 0; });
   }
 }
 

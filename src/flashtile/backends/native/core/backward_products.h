@@ -4,9 +4,9 @@
 
 // P = exp(S - lse) of S = by K q, where no lse is coarse. The difference first: its rounding is that of S, not of something larger.
 template <class R, class T, int N>
-NOINLINE void weights(Rows<T> K, int n, const T* q, int length, R by, const R* lse, R* P) {
+NOINLINE void recompute_probabilities(Rows<T> K, int n, const T* q, int length, R by, const R* lse, R* P) {
   constexpr int L = N * W<R>;
-  in_tiles<rows_for(N)>(0, n, [=](auto m, int k) __attribute__((always_inline)) {
+  for_tiles<tile_rows(N)>(0, n, [=](auto m, int k) __attribute__((always_inline)) {
     constexpr int M = m;
     Vec<R> acc[M][N];
     score_tile<R>(acc, K, k, q, length, by);
@@ -18,10 +18,10 @@ NOINLINE void weights(Rows<T> K, int n, const T* q, int length, R by, const R* l
   });
 }
 // P <- exp(P - top - log): both differences are exact, or near to it, where an lse of their sum would be coarse.
-template <class R, int N> NOINLINE void probabilities(int n, const R* top, const R* log, R* P) {
+template <class R, int N> NOINLINE void probabilities_from_scores(int n, const R* row_max, const R* log_sum, R* P) {
   for (int k = 0; k < n; k++, P += N * W<R>) {
     Vec<R> x[N];
-    UNROLL for (int j = 0; j < N; j++) x[j] = load(P + j * W<R>) - load(top + j * W<R>) - load(log + j * W<R>);
+    UNROLL for (int j = 0; j < N; j++) x[j] = load(P + j * W<R>) - load(row_max + j * W<R>) - load(log_sum + j * W<R>);
     exp_each<R>(x);
     UNROLL for (int j = 0; j < N; j++) store(P + j * W<R>, x[j]);
   }
@@ -30,7 +30,7 @@ template <class R, int N> NOINLINE void probabilities(int n, const R* top, const
 template <class R, class T, int N, bool DROPS>
 NOINLINE void score_gradients(Rows<T> V, int n, const T* dout, int length, const R* delta, const R* Z, R* P) {
   constexpr int L = N * W<R>;
-  in_tiles<rows_for(N)>(0, n, [=](auto m, int k) __attribute__((always_inline)) {
+  for_tiles<tile_rows(N)>(0, n, [=](auto m, int k) __attribute__((always_inline)) {
     constexpr int M = m;
     Vec<R> acc[M][N];
     dot_tile<R>(acc, V.data + k * V.row, V.row, dout, L, length);
@@ -42,61 +42,61 @@ NOINLINE void score_gradients(Rows<T> V, int n, const T* dout, int length, const
   });
 }
 // dq[column][lane] += K^T dS
-template <class R, class T, int N> NOINLINE void add_to_queries(Rows<T> K, int length, const T* dS, R* dq, int dim) {
+template <class R, class T, int N> NOINLINE void add_dq(Rows<T> K, int length, const T* dS, R* dq, int dim) {
   constexpr int L = N * W<R>;
-  in_tiles<rows_for(N)>(0, dim, [=](auto m, int d) __attribute__((always_inline)) {
+  for_tiles<tile_rows(N)>(0, dim, [=](auto m, int d) __attribute__((always_inline)) {
     constexpr int M = m;
     Vec<R> acc[M][N];
     zero_tile<R>(acc);
-    tile<R>(acc, K.data + d, 1, K.row, dS, L, length);
+    multiply_tile<R>(acc, K.data + d, 1, K.row, dS, L, length);
     add_tile<R>(acc, dq + d * L, L);
   });
 }
 // The same, sum for sum, where K holds values that are not finite and dS is marked: hidden pairs are left out.
 template <class R, class T>
-NOINLINE void add_to_queries_but_hidden(Rows<T> K, int length, const T* dS, R* dq, int dim, int L) {
+NOINLINE void add_dq_guarded(Rows<T> K, int length, const T* dS, R* dq, int dim, int L) {
   for (int d = 0; d < dim; d++)
     for (int l = 0; l < L; l += W<R>) {
       Vec<R> acc = {};
       for (int k = 0; k < length; k++) {
         const Vec<T> w = load(dS + k * L + l);
-        acc = add_product(acc, w, factor_unless_hidden<T>(w, all(K.data[k * K.row + d])));
+        acc = add_product(acc, w, factor_unless_hidden<T>(w, splat(K.data[k * K.row + d])));
       }
       store(dq + d * L + l, load(dq + d * L + l) + acc);
     }
 }
 
 // One group's part in a sum over queries: weights [key][L], and the rows they weigh, whole vectors each; all factors.
-template <class T> struct Part {
+template <class T> struct WeightedRows {
   const T* weights;
   int L, rows;
   Rows<T> x;
 };
 // C[key][column] += sum over the parts of weights * x
 template <class R, class T, int N>
-NOINLINE void add_to_columns(const Part<T>* parts, int count, int n, int column, R* C, int64_t row) {
-  in_tiles<rows_for(N)>(0, n, [=](auto m, int k) __attribute__((always_inline)) {
+NOINLINE void add_weighted_columns(const WeightedRows<T>* parts, int count, int n, int column, R* C, int64_t row) {
+  for_tiles<tile_rows(N)>(0, n, [=](auto m, int k) __attribute__((always_inline)) {
     constexpr int M = m;
     Vec<R> acc[M][N];
     zero_tile<R>(acc);
-    for (const Part<T>* a = parts; a < parts + count; a++)
-      tile<R>(acc, a->weights + k * a->L, a->L, 1, a->x.data + column, a->x.row, a->rows);
+    for (const WeightedRows<T>* a = parts; a < parts + count; a++)
+      multiply_tile<R>(acc, a->weights + k * a->L, a->L, 1, a->x.data + column, a->x.row, a->rows);
     add_tile<R>(acc, C + k * row, row);
   });
 }
-template <class R, class T> void add_to_keys(const Part<T>* parts, int count, int n, R* C, int64_t row) {
+template <class R, class T> void add_weighted_rows(const WeightedRows<T>* parts, int count, int n, R* C, int64_t row) {
   int d = 0;
-  for (; d + 2 * W<R> <= row; d += 2 * W<R>) add_to_columns<R, T, 2>(parts, count, n, d, C + d, row);
-  if (d < row) add_to_columns<R, T, 1>(parts, count, n, d, C + d, row);
+  for (; d + 2 * W<R> <= row; d += 2 * W<R>) add_weighted_columns<R, T, 2>(parts, count, n, d, C + d, row);
+  if (d < row) add_weighted_columns<R, T, 1>(parts, count, n, d, C + d, row);
 }
 template <class R, class T>
-NOINLINE void add_to_keys_but_hidden(const Part<T>* parts, int count, int n, R* C, int64_t row) {
+NOINLINE void add_weighted_rows_guarded(const WeightedRows<T>* parts, int count, int n, R* C, int64_t row) {
   for (int k = 0; k < n; k++)
     for (int64_t d = 0; d < row; d += W<R>) {
       Vec<R> acc = {};
-      for (const Part<T>* a = parts; a < parts + count; a++)
+      for (const WeightedRows<T>* a = parts; a < parts + count; a++)
         for (int l = 0; l < a->rows; l++) {
-          const Vec<T> w = all(a->weights[k * a->L + l]);
+          const Vec<T> w = splat(a->weights[k * a->L + l]);
           acc = add_product(acc, w, factor_unless_hidden<T>(w, load(a->x.data + l * a->x.row + d)));
         }
       store(C + k * row + d, load(C + k * row + d) + acc);

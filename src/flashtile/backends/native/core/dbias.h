@@ -4,12 +4,12 @@
 
 // x[key][lane] is the gradient of the bias; sum it into its place, whatever axes are broadcast.
 template <class R> NOINLINE void add_to_bias(const Block<R>& b, const ft_tensor& t, R* to, const R* x) {
-  const int L = b.lanes.padded, real = b.lanes.real;
+  const int L = b.lanes.padded, used = b.lanes.used;
   if (t.column == 0) {  // one place for all keys
     R sums[LANES<R>] = {}, total = 0;
     for (int k = 0; k < b.n; k++)
       for (int l = 0; l < L; l += W<R>) store(sums + l, load(sums + l) + load(x + k * L + l));
-    for (int l = 0; l < real; l++) {
+    for (int l = 0; l < used; l++) {
       if (t.row) to[l * t.row] += sums[l];
       else total += sums[l];
     }
@@ -19,13 +19,13 @@ template <class R> NOINLINE void add_to_bias(const Block<R>& b, const ft_tensor&
       Vec<R> sum = {};
       for (int l = 0; l < L; l += W<R>) {
         const Vec<R> a = load(x + k * L + l);
-        sum += lane_index<R>() < all_int<R>(real - l) ? a : Vec<R>{};
+        sum += lane_index<R>() < splat_int<R>(used - l) ? a : Vec<R>{};
       }
       to[k * t.column] += sum_lanes<R>(sum);
     }
   } else {
-    for (int l0 = 0; l0 < real; l0 += W<R>) {
-      const int here = real - l0 < W<R> ? real - l0 : W<R>;
+    for (int l0 = 0; l0 < used; l0 += W<R>) {
+      const int here = used - l0 < W<R> ? used - l0 : W<R>;
       int k = 0;
       if (t.column == 1)
         for (; k + W<R> <= b.n; k += W<R>) {

@@ -11,14 +11,14 @@
 
 // x[lane][c] = base[lane][c] + by * from[c][lane] for the first n lanes; base may be null, or x itself
 template <class R, class T>
-NOINLINE void give_rows(const R* from, int lanes, int n, int d, R by, const R* base, int64_t base_row, T* x,
+NOINLINE void unpack_rows(const R* from, int lanes, int n, int d, R by, const R* base, int64_t base_row, T* x,
                         int64_t row) {
   for (int l0 = 0; l0 < n; l0 += W<R>) {
     const int here = n - l0 < W<R> ? n - l0 : W<R>;
     int c = 0;
     for (; c + W<R> <= d; c += W<R>) {
       Vec<R> a[W<R>];
-      for (int i = 0; i < W<R>; i++) a[i] = load(from + (int64_t)(c + i) * lanes + l0) * all(by);
+      for (int i = 0; i < W<R>; i++) a[i] = load(from + (int64_t)(c + i) * lanes + l0) * splat(by);
       transpose<R>(a);
       for (int l = 0; l < here; l++) {
         if (base) a[l] += load(base + (l0 + l) * base_row + c);
@@ -27,7 +27,7 @@ NOINLINE void give_rows(const R* from, int lanes, int n, int d, R by, const R* b
     }
     for (; c < d; c++)
       for (int l = l0; l < l0 + here; l++)
-        put<R>(x + l * row + c, from[(int64_t)c * lanes + l] * by + (base ? base[l * base_row + c] : R(0)));
+        store_element<R>(x + l * row + c, from[(int64_t)c * lanes + l] * by + (base ? base[l * base_row + c] : R(0)));
   }
 }
 template <class R> class DqSum {
@@ -65,16 +65,16 @@ template <class R> class DqSum {
   // Add a key block's share, share[column][lane], to dq of queries first .. first+n-1.
   void add(const Sequence& s, int64_t head, int64_t first, int n, const R* share, int lanes, bool is_first,
            bool is_last) const {
-    with_type<R>(p.dtype, [&](auto t) {
+    dispatch_type<R>(p.dtype, [&](auto t) {
       using E = decltype(t);
       E* to = (E*)query_row(p.dq, sizeof(E), s, head, first);
       if constexpr (std::is_same_v<E, R>) {
-        give_rows<R, R>(share, lanes, n, dim, (R)p.scale, is_first ? nullptr : to, p.dq.row, to, p.dq.row);
+        unpack_rows<R, R>(share, lanes, n, dim, (R)p.scale, is_first ? nullptr : to, p.dq.row, to, p.dq.row);
       } else {
         R* sum = sums.get() + (head * queries + first_query(p, s) + first) * dim;
         const R* base = is_first ? nullptr : sum;
-        if (is_last) give_rows<R, E>(share, lanes, n, dim, (R)p.scale, base, dim, to, p.dq.row);
-        else give_rows<R, R>(share, lanes, n, dim, (R)p.scale, base, dim, sum, dim);
+        if (is_last) unpack_rows<R, E>(share, lanes, n, dim, (R)p.scale, base, dim, to, p.dq.row);
+        else unpack_rows<R, R>(share, lanes, n, dim, (R)p.scale, base, dim, sum, dim);
       }
     });
   }

@@ -4,7 +4,7 @@
 #include "flashtile.h"
 
 // T: what products multiply, R or Pairs (factors.h). tops: see put_lse() in lse.h.
-template <class R, class T> int forward(const ft_problem& p, R* tops = nullptr);  // queries sit in the lanes
+template <class R, class T> int forward(const ft_problem& p, R* row_max = nullptr);  // queries sit in the lanes
 template <class R> bool decode_fits(const ft_problem& p);
-template <class R> int decode(const ft_problem& p, R* tops = nullptr);  // few queries: vectors run along the head dim
+template <class R> int decode(const ft_problem& p, R* row_max = nullptr);  // few queries: vectors run along the head dim
 template <class R, class T> int backward(const ft_problem& p);

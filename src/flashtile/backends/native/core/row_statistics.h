@@ -23,12 +23,12 @@ template <class R, class T> struct RowStatistics {
 
   // delta and lse of queries [from, to).
   void prepare(const Sequence& s, int64_t head, int64_t from, int64_t to) {
-    R *d = delta.get() + row(s, head, 0), *top = row_max.get() + row(s, head, 0);
+    R *d = delta.get() + row(s, head, 0), *maximum = row_max.get() + row(s, head, 0);
     std::fill(log_sum.get() + row(s, head, from), log_sum.get() + row(s, head, to), R(0));
     const R* lse = (const R*)query_row(p.lse, sizeof(R), s, head, 0);
     const R* dlse = p.dlse.data ? (const R*)query_row(p.dlse, sizeof(R), s, head, 0) : nullptr;
     const int v_dim = (int)p.v_dim;
-    with_type<R>(p.out_dtype, [&](auto t) {
+    dispatch_type<R>(p.out_dtype, [&](auto t) {
       using E = decltype(t);
       for (int64_t i = from; i < to; i++) {
         const E* out = (const E*)query_row(p.out, sizeof(E), s, head, i);
@@ -36,17 +36,17 @@ template <class R, class T> struct RowStatistics {
         Vec<R> sum = {};
         R rest = 0;
         int c = 0;
-        const auto rounded = [](Vec<R> x) { return as_factor<R, T>(x); };  // dO as the products take it
+        const auto rounded = [](Vec<R> x) { return round_to_factor<R, T>(x); };  // dO as the products take it
         for (; c + W<R> <= v_dim; c += W<R>) sum += load_as<R>(out + c) * rounded(load_as<R>(dout + c));
-        for (; c < v_dim; c++) rest += as<R>(out[c]) * rounded(all(as<R>(dout[c])))[0];
+        for (; c < v_dim; c++) rest += to_real<R>(out[c]) * rounded(splat(to_real<R>(dout[c])))[0];
         rest += sum_lanes<R>(sum) - (dlse ? dlse[i * p.dlse.row] : R(0));
-        top[i] = lse[i * p.lse.row];
-        bool empty = top[i] == -(R)INFINITY;
-        if (is_coarse(top[i])) {  // usually padding, whose output gets no gradient
-          empty = !(dlse && dlse[i * p.dlse.row]) && std::all_of(dout, dout + v_dim, [](E x) { return as<R>(x) == 0; });
+        maximum[i] = lse[i * p.lse.row];
+        bool empty = maximum[i] == -(R)INFINITY;
+        if (is_coarse(maximum[i])) {  // usually padding, whose output gets no gradient
+          empty = !(dlse && dlse[i * p.dlse.row]) && std::all_of(dout, dout + v_dim, [](E x) { return to_real<R>(x) == 0; });
           if (!empty) any_coarse.store(true, std::memory_order_relaxed);
         }
-        if (empty) d[i] = 0, top[i] = (R)INFINITY;
+        if (empty) d[i] = 0, maximum[i] = (R)INFINITY;
         else d[i] = rest;
       }
     });

@@ -12,7 +12,7 @@ template <class R> R score_scale(const ft_problem& p) { return (R)(p.softcap > 0
 // real ones, up to a whole vector, repeat the last.
 template <class R> class Lanes {
  public:
-  int real = 0, padded = 0;     // lanes in use; a multiple of W
+  int used = 0, padded = 0;     // lanes in use; a multiple of W
   int64_t first = 0, last = 0;  // the queries are among first..last-1
   Cuts seen;                    // keys: any lane sees begin..end-1, every lane (band alone) full_begin..full_end-1
   int64_t begin[LANES<R>], end[LANES<R>];  // keys within the band of each lane
@@ -25,12 +25,12 @@ template <class R> class Lanes {
   // n consecutive queries of one head
   Lanes(const ft_problem& p, const Sequence& s, int64_t head, int64_t first_query, int n) {
     for (int l = 0; l < n; l++) add(p, s, head, first_query + l);
-    close(s);
+    finish(s);
   }
   // Or lane by lane: add() each, then close().
   Lanes() = default;
   void add(const ft_problem& p, const Sequence& s, int64_t h, int64_t i) {
-    const int l = real++;
+    const int l = used++;
     first = l ? std::min(first, i) : i;
     last = l ? std::max(last, i + 1) : i + 1;
     begin[l] = s.band.begin(i);
@@ -45,8 +45,8 @@ template <class R> class Lanes {
     if (m.data) mask[l] = (const uint8_t*)m.data + (s.index * m.sequence + h * m.head + i * m.row);
     if (a.data) slope[l] = ((const R*)a.data)[s.index * a.sequence + h * a.head];
   }
-  void close(const Sequence& s) {
-    for (padded = real; padded % W<R>; padded++) {
+  void finish(const Sequence& s) {
+    for (padded = used; padded % W<R>; padded++) {
       const int l = padded;
       begin[l] = begin[l - 1], end[l] = end[l - 1], position[l] = position[l - 1], slope[l] = slope[l - 1];
       query[l] = query[l - 1], head[l] = head[l - 1], bias[l] = bias[l - 1], mask[l] = mask[l - 1];
@@ -68,21 +68,21 @@ template <class R> struct Block {
 
 // S <- c * tanh(S), as score_scale() prepared it; slope[key][lane], where asked for, is 1 - tanh^2.
 template <class R> NOINLINE void softcap(const Block<R>& b, R* S, R* slope = nullptr) {
-  const Vec<R> c = all((R)b.p.softcap);
+  const Vec<R> c = splat((R)b.p.softcap);
   for (int x = 0; x < b.n * b.lanes.padded; x += W<R>) {
     const Vec<R> t = tanh_of<R>(load(S + x));
-    if (slope) store(slope + x, all(R(1)) - t * t);
+    if (slope) store(slope + x, splat(R(1)) - t * t);
     store(S + x, c * t);
   }
 }
 template <class R> NOINLINE void add_bias(const Block<R>& b, R* S) {
   const int L = b.lanes.padded;
-  with_type<R>(b.p.bias_dtype, [&](auto t) {
+  dispatch_type<R>(b.p.bias_dtype, [&](auto t) {
     using T = decltype(t);
     for (int l0 = 0; l0 < L; l0 += W<R>) {
       const T* rows[W<R>];
       for (int l = 0; l < W<R>; l++) rows[l] = (const T*)b.lanes.bias[l0 + l] + b.j * b.p.bias.column;
-      each_column<R>(rows, b.p.bias.column, b.n, [=](int k, Vec<R> a) {
+      for_each_column<R>(rows, b.p.bias.column, b.n, [=](int k, Vec<R> a) {
         R* s = S + k * L + l0;
         store(s, load(s) + a);
       });
@@ -96,13 +96,13 @@ template <class R> NOINLINE void add_alibi(const Block<R>& b, R* S) {
     for (int l = 0; l < W<R>; l++) position[l] = (R)(b.lanes.position[l0 + l] - b.j);
     for (int k = 0; k < b.n; k++) {
       R* s = S + k * L + l0;
-      const Vec<R> distance = position - all((R)k);
+      const Vec<R> distance = position - splat((R)k);
       store(s, load(s) - slope * max(distance, -distance));
     }
   }
 }
 // All that changes a score before it may be hidden.
-template <class R> INLINE void adjust(const Block<R>& b, R* S, R* slope = nullptr) {
+template <class R> INLINE void adjust_scores(const Block<R>& b, R* S, R* slope = nullptr) {
   if (b.p.softcap > 0) softcap(b, S, slope);
   if (b.p.bias.data) add_bias(b, S);
   if (b.p.alibi.data) add_alibi(b, S);
@@ -122,8 +122,8 @@ template <class R> NOINLINE void hide_band(const Block<R>& b, R* x, R value) {
     const auto hide = [=](int from, int to) {
       for (int k = from; k < to; k++) {
         R* at = x + k * L + l0;
-        const Mask<R> key = all_int<R>(k), hidden = (key < begin) | (key >= end);
-        store(at, hidden ? all(value) : load(at));
+        const Mask<R> key = splat_int<R>(k), hidden = (key < begin) | (key >= end);
+        store(at, hidden ? splat(value) : load(at));
       }
     };
     hide(0, full_begin);
@@ -135,9 +135,9 @@ template <class R> NOINLINE void hide_mask(const Block<R>& b, R* x, R value) {
   for (int l0 = 0; l0 < L; l0 += W<R>) {
     const uint8_t* rows[W<R>];
     for (int l = 0; l < W<R>; l++) rows[l] = b.lanes.mask[l0 + l] + b.j * b.p.mask.column;
-    each_column<R>(rows, b.p.mask.column, b.n, [=](int k, Vec<R> a) {
+    for_each_column<R>(rows, b.p.mask.column, b.n, [=](int k, Vec<R> a) {
       R* at = x + k * L + l0;
-      store(at, (Mask<R>)a == Mask<R>{} ? all(value) : load(at));
+      store(at, (Mask<R>)a == Mask<R>{} ? splat(value) : load(at));
     });
   }
 }
@@ -149,13 +149,13 @@ template <class R> INLINE void hide(const Block<R>& b, R* x, R value) {
 // Where values are not finite, 0 * x is no longer 0, so pairs that are hidden must be left out of a product, not
 // weighted by 0. hide(b, P, HIDDEN) marks them: no visible weight is -0 (one that might be is first added to 0).
 template <class R> constexpr R HIDDEN = R(-0.0);
-template <class R> INLINE Mask<R> is_hidden(Vec<R> x) { return (Mask<R>)x == (Mask<R>)all(HIDDEN<R>); }
+template <class R> INLINE Mask<R> is_hidden(Vec<R> x) { return (Mask<R>)x == (Mask<R>)splat(HIDDEN<R>); }
 // What such a weight is multiplied by: x, or 0 where hidden. The sum then has the same steps, and the same bits, as one
 // over finite values.
 template <class R> INLINE Vec<R> unless_hidden(Vec<R> weight, Vec<R> x) { return is_hidden<R>(weight) ? Vec<R>{} : x; }
 
 // f(place in a [key][lane] array, which of W lanes keep their weight): dropout, the same bits for any tiling.
-template <class R, class F> INLINE void each_kept(const Block<R>& b, F&& f) {
+template <class R, class F> INLINE void for_each_kept(const Block<R>& b, F&& f) {
   const int L = b.lanes.padded;
   const uint32_t threshold = keep_threshold(b.p.dropout);
   for (int l0 = 0; l0 < L; l0 += W<R>) {
@@ -175,6 +175,6 @@ template <class R, class F> INLINE void each_kept(const Block<R>& b, F&& f) {
 // Weights are at most 1, and a sum of them with values near the largest number may not be finite where their mean is. Such
 // rows are made once more, of weights so much smaller.
 template <class R> constexpr R SHRINK = R(0x1p-32);
-template <class R> NOINLINE void multiply_all(R* x, int n, R by) {
-  for (int at = 0; at < n; at += W<R>) store(x + at, load(x + at) * all(by));
+template <class R> NOINLINE void scale_all(R* x, int n, R by) {
+  for (int at = 0; at < n; at += W<R>) store(x + at, load(x + at) * splat(by));
 }

@@ -10,6 +10,7 @@
 #include "lse.h"
 #include "row_vectors.h"
 #include "scores.h"
+#include "softmax_state.h"
 #include "threads.h"
 
 namespace {
@@ -104,7 +105,7 @@ template <class R, int KEY_STRIDE> NOINLINE bool softmax(R* S, int n, R* m, R* l
   Vec<R> maximum = old, x[1], sum[2] = {};
   for (int k = 0; k < vectors; k++) maximum = max(load(S + k * W<R>), maximum);
   maximum = reduce_rows<KEY_STRIDE>(maximum, [](Vec<R> a, Vec<R> b) { return max(a, b); }, lanes);
-  const Vec<R> base = maximum == none ? Vec<R>{} : maximum;
+  const Vec<R> base = exp_base<R>(maximum);
   for (int k = 0; k < vectors; k++, S += W<R>) {
     x[0] = load(S) - base;
     exp_each<R>(x);
@@ -135,14 +136,9 @@ template <class R, int KEY_STRIDE> NOINLINE void hide_rows(const Block<R>& b, R*
   }
 }
 
-// What a share of the keys gives: o[row][v_dim as vectors] before it is divided by l, the max and the sum.
-template <class R> struct State {
-  R *o, *m, *l;
-  State(R* buffer, int rows, int64_t o_row) : o(buffer), m(buffer + rows * o_row), l(m + W<R>) {}
-  static int64_t size(int rows, int64_t o_row) { return rows * o_row + 2 * W<R>; }
-};
-
 template <class R> struct Decode {
+  using State = SoftmaxState<R>;  // of a set of rows and a split of the keys: o[row][v_dim as vectors]
+
   const ft_problem& p;
   R* const row_max;  // see lse.h
   const int dim, v_dim;
@@ -153,6 +149,7 @@ template <class R> struct Decode {
   const bool has_passes;  // over scores before softmax, or over weights after it
   int64_t splits;     // of the keys
 
+  State state(R* buffer) const { return State(buffer, rows * o_row, W<R>); }
   static int power_of_two(int64_t n) {
     int x = 1;
     while (x < n) x *= 2;
@@ -175,7 +172,7 @@ template <class R> struct Decode {
   // A block of keys, by scores[key][EACH rows]: a lane for each row, which the passes over them want; or just the ROWS, and
   // no lane of a vector is empty, as most would be of one row to a key head.
   template <class T, int ROWS, int KEY_STRIDE>
-  INLINE void process_block(const Block<R>& b, const T* K, const T* V, const R* q, State<R> x, R* S, R shrink) const {
+  INLINE void process_block(const Block<R>& b, const T* K, const T* V, const R* q, State x, R* S, R shrink) const {
     alignas(64) R alpha[W<R>];
     const bool partial = b.partial();
     few_query_scores<R, T, ROWS, KEY_STRIDE>(K, p.k.row, b.n, q, dim, S, ahead<T>(dim));
@@ -195,7 +192,7 @@ template <class R> struct Decode {
   // Keys [begin, end) of a sequence and key head. In the frame of share(): 3% faster where K and V come from memory.
   template <class T, int ROWS>
   INLINE void attend(const Sequence& s, const Lanes<R>& lanes, int64_t kv_head, int64_t begin, int64_t end, const R* q,
-                     State<R> x, R shrink) const {
+                     State x, R shrink) const {
     alignas(64) R S[BLOCK_KEYS * W<R>] = {};
     for (int64_t j = begin; j < end; j += BLOCK_KEYS) {
       const Block<R> b{p, lanes, j, (int)std::min<int64_t>(BLOCK_KEYS, end - j)};
@@ -219,7 +216,7 @@ template <class R> struct Decode {
     return kv_head * group + set * heads_per_set + lane / s.q_len;
   }
 
-  void attend_split(const Sequence& s, int64_t kv_head, int64_t set, int64_t index, State<R> x, R shrink) const {
+  void attend_split(const Sequence& s, int64_t kv_head, int64_t set, int64_t index, State x, R shrink) const {
     const Lanes<R> lanes = lanes_of(s, kv_head, set);
     std::fill_n(x.o, rows * o_row, R(0));
     for (int r = 0; r < W<R>; r++) {
@@ -248,31 +245,28 @@ template <class R> struct Decode {
 
   // All shares of a set together, into the first; then out and lse.
   void finish(const Sequence& s, int64_t kv_head, int64_t set, R* buffer, int64_t size, R shrink) const {
-    const State<R> x(buffer, rows, o_row);
+    const State x = state(buffer);
     const int64_t heads = std::min(heads_per_set, group - set * heads_per_set);
     const int n = (int)(heads * s.q_len);
     for (int64_t i = 1; i < splits; i++) {
-      const State<R> y(buffer + i * size, rows, o_row);
-      const Vec<R> maximum = max(load(y.m), load(x.m)), base = maximum == splat(-(R)INFINITY) ? Vec<R>{} : maximum;
-      Vec<R> by[2] = {load(x.m) - base, load(y.m) - base};
-      exp_each<R>(by);
-      store(x.m, maximum);
-      store(x.l, load(x.l) * by[0] + load(y.l) * by[1]);
+      const State y = state(buffer + i * size);
+      Vec<R> scales[2];
+      merge_statistics<R>(x.m, x.l, y.m, y.l, scales);
       for (int r = 0; r < n; r++)
         for (int64_t c = r * o_row; c < (r + 1) * o_row; c += W<R>)
-          store(x.o + c, load(x.o + c) * splat(by[0][r]) + load(y.o + c) * splat(by[1][r]));
+          store(x.o + c, load(x.o + c) * splat(scales[0][r]) + load(y.o + c) * splat(scales[1][r]));
     }
     if (shrink == 1 && !all_finite(Rows<R>{x.o, o_row}, n, (int)o_row)) {
-      for (int64_t i = 0; i < splits; i++) attend_split(s, kv_head, set, i, State<R>(buffer + i * size, rows, o_row), SHRINK<R>);
+      for (int64_t i = 0; i < splits; i++) attend_split(s, kv_head, set, i, state(buffer + i * size), SHRINK<R>);
       return finish(s, kv_head, set, buffer, size, SHRINK<R>);
     }
     dispatch_type<R>(p.out_dtype, [&](auto t) {
       using T = decltype(t);
       for (int r = 0; r < n; r++) {
         const int64_t head = head_of(s, kv_head, set, r), i = r % s.q_len;
-        const R by = x.l[r] == 0 ? R(1) : 1 / (shrink * x.l[r] * (R)(1 - p.dropout)), *from = x.o + r * o_row;
+        const R scale = output_scale(p, x.l[r], shrink), *from = x.o + r * o_row;
         T* to = (T*)query_row(p.out, sizeof(T), s, head, i);
-        for (int c = 0; c < v_dim; c++) store_element<R>(to + c, from[column_index<R>(c, v_dim)] * by);
+        for (int c = 0; c < v_dim; c++) store_element<R>(to + c, from[column_index<R>(c, v_dim)] * scale);
         store_lse(p, s, head, i, x.m[r], x.l[r], row_max);
       }
     });
@@ -280,7 +274,7 @@ template <class R> struct Decode {
 
   // A share by itself is ended at once, in memory of its thread.
   int run() const {
-    const int64_t units = p.sequences * p.kv_heads * sets, size = State<R>::size(rows, o_row);
+    const int64_t units = p.sequences * p.kv_heads * sets, size = State::size(rows * o_row, W<R>);
     if (units == 0) return FT_OK;
     const bool split = splits > 1;
     const Scratch states(split ? units : std::min(p.threads, units), sizeof(R) * splits * size);
@@ -291,7 +285,7 @@ template <class R> struct Decode {
       const Sequence s(p, unit / sets / p.kv_heads);
       if (s.q_len == 0 || (row_max && !any_coarse(s, kv_head, set))) return;
       R* buffer = states.piece<R>(split ? unit : thread);
-      attend_split(s, kv_head, set, task % splits, State<R>(buffer + task % splits * size, rows, o_row), R(1));
+      attend_split(s, kv_head, set, task % splits, state(buffer + task % splits * size), R(1));
       if (!split || done[unit].fetch_add(1, std::memory_order_acq_rel) == splits - 1)
         finish(s, kv_head, set, buffer, size, R(1));
     });

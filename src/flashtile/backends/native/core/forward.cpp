@@ -4,6 +4,7 @@
 
 #include "factors.h"
 #include "lse.h"
+#include "softmax_state.h"
 #include "threads.h"
 
 namespace {
@@ -13,16 +14,14 @@ constexpr int MAX_GROUPS = 8;   // groups of lanes a task: they share a block of
 constexpr int L2_SHARE = 96 << 10;  // bytes of it for their q and O
 constexpr int MIN_SPLIT = 1024, ENOUGH_TASKS = 32;  // keys are split, these at least, where queries make fewer tasks
 
-// O before it is divided by l, the running max and sum: o[v_dim][lanes], m[lanes], l[lanes].
-template <class R> struct State {
-  R *o, *m, *l;
-  State(R* buffer, int v_dim) : o(buffer), m(buffer + v_dim * LANES<R>), l(m + LANES<R>) {}
-  static size_t size(int v_dim) { return (size_t)(v_dim + 2) * LANES<R>; }
+// Of a group: o[v_dim][lanes], m[lanes], l[lanes].
+template <class R> struct State : SoftmaxState<R> {
+  State(R* buffer, int v_dim) : SoftmaxState<R>(buffer, v_dim * LANES<R>, LANES<R>) {}
   // Nothing seen yet; a sink counts as one key of weight 1 and value 0.
   void clear(int v_dim, int lanes, R sink) {
-    std::fill_n(o, v_dim * lanes, R(0));
-    std::fill_n(m, lanes, sink);
-    std::fill_n(l, lanes, sink == -INFINITY ? R(0) : R(1));
+    std::fill_n(this->o, v_dim * lanes, R(0));
+    std::fill_n(this->m, lanes, sink);
+    std::fill_n(this->l, lanes, sink == -INFINITY ? R(0) : R(1));
   }
 };
 
@@ -36,7 +35,7 @@ template <class R, int N> NOINLINE bool softmax(R* S, int n, R* m, R* l, R* alph
   UNROLL for (int j = 0; j < N; j++) {
     const Vec<R> old = load(m + j * W<R>);
     changed |= maximum[j] != old;
-    base[j] = maximum[j] == splat(R(-INFINITY)) ? Vec<R>{} : maximum[j];
+    base[j] = exp_base<R>(maximum[j]);
     a[j] = old - base[j];
     store(m + j * W<R>, maximum[j]);
   }
@@ -118,21 +117,18 @@ void step(const Block<R>& b, KeyBlock<T>& keys, const T* q, State<R> x, R* S, R 
 // x <- x and y together
 template <class R> void merge(State<R> x, State<R> y, int v_dim, int L) {
   for (int l = 0; l < L; l += W<R>) {
-    const Vec<R> maximum = max(load(y.m + l), load(x.m + l)), base = maximum == splat(R(-INFINITY)) ? Vec<R>{} : maximum;
-    Vec<R> by[2] = {load(x.m + l) - base, load(y.m + l) - base};
-    exp_each<R>(by);
-    store(x.m + l, maximum);
-    store(x.l + l, load(x.l + l) * by[0] + load(y.l + l) * by[1]);
-    for (int at = l; at < v_dim * L; at += L) store(x.o + at, load(x.o + at) * by[0] + load(y.o + at) * by[1]);
+    Vec<R> scales[2];
+    merge_statistics<R>(x.m + l, x.l + l, y.m + l, y.l + l, scales);
+    for (int at = l; at < v_dim * L; at += L) store(x.o + at, load(x.o + at) * scales[0] + load(y.o + at) * scales[1]);
   }
 }
 // shrink: what weights were multiplied by on their way into o
 template <class R>
 void finish(const ft_problem& p, const Sequence& s, int64_t head, int64_t first, int n, State<R> x, int L, R shrink,
             R* row_max) {
-  R by[LANES<R>];  // where all weights are 0, o is what they make of V: 0, or NaN
-  for (int l = 0; l < L; l++) by[l] = x.l[l] == 0 ? R(1) : 1 / (shrink * x.l[l] * (R)(1 - p.dropout));
-  unpack_lanes<R>(x.o, n, L, (int)p.v_dim, by, query_row(p.out, item_size(p.out_dtype), s, head, first), p.out_dtype,
+  R scales[LANES<R>];
+  for (int l = 0; l < L; l++) scales[l] = output_scale(p, x.l[l], shrink);
+  unpack_lanes<R>(x.o, n, L, (int)p.v_dim, scales, query_row(p.out, item_size(p.out_dtype), s, head, first), p.out_dtype,
                   p.out.row);
   for (int l = 0; l < n; l++) store_lse(p, s, head, first + l, x.m[l], x.l[l], row_max);
 }
@@ -252,7 +248,7 @@ template <class R, class T> class Forward {
   bool finite(State<R> x, int L) const { return all_finite(Rows<R>{x.o, L}, v_dim, L); }
 
   // In numbers: the state and the queries of a group; S, and a block of keys and values where they must be copied.
-  size_t state_size() const { return State<R>::size(v_dim); }
+  size_t state_size() const { return SoftmaxState<R>::size(v_dim * LANES<R>, LANES<R>); }
   size_t q_size() const { return (size_t)factors<T>(dim) * LANES<R>; }
   size_t buffer_size() const {
     const bool copied = p.dtype == FT_BF16 || p.dtype == FT_F16;

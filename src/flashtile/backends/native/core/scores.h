@@ -171,10 +171,3 @@ template <class R, class F> INLINE void for_each_kept(const Block<R>& b, F&& f) 
     }
   }
 }
-
-// Weights are at most 1, and a sum of them with values near the largest number may not be finite where their mean is. Such
-// rows are made once more, of weights so much smaller.
-template <class R> constexpr R SHRINK = R(0x1p-32);
-template <class R> NOINLINE void scale_all(R* x, int n, R by) {
-  for (int at = 0; at < n; at += W<R>) store(x + at, load(x + at) * splat(by));
-}

@@ -1,4 +1,4 @@
-// The entry points, all that the library exports.
+// The entry points: everything that the library exports.
 #pragma GCC visibility push(default)
 #include "flashtile.h"
 #pragma GCC visibility pop
@@ -8,15 +8,15 @@
 
 namespace {
 
-// f(R, T): the type of sums, and what is multiplied.
+// f(R, T): the type of sums and the type that products multiply.
 template <class F> int dispatch_types(const ft_problem& p, F&& f) {
 #if FT_PAIRS
-  // A decode is bound by memory, and the backward pass of few queries makes its scores as that does.
+  // Decoding is bound by memory, so pairs would not help; the backward pass of few queries must sum scores as it does.
   if (p.dtype == FT_BF16 && !decode_fits<float>(p)) return f(float{}, Pair{});
 #endif
   return p.dtype == FT_F64 ? f(double{}, double{}) : f(float{}, float{});
 }
-// No exception leaves the library. All that throws here is a request for memory, or for more than a vector holds.
+// No exception leaves the library. Only allocations throw, or requests for more than a std::vector can hold.
 template <class F> int run(const ft_problem* p, F&& f) {
   if (p->size != sizeof(ft_problem)) return FT_BAD_ABI;
   try {
@@ -31,7 +31,7 @@ template <class F> int run(const ft_problem* p, F&& f) {
 int ft_forward(const ft_problem* p) {
   return run(p, [=](auto real, auto factor) {
     using R = decltype(real);
-    // Few query rows to a key head leave most lanes of a vector empty: then vectors run along the head dim instead.
+    // With few query rows per key head most lanes would be empty, so decode's vectors run along the head dim instead.
     return decode_fits<R>(*p) ? decode<R>(*p) : forward<R, decltype(factor)>(*p);
   });
 }

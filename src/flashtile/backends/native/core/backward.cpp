@@ -1,6 +1,7 @@
-// The backward pass. A task owns a block of keys, so dK and dV are its own, and loops over the query blocks that see it. P
-// is recomputed from lse, with S summed as the forward pass summed it. Blocks are [key][lane] with queries in the lanes, as
-// in forward.cpp. Five products per tile:
+// The backward pass: a task owns a block of keys and loops over the query blocks that see it.
+// So dK and dV are the task's own; dQ is an ordered sum over key blocks (dq_sum.h). P is recomputed from lse, with S
+// summed as in the forward pass. Blocks are [key][lane], with queries in the lanes as in forward.cpp. Each tile takes
+// five products:
 //   S = K Q^T    dV += P dO    dP = V dO^T    dK += dS Q    dQ^T += K^T dS
 #include "backward_products.h"
 #include "backward_schedule.h"
@@ -13,18 +14,19 @@
 
 namespace {
 
-// A group of queries in the lanes, with its places in the scratch, and the keys of a tile that it sees.
+// A group of queries in the lanes, its arrays in the scratch memory, and the keys of a tile that it sees.
 template <class R, class T> struct Group {
   Lanes<R> lanes;
   T *q, *dout, *rounded;
-  R *dq, *P, *slope, *Z, *dropped, *row_max, *log_sum, *delta;  // top is the lse, and log 0, where that is not coarse
-  const T* weights;  // of the sum over queries that comes next
-  int from, to;  // keys of the tile it sees any of, counted from the block's first
-  bool hidden;   // not all of them, in every lane
-  bool coarse;   // the lse of some lane was
+  R *dq, *P, *slope, *Z, *dropped;
+  R *row_max, *log_sum, *delta;  // see row_statistics.h
+  const T* weights;              // of the next sum over queries
+  int from, to;                  // keys of the tile that some lane sees, counted from the first of the block
+  bool hidden;                   // some lane does not see all of them
+  bool coarse;                   // some lane has a coarse lse
 };
 
-// Z <- what dropout multiplies a weight by, dropped <- P * Z
+// Z <- the factor of dropout, dropped <- P * Z
 template <class R> NOINLINE void apply_dropout(const Block<R>& b, const R* P, R* Z, R* dropped) {
   const Vec<R> up = splat((R)(1 / (1 - b.p.dropout)));
   for_each_kept<R>(b, [=](int64_t at, Mask<R> kept) {
@@ -33,11 +35,11 @@ template <class R> NOINLINE void apply_dropout(const Block<R>& b, const R* P, R*
     store(dropped + at, load(P + at) * z);
   });
 }
-// x + 0: no place is -0 then
+// x <- x + 0, which turns -0 into +0
 template <class R> NOINLINE void clear_negative_zeros(const Block<R>& b, R* x) {
   for (int at = 0; at < b.n * b.lanes.padded; at += W<R>) store(x + at, load(x + at) + Vec<R>{});
 }
-// x * slope; hidden places stay so, and no others become so
+// x <- x * slope, except that hidden elements stay hidden and no others become so
 template <class R> NOINLINE void multiply(const Block<R>& b, R* x, const R* slope) {
   for (int at = 0; at < b.n * b.lanes.padded; at += W<R>) {
     const Vec<R> v = load(x + at);
@@ -59,15 +61,16 @@ template <class R, class T> class Backward {
   const ft_problem& p;
   const int64_t item, out_item, group;
   const int dim, v_dim;
-  const int64_t padded_dim, padded_v_dim;  // of rows made of whole vectors
-  const bool few_queries;              // queries: forward was decode, and S is summed as there
+  const int64_t padded_dim, padded_v_dim;  // rounded up to whole vectors
+  const bool few_queries;                  // forward was decode, so S is summed as in decode
   const BackwardSchedule<R> schedule;
   RowStatistics<R, T> statistics;
   DqSum<R> dq_sum;
 
-  // Places in a thread's scratch
+  // Offsets in a thread's scratch memory
   struct Layout {
-    size_t q, dout, dq, P, rounded, dk, dv, row_max, log_sum, delta, q_rows, dout_rows, K, K_over_rows, V, slope, Z, dropped, end;
+    size_t q, dout, dq, P, rounded, dk, dv, row_max, log_sum, delta, q_rows, dout_rows, K, K_over_rows, V, slope, Z;
+    size_t dropped, end;
   } at;
   struct KeyBlock;
   struct QueryBlock;
@@ -117,9 +120,9 @@ template <class R, class T> struct Backward<R, T>::KeyBlock {
   const Sequence s;
   const int64_t index, first;  // which block, its first key
   const int n;                 // keys in use
-  Rows<T> K, V;       // for sums along the rows
-  Rows<T> K_over_rows;     // and over them
-  int k_finite = -1;  // not known yet
+  Rows<T> K, V;         // as factors of sums along the rows
+  Rows<T> K_over_rows;  // as factors of sums over the rows
+  int k_finite = -1;    // not known yet
 };
 
 template <class R, class T> Block<R> Backward<R, T>::block(const KeyBlock& keys, const Group<R, T>& g) const {
@@ -135,17 +138,19 @@ template <class R, class T> void Backward<R, T>::key_block(int64_t index, int64_
   const Rows<T> K = factors_along_rows<R, T>(k, p.dtype, p.k.row, n, dim, (T*)(scratch + at.K));
   const Rows<T> V = factors_along_rows<R, T>(v, p.dtype, p.v.row, n, v_dim, (T*)(scratch + at.V));
   Rows<T> K_over_rows = K;
-  if constexpr (FACTOR_SIZE<T> > 1) K_over_rows = factors_over_rows<R, T>(k, p.dtype, p.k.row, n, dim, dim, (T*)(scratch + at.K_over_rows));
+  if constexpr (FACTOR_SIZE<T> > 1)
+    K_over_rows = factors_over_rows<R, T>(k, p.dtype, p.k.row, n, dim, dim, (T*)(scratch + at.K_over_rows));
   KeyBlock keys{s, block, first, n, K, V, K_over_rows};
   R *dk = scratch + at.dk, *dv = scratch + at.dv;
   memset(dk, 0, sizeof(R) * n * padded_dim);
   memset(dv, 0, sizeof(R) * n * padded_v_dim);
   if (n > 0 && s.q_len > 0) {
     const Band by_key{s.band.right, s.band.left, -s.band.offset};
-    const Cuts seen = cuts(by_key, first, first + n, s.q_len, BLOCK_QUERIES<R>);
+    constexpr int64_t Q = BLOCK_QUERIES<R>;
+    const Cuts seen = cuts(by_key, first, first + n, s.q_len, Q);
     for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++)
-      for (int64_t i = seen.begin * BLOCK_QUERIES<R>; i < std::min(seen.end * BLOCK_QUERIES<R>, s.q_len); i += BLOCK_QUERIES<R>)
-        query_block(keys, head, i, (int)std::min<int64_t>(BLOCK_QUERIES<R>, s.q_len - i), scratch);
+      for (int64_t i = seen.begin * Q; i < std::min(seen.end * Q, s.q_len); i += Q)
+        query_block(keys, head, i, (int)std::min<int64_t>(Q, s.q_len - i), scratch);
   }
   store_rows<R>(dk, padded_dim, n, dim, (R)p.scale, key_row(p.dk, item, s, kv_head, first), p.dtype, p.dk.row);
   store_rows<R>(dv, padded_v_dim, n, v_dim, R(1), key_row(p.dv, item, s, kv_head, first), p.dtype, p.dv.row);
@@ -155,13 +160,14 @@ template <class R, class T> void Backward<R, T>::key_block(int64_t index, int64_
   }
 }
 
-// n queries of a head, from `first` on.
+// Queries first .. first+n-1 of a head.
 template <class R, class T> struct Backward<R, T>::QueryBlock {
   const int64_t head, first;
   const int n, groups;
   Group<R, T> group[BLOCK_GROUPS];
   Rows<T> Q, dO;
-  // Only where pairs are hidden can a value that is not finite reach a sum it has no part in: elsewhere nobody looks.
+  // A non-finite value can reach a sum that it does not belong to only if pairs are hidden; otherwise this is not
+  // computed.
   bool q_finite = true, dout_finite = true;
 
   QueryBlock(int64_t head, int64_t first, int n)
@@ -170,11 +176,13 @@ template <class R, class T> struct Backward<R, T>::QueryBlock {
   Group<R, T>* end() { return group + groups; }
 };
 
-template <class R, class T> void Backward<R, T>::query_block(KeyBlock& keys, int64_t head, int64_t first, int n, R* scratch) {
+template <class R, class T>
+void Backward<R, T>::query_block(KeyBlock& keys, int64_t head, int64_t first, int n, R* scratch) {
   QueryBlock queries(head, first, n);
   load_queries(keys, queries, scratch);
   const Cuts seen = cuts(keys.s.band, first, first + n, keys.s.kv_len, 1);
-  const int begin = (int)clip(seen.begin - keys.first, 0, keys.n), end = (int)clip(seen.end - keys.first, begin, keys.n);
+  const int begin = (int)clip(seen.begin - keys.first, 0, keys.n);
+  const int end = (int)clip(seen.end - keys.first, begin, keys.n);
   const Range whole = whole_factors<T>(begin, end, keys.n);
   for (int k = whole.from; k < whole.to; k += TILE_KEYS<R>) {
     compute_weights(keys, queries, k, std::min(k + TILE_KEYS<R>, whole.to));
@@ -188,15 +196,16 @@ template <class R, class T> void Backward<R, T>::query_block(KeyBlock& keys, int
   });
 }
 
-// n rows of q for scores_of_few; those past them are 0.
+// Pack n rows of q for few_query_scores; the rows past them are 0.
 template <class R, class T> void Backward<R, T>::pack_queries(const char* q, int n, R* to) const {
   std::fill_n(to, W<R> * padded_dim, R(0));
   dispatch_type<R>(p.dtype, [&](auto t) {
-    for (int i = 0; i < n; i++) pack_row((const decltype(t)*)q + i * p.q.row, dim, score_scale<R>(p), to + i * padded_dim);
+    for (int i = 0; i < n; i++)
+      pack_row((const decltype(t)*)q + i * p.q.row, dim, score_scale<R>(p), to + i * padded_dim);
   });
 }
 
-// The groups with their queries in the lanes, the rows as they lie, and whether these are finite.
+// Load q and dout as lanes and as rows, and check whether they are finite.
 template <class R, class T> void Backward<R, T>::load_queries(KeyBlock& keys, QueryBlock& queries, R* scratch) {
   const Sequence& s = keys.s;
   const int64_t first = statistics.row(s, queries.head, queries.first);
@@ -204,9 +213,9 @@ template <class R, class T> void Backward<R, T>::load_queries(KeyBlock& keys, Qu
   const char* dout = query_row(p.dout, out_item, s, queries.head, queries.first);
   bool hidden = false;
   for (int x = 0; x < queries.groups; x++) {
-    const int l0 = x * LANES<R>, real = std::min(queries.n - l0, LANES<R>);
+    const int l0 = x * LANES<R>, used = std::min(queries.n - l0, LANES<R>);
     Group<R, T>& g = queries.group[x];
-    g.lanes = Lanes<R>(p, s, queries.head, queries.first + l0, real);
+    g.lanes = Lanes<R>(p, s, queries.head, queries.first + l0, used);
     const int L = g.lanes.padded;
     g.q = (T*)(scratch + at.q) + l0 * factors<T>(dim);
     g.dout = (T*)(scratch + at.dout) + l0 * factors<T>(v_dim);
@@ -222,20 +231,21 @@ template <class R, class T> void Backward<R, T>::load_queries(KeyBlock& keys, Qu
     g.delta = scratch + at.delta + l0;
     g.coarse = false;
     for (int l = 0; l < L; l++) {
-      const int64_t i = first + l0 + std::min(l, real - 1);
-      g.row_max[l] = l < real ? statistics.row_max[i] : (R)INFINITY;  // no weight in a lane without a query
+      const int64_t i = first + l0 + std::min(l, used - 1);
+      g.row_max[l] = l < used ? statistics.row_max[i] : (R)INFINITY;  // no weight in a lane without a query
       g.log_sum[l] = statistics.log_sum[i];
       g.delta[l] = statistics.delta[i];
       g.coarse |= statistics.log_sum[i] != 0;
     }
-    if (few_queries) pack_queries(q, real, (R*)g.q);
-    else pack_lanes<R, T>(q + item * l0 * p.q.row, p.dtype, p.q.row, real, L, dim, split_scale<R, T>(p).before, g.q);
-    pack_lanes<R, T>(dout + out_item * l0 * p.dout.row, p.out_dtype, p.dout.row, real, L, v_dim, R(1), g.dout);
+    if (few_queries) pack_queries(q, used, (R*)g.q);
+    else pack_lanes<R, T>(q + item * l0 * p.q.row, p.dtype, p.q.row, used, L, dim, split_scale<R, T>(p).before, g.q);
+    pack_lanes<R, T>(dout + out_item * l0 * p.dout.row, p.out_dtype, p.dout.row, used, L, v_dim, R(1), g.dout);
     memset(g.dq, 0, sizeof(R) * L * dim);
     hidden |= Block<R>{p, g.lanes, keys.first, keys.n}.partial();
   }
   queries.Q = factors_over_rows<R, T>(q, p.dtype, p.q.row, queries.n, dim, padded_dim, (T*)(scratch + at.q_rows));
-  queries.dO = factors_over_rows<R, T>(dout, p.out_dtype, p.dout.row, queries.n, v_dim, padded_v_dim, (T*)(scratch + at.dout_rows));
+  queries.dO = factors_over_rows<R, T>(dout, p.out_dtype, p.dout.row, queries.n, v_dim, padded_v_dim,
+                                       (T*)(scratch + at.dout_rows));
   if (!hidden) return;
   const int length = (int)factors<T>(queries.n);
   if (keys.k_finite < 0) keys.k_finite = all_finite(keys.K, keys.n, (int)factors<T>(dim));
@@ -243,8 +253,9 @@ template <class R, class T> void Backward<R, T>::load_queries(KeyBlock& keys, Qu
   queries.dout_finite = all_finite(queries.dO, length, v_dim);
 }
 
-// P, and what dropout leaves of it, for the keys k0 .. k1-1 of the block.
-template <class R, class T> void Backward<R, T>::compute_weights(const KeyBlock& keys, QueryBlock& queries, int k0, int k1) {
+// P before and after dropout, for keys k0 .. k1-1 of the block.
+template <class R, class T>
+void Backward<R, T>::compute_weights(const KeyBlock& keys, QueryBlock& queries, int k0, int k1) {
   const bool plain = !few_queries && !(p.softcap > 0) && !p.bias.data && !p.alibi.data;
   for (Group<R, T>& g : queries) {
     g.from = (int)clip(g.lanes.seen.begin - keys.first, k0, k1);
@@ -273,7 +284,7 @@ template <class R, class T> void Backward<R, T>::compute_weights(const KeyBlock&
   }
 }
 
-// dS, in the place of P; its sums over keys into dbias and dq.
+// dS, stored over P, and its sums over keys, added to dbias and dq.
 template <class R, class T> void Backward<R, T>::compute_gradients(const KeyBlock& keys, QueryBlock& queries) {
   for (Group<R, T>& g : queries) {
     const Block<R> b = block(keys, g);
@@ -297,15 +308,15 @@ template <class R, class T> void Backward<R, T>::compute_gradients(const KeyBloc
     if (guarded) flush_small<R, T>(g.P, b.n, L);
     g.weights = factors_over_lanes<R, T>(g.P, b.n, L, g.lanes.used, g.rounded);
     const T* dS = factors_over_keys<R, T>(g.P, b.n, L);
-    const int keys = (int)factors<T>(b.n);
+    const int key_factors = (int)factors<T>(b.n);
     dispatch_vectors(L / W<R>, [&](auto N) {
-      if (guard_k) add_dq_guarded(K, keys, dS, g.dq, dim, L);
-      else add_dq<R, T, N>(K, keys, dS, g.dq, dim);
+      if (guard_k) add_dq_guarded(K, key_factors, dS, g.dq, dim, L);
+      else add_dq<R, T, N>(K, key_factors, dS, g.dq, dim);
     });
   }
 }
 
-// C[key][column] += weights * x over the groups; where x is not finite, hidden pairs are left out one by one.
+// C[key][column] += weights * x over the groups; if x is not finite, hidden pairs are left out one by one.
 template <class R, class T>
 void Backward<R, T>::sum_over_queries(QueryBlock& queries, Rows<T> x, bool finite, R* C, int64_t row) {
   const Group<R, T>* g = queries.group;

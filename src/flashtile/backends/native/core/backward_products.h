@@ -2,7 +2,7 @@
 #pragma once
 #include "factors.h"
 
-// P = exp(S - lse) of S = by K q, where no lse is coarse. The difference first: its rounding is that of S, not of something larger.
+// P = exp(S - lse) with S = by K q, where no lse is coarse. Subtracting first keeps the rounding to that of S.
 template <class R, class T, int N>
 NOINLINE void recompute_probabilities(Rows<T> K, int n, const T* q, int length, R by, const R* lse, R* P) {
   constexpr int L = N * W<R>;
@@ -17,7 +17,7 @@ NOINLINE void recompute_probabilities(Rows<T> K, int n, const T* q, int length, 
     store_tile<R>(acc, P + k * L, L);
   });
 }
-// P <- exp(P - top - log): both differences are exact, or near to it, where an lse of their sum would be coarse.
+// P <- exp(P - row_max - log_sum). Both differences are exact or nearly so, even where the lse, their sum, is coarse.
 template <class R, int N> NOINLINE void probabilities_from_scores(int n, const R* row_max, const R* log_sum, R* P) {
   for (int k = 0; k < n; k++, P += N * W<R>) {
     Vec<R> x[N];
@@ -26,7 +26,7 @@ template <class R, int N> NOINLINE void probabilities_from_scores(int n, const R
     UNROLL for (int j = 0; j < N; j++) store(P + j * W<R>, x[j]);
   }
 }
-// P <- dS = P * (Z * (V dout) - delta); Z, what dropout multiplies by, may be null
+// P <- dS = P * (Z * (V dout) - delta), with the factors Z of dropout
 template <class R, class T, int N, bool DROPS>
 NOINLINE void score_gradients(Rows<T> V, int n, const T* dout, int length, const R* delta, const R* Z, R* P) {
   constexpr int L = N * W<R>;
@@ -52,7 +52,7 @@ template <class R, class T, int N> NOINLINE void add_dq(Rows<T> K, int length, c
     add_tile<R>(acc, dq + d * L, L);
   });
 }
-// The same, sum for sum, where K holds values that are not finite and dS is marked: hidden pairs are left out.
+// The same to the bit, where K has non-finite values: hidden pairs are marked in dS and left out.
 template <class R, class T>
 NOINLINE void add_dq_guarded(Rows<T> K, int length, const T* dS, R* dq, int dim, int L) {
   for (int d = 0; d < dim; d++)
@@ -66,7 +66,8 @@ NOINLINE void add_dq_guarded(Rows<T> K, int length, const T* dS, R* dq, int dim,
     }
 }
 
-// One group's part in a sum over queries: weights [key][L], and the rows they weigh, whole vectors each; all factors.
+// One group's part in a sum over queries: weights[key][L] and the rows they multiply, padded to whole vectors; all
+// factors.
 template <class T> struct WeightedRows {
   const T* weights;
   int L, rows;

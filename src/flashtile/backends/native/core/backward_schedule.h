@@ -18,9 +18,9 @@ struct BackwardTask {
 // Keys of a sequence, used or not.
 inline int64_t key_slots(const ft_problem& p, int64_t s) { return p.cu_k ? p.cu_k[s + 1] - p.cu_k[s] : p.kv_len; }
 
-// Key blocks depend on the shape only, so the sums do not depend on the threads. dK, dV, K and V of one block stay in
-// L2, and there are enough blocks to keep about 32 threads busy. Where several heads, sequences or key blocks add to the
-// same element of dbias, one task holds all of them.
+// Key blocks depend on the shape only, so that sums do not depend on the number of threads. dK, dV, K and V of a block
+// stay in L2, and there are enough blocks to keep about 32 threads busy. If several heads, sequences or key blocks add
+// to the same element of dbias, one task holds all of them.
 template <class R> struct BackwardSchedule {
   int64_t block_keys;               // keys per key block
   std::vector<BackwardTask> tasks;  // in the order they start

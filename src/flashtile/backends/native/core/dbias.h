@@ -2,10 +2,10 @@
 #pragma once
 #include "scores.h"
 
-// x[key][lane] is the gradient of the bias; sum it into its place, whatever axes are broadcast.
+// Add x[key][lane], the gradient of the bias, to dbias: summed over the axes that are broadcast.
 template <class R> NOINLINE void add_to_bias(const Block<R>& b, const ft_tensor& t, R* to, const R* x) {
   const int L = b.lanes.padded, used = b.lanes.used;
-  if (t.column == 0) {  // one place for all keys
+  if (t.column == 0) {  // all keys share an element
     R sums[LANES<R>] = {}, total = 0;
     for (int k = 0; k < b.n; k++)
       for (int l = 0; l < L; l += W<R>) store(sums + l, load(sums + l) + load(x + k * L + l));
@@ -14,7 +14,7 @@ template <class R> NOINLINE void add_to_bias(const Block<R>& b, const ft_tensor&
       else total += sums[l];
     }
     if (!t.row) *to += total;
-  } else if (t.row == 0) {  // one for all queries
+  } else if (t.row == 0) {  // all queries share an element
     for (int k = 0; k < b.n; k++) {
       Vec<R> sum = {};
       for (int l = 0; l < L; l += W<R>) {

@@ -1,7 +1,8 @@
-// Decode: forward for few queries. It is bound by memory, so each row of K and V is read once, in order, for all the
-// queries and heads that share it, and the vectors of both products run along the head dim. Scores are [key][lane]
-// again, one vector of lanes for all the rows, so the passes over them are those of forward. Keys are split, by the
-// shape only, so that there is work for every thread; the thread that ends the last share of a row merges them.
+// The forward pass for few queries, as in decoding. It is bound by memory.
+// So each row of K and V is read once, in order, for all queries and heads that share it, and the vectors of both
+// products run along the head dim. Scores are [key][lane], one vector of lanes for all rows, so forward's passes over
+// scores apply. Keys are split, depending on the shape only, to give every thread work; the thread that finishes the
+// last split of a set of rows merges them.
 #include <atomic>
 #include <memory>
 #include <new>
@@ -15,16 +16,17 @@
 
 namespace {
 
-constexpr int BLOCK_KEYS = 64;         // keys a block
-constexpr int MIN_SPLIT = 512;   // keys a share at least
-constexpr int CACHE_LINE = 64;         // bytes of the cache at a time
-constexpr int ENOUGH_SPLITS = 32;       // shares
-constexpr int PREFETCH_BYTES = 8 << 10;   // bytes that rows are sent for before they are read, where they come from memory
-constexpr int64_t CACHED_BYTES = 4 << 20;  // bytes of all keys and values that stay in a cache
+constexpr int BLOCK_KEYS = 64;             // keys per block
+constexpr int MIN_SPLIT = 512;             // keys per split, at least
+constexpr int CACHE_LINE = 64;             // bytes
+constexpr int ENOUGH_SPLITS = 32;          // over all sets of rows
+constexpr int PREFETCH_BYTES = 8 << 10;    // how far ahead rows are prefetched if they come from memory
+constexpr int64_t CACHED_BYTES = 4 << 20;  // keys and values of up to this size stay in a cache
 
 // ---- The product with V, for ROWS rows
 
-// o[row][vectors first .. first+N-1] = alpha * o + P V, P[key][EACH numbers, the first ROWS of them]; alpha null: 1
+// o[row][vectors first .. first+N-1] = alpha * o + P V; a null alpha is 1. P has KEY_STRIDE numbers per key; the first
+// ROWS are used.
 template <class R, class T, int ROWS, int KEY_STRIDE, int N, bool TAIL>
 NOINLINE void output_columns(const T* V, int64_t stride, int n, const R* P, int v_dim, int first, R* o,
                              const R* alpha, int64_t ahead) {
@@ -38,7 +40,7 @@ NOINLINE void output_columns(const T* V, int64_t stride, int n, const R* P, int 
       if constexpr (TAIL) x[j] = load_tail<R>(V, v_dim);
       else x[j] = load_as<R>(V + (first + j) * W<R>);
     }
-    if (first == 0 && ahead)  // of all columns: the others come next
+    if (first == 0 && ahead)  // all columns: the next calls read the others
       for (int c = 0; c < v_dim; c += CACHE_LINE / (int)sizeof(T)) prefetch(V + ahead * stride + c);
     UNROLL for (int r = 0; r < ROWS; r++) {
       const Vec<R> weight = splat(P[r]);
@@ -56,9 +58,10 @@ void output(const T* V, int64_t stride, int n, const R* P, int v_dim, R* o, cons
   for_tiles<MOST>(0, v_dim / W<R>, [=](auto vectors, int first) {
     output_columns<R, T, ROWS, KEY_STRIDE, vectors, false>(V, stride, n, P, v_dim, first, o, alpha, ahead);
   });
-  if (v_dim % W<R>) output_columns<R, T, ROWS, KEY_STRIDE, 1, true>(V, stride, n, P, v_dim, v_dim / W<R>, o, alpha, ahead);
+  if (v_dim % W<R>)
+    output_columns<R, T, ROWS, KEY_STRIDE, 1, true>(V, stride, n, P, v_dim, v_dim / W<R>, o, alpha, ahead);
 }
-// The same, sum for sum, where V holds values that are not finite and P is marked: hidden pairs are left out.
+// The same to the bit, where V has non-finite values: hidden pairs are marked in P and left out.
 template <class R, class T, int KEY_STRIDE>
 void output_guarded(const T* V, int64_t stride, int n, const R* P, int rows, int v_dim, R* o, const R* alpha) {
   for (int r = 0; r < rows; r++, o += vectors_of<R>(v_dim) * W<R>)
@@ -81,19 +84,19 @@ template <class R, class T> NOINLINE bool rows_finite(const T* x, int64_t stride
   return sum_lanes<R>(sum) == 0;
 }
 
-// Lane i of the results has what op makes of all lanes i % EACH of x.
+// Reduce x with op over the lanes that belong to the same of KEY_STRIDE rows; every lane has its row's result.
 template <int KEY_STRIDE, int H = KEY_STRIDE, class V, class F, int... I>
 INLINE V reduce_rows(V x, F op, std::integer_sequence<int, I...> lanes) {
   if constexpr (H >= (int)sizeof...(I)) return x;
   else return reduce_rows<KEY_STRIDE, 2 * H>(op(x, __builtin_shufflevector(x, x, (I ^ H)...)), op, lanes);
 }
-// The first EACH lanes of x, again and again.
+// Repeat the first KEY_STRIDE lanes of x.
 template <int KEY_STRIDE, class V, int... I> INLINE V repeat_rows(V x, std::integer_sequence<int, I...>) {
   return __builtin_shufflevector(x, x, (I % KEY_STRIDE)...);
 }
 
-// S <- P = exp(S - m), with m and l brought up to date; alpha[row] is what o must be scaled by. False: by 1.
-// S[key][EACH rows], with room for a whole vector at its end.
+// S <- P = exp(S - m), after updating m and l. o must be multiplied by alpha[row]; false if alpha is 1.
+// S is [key][KEY_STRIDE rows], padded to a whole vector.
 template <class R, int KEY_STRIDE> NOINLINE bool softmax(R* S, int n, R* m, R* l, R* alpha) {
   constexpr auto lanes = std::make_integer_sequence<int, W<R>>{};
   const Vec<R> none = splat(-(R)INFINITY), old = repeat_rows<KEY_STRIDE>(load(m), lanes);
@@ -121,7 +124,8 @@ template <class R, int KEY_STRIDE> NOINLINE bool softmax(R* S, int n, R* m, R* l
   return any<R>(maximum != old);
 }
 
-// x[key][EACH rows] <- value where a row may not see the key: hide(), or, where lanes are no queries, number by number.
+// x[key][KEY_STRIDE rows] <- value where the row may not see the key: by hide() if each key has a vector, else one by
+// one.
 template <class R, int KEY_STRIDE> NOINLINE void hide_rows(const Block<R>& b, R* x, R value) {
   if constexpr (KEY_STRIDE == W<R>) return hide(b, x, value);
   const Lanes<R>& l = b.lanes;
@@ -139,15 +143,16 @@ template <class R, int KEY_STRIDE> NOINLINE void hide_rows(const Block<R>& b, R*
 template <class R> struct Decode {
   using State = SoftmaxState<R>;  // of a set of rows and a split of the keys: o[row][v_dim as vectors]
 
+  // The query heads of a key head are divided into sets; a set's heads and queries, its rows, fit into a vector.
   const ft_problem& p;
-  R* const row_max;  // see lse.h
+  R* const row_max;  // see store_lse()
   const int dim, v_dim;
-  const int64_t group, heads_per_set, sets;  // query heads to a key head; of them, in a set; sets
-  const int rows;                         // of a set, a power of two
+  const int64_t group, heads_per_set, sets;  // query heads per key head and per set; sets per key head
+  const int rows;                            // per set, rounded up to a power of two
   const int64_t o_row;
-  const bool from_memory;     // keys and values come from memory
-  const bool has_passes;  // over scores before softmax, or over weights after it
-  int64_t splits;     // of the keys
+  const bool from_memory;  // keys and values are not in a cache
+  const bool has_passes;   // over scores before softmax, or over weights after it
+  int64_t splits;          // of the keys
 
   State state(R* buffer) const { return State(buffer, rows * o_row, W<R>); }
   static int power_of_two(int64_t n) {
@@ -166,11 +171,11 @@ template <class R> struct Decode {
     splits = units >= ENOUGH_SPLITS ? 1 : clip(seen / MIN_SPLIT, 1, ceil_div(ENOUGH_SPLITS, units));
   }
 
-  // Keys that rows are sent for before they are read.
+  // How many keys ahead rows are prefetched.
   template <class T> int64_t ahead(int d) const { return from_memory && d ? PREFETCH_BYTES / (d * (int)sizeof(T)) : 0; }
 
-  // A block of keys, by scores[key][EACH rows]: a lane for each row, which the passes over them want; or just the ROWS, and
-  // no lane of a vector is empty, as most would be of one row to a key head.
+  // A block of keys, with scores[key][KEY_STRIDE rows]: W per key if there are passes, which need a lane for each row;
+  // else ROWS per key, so that no lane is empty. With one row per key head most would be.
   template <class T, int ROWS, int KEY_STRIDE>
   INLINE void process_block(const Block<R>& b, const T* K, const T* V, const R* q, State x, R* S, R shrink) const {
     alignas(64) R alpha[W<R>];
@@ -189,7 +194,8 @@ template <class R> struct Decode {
       output_guarded<R, T, KEY_STRIDE>(V, p.v.row, b.n, S, ROWS, v_dim, x.o, scale);
     }
   }
-  // Keys [begin, end) of a sequence and key head. In the frame of share(): 3% faster where K and V come from memory.
+  // Keys [begin, end) of a sequence and key head. Inlined into attend_split(): 3% faster where K and V come from
+  // memory.
   template <class T, int ROWS>
   INLINE void attend(const Sequence& s, const Lanes<R>& lanes, int64_t kv_head, int64_t begin, int64_t end, const R* q,
                      State x, R shrink) const {
@@ -203,7 +209,7 @@ template <class R> struct Decode {
     }
   }
 
-  // The heads and queries of a set, one to a lane.
+  // The heads and queries of a set, one per lane.
   Lanes<R> lanes_of(const Sequence& s, int64_t kv_head, int64_t set) const {
     Lanes<R> lanes;
     const int64_t first = set * heads_per_set, last = std::min(first + heads_per_set, group);
@@ -243,7 +249,7 @@ template <class R> struct Decode {
     });
   }
 
-  // All shares of a set together, into the first; then out and lse.
+  // Merge all splits of a set into the first, and write out and lse.
   void finish(const Sequence& s, int64_t kv_head, int64_t set, R* buffer, int64_t size, R shrink) const {
     const State x = state(buffer);
     const int64_t heads = std::min(heads_per_set, group - set * heads_per_set);
@@ -257,7 +263,8 @@ template <class R> struct Decode {
           store(x.o + c, load(x.o + c) * splat(scales[0][r]) + load(y.o + c) * splat(scales[1][r]));
     }
     if (shrink == 1 && !all_finite(Rows<R>{x.o, o_row}, n, (int)o_row)) {
-      for (int64_t i = 0; i < splits; i++) attend_split(s, kv_head, set, i, state(buffer + i * size), SHRINK<R>);
+      for (int64_t i = 0; i < splits; i++)
+        attend_split(s, kv_head, set, i, state(buffer + i * size), SHRINK<R>);
       return finish(s, kv_head, set, buffer, size, SHRINK<R>);
     }
     dispatch_type<R>(p.out_dtype, [&](auto t) {
@@ -272,7 +279,7 @@ template <class R> struct Decode {
     });
   }
 
-  // A share by itself is ended at once, in memory of its thread.
+  // If keys are not split, a task finishes its rows at once, in its thread's memory.
   int run() const {
     const int64_t units = p.sequences * p.kv_heads * sets, size = State::size(rows * o_row, W<R>);
     if (units == 0) return FT_OK;

@@ -1,4 +1,4 @@
-// dQ, the sum over key blocks: they add to it one after another, so the result does not depend on the threads.
+// dQ, a sum over key blocks that add to it in order, so that it does not depend on the number of threads.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -9,7 +9,7 @@
 #include "sequence.h"
 #include "threads.h"
 
-// x[lane][c] = base[lane][c] + by * from[c][lane] for the first n lanes; base may be null, or x itself
+// x[lane][c] = base[lane][c] + by * from[c][lane] for the first n lanes. base may be null, or x itself.
 template <class R, class T>
 NOINLINE void unpack_rows(const R* from, int lanes, int n, int d, R by, const R* base, int64_t base_row, T* x,
                         int64_t row) {
@@ -48,7 +48,7 @@ template <class R> class DqSum {
     }
   }
 
-  // Run add(is_first, is_last) for queries first .. first+n-1 when the earlier key blocks that they see have added.
+  // Wait until the earlier key blocks that queries first .. first+n-1 see have added, then run add(is_first, is_last).
   template <class F>
   void in_turn(const Sequence& s, int64_t head, int64_t first, int n, int64_t key_block, int64_t block_keys, F&& add) {
     const Cuts blocks = cuts(s.band, first, first + n, s.kv_len, block_keys);

@@ -1,5 +1,4 @@
-// The element types at run time: numbers widened to real and narrowed, rows narrowed and stored, a scan for values
-// that are not finite, rows column by column, and lanes turned back into rows.
+// Element types at run time: conversion to and from real, a scan for non-finite values, rows to lanes and back.
 #pragma once
 #include <type_traits>
 
@@ -15,7 +14,7 @@ struct f16 {
 
 inline int64_t item_size(int64_t dtype) { return dtype == FT_F64 ? 8 : dtype == FT_F32 ? 4 : 2; }
 
-// Calls f with a value of the element type; only its type counts. Beside double there is nothing but double.
+// Call f with a value of the element type; only its type matters. With double, every element is a double.
 template <class R, class F> INLINE auto dispatch_type(int64_t dtype, F&& f) {
   if constexpr (std::is_same_v<R, float>) {
     if (dtype == FT_BF16) return f(bf16{});
@@ -25,10 +24,10 @@ template <class R, class F> INLINE auto dispatch_type(int64_t dtype, F&& f) {
   return f(R{});
 }
 
-// Bits to float and back. U and F are uint32_t and float, or vectors of them.
+// Bits of the element type to float and back. U and F are uint32_t and float, or vectors of them.
 template <class F, class U> INLINE F bits_to_float(U bits, bf16) { return __builtin_bit_cast(F, bits << 16); }
 template <class F, class U> INLINE F bits_to_float(U bits, f16) {
-  const F magnitude = __builtin_bit_cast(F, (bits & 0x7fff) << 13) * 0x1p112f;  // subnormals come out right as well
+  const F magnitude = __builtin_bit_cast(F, (bits & 0x7fff) << 13) * 0x1p112f;  // right for subnormals too
   const U wide = __builtin_bit_cast(U, magnitude), inf_or_nan = wide | 0x7f800000;
   return __builtin_bit_cast(F, (magnitude >= 65536.f ? inf_or_nan : wide) | (bits & 0x8000) << 16);
 }
@@ -48,7 +47,7 @@ template <class U, class F> INLINE U float_to_bits(F x, f16) {
 typedef uint32_t bits32 __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint16_t bits16 __attribute__((vector_size(VECTOR_BYTES / 2)));
 
-// One element, or W of them, as real. A byte becomes the low one of its lane: only whether it is 0 can be asked then.
+// One element, or W of them, as real. A byte becomes the lowest of its lane, so it can only be compared with 0.
 template <class R, class T> INLINE R to_real(T x) {
   if constexpr (std::is_same_v<T, R>) return x;
   else if constexpr (std::is_same_v<T, uint8_t>) return __builtin_bit_cast(R, (MaskInt<R>)x);
@@ -87,7 +86,7 @@ template <class R> struct Rows {
   int64_t row;
 };
 template <class R> Rows<R> skip_rows(Rows<R> x, int64_t i) { return {x.data + i * x.row, x.row}; }
-// x[i][c] = by * from[i][c]: n real rows of d, `from_row` apart, rounded to any element type.
+// x[i][c] = by * from[i][c] for n real rows of d, `from_row` apart, rounded to the element type.
 template <class R>
 void store_rows(const R* from, int64_t from_row, int n, int d, R by, void* x, int64_t dtype, int64_t row) {
   dispatch_type<R>(dtype, [=](auto t) {
@@ -101,7 +100,7 @@ void store_rows(const R* from, int64_t from_row, int n, int d, R by, void* x, in
     }
   });
 }
-// False where a value is infinite or NaN: 0 * x is 0 for the others.
+// Whether all values are finite: 0 * x is 0 for those alone.
 template <class R> NOINLINE bool all_finite(Rows<R> x, int n, int d) {
   Vec<R> sum = {};
   R rest = 0;
@@ -114,7 +113,7 @@ template <class R> NOINLINE bool all_finite(Rows<R> x, int n, int d) {
   return sum_lanes<R>(sum) + rest == 0;
 }
 
-// f(c, a) for each column c: a holds the values x[lane][c] of W rows, given by the addresses of their first elements.
+// f(c, a) for each column c: a holds x[lane][c] of W rows, given by the addresses of their first elements.
 template <class R, class T, class F> INLINE void for_each_column(const T* const* x, int64_t column, int n, F&& f) {
   int c = 0;
   if (column == 1)

@@ -1,12 +1,13 @@
-// Factors: what a product multiplies. Numbers as they are; or, of bfloat16 and where the processor can, Pairs of them that
-// follow each other along the axis of the sum: one instruction multiplies both, and adds them to a float.
+// Factors: what a product multiplies, which are numbers of type R or, for bfloat16, pairs of numbers.
+// The two numbers of a Pair are neighbours along the axis of the sum. One instruction, where the processor has it,
+// multiplies both and adds them to a float.
 #pragma once
 #include "scores.h"
 
 template <class T> constexpr int64_t factors(int64_t n) { return (n + FACTOR_SIZE<T> - 1) / FACTOR_SIZE<T>; }
 
-// Keys from `from` to `to` of n, and those that share a factor with them. No one sees the latter: as the band hides them from
-// every lane, their weights are 0, and where there are none, past the last, the factor has a 0 too.
+// Keys `from` to `to` of n, extended by those that share a factor with them. The band hides the added keys from every
+// lane, so their weights are 0; past the last key the factor itself has a 0.
 struct Range {
   int from, to;
 };
@@ -16,8 +17,8 @@ template <class T> Range whole_factors(int from, int to, int n) {
 
 // ---- Rows as factors
 
-// Of sums over the rows: factors(n) x wide in `room`, wide being d, or up to whole vectors, with 0 in the columns past it.
-// Numbers that are real, and as wide as that, stay where they lie.
+// For sums over the rows: factors(n) x width in `buffer`, where width is d, or d rounded up to whole vectors with 0 in
+// the columns past d. Rows that already have the type and the width are used in place.
 template <class R, class T>
 Rows<T> factors_over_rows(const void* x, int64_t dtype, int64_t row, int n, int d, int64_t width, T* buffer) {
   return dispatch_type<R>(dtype, [=](auto t) -> Rows<T> {
@@ -43,8 +44,9 @@ Rows<T> factors_over_rows(const void* x, int64_t dtype, int64_t row, int n, int 
     return {buffer, width};
   });
 }
-// Of sums along the rows: where they lie if they can stay there, else in `room`, n x factors(d).
-template <class R, class T> Rows<T> factors_along_rows(const void* x, int64_t dtype, int64_t row, int n, int d, T* buffer) {
+// For sums along the rows: in place if the layout allows it, else in `buffer`, n x factors(d).
+template <class R, class T>
+Rows<T> factors_along_rows(const void* x, int64_t dtype, int64_t row, int n, int d, T* buffer) {
   if constexpr (FACTOR_SIZE<T> == 1) {
     return factors_over_rows<R, T>(x, dtype, row, n, d, d, buffer);  // numbers are the same either way
   } else {
@@ -58,8 +60,8 @@ template <class R, class T> Rows<T> factors_along_rows(const void* x, int64_t dt
     return {buffer, width};
   }
 }
-// Rows turned into lanes, to[factors(d)][lane], and multiplied by `by`; that of pairs has to be a power of two, or they would
-// be rounded. Lanes past the n rows repeat the last one.
+// Rows transposed into lanes, to[factors(d)][lane], and multiplied by `by`. For pairs `by` must be a power of two:
+// other factors would round them. Lanes past the n rows repeat the last row.
 template <class R, class T>
 void pack_lanes(const void* x, int64_t dtype, int64_t row, int n, int lanes, int d, R by, T* to) {
   dispatch_type<R>(dtype, [=](auto t) {
@@ -79,8 +81,8 @@ void pack_lanes(const void* x, int64_t dtype, int64_t row, int n, int lanes, int
     }
   });
 }
-// score_scale(), in two: what q is multiplied by in the lanes, and the score afterwards. For pairs a power of two comes
-// first: that rounds nothing, and what would overflow without it does not.
+// score_scale() in two steps: a factor for q in the lanes and one for the score afterwards. For pairs the first is a
+// power of two, which rounds nothing and avoids overflow of the product.
 template <class R> struct Scale {
   R before, after;
 };
@@ -90,7 +92,7 @@ template <class R, class T> Scale<R> split_scale(const ft_problem& p) {
   const R power = std::ldexp(R(1), std::ilogb(scale));
   return {power, scale / power};
 }
-// acc = by K q, of rows k .. k+M-1 and a sum of `length` factors. Both passes have their scores from here.
+// acc = by K q for rows k .. k+M-1, each a sum of `length` factors. Forward and backward share it, so scores are equal.
 template <class R, class T, int M, int N>
 INLINE void score_tile(Vec<R> (&acc)[M][N], Rows<T> K, int k, const T* q, int length, R by) {
   dot_tile<R>(acc, K.data + k * K.row, K.row, q, N * W<R>, length);
@@ -106,7 +108,7 @@ template <class R, class T, int N> NOINLINE void scores(Rows<T> K, int n, const 
     store_tile<R>(acc, S + k * N * W<R>, N * W<R>);
   });
 }
-// A number as a factor has it.
+// Numbers rounded as a factor rounds them.
 template <class R, class T> INLINE Vec<R> round_to_factor(Vec<R> x) {
   if constexpr (FACTOR_SIZE<T> == 1) return x;
   else return bits_to_float<Vec<R>>(float_to_bits<bits32>(x, bf16{}), bf16{});
@@ -122,9 +124,9 @@ inline bool all_finite(Rows<Pair> x, int n, int d) {
   return !found;
 }
 
-// ---- Weights as factors: x[key][lane], of n keys and L lanes
+// ---- Weights as factors: x[key][lane], n keys and L lanes
 
-// Of sums over the keys, in the place of x.
+// For sums over the keys, stored over x.
 template <class R, class T> const T* factors_over_keys(R* x, int n, int L) {
   if constexpr (FACTOR_SIZE<T> == 1) {
     return x;
@@ -138,19 +140,19 @@ template <class R, class T> const T* factors_over_keys(R* x, int n, int L) {
     return to;
   }
 }
-// Of sums over the first `real` lanes, in `room` where they must be rounded.
-template <class R, class T> const T* factors_over_lanes(const R* x, int n, int L, int real, T* buffer) {
+// For sums over the first `used` lanes, in `buffer` if they must be rounded.
+template <class R, class T> const T* factors_over_lanes(const R* x, int n, int L, int used, T* buffer) {
   if constexpr (FACTOR_SIZE<T> == 1) {
     return x;
   } else {
     bf16* to = (bf16*)buffer;
     for (int at = 0; at < n * L; at += W<R>) store_bf16(to + at, load(x + at));
-    if (real % 2)
-      for (int k = 0; k < n; k++) to[k * L + real] = {0};
+    if (used % 2)
+      for (int k = 0; k < n; k++) to[k * L + used] = {0};
     return buffer;
   }
 }
-// Where weights are marked as hidden: what such a weight is multiplied by, see scores.h.
+// unless_hidden() of scores.h for factors.
 template <class T> INLINE Vec<T> factor_unless_hidden(Vec<T> weight, Vec<T> x) {
   if constexpr (FACTOR_SIZE<T> == 1) {
     return unless_hidden<T>(weight, x);
@@ -158,7 +160,7 @@ template <class T> INLINE Vec<T> factor_unless_hidden(Vec<T> weight, Vec<T> x) {
     return (Vec<T>)((halfwords)weight == halfwords{} + (uint16_t)0x8000 ? halfwords{} : (halfwords)x);
   }
 }
-// Marked weights, of which those that are visible but round to 0 become it: a -0 would look hidden.
+// Set visible weights that would round to 0 to +0, since a -0 would look hidden. x is marked as in scores.h.
 template <class R, class T> void flush_small(R* x, int n, int L) {
   if constexpr (FACTOR_SIZE<T> > 1)
     for (int at = 0; at < n * L; at += W<R>) {

@@ -1,5 +1,5 @@
-// Forward. Queries sit in the lanes, so K and V are read as they lie, one scalar at a time, and nothing is packed but a
-// small block of queries. S, P and O are kept transposed: S[key][lane], O[column][lane].
+// The forward pass, with queries in the lanes. S, P and O are transposed: S[key][lane], O[column][lane].
+// K and V are read in place, one scalar at a time; only a small block of queries is packed.
 #include "kernels.h"
 
 #include "factors.h"
@@ -9,12 +9,13 @@
 
 namespace {
 
-constexpr int BLOCK_KEYS = 192;         // keys a block: S stays in L1. Blocks begin at multiples of it, whatever the task
-constexpr int MAX_GROUPS = 8;   // groups of lanes a task: they share a block of keys while it is in L2
-constexpr int L2_SHARE = 96 << 10;  // bytes of it for their q and O
-constexpr int MIN_SPLIT = 1024, ENOUGH_TASKS = 32;  // keys are split, these at least, where queries make fewer tasks
+constexpr int BLOCK_KEYS = 192;     // keys per block: S stays in L1. In every task blocks begin at multiples of it
+constexpr int MAX_GROUPS = 8;       // groups of lanes per task: they share a block of keys while it is in L2
+constexpr int L2_SHARE = 96 << 10;  // bytes of L2 for their q and O
+// With fewer tasks than ENOUGH_TASKS the keys are split too, into MIN_SPLIT keys or more.
+constexpr int MIN_SPLIT = 1024, ENOUGH_TASKS = 32;
 
-// Of a group: o[v_dim][lanes], m[lanes], l[lanes].
+// The state of a group: o[v_dim][lanes], m[lanes], l[lanes].
 template <class R> struct State : SoftmaxState<R> {
   State(R* buffer, int v_dim) : SoftmaxState<R>(buffer, v_dim * LANES<R>, LANES<R>) {}
   // Nothing seen yet; a sink counts as one key of weight 1 and value 0.
@@ -25,7 +26,7 @@ template <class R> struct State : SoftmaxState<R> {
   }
 };
 
-// S <- P = exp(S - m), with m and l brought up to date; alpha[lanes] is what O must be scaled by. False: by 1.
+// S <- P = exp(S - m), after updating m and l. O must be multiplied by alpha[lane]; false if alpha is 1.
 template <class R, int N> NOINLINE bool softmax(R* S, int n, R* m, R* l, R* alpha) {
   Vec<R> maximum[N], base[N], sum[N], a[N];
   UNROLL for (int j = 0; j < N; j++) maximum[j] = load(m + j * W<R>);
@@ -56,7 +57,7 @@ template <class R, int N> NOINLINE bool softmax(R* S, int n, R* m, R* l, R* alph
   UNROLL for (int j = 0; j < N; j++) store(l + j * W<R>, load(l + j * W<R>) * a[j] + sum[j]);
   return any<R>(changed);
 }
-// O = alpha O + V^T P; alpha null: 1. A block is summed by itself first: it keeps the error of long sums small.
+// O = alpha O + V^T P; a null alpha is 1. Each block is summed separately first, to keep the error of long sums small.
 template <class R, class T, int N>
 NOINLINE void output(Rows<T> V, const T* P, int length, R* o, int v_dim, const R* alpha) {
   constexpr int L = N * W<R>;
@@ -67,7 +68,7 @@ NOINLINE void output(Rows<T> V, const T* P, int length, R* o, int v_dim, const R
     add_tile<R>(acc, o + d * L, L, alpha);
   });
 }
-// The same, to the bit, where V holds values that are not finite: P is marked, and hidden pairs are left out.
+// The same to the bit, where V has non-finite values: hidden pairs are marked in P and left out.
 template <class R, class T>
 NOINLINE void output_guarded(Rows<T> V, const T* P, int length, R* o, int v_dim, int L, const R* alpha) {
   for (int l = 0; l < L; l += W<R>)
@@ -84,14 +85,14 @@ template <class R> NOINLINE void apply_dropout(const Block<R>& b, R* P) {
   for_each_kept(b, [=](int64_t at, Mask<R> kept) { store(P + at, kept ? load(P + at) : Vec<R>{}); });
 }
 
-// One block of keys and values for all the groups of a task; whether V is finite is asked once, and only if it matters.
+// A block of keys and values for all groups of a task. Whether V is finite is computed once, and only if needed.
 template <class T> struct KeyBlock {
-  Rows<T> K, V;  // those of V are factors of sums over keys
+  Rows<T> K, V;  // V as factors of sums over keys
   int64_t j;
   int n, v_dim, finite = -1;
   bool values_finite() { return finite < 0 ? finite = all_finite(V, (int)factors<T>(n), v_dim) : finite; }
 };
-// One group of queries, q[factors(dim)][lanes], against one block of keys. Every option is a pass of its own over S.
+// Process one group of queries, q[factors(dim)][lanes], and one block of keys. Every option is its own pass over S.
 template <class R, class T>
 void step(const Block<R>& b, KeyBlock<T>& keys, const T* q, State<R> x, R* S, R shrink) {
   const int dim = (int)b.p.dim, v_dim = (int)b.p.v_dim, L = b.lanes.padded, length = (int)factors<T>(b.n);
@@ -114,7 +115,7 @@ void step(const Block<R>& b, KeyBlock<T>& keys, const T* q, State<R> x, R* S, R 
     else output<R, T, N>(V, P, length, x.o, v_dim, scale);
   });
 }
-// x <- x and y together
+// Merge y into x.
 template <class R> void merge(State<R> x, State<R> y, int v_dim, int L) {
   for (int l = 0; l < L; l += W<R>) {
     Vec<R> scales[2];
@@ -122,24 +123,24 @@ template <class R> void merge(State<R> x, State<R> y, int v_dim, int L) {
     for (int at = l; at < v_dim * L; at += L) store(x.o + at, load(x.o + at) * scales[0] + load(y.o + at) * scales[1]);
   }
 }
-// shrink: what weights were multiplied by on their way into o
+// Write out and lse. The weights summed in o were multiplied by shrink.
 template <class R>
 void finish(const ft_problem& p, const Sequence& s, int64_t head, int64_t first, int n, State<R> x, int L, R shrink,
             R* row_max) {
   R scales[LANES<R>];
   for (int l = 0; l < L; l++) scales[l] = output_scale(p, x.l[l], shrink);
-  unpack_lanes<R>(x.o, n, L, (int)p.v_dim, scales, query_row(p.out, item_size(p.out_dtype), s, head, first), p.out_dtype,
-                  p.out.row);
+  unpack_lanes<R>(x.o, n, L, (int)p.v_dim, scales, query_row(p.out, item_size(p.out_dtype), s, head, first),
+                  p.out_dtype, p.out.row);
   for (int l = 0; l < n; l++) store_lse(p, s, head, first + l, x.m[l], x.l[l], row_max);
 }
 
-// Which queries and keys make a task. Groups and splits depend on the shape only, so the sums never depend on the
-// threads; how many groups a task takes may.
+// Which queries and keys make a task. Groups and splits depend on the shape only, so that sums do not depend on the
+// number of threads; the number of groups per task may.
 template <class R> struct Plan {
-  int64_t heads;             // of all sequences
-  int64_t groups;            // of lanes, in the longest sequence
-  int64_t splits, split_keys;     // shares of the keys, and keys of a share
-  int64_t groups_per_task, blocks;  // groups a task, and what that makes of the queries of a head
+  int64_t heads;   // of all sequences
+  int64_t groups;  // groups of lanes in the longest sequence
+  int64_t splits, split_keys;       // splits of the keys, and keys per split
+  int64_t groups_per_task, blocks;  // and the blocks of queries that a head is divided into
   int64_t tasks;
 
   explicit Plan(const ft_problem& p) {
@@ -148,7 +149,7 @@ template <class R> struct Plan {
     const int64_t units = heads * groups;
     splits = units < 1 || units >= ENOUGH_TASKS ? 1 : clip(p.kv_len / MIN_SPLIT, 1, ceil_div(ENOUGH_TASKS, units));
     split_keys = ceil_div(ceil_div(p.kv_len, splits), BLOCK_KEYS) * BLOCK_KEYS;
-    const int64_t bytes = sizeof(R) * LANES<R> * (p.dim + p.v_dim);  // of q and O of a group
+    const int64_t bytes = sizeof(R) * LANES<R> * (p.dim + p.v_dim);  // q and O of a group
     groups_per_task = splits > 1 ? 1 : clip(L2_SHARE / bytes, 1, MAX_GROUPS);
     while (groups_per_task > 1 && heads * ceil_div(groups, groups_per_task) < 4 * p.threads) groups_per_task--;
     blocks = ceil_div(groups, groups_per_task);
@@ -160,7 +161,8 @@ template <class R, class T> class Forward {
  public:
   Forward(const ft_problem& p, R* row_max)
       : p(p), row_max(row_max), plan(p), dim((int)p.dim), v_dim((int)p.v_dim), item(item_size(p.dtype)),
-        scratch(std::min(p.threads, plan.tasks), sizeof(R) * (plan.groups_per_task * (state_size() + q_size()) + buffer_size())),
+        scratch(std::min(p.threads, plan.tasks),
+                sizeof(R) * (plan.groups_per_task * (state_size() + q_size()) + buffer_size())),
         split_states(plan.splits > 1 ? plan.tasks : 0, sizeof(R) * state_size()) {}
 
   int run() {
@@ -173,8 +175,8 @@ template <class R, class T> class Forward {
   }
 
  private:
-  // A block of the queries of a head, and a share of the keys. Tasks take a head at a time, and in it the last queries
-  // first: with a causal band they see the most keys.
+  // A block of the queries of a head, and a split of the keys. Tasks go head by head, and from the last queries of a
+  // head to the first: with a causal band the last see the most keys.
   struct Task {
     int64_t split, head, first, last;  // queries first..last-1
     Sequence s;
@@ -209,7 +211,7 @@ template <class R, class T> class Forward {
     const int64_t kv_head = t.head / (p.q_heads / p.kv_heads);
     const Cuts seen = cuts(t.s.band, t.first, t.last, t.s.kv_len, 1);
     const int64_t first = std::max(seen.begin, t.split * plan.split_keys);
-    const int64_t begin = first - first % FACTOR_SIZE<T>;  // which keys share a factor does not depend on the task
+    const int64_t begin = first - first % FACTOR_SIZE<T>;  // the same keys share a factor in every task
     const int64_t end = std::min(seen.end, (t.split + 1) * plan.split_keys);
     for (int64_t j = begin; j < end; j = (j / BLOCK_KEYS + 1) * BLOCK_KEYS) {
       const int n = (int)(std::min(end, (j / BLOCK_KEYS + 1) * BLOCK_KEYS) - j);
@@ -231,12 +233,14 @@ template <class R, class T> class Forward {
       finish(p, t.s, t.head, t.first + g * LANES<R>, lanes[g].used, state(g), lanes[g].padded, shrink, row_max);
   }
 
-  // Where keys are split a task has one group of lanes; its shares follow each other.
+  // Merge the splits of a group of lanes. Where keys are split, a task has one group, and its splits are consecutive.
   void combine_splits(int64_t thread, int64_t i, R shrink) {
     const Task t(p, plan, i * plan.splits);
     if (t.first >= t.last) return;
     const int n = (int)(t.last - t.first), L = (int)ceil_div(n, W<R>) * W<R>;
-    const auto state_of = [&](int64_t split) { return State<R>(split_states.piece<R>(i * plan.splits + split), v_dim); };
+    const auto state_of = [&](int64_t split) {
+      return State<R>(split_states.piece<R>(i * plan.splits + split), v_dim);
+    };
     for (int64_t split = 1; split < plan.splits; split++) merge(state_of(0), state_of(split), v_dim, L);
     if (shrink == 1 && !finite(state_of(0), L)) {
       for (int64_t split = 0; split < plan.splits; split++) attend(thread, i * plan.splits + split, SHRINK<R>);
@@ -247,7 +251,7 @@ template <class R, class T> class Forward {
 
   bool finite(State<R> x, int L) const { return all_finite(Rows<R>{x.o, L}, v_dim, L); }
 
-  // In numbers: the state and the queries of a group; S, and a block of keys and values where they must be copied.
+  // In numbers: the state of a group; its queries; S, and a block of keys and values where they must be copied.
   size_t state_size() const { return SoftmaxState<R>::size(v_dim * LANES<R>, LANES<R>); }
   size_t q_size() const { return (size_t)factors<T>(dim) * LANES<R>; }
   size_t buffer_size() const {
@@ -256,7 +260,7 @@ template <class R, class T> class Forward {
   }
 
   const ft_problem& p;
-  R* const row_max;  // see kernels.h
+  R* const row_max;  // see store_lse()
   const Plan<R> plan;
   const int dim, v_dim;
   const int64_t item;

@@ -1,4 +1,4 @@
-// What the backward pass knows of each query row before it starts: the lse, delta, and the gradient of the sink from both.
+// Per-row statistics of the backward pass: delta and the lse, and from both the gradient of the sink.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -43,7 +43,8 @@ template <class R, class T> struct RowStatistics {
         maximum[i] = lse[i * p.lse.row];
         bool empty = maximum[i] == -(R)INFINITY;
         if (is_coarse(maximum[i])) {  // usually padding, whose output gets no gradient
-          empty = !(dlse && dlse[i * p.dlse.row]) && std::all_of(dout, dout + v_dim, [](E x) { return to_real<R>(x) == 0; });
+          empty = !(dlse && dlse[i * p.dlse.row]) &&
+                  std::all_of(dout, dout + v_dim, [](E x) { return to_real<R>(x) == 0; });
           if (!empty) any_coarse.store(true, std::memory_order_relaxed);
         }
         if (empty) d[i] = 0, maximum[i] = (R)INFINITY;
@@ -52,8 +53,8 @@ template <class R, class T> struct RowStatistics {
     });
   }
 
-  // Recompute maximum and sum of the rows whose lse is coarse, by a forward pass without values. Its scores have the
-  // bits of those of the backward pass.
+  // Recompute maximum and sum of the rows whose lse is coarse, by a forward pass without values, which has the same
+  // scores to the bit.
   int split_coarse() {
     if (!any_coarse) return FT_OK;
     ft_problem f = p;

@@ -1,12 +1,12 @@
-// A row of d numbers as vectors, and the scores of few queries, whose sums run along it. Both passes have these from
-// here: what backward makes of lse are the weights of forward only if the scores are the same to the bit.
+// Rows of d numbers as vectors, and the scores of few queries, which are sums along such rows.
+// Forward and backward share them: backward recomputes forward's weights only if the scores are equal to the bit.
 #pragma once
 #include <algorithm>
 
 #include "elements.h"
 #include "prefetch.h"
 
-// The last d % W numbers sit in the upper lanes of one more vector, over zeros.
+// The last d % W numbers are in the upper lanes of one more vector, whose lower lanes are 0.
 template <class R> constexpr int64_t vectors_of(int64_t d) { return (d + W<R> - 1) / W<R>; }
 template <class R, class T> INLINE Vec<R> load_tail(const T* row, int d) {
   const int n = d % W<R>;
@@ -18,15 +18,15 @@ template <class R, class T> INLINE Vec<R> load_tail(const T* row, int d) {
   for (int i = 0; i < n; i++) x[W<R> - n + i] = to_real<R>(row[i]);
   return x;
 }
-// Where column c of such a row is.
+// The index of column c in such a row.
 template <class R> INLINE int column_index(int c, int d) { return c < d / W<R> * W<R> ? c : c + (W<R> - d % W<R>); }
 
-// A row of q, laid out so and multiplied by `by`; `to` is zero.
+// Write a row of q in this layout, multiplied by `by`, into `to`, which is zeroed.
 template <class R, class T> void pack_row(const T* from, int d, R by, R* to) {
   for (int c = 0; c < d; c++) to[column_index<R>(c, d)] = to_real<R>(from[c]) * by;
 }
 
-// Sums over the lanes of N vectors, N a power of two: lane i of the result has that of a[i % N].
+// Sum over the lanes of each of N vectors, N a power of two: lane i of the result has the sum of a[i % N].
 template <int H, int N, class V, int... I> INLINE V reduce_lanes(V* a, std::integer_sequence<int, I...> lanes) {
   constexpr int n = sizeof...(I);
   if constexpr (H == n) {
@@ -44,10 +44,10 @@ template <int H, int N, class V, int... I> INLINE V reduce_lanes(V* a, std::inte
   }
 }
 
-// S[key][row] = K q^T for ROWS rows of q, a power of two up to W. A key has ROWS numbers of S, and then those of keys past
-// the last are anything, up to a whole vector; or it has W, of which those past ROWS stay as they are. As many keys as
-// fill a vector of results: one after the other, as they lie, or for several rows four side by side, which share what is
-// read of q. What comes `ahead` keys later is sent for, unless that is 0: by itself the processor is not soon enough.
+// S[key][row] = K q^T for ROWS rows of q, a power of two up to W. A key has KEY_STRIDE numbers in S. If these are ROWS,
+// numbers after the last key are arbitrary up to a whole vector; if they are W, those past ROWS keep their values. The
+// keys of a vector of results are read one after the other for one row, and four at a time for several rows, to share
+// the loads of q. Keys are prefetched `ahead` keys early, unless that is 0: the hardware prefetcher is too late.
 template <class R, class T, int ROWS, int KEY_STRIDE = W<R>>
 NOINLINE void few_query_scores(const T* K, int64_t stride, int n, const R* q, int dim, R* S, int64_t ahead = 0) {
   constexpr int KEYS_PER_VECTOR = W<R> / ROWS, KEYS_AT_ONCE = ROWS == 1 ? 1 : KEYS_PER_VECTOR < 4 ? KEYS_PER_VECTOR : 4;
@@ -85,7 +85,7 @@ NOINLINE void few_query_scores(const T* K, int64_t stride, int n, const R* q, in
     }
   }
 }
-// f(that power of two as a constant) for n rows
+// f(n rounded up to a power of two, as a constant)
 template <class R, int ROWS = W<R>, class F> INLINE void dispatch_rows(int n, F&& f) {
   if constexpr (ROWS > 1)
     if (n <= ROWS / 2) return dispatch_rows<R, ROWS / 2>(n, f);

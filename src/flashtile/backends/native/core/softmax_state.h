@@ -1,4 +1,4 @@
-// What the forward kernels keep of query rows while they loop over keys: the running maximum, sum and unnormalized output.
+// State of query rows in the forward kernels: running maximum, sum and unnormalized output.
 #pragma once
 #include "flashtile.h"
 #include "vectors.h"

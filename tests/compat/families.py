@@ -70,8 +70,8 @@ class Calls:
 
 def examine(kind: str) -> Finding:
     found = Finding(kind)
-    models._look.cache_clear()
-    models.TOLD.clear()
+    models._calls_interface.cache_clear()
+    models.WARNED.clear()
     failed: Exception | None = None
     for sizes in (tiny.SIZE_OF, tiny.FREE_SIZE_OF):
         try:

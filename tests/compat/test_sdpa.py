@@ -411,7 +411,7 @@ BEYOND: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
 
 @pytest.fixture
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "_said", set())
+    monkeypatch.setattr(compat, "_warned", set())
 
 
 @pytest.mark.usefixtures("nothing_said")

@@ -278,8 +278,8 @@ def test_models_that_look_their_attention_up_by_name_are_refused(kind: str) -> N
 
 def test_a_model_that_never_calls_is_told_of_once() -> None:
     ours.register()
-    models._look.cache_clear()
-    models.TOLD.clear()
+    models._calls_interface.cache_clear()
+    models.WARNED.clear()
     config = tiny.config_of("mpt")
     made = transformers.MptForCausalLM
     with pytest.warns(UserWarning, match="MptForCausalLM: attn_implementation='tiled' changes nothing in it"):

@@ -25,31 +25,31 @@ class DTypeError(errors.DTypeError, RuntimeError):
     """An argument is of the wrong type, dtype or library."""
 
 
-def theirs(error: errors.FlashtileError, names: Mapping[str, str]) -> Exception:
+def as_runtime_error(error: errors.FlashtileError, names: Mapping[str, str]) -> Exception:
     """The same error as such a one, of arguments by these names. (An UnsupportedError is a RuntimeError by itself.)"""
-    both: type[Exception] = type(error)
-    for kind, one in ((errors.ShapeError, ShapeError), (errors.DTypeError, DTypeError)):
-        if isinstance(error, kind):
-            both = one
+    kind: type[Exception] = type(error)
+    for base, runtime in ((errors.ShapeError, ShapeError), (errors.DTypeError, DTypeError)):
+        if isinstance(error, base):
+            kind = runtime
     name, colon, rest = str(error).partition(": ")
-    return both(f"{names.get(name, name)}{colon}{rest}").with_traceback(error.__traceback__)
+    return kind(f"{names.get(name, name)}{colon}{rest}").with_traceback(error.__traceback__)
 
 
-def as_theirs(function: Callable[P, R], names: Mapping[str, str] = MappingProxyType({})) -> Callable[P, R]:
+def raise_runtime_errors(function: Callable[P, R], names: Mapping[str, str] = MappingProxyType({})) -> Callable[P, R]:
     """The function, with such errors."""
 
     @wraps(function)
-    def door(*args: P.args, **kwargs: P.kwargs) -> R:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
         except errors.FlashtileError as error:
-            raise theirs(error, names) from None
+            raise as_runtime_error(error, names) from None
         except (AttributeError, RuntimeError, TypeError, ValueError):
             check_tensors(function, *args, **kwargs)
-            check_held(function, *args, **kwargs)
+            check_stored_values(function, *args, **kwargs)
             raise
 
-    return door
+    return wrapper
 
 
 def check_tensors(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> None:
@@ -61,7 +61,7 @@ def check_tensors(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -
             raise DTypeError(f"{name}: expected a torch tensor, got {type(x).__name__}") from None
 
 
-def check_held(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> None:
+def check_stored_values(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> None:
     """That the tensors of a call hold their values, and plainly; likewise."""
     given = inspect.signature(function).bind(*args, **kwargs).arguments
     tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
@@ -69,4 +69,4 @@ def check_held(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> N
         subclasses.check_plain(tensors)
         subclasses.check_whole(tensors)
     except errors.FlashtileError as error:
-        raise theirs(error, {}) from None
+        raise as_runtime_error(error, {}) from None

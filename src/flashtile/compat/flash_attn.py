@@ -18,16 +18,24 @@ from torch import Tensor
 from flashtile.api import attention, attention_packed
 from flashtile.checks.arguments import check_flag, library
 from flashtile.compat import weights
-from flashtile.compat.errors import as_theirs
-from flashtile.compat.kv_cache import check_alike, check_integers, check_table, find, hidden, paged, used_pages
-from flashtile.compat.options import dropped
-from flashtile.compat.rotary import rotated
+from flashtile.compat.errors import raise_runtime_errors
+from flashtile.compat.kv_cache import (
+    check_alike,
+    check_integers,
+    check_table,
+    find_cache,
+    gather_pages,
+    padding_mask,
+    used_pages,
+)
+from flashtile.compat.options import dropout_options
+from flashtile.compat.rotary import rotate
 from flashtile.errors import DTypeError, ShapeError, UnsupportedError
 from flashtile.problem import describe
 from flashtile.pytorch import subclasses
 
 Window = tuple[int, int]
-EVERYTHING: Window = (-1, -1)
+UNLIMITED: Window = (-1, -1)
 NAMES = {  # of arguments, in attention() and here
     "window": "window_size",
     "scale": "softmax_scale",
@@ -42,11 +50,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _door(function: Callable[P, R]) -> Callable[P, R]:
-    return as_theirs(function, NAMES)
+def _flash_attn_errors(function: Callable[P, R]) -> Callable[P, R]:
+    return raise_runtime_errors(function, NAMES)
 
 
-@_door
+@_flash_attn_errors
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -54,58 +62,58 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = EVERYTHING,
+    window_size: Window = UNLIMITED,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
     options = _options(q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    _check_four(q=q, k=k, v=v)
+    _check_4d(q=q, k=k, v=v)
     found = _dense(q, k, v, return_attn_probs, options)
     if not return_attn_probs:
         return found
     return *found, weights.dense(q.transpose(1, 2), k.transpose(1, 2), options) if "dropout" in options else None
 
 
-@_door
+@_flash_attn_errors
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = EVERYTHING,
+    window_size: Window = UNLIMITED,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
     """qkv is (batch, rows, 3, heads, dim)."""
-    q, k, v = _parts("qkv", qkv, 3, 5)
+    q, k, v = _unbind("qkv", qkv, 3, 5)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_func(q, k, v, *tail)
 
 
-@_door
+@_flash_attn_errors
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = EVERYTHING,
+    window_size: Window = UNLIMITED,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
     """kv is (batch, rows, 2, heads, dim)."""
-    k, v = _parts("kv", kv, 2, 5)
+    k, v = _unbind("kv", kv, 2, 5)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_func(q, k, v, *tail)
 
 
-@_door
+@_flash_attn_errors
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -117,7 +125,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = EVERYTHING,
+    window_size: Window = UNLIMITED,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -140,7 +148,7 @@ def flash_attn_varlen_func(
     if block_table is not None:
         starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
         _check_memory(q, k=k, v=v, **starts, block_table=block_table, seqused_k=seqused_k)
-        _check_four(k=k, v=v)
+        _check_4d(k=k, v=v)
         check_alike("k", k, "v", v)
         for name, x in starts.items():
             if x is not None:
@@ -148,7 +156,7 @@ def flash_attn_varlen_func(
         check_table(block_table, cu_seqlens_q.shape[0] - 1)
         options.setdefault("kv_lengths", None if cu_seqlens_k is None else cu_seqlens_k.diff())
         block_table = used_pages(block_table, k, options["kv_lengths"])
-        k, v = paged(k, block_table), paged(v, block_table)
+        k, v = gather_pages(k, block_table), gather_pages(v, block_table)
         cu_seqlens_k = torch.arange(k.shape[0] + 1, dtype=cu_seqlens_q.dtype, device=k.device) * k.shape[1]
         k, v = k.flatten(0, 1), v.flatten(0, 1)
     _check_out(out, q, k, v)
@@ -160,7 +168,7 @@ def flash_attn_varlen_func(
     return out.copy_(found[0]), *found[1:]
 
 
-@_door
+@_flash_attn_errors
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -168,19 +176,19 @@ def flash_attn_varlen_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = EVERYTHING,
+    window_size: Window = UNLIMITED,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
     """qkv is (rows, 3, heads, dim)."""
-    q, k, v = _parts("qkv", qkv, 3, 4)
+    q, k, v = _unbind("qkv", qkv, 3, 4)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *tail)
 
 
-@_door
+@_flash_attn_errors
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -191,19 +199,19 @@ def flash_attn_varlen_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = EVERYTHING,
+    window_size: Window = UNLIMITED,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
     """kv is (rows, 2, heads, dim)."""
-    k, v = _parts("kv", kv, 2, 4)
+    k, v = _unbind("kv", kv, 2, 4)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *tail)
 
 
-@_door
+@_flash_attn_errors
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -218,7 +226,7 @@ def flash_attn_with_kvcache(
     block_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = EVERYTHING,
+    window_size: Window = UNLIMITED,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None,
@@ -238,7 +246,7 @@ def flash_attn_with_kvcache(
     options = _options(q, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
     if return_softmax_lse is not False:
         return_softmax_lse = check_flag("return_softmax_lse", return_softmax_lse)
-    beside = {
+    extra = {
         "k": k,
         "v": v,
         "rotary_cos": rotary_cos,
@@ -248,30 +256,35 @@ def flash_attn_with_kvcache(
         "block_table": block_table,
         "alibi_slopes": alibi_slopes,
     }
-    if any(x is not None for x in beside.values()):  # if none, attention() is the first to look into the cache
-        _check_memory(q, k_cache=k_cache, v_cache=v_cache, cache_seqlens=cache_seqlens, **beside)
-    _check_four(q=q, k_cache=k_cache, v_cache=v_cache)
+    if any(x is not None for x in extra.values()):  # if none, attention() is the first to look into the cache
+        _check_memory(q, k_cache=k_cache, v_cache=v_cache, cache_seqlens=cache_seqlens, **extra)
+    _check_4d(q=q, k_cache=k_cache, v_cache=v_cache)
     check_alike("k_cache", k_cache, "v_cache", v_cache)
     for name, x, other, y in (("v", v, "k", k), ("rotary_sin", rotary_sin, "rotary_cos", rotary_cos)):
         if (x is None) != (y is None):
             raise ShapeError(f"{name}, {other}: expected both or none, got one of them")
     new = None if k is None or v is None else (k, v)
-    cache = find(q.shape[0], k_cache, v_cache, new, cache_seqlens, cache_batch_idx, block_table)
+    cache = find_cache(q.shape[0], k_cache, v_cache, new, cache_seqlens, cache_batch_idx, block_table)
     if cache_leftpad is not None:
-        options["mask"] = hidden(cache_leftpad, q.shape[0], cache.room)
+        options["mask"] = padding_mask(cache_leftpad, q.shape[0], cache.capacity)
     if rotary_cos is not None and rotary_sin is not None:  # by rows of the cache, padding included
-        moving = causal or "window" in options
-        turn = partial(rotated, cos=rotary_cos, sin=rotary_sin, lengths=cache.lengths, interleaved=rotary_interleaved)
-        q, new = turn(q, moving=moving), None if new is None else (turn(new[0], moving=True), new[1])
+        by_row = causal or "window" in options
+        rotate_to_place = partial(
+            rotate, cos=rotary_cos, sin=rotary_sin, lengths=cache.lengths, interleaved=rotary_interleaved
+        )
+        q, new = (
+            rotate_to_place(q, by_row=by_row),
+            None if new is None else (rotate_to_place(new[0], by_row=True), new[1]),
+        )
     if new is not None:
         if not torch.compiler.is_compiling():  # before anything is written; of a graph, while it is made
             like = (
-                torch.empty((q.shape[0], cache.room, *x.shape[2:]), dtype=x.dtype, device="meta")
+                torch.empty((q.shape[0], cache.capacity, *x.shape[2:]), dtype=x.dtype, device="meta")
                 for x in (k_cache, v_cache)
             )
             describe(*(x.transpose(1, 2) for x in (q, *like)), **options)
         cache = cache.append(*new)
-    return _dense(q, *cache.whole(), return_softmax_lse, {**options, "kv_lengths": cache.lengths})
+    return _dense(q, *cache.gather(), return_softmax_lse, {**options, "kv_lengths": cache.lengths})
 
 
 def _options(
@@ -290,7 +303,12 @@ def _options(
     if not isinstance(window_size, tuple | list) or len(window_size) != 2 or None in window_size:
         raise ShapeError(f"window_size: expected two numbers, (left, right), got {window_size!r}")
     left, right = (None if n < 0 else n for n in window_size)
-    options: dict[str, Any] = {"causal": causal, "scale": softmax_scale, "softcap": softcap, **dropped(dropout_p, q)}
+    options: dict[str, Any] = {
+        "causal": causal,
+        "scale": softmax_scale,
+        "softcap": softcap,
+        **dropout_options(dropout_p, q),
+    }
     if left is not None or right is not None:
         options["window"] = (left, right)
     if alibi_slopes is not None and q.dtype == torch.float64:
@@ -299,7 +317,7 @@ def _options(
     return {**options, "alibi": alibi_slopes, "deterministic": deterministic}
 
 
-def _parts(name: str, x: Tensor, count: int, axes: int) -> tuple[Tensor, ...]:
+def _unbind(name: str, x: Tensor, count: int, axes: int) -> tuple[Tensor, ...]:
     if x.ndim != axes or x.shape[-3] != count:
         raise ShapeError(f"{name}: expected {axes} axes, the last but two of {count}, got shape {tuple(x.shape)}")
     return x.unbind(-3)
@@ -312,18 +330,18 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, with_lse: bool, options: dict[str, A
     if not with_lse:
         return found.transpose(1, 2).contiguous()
     out, lse = found
-    return out.transpose(1, 2).contiguous(), _as_theirs(lse)
+    return out.transpose(1, 2).contiguous(), _their_lse(lse)
 
 
 def _check_memory(q: Tensor, **others: Any) -> None:
     """That tensors which something here reads or writes are where q is, and hold their values, and plainly."""
     tensors = {name: x for name, x in others.items() if isinstance(x, Tensor)}
     library(q, **tensors)
-    for look in (subclasses.check_plain, subclasses.check_whole):
-        look({"q": q, **tensors})
+    for check in (subclasses.check_plain, subclasses.check_whole):
+        check({"q": q, **tensors})
 
 
-def _check_four(**given: Tensor) -> None:
+def _check_4d(**given: Tensor) -> None:
     for name, x in given.items():
         if x.ndim != 4:
             raise ShapeError(f"{name}: expected 4 axes, (batch, rows, heads, dim), got shape {tuple(x.shape)}")
@@ -344,7 +362,7 @@ def _packed(
         return found
     out, lse = found
     kept = weights.packed(q, k, cu_q, cu_k, *longest, options) if "dropout" in options else None
-    return out, _as_theirs(lse.T), kept
+    return out, _their_lse(lse.T), kept
 
 
 def _check_out(out: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -361,5 +379,5 @@ def _check_out(out: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> None:
         raise DTypeError(f"out: expected {q.dtype} on {q.device} like q, got {out.dtype} on {out.device}")
 
 
-def _as_theirs(lse: Tensor) -> Tensor:
+def _their_lse(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -torch.inf, torch.inf).float().contiguous()

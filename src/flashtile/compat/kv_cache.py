@@ -26,31 +26,31 @@ class Cache(NamedTuple):
     table: Tensor | None
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """Rows that a sequence can have."""
-        return _room(self.keys, self.table)
+        return _capacity(self.keys, self.table)
 
-    def whole(self) -> tuple[Tensor, Tensor]:
-        """Keys and values, (batch, room, heads, dim): a copy if they are pages or chosen."""
+    def gather(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, (batch, capacity, heads, dim): a copy if they are pages or chosen."""
         if self.table is not None:
-            return paged(self.keys, self.table), paged(self.values, self.table)
+            return gather_pages(self.keys, self.table), gather_pages(self.values, self.table)
         rows = slice(self.lengths.shape[0]) if self.rows is None else self.rows.long()
         return self.keys[rows], self.values[rows]
 
     def append(self, k: Tensor, v: Tensor) -> Cache:
         """The cache after new rows were written behind those in use."""
-        places = self.lengths.long()[:, None] + torch.arange(k.shape[1], device=k.device)
+        positions = self.lengths.long()[:, None] + torch.arange(k.shape[1], device=k.device)
         if self.table is not None:
             page = self.keys.shape[1]
-            at = (self.table.gather(1, places // page), places % page)
+            at = (self.table.gather(1, positions // page), positions % page)
         else:
             rows = torch.arange(k.shape[0], device=k.device) if self.rows is None else self.rows.long()
-            at = (rows[:, None], places)
+            at = (rows[:, None], positions)
         self.keys[at], self.values[at] = k, v
         return self._replace(lengths=self.lengths + k.shape[1])
 
 
-def find(
+def find_cache(
     batch: int,
     keys: Tensor,
     values: Tensor,
@@ -75,7 +75,7 @@ def find(
         _check_range("cache_batch_idx", rows, keys.shape[0] - 1)
     elif table is None and keys.shape[0] < batch:
         raise ShapeError(f"k_cache: expected {batch} sequences or more, like q, got {keys.shape[0]}")
-    room, more = _room(keys, table), 0
+    capacity, more = _capacity(keys, table), 0
     if new is not None:
         more = new[0].shape[1] if new[0].ndim > 1 else 0
         for name, x, like in (("k", new[0], keys), ("v", new[1], values)):
@@ -85,26 +85,26 @@ def find(
         if lengths is None:
             raise ShapeError("cache_seqlens: expected how many rows each sequence has, because k is given, got None")
     if lengths is None or isinstance(lengths, int):
-        number = room if lengths is None else lengths
-        if not 0 <= number <= room - more:
-            raise ShapeError(f"cache_seqlens: expected from 0 to {room - more}, got {number}")
+        number = capacity if lengths is None else lengths
+        if not 0 <= number <= capacity - more:
+            raise ShapeError(f"cache_seqlens: expected from 0 to {capacity - more}, got {number}")
         lengths = torch.full((batch,), number, dtype=torch.int32, device=keys.device)
     else:
         check_integers("cache_seqlens", lengths, (batch,))
-        _check_range("cache_seqlens", lengths, room - more)
+        _check_range("cache_seqlens", lengths, capacity - more)
     if table is not None:
         table = used_pages(table, keys, lengths + more)
     return Cache(keys, values, lengths, rows, table)
 
 
-def hidden(padding: Tensor, batch: int, room: int) -> Tensor:
+def padding_mask(padding: Tensor, batch: int, capacity: int) -> Tensor:
     """The mask that hides the first keys of each sequence."""
     check_integers("cache_leftpad", padding, (batch,))
-    _check_range("cache_leftpad", padding, room)
-    return (torch.arange(room, device=padding.device) >= padding[:, None])[:, None, None]
+    _check_range("cache_leftpad", padding, capacity)
+    return (torch.arange(capacity, device=padding.device) >= padding[:, None])[:, None, None]
 
 
-def paged(pages: Tensor, table: Tensor) -> Tensor:
+def gather_pages(pages: Tensor, table: Tensor) -> Tensor:
     """The pages of each sequence one after the other: (batch, rows, heads, dim), a copy."""
     return pages[table].flatten(1, 2)
 
@@ -118,7 +118,7 @@ def used_pages(table: Tensor, pages: Tensor, lengths: Tensor) -> Tensor:
 
 
 def check_alike(name: str, keys: Tensor, other: str, values: Tensor) -> None:
-    """That there are as many values as keys, in the same places."""
+    """That there are as many values as keys, in the same positions."""
     if keys.shape != values.shape and keys.shape[:3] != values.shape[:3]:
         wanted = f"expected shape {(*keys.shape[:3], values.shape[3])} like {name}"
         raise ShapeError(f"{other}: {wanted}, got {tuple(values.shape)}")
@@ -136,7 +136,7 @@ def check_table(table: Tensor, batch: int) -> None:
         raise ShapeError(f"block_table: expected shape ({batch}, pages of a sequence), got {tuple(table.shape)}")
 
 
-def _room(keys: Tensor, table: Tensor | None) -> int:
+def _capacity(keys: Tensor, table: Tensor | None) -> int:
     return keys.shape[1] * (1 if table is None else table.shape[1])
 
 

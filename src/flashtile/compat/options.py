@@ -11,7 +11,7 @@ from flashtile.errors import DTypeError
 from flashtile.pytorch.interception import readable
 
 
-def dropped(probability: Any, q: Tensor) -> dict[str, Any]:
+def dropout_options(probability: Any, q: Tensor) -> dict[str, Any]:
     """Of a call that drops weights, as torch's generator decides; none, and no number drawn, if it drops nothing."""
     if probability == 0:
         return {}
@@ -22,7 +22,7 @@ def dropped(probability: Any, q: Tensor) -> dict[str, Any]:
     return {"dropout": probability, "seed": int(drawn) if readable(drawn) else drawn}
 
 
-def masked(name: str, mask: Tensor) -> dict[str, Any]:
+def mask_options(name: str, mask: Tensor) -> dict[str, Any]:
     """True where a query may attend; or numbers that are added to scores."""
     if mask.dtype == torch.bool:
         return {"mask": mask}

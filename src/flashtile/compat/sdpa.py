@@ -12,16 +12,16 @@ from torch import Tensor
 from flashtile.api import attention, attention_packed
 from flashtile.band import Band
 from flashtile.checks.arguments import check_flag
-from flashtile.compat.errors import check_tensors, theirs
-from flashtile.compat.options import dropped, masked
+from flashtile.compat.errors import as_runtime_error, check_tensors
+from flashtile.compat.options import dropout_options, mask_options
 from flashtile.errors import DTypeError, FlashtileError, ShapeError
 from flashtile.problem import MAX_DIM
 from flashtile.pytorch import subclasses
 from flashtile.pytorch.interception import reject_shards
 from flashtile.pytorch.operators import LIBRARY
 
-TORCHS = torch._C._nn.scaled_dot_product_attention  # also where torch.nn.functional has been given ours
-_said: set[str] = set()
+TORCH_SDPA = torch._C._nn.scaled_dot_product_attention  # also where torch.nn.functional has been given ours
+_warned: set[str] = set()
 NAMES = {  # of arguments, here and in attention()
     "q": "query",
     "k": "key",
@@ -32,7 +32,7 @@ NAMES = {  # of arguments, here and in attention()
     "dropout": "dropout_p",
 }
 
-Three = tuple[Tensor, Tensor, Tensor]
+QKV = tuple[Tensor, Tensor, Tensor]
 
 
 def scaled_dot_product_attention(
@@ -50,11 +50,11 @@ def scaled_dot_product_attention(
     What flashtile has no kernel for, torch's own answers, and a warning says so once.
     """
     try:
-        return _answer(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     except FlashtileError as error:
-        raise theirs(error, NAMES) from None
+        raise as_runtime_error(error, NAMES) from None
     except (AttributeError, TypeError):
-        check_tensors(_answer, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        check_tensors(_attend, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         raise
 
 
@@ -67,7 +67,7 @@ LIBRARY.impl("scaled_dot_product_attention", scaled_dot_product_attention, "Comp
 torch.jit._builtins._register_builtin(scaled_dot_product_attention, "flashtile::scaled_dot_product_attention")
 
 
-def _answer(
+def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -85,22 +85,22 @@ def _answer(
         scale = _number(scale)
     nested = query.is_nested or key.is_nested or value.is_nested
     if nested:
-        reason = _strangely_nested(query, key, value, dropout_p)
+        reason = _unsupported_nested(query, key, value, dropout_p)
     else:
         shape, k, v = query.shape, key.shape, value.shape
-        reason = _beyond(shape, v, dropout_p)
+        reason = _unsupported(shape, v, dropout_p)
     if reason is not None:
-        return _torchs_own(reason, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    options: dict[str, Any] = {"scale": scale, **dropped(dropout_p, query)}
+        return _fall_back(reason, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    options: dict[str, Any] = {"scale": scale, **dropout_options(dropout_p, query)}
     if is_causal:
         options["band"] = Band(right=0)
     if nested:
         return _nested(query, key, value, attn_mask, enable_gqa, options)
-    laid_like = None
-    if not _in_order(query) and _keeps_layout(query, key, value, attn_mask, dropout_p, enable_gqa):
-        laid_like = query
+    layout_of = None
+    if not _is_contiguous(query) and _keeps_layout(query, key, value, attn_mask, dropout_p, enable_gqa):
+        layout_of = query
     if k != v or not len(shape) == 4 == len(k) or shape[0] != k[0] or shape[1] != k[1]:  # most often they are as one
-        query, key, value = _aligned(query, key, value, enable_gqa)
+        query, key, value = _broadcast(query, key, value, enable_gqa)
         shape = query.shape
     if attn_mask is not None:
         options |= _mask(attn_mask, query, k[-2])
@@ -109,7 +109,7 @@ def _answer(
     out: Tensor = attention(query, key, value, layout="bhnd", **options)
     if len(shape) > 4:
         return out.reshape(*shape[:-3], *out.shape[1:])
-    return out if laid_like is None else _laid(out, laid_like)
+    return out if layout_of is None else _copy_layout(out, layout_of)
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -122,7 +122,7 @@ def _number(scale: Tensor) -> float:
     return float(scale.item())
 
 
-def _beyond(query: torch.Size, value: torch.Size, dropout_p: float) -> str | None:
+def _unsupported(query: torch.Size, value: torch.Size, dropout_p: float) -> str | None:
     """Why no kernel here takes tensors of these shapes, where torch has an answer to them."""
     if len(query) < 2 or len(value) < 2:
         name, shape = ("query", query) if len(query) < 2 else ("value", value)
@@ -138,15 +138,15 @@ def _beyond(query: torch.Size, value: torch.Size, dropout_p: float) -> str | Non
     return "every weight is dropped" if dropout_p == 1 else None
 
 
-def _strangely_nested(query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> str | None:
+def _unsupported_nested(query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> str | None:
     """Likewise, of nested ones."""
     layouts = {x.layout if x.is_nested else None for x in (query, key, value)}
     if layouts == {torch.strided}:
         return "tensors are nested, and not of layout torch.jagged"
-    return _beyond(query.shape, value.shape, dropout_p) if layouts == {torch.jagged} else None
+    return _unsupported(query.shape, value.shape, dropout_p) if layouts == {torch.jagged} else None
 
 
-def _torchs_own(
+def _fall_back(
     reason: str,
     query: Tensor,
     key: Tensor,
@@ -158,20 +158,20 @@ def _torchs_own(
     enable_gqa: bool,
 ) -> Tensor:
     reject_shards()
-    if reason not in _said and not torch.compiler.is_compiling():
-        _said.add(reason)
+    if reason not in _warned and not torch.compiler.is_compiling():
+        _warned.add(reason)
         warnings.warn(
             f"scaled_dot_product_attention: torch's own answers where {reason}; flashtile has no kernel for it",
             stacklevel=4,
         )
     if attn_mask is not None:
-        attn_mask = _two_axes(subclasses.with_values(attn_mask, query.device))
+        attn_mask = _at_least_2d(subclasses.with_values(attn_mask, query.device))
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-    out: Tensor = TORCHS(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    out: Tensor = TORCH_SDPA(query, key, value, attn_mask, dropout_p, is_causal, **options)
     return out
 
 
-def _aligned(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> Three:
+def _broadcast(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> QKV:
     """All with the same leading axes, as torch broadcasts them; keys and values have as many heads or a fraction."""
     q, k, v = query.shape, key.shape, value.shape
     if len(k) < 2:
@@ -194,13 +194,13 @@ def _aligned(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> Three:
     except RuntimeError:
         shapes = ", ".join(str(tuple(x)) for x in (q, k, v))
         raise ShapeError(f"query, key, value: expected leading axes that broadcast, got shapes {shapes}") from None
-    few = lead
+    key_lead = lead
     if not grouped and len(lead) > 0 and all(len(x) < 3 or x[-3] == 1 for x in (k, v)):
-        few = (*lead[:-1], 1)  # one head of keys for all is no other call
+        key_lead = (*lead[:-1], 1)  # one head of keys for all is no other call
     return (
         query.expand(*lead, *q[begin:]),
-        key.expand(*few, *k[begin:]),
-        value.expand(*few, *v[begin:]),
+        key.expand(*key_lead, *k[begin:]),
+        value.expand(*key_lead, *v[begin:]),
     )
 
 
@@ -218,7 +218,7 @@ def _same_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
     return key.repeat_interleave(heads // key.shape[-3], -3), value.repeat_interleave(heads // value.shape[-3], -3)
 
 
-def _two_axes(mask: Tensor) -> Tensor:
+def _at_least_2d(mask: Tensor) -> Tensor:
     """Of fewer axes, those of the scores: the last ones count."""
     return mask if mask.ndim > 1 else mask[(None,) * (2 - mask.ndim)]
 
@@ -232,7 +232,7 @@ def _mask(mask: Tensor, query: Tensor, n_k: int) -> dict[str, Any]:
             return {"causal": True} if last else {"band": Band(right=0)}
     if type(mask) is not Tensor or mask.layout is not torch.strided or mask.is_nested:
         subclasses.check_plain({"attn_mask": mask})
-    mask = _two_axes(mask)
+    mask = _at_least_2d(mask)
     if mask.dtype is torch.float32 and query.dtype is torch.float64:  # which torch takes beside any queries
         mask = mask.double()
     if len(shape) > 4 and mask.ndim > 3:
@@ -246,7 +246,7 @@ def _mask(mask: Tensor, query: Tensor, n_k: int) -> dict[str, Any]:
         len(shape) > 4 or (len(shape) == 4 and (torch.compiler.is_compiling() or shape[-2] == shape[-4] > 1))
     ):
         mask = mask[None, None]  # (queries, keys) here, never (batch, keys)
-    return masked("attn_mask", mask)
+    return mask_options("attn_mask", mask)
 
 
 def _keeps_layout(
@@ -266,7 +266,7 @@ def _keeps_layout(
     return not query.is_cpu or (dropout_p == 0 and (mask is None or (mask.ndim != 3 and not mask.requires_grad)))
 
 
-def _in_order(query: Tensor) -> bool:
+def _is_contiguous(query: Tensor) -> bool:
     """Whether it is contiguous; in a graph, whether its axes come in their order in memory, as far as is known."""
     if not torch.compiler.is_compiling():
         return query.is_contiguous()
@@ -276,7 +276,7 @@ def _in_order(query: Tensor) -> bool:
     return not any(guard_or_false(a < b) for a, b in pairwise(strides))
 
 
-def _laid(out: Tensor, query: Tensor) -> Tensor:
+def _copy_layout(out: Tensor, query: Tensor) -> Tensor:
     """The output with its axes in the order in memory that those of the query have, or of a copy where some overlap."""
     strides = query.stride()
     if 0 in strides:

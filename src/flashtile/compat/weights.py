@@ -20,10 +20,10 @@ ROUND = 128  # lengths are rounded up to multiples of it
 @torch.no_grad()
 def dense(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
     """(batch, heads, queries and keys rounded up), of (batch, heads, rows, dim); 0 in the margin."""
-    places = torch.arange(k.shape[2], device=k.device)
+    positions = torch.arange(k.shape[2], device=k.device)
 
     def weights(begin: int, end: int, options: dict[str, Any]) -> Tensor:
-        v = _diagonal(places, begin, end, k).expand(*k.shape[:2], -1, -1)
+        v = _diagonal(positions, begin, end, k).expand(*k.shape[:2], -1, -1)
         out: Tensor = attention(q, k, v, layout="bhnd", **options)
         return out
 
@@ -38,7 +38,7 @@ def packed(
     q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor, most_q: int, most_k: int, options: dict[str, Any]
 ) -> Tensor:
     """(sequences, heads, longest queries and keys rounded up), of (rows, heads, dim)."""
-    (of_q, at_q), (_, at_k) = _places(cu_q, len(q)), _places(cu_k, len(k))
+    (of_q, at_q), (_, at_k) = _positions(cu_q, len(q)), _positions(cu_k, len(k))
 
     def weights(begin: int, end: int, options: dict[str, Any]) -> Tensor:
         v = _diagonal(at_k, begin, end, k)[:, None].expand(-1, k.shape[1], -1)
@@ -63,12 +63,12 @@ def _signed(
         yield begin, end, torch.where(kept == 0, -every, every)
 
 
-def _diagonal(places: Tensor, begin: int, end: int, like: Tensor) -> Tensor:
+def _diagonal(positions: Tensor, begin: int, end: int, like: Tensor) -> Tensor:
     """Ones where a row's place is that of a column, (rows, end - begin)."""
-    return (places[:, None] == torch.arange(begin, end, device=places.device)).to(like.dtype)
+    return (positions[:, None] == torch.arange(begin, end, device=positions.device)).to(like.dtype)
 
 
-def _places(starts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+def _positions(starts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """The sequence of each row, and its place within it."""
     lengths = starts.long().diff()
     sequence = torch.arange(len(lengths), device=starts.device).repeat_interleave(lengths)

@@ -44,7 +44,7 @@ def accumulator(name: str) -> str:
     return "float64" if name == "float64" else "float32"
 
 
-def wider(device: str) -> str:
+def fallback_dtype(device: str) -> str:
     """What backends on this device are given that do not multiply 8-bit tensors as they are."""
     return "float32" if device == "cpu" else "bfloat16"
 

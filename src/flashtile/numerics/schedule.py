@@ -70,7 +70,7 @@ STANDARD = (
     Launch("values", ("P", "V"), ("O",)),
 )
 FLASH = (Launch("attention", ("Q", "K", "V"), ("O", "L")),)
-OF_KEYS = ("K", "V", "dK", "dV")  # these are cut into blocks of keys, the others into blocks of queries
+KEY_ARRAYS = ("K", "V", "dK", "dV")  # these are cut into blocks of keys, the others into blocks of queries
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Grid:
 
     def block(self, name: str, n: int) -> slice:
         """The rows of an array, named as in the events, that its block n covers."""
-        return self.cols(n) if name in OF_KEYS else self.rows(n)
+        return self.cols(n) if name in KEY_ARRAYS else self.rows(n)
 
     def across(self, band: Band, i: int) -> Iterator[tuple[int, Kind]]:
         """The tiles of row i that have anything to compute."""
@@ -176,11 +176,11 @@ def standard_forward(grid: Grid) -> Iterator[Event]:
     for launch in STANDARD:
         yield launch
         for name in launch.reads:
-            if name in OF_KEYS:
+            if name in KEY_ARRAYS:
                 yield Load(name, 0)
         for i in range(grid.shape[0]):
             for name in launch.reads:
-                if name not in OF_KEYS:
+                if name not in KEY_ARRAYS:
                     yield Load(name, i)
             for name in launch.writes:
                 yield Make(name, i)

@@ -28,7 +28,8 @@ def test_lanes_are_those_of_vectors_h():
 
 
 @pytest.mark.parametrize(
-    ("file", "name", "keys"), [("forward.cpp", "BLOCK_KEYS", blocks.FORWARD_KEYS), ("decode.cpp", "BLOCK_KEYS", blocks.DECODE_KEYS)]
+    ("file", "name", "keys"),
+    [("forward.cpp", "BLOCK_KEYS", blocks.FORWARD_KEYS), ("decode.cpp", "BLOCK_KEYS", blocks.DECODE_KEYS)],
 )
 def test_keys_of_a_block(file, name, keys):
     assert re.findall(rf"^constexpr int {name} = (\d+);", (CORE / file).read_text(), re.MULTILINE) == [str(keys)]

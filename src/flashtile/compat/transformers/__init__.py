@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from flashtile.compat.transformers.layer import forward
 from flashtile.compat.transformers.masks import mask
-from flashtile.compat.transformers.models import watch
+from flashtile.compat.transformers.models import check_models
 
 NAME = "tiled"
 
@@ -20,4 +20,4 @@ def register(name: str = NAME) -> None:
 
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, mask)
-    watch(name)
+    check_models(name)

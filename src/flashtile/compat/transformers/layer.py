@@ -9,14 +9,14 @@ from torch import Tensor
 
 from flashtile.api import attention
 from flashtile.band import Band
-from flashtile.compat.errors import as_theirs
-from flashtile.compat.options import dropped, masked
+from flashtile.compat.errors import raise_runtime_errors
+from flashtile.compat.options import dropout_options, mask_options
 from flashtile.compat.transformers import packed, selection
-from flashtile.compat.transformers.masks import hides_nothing, is_unpadded
+from flashtile.compat.transformers.masks import is_unpadded, none_hides_nothing
 from flashtile.errors import ShapeError, UnsupportedError
 
 # Keywords that models hand to every layer and that say nothing about its attention. Any other is an error.
-ALREADY_DONE = frozenset(
+IGNORED = frozenset(
     {
         # Already in q and k, or said by the mask.
         "input_ids",
@@ -53,7 +53,7 @@ ALREADY_DONE = frozenset(
 )
 
 
-@as_theirs
+@raise_runtime_errors
 def forward(
     module: torch.nn.Module,
     query: Tensor,
@@ -79,17 +79,17 @@ def forward(
 ) -> tuple[Tensor, None]:
     """(batch, heads, rows, dim) in, (batch, rows, heads, dim) out; no weights."""
     for name, x in others.items():
-        if x is not None and name not in ALREADY_DONE:
+        if x is not None and name not in IGNORED:
             raise UnsupportedError(f"{name}: expected None, because layers here know no such argument, got {_short(x)}")
     if output_attentions:
         raise UnsupportedError(
             'output_attentions: expected False, because weights are never stored ("eager" does), got True'
         )
-    options: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0, **dropped(dropout, query)}
+    options: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0, **dropout_options(dropout, query)}
     if deterministic:
         options["deterministic"] = True
     if s_aux is not None:
-        options["sink"] = _beside(query, s_aux)
+        options["sink"] = _match_dtype(query, s_aux)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if (
@@ -103,7 +103,7 @@ def forward(
     marked = cu_seq_lens_q is not None or cu_seq_lens_k is not None
     if attention_mask is not None:  # all that a row may see, causal and window included
         options |= _masked(attention_mask, query, key)
-    elif is_causal and not hides_nothing(getattr(module, "config", None)):
+    elif is_causal and not none_hides_nothing(getattr(module, "config", None)):
         if marked:
             options["causal"] = True
             options["window"] = None if sliding_window is None else (sliding_window - 1, None)
@@ -111,43 +111,43 @@ def forward(
             # The first query stands at the first key, and keys behind the last query are room of a cache.
             options["band"] = Band(right=0) if sliding_window is None else Band(sliding_window - 1, 0)
     if position_bias is not None:
-        bias = _beside(query, position_bias[..., : key.shape[2]])
+        bias = _match_dtype(query, position_bias[..., : key.shape[2]])
         options["bias"] = bias + options["bias"] if "bias" in options else bias
     if indices is not None or block_indices is not None:
-        selection.narrow(options, selection.keep(indices, block_indices, module, query.shape[1], key.shape[2]))
+        selection.restrict(options, selection.selected(indices, block_indices, module, query.shape[1], key.shape[2]))
     if marked:
-        before = None
+        masked_by = None
         if indices is not None or block_indices is not None:
-            before = "keys that an indexer chose"
+            masked_by = "keys that an indexer chose"
         elif getattr(getattr(module, "config", None), "attention_chunk_size", None) is not None:
-            before = "attention in chunks"
+            masked_by = "attention in chunks"
         starts = (cu_seq_lens_q, cu_seq_lens_k)
-        out, lse = packed.attend(query, key, value, starts, before, sinks is not None, options)
+        out, lse = packed.attend(query, key, value, starts, masked_by, sinks is not None, options)
     elif sinks is None:
         out, lse = attention(query, key, value, layout="bhnd", **options), None
     else:
         out, lse = attention(query, key, value, layout="bhnd", return_lse=True, **options)
     if lse is not None and sinks is not None:
-        out = _sunk(out, lse, sinks)
+        out = _apply_sinks(out, lse, sinks)
     return out.transpose(1, 2).contiguous(), None
 
 
 def _masked(mask: Tensor, query: Tensor, key: Tensor) -> dict[str, Any]:
     if mask.ndim != 4:
         raise ShapeError(f"attention_mask: expected 4 axes, (batch, heads, queries, keys), got {tuple(mask.shape)}")
-    options = masked("attention_mask", mask[..., : key.shape[2]])
+    options = mask_options("attention_mask", mask[..., : key.shape[2]])
     if "bias" in options:
-        options["bias"] = _beside(query, options["bias"])
+        options["bias"] = _match_dtype(query, options["bias"])
     return options
 
 
-def _beside(query: Tensor, x: Tensor) -> Tensor:
+def _match_dtype(query: Tensor, x: Tensor) -> Tensor:
     """Numbers for scores, in a dtype that attention() takes beside these queries."""
     half = query.dtype in (torch.float16, torch.bfloat16)
     return x if x.dtype == query.dtype or (half and x.dtype == torch.float32) else x.to(query.dtype)
 
 
-def _sunk(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+def _apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Beside one more logit a row that gives no value, (batch, heads, rows, 1): weights shrink by what it takes."""
     return (out * torch.sigmoid(lse.unsqueeze(-1) - sinks)).to(out.dtype)
 

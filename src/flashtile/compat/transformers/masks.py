@@ -27,7 +27,7 @@ NEVER_NONE = (
 # Masks made here for rows without padding, by their ids.
 _unpadded: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 # Model types that read what queries without a key give: by "eager", and so here, the mean of all values.
-BLIND = ("diffusion_gemma",)
+MEAN_OF_VALUES = ("diffusion_gemma",)
 
 
 def mask(*arguments: Any, **options: Any) -> Any:
@@ -35,7 +35,7 @@ def mask(*arguments: Any, **options: Any) -> Any:
     from transformers import masking_utils
 
     config = options.get("config")
-    if hides_nothing(config) or _unseen_room(**options):
+    if none_hides_nothing(config) or _hides_cache_rows(**options):
         options["allow_is_causal_skip"] = False
     numbers = options.get("dtype", torch.float32).is_floating_point  # DiffusionGemma asks for numbers that are integers
     make = masking_utils.eager_mask if numbers and _additive(config) else masking_utils.sdpa_mask
@@ -59,16 +59,18 @@ def is_unpadded(mask: Tensor | None) -> bool:
     return not torch.compiler.is_compiling() and _unpadded.get(id(mask)) is mask
 
 
-def hides_nothing(config: Any) -> bool:
+def none_hides_nothing(config: Any) -> bool:
     """Whether None means what it means to "eager", that all is seen; else it may stand for a causal mask."""
     return _additive(config) or getattr(config, "model_type", "").startswith(NEVER_NONE)
 
 
 def _additive(config: Any) -> bool:
-    return type(config) in ADDITIVE or getattr(config, "model_type", "").startswith(BLIND)
+    return type(config) in ADDITIVE or getattr(config, "model_type", "").startswith(MEAN_OF_VALUES)
 
 
-def _unseen_room(q_length: int = 0, kv_length: int = 0, q_offset: Any = 0, kv_offset: int = 0, **_others: Any) -> bool:
+def _hides_cache_rows(
+    q_length: int = 0, kv_length: int = 0, q_offset: Any = 0, kv_offset: int = 0, **_others: Any
+) -> bool:
     """Whether one query stands before the last key: without a mask it would see what follows it."""
     if q_length != 1 or kv_length == 1:
         return False

@@ -12,39 +12,39 @@ from flashtile.compat.transformers.masks import ADDITIVE
 from flashtile.errors import UnsupportedError
 
 NAMES: set[str] = set()
-LISTS = ("ATTENTION_CLASSES", "ATTENTION_FUNCTION")  # what is looked up by name, by the ends of its own
-TOLD: set[str] = set()  # modules of models that never call
+CLASS_TABLES = ("ATTENTION_CLASSES", "ATTENTION_FUNCTION")  # what is looked up by name, by the ends of its own
+WARNED: set[str] = set()  # modules of models that never call
 
 
-def watch(name: str) -> None:
+def check_models(name: str) -> None:
     """From now on, look at every model that asks for attention by this name."""
     from transformers import PreTrainedModel
 
     if not NAMES:
         check = "get_correct_attn_implementation"
-        setattr(PreTrainedModel, check, _looking(getattr(PreTrainedModel, check)))
+        setattr(PreTrainedModel, check, _checked(getattr(PreTrainedModel, check)))
     NAMES.add(name)
 
 
-def _looking(check: Callable[..., str]) -> Callable[..., str]:
+def _checked(check: Callable[..., str]) -> Callable[..., str]:
     """transformers' own check of the name, which each model makes, outer and inner, before it has layers."""
 
     @wraps(check)
-    def looking(self: Any, *arguments: Any, **options: Any) -> str:
+    def checked(self: Any, *arguments: Any, **options: Any) -> str:
         name = check(self, *arguments, **options)
         if name in NAMES:
             model: Any = type(self)
             config: Any = type(self.config)
-            calls = _look(model, config, bool(getattr(self.config, "sub_configs", None)), name)
+            calls = _calls_interface(model, config, bool(getattr(self.config, "sub_configs", None)), name)
             if calls and refuse_weights not in self._forward_pre_hooks.values():
                 self.register_forward_pre_hook(refuse_weights, with_kwargs=True)
         return name
 
-    return looking
+    return checked
 
 
 @cache
-def _look(model: Hashable, config: Hashable, composite: bool, name: str) -> bool:
+def _calls_interface(model: Hashable, config: Hashable, composite: bool, name: str) -> bool:
     """Whether its layers call what is registered."""
     assert isinstance(model, type) and isinstance(config, type)
     if not getattr(model, "_supports_sdpa", False):
@@ -56,14 +56,14 @@ def _look(model: Hashable, config: Hashable, composite: bool, name: str) -> bool
     places = {kind.__module__ for kind in model.__mro__ if issubclass(kind, PreTrainedModel)} & sys.modules.keys()
     for place in places - {PreTrainedModel.__module__}:
         file = vars(sys.modules[place])
-        for found in [x for what, x in file.items() if what.endswith(LISTS) and isinstance(x, dict)]:
+        for found in [x for what, x in file.items() if what.endswith(CLASS_TABLES) and isinstance(x, dict)]:
             found.setdefault(name, _refusal(model.__name__, list(found), name))
             looks_up = True
         attends |= any("Attention" in what and getattr(x, "__module__", "") == place for what, x in file.items())
         parts |= composite and any(what.startswith("AutoModel") for what in file)  # which are looked at one by one
         calls |= "ALL_ATTENTION_FUNCTIONS" in file
-    if attends and not calls and not parts and not looks_up and model.__module__ not in TOLD:
-        TOLD.add(model.__module__)
+    if attends and not calls and not parts and not looks_up and model.__module__ not in WARNED:
+        WARNED.add(model.__module__)
         warnings.warn(
             f"{model.__name__}: attn_implementation={name!r} changes nothing in it, because its layers do not call "
             "their attention through transformers' AttentionInterface",

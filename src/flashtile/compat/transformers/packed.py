@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from flashtile.api import attention, attention_packed
-from flashtile.compat.transformers.selection import narrow
+from flashtile.compat.transformers.selection import restrict
 from flashtile.errors import ShapeError, UnsupportedError
 
 # Positions that were looked at last, as they were then, and what was found: all layers of a model get the same.
@@ -43,13 +43,13 @@ def attend(
     key: Tensor,
     value: Tensor,
     cu: tuple[Tensor | None, Tensor | None],
-    before: str | None,
+    masked_by: str | None,
     with_lse: bool,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """The output, and the lse if wanted, of (batch, heads, rows, dim); the starts count rows of the whole batch.
 
-    before: what was settled by the model's own mask, and so needs one that knows of documents.
+    masked_by: what was settled by the model's own mask, and so needs one that knows of documents.
     """
     cu_q, cu_k = cu
     if cu_q is None or cu_k is None:
@@ -63,12 +63,12 @@ def attend(
             raise UnsupportedError("cu_seq_lens_k: expected cu_seq_lens_q beside a position_bias, got other starts")
         mine, theirs = _documents(cu_q, query), _documents(cu_k, key)
         same = (mine.unsqueeze(-1) == theirs.unsqueeze(-2)).unsqueeze(1)
-        if before is not None and ("mask" not in options or bool((options["mask"] & ~same).any())):
+        if masked_by is not None and ("mask" not in options or bool((options["mask"] & ~same).any())):
             raise UnsupportedError(
-                f"cu_seq_lens_q: expected a mask that keeps documents apart beside {before} (give position_ids and "
+                f"cu_seq_lens_q: expected a mask that keeps documents apart beside {masked_by} (give position_ids and "
                 "use_cache=False), got one that does not"
             )
-        narrow(options, same)
+        restrict(options, same)
         found = attention(query, key, value, layout="bhnd", return_lse=with_lse, **options)
         return found if with_lse else (found, None)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))

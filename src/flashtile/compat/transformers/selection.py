@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 
-def narrow(options: dict[str, Any], keep: Tensor) -> None:
+def restrict(options: dict[str, Any], keep: Tensor) -> None:
     """Let the options hide all but these as well."""
     options["mask"] = options["mask"] & keep if "mask" in options else keep
 
 
-def keep(indices: Tensor | None, blocks: Tensor | None, module: Any, heads: int, keys: int) -> Tensor:
+def selected(indices: Tensor | None, blocks: Tensor | None, module: Any, heads: int, keys: int) -> Tensor:
     """True where chosen: keys, (batch, queries, chosen), for all heads; or blocks of keys, for each group of heads."""
     if blocks is None:
         assert indices is not None

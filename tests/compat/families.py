@@ -44,7 +44,7 @@ class Finding:
     why: str = ""
     model: str = ""
     checks: list[str] = field(default_factory=list)
-    told: bool = False
+    warned: bool = False
 
 
 class DifferenceError(Exception):
@@ -94,7 +94,7 @@ def examine(kind: str) -> Finding:
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             tiled = tiny.build(made, config, ours.NAME)
-        found.told = any("changes nothing" in str(x.message) for x in heard)
+        found.warned = any("has no effect" in str(x.message) for x in heard)
         tiled.load_state_dict(eager.state_dict())
         for name, check in _checks(eager, tiled, which):
             try:
@@ -349,10 +349,10 @@ def main() -> None:
         start = time.monotonic()
         found.append(timed(kind))
         x = found[-1]
-        told = " (told)" if x.told else ""
+        warned = " (warned)" if x.warned else ""
         took = f"{time.monotonic() - start:.1f} s"
         print(
-            f"{kind}: {x.outcome}{told} {x.model} {x.why} [{'; '.join(x.checks)}] {took}", file=sys.stderr, flush=True
+            f"{kind}: {x.outcome}{warned} {x.model} {x.why} [{'; '.join(x.checks)}] {took}", file=sys.stderr, flush=True
         )
     if not given.types:
         families_page.write({x.type: asdict(x) for x in found})

@@ -51,7 +51,7 @@ def test_a_family(kind: str) -> None:
 @pytest.mark.parametrize("kind", OTHERWISE)
 def test_a_family_that_is_not_served(kind: str) -> None:
     found = families.timed(kind)
-    assert found.outcome == OTHERWISE[kind] and found.told == (kind == "mpt")
+    assert found.outcome == OTHERWISE[kind] and found.warned == (kind == "mpt")
 
 
 @pytest.mark.slow

@@ -364,7 +364,7 @@ class TestPackedSequences:
         ):
             with pytest.raises(RuntimeError, match=name):
                 fa.flash_attn_varlen_func(q, q, q, two, two, 5, 5, out=wrong)
-        with pytest.raises(RuntimeError, match="out: expected None, because a gradient is wanted"):
+        with pytest.raises(RuntimeError, match="out: expected None, because a gradient is needed"):
             fa.flash_attn_varlen_func(q.requires_grad_(), q, q, two, two, 5, 5, out=torch.zeros(10, 2, 8).double())
         with pytest.raises(RuntimeError, match="cu_seqlens_k: expected"):
             fa.flash_attn_varlen_func(q, q, q, two, None, 5, 5)

@@ -418,7 +418,7 @@ def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("reason", BEYOND)
 def test_torchs_own_answers_where_there_is_no_kernel_and_says_so_once(reason: str) -> None:
     (E, Ev), options = BEYOND[reason]
-    with pytest.warns(UserWarning, match=f"torch's own answers where {reason}") as caught:
+    with pytest.warns(UserWarning, match=f"torch's own is called because {reason}") as caught:
         agree(inputs((2, 3), 5, 7, E, Ev), **options)
         agree(inputs((2, 3), 5, 7, Ev, E), **options)
     assert len(caught) == 1 and caught[0].filename == __file__
@@ -428,7 +428,7 @@ def test_torchs_own_answers_where_there_is_no_kernel_and_says_so_once(reason: st
 @pytest.mark.parametrize("leads", [((2, 0),) * 3, ((0,),) * 3, ((2, 1), (2, 0), (2, 0))])
 def test_no_heads(leads: Any) -> None:
     tensors = [inputs(lead, 5, 5)[0] for lead in leads]
-    with pytest.warns(UserWarning, match="torch's own answers where there are no heads"):
+    with pytest.warns(UserWarning, match="torch's own is called because there are no heads"):
         agree(tensors)
 
 
@@ -602,7 +602,7 @@ def test_nested_tensors_are_torchs_own_where_there_is_no_kernel(reason: str) -> 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             out = function(q, q, q, **options)
-        assert (function is sdpa) == any(f"torch's own answers where {reason}" in str(x.message) for x in caught)
+        assert (function is sdpa) == any(f"torch's own is called because {reason}" in str(x.message) for x in caught)
         values = out.transpose(1, 2).values()
         results.append((values, torch.autograd.grad(values.square().sum(), rows)))
     assert_close(results[0], results[1])
@@ -634,7 +634,7 @@ def test_nested_tensors_that_do_not_fit() -> None:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_of_the_old_layout_are_torchs_own() -> None:
     x = torch.nested.nested_tensor([torch.randn(2, n, 8) for n in (3, 5)])
-    with pytest.warns(UserWarning, match="tensors are nested, and not of layout"):
+    with pytest.warns(UserWarning, match="tensors are nested, but not of layout"):
         found = sdpa(x, x, x)
     for a, b in zip(found.unbind(), theirs(x, x, x).unbind(), strict=True):
         assert_close(a, b)
@@ -653,7 +653,7 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 class TestCompilers:
-    @pytest.mark.filterwarnings("ignore:.*torch's own answers")
+    @pytest.mark.filterwarnings("ignore:.*torch's own is called")
     def test_one_graph(self) -> None:
         q, k, v = (laid((2, 4, 6, 8), (0, 2, 1, 3), i) for i in range(3))
         wide, seen = torch.randn(2, 4, 6, 600), bool_mask(6, 6)

@@ -243,7 +243,7 @@ def test_positions_without_numbers() -> None:
 
 def test_starts_that_do_not_fit_are_refused() -> None:
     given = tensors(12, 12, batch=1)
-    with pytest.raises(ShapeError, match="expected both or none"):
+    with pytest.raises(ShapeError, match="expected both or neither"):
         ours.forward(LAYER, *given, attention_mask=None, cu_seq_lens_q=STARTS)
     with pytest.raises(ShapeError, match="cu_seq_lens_k: expected to end at 12, the rows given, got 5"):
         ours.forward(LAYER, *given, attention_mask=None, cu_seq_lens_q=STARTS, cu_seq_lens_k=STARTS[:3])

@@ -282,7 +282,7 @@ def test_a_model_that_never_calls_is_told_of_once() -> None:
     models.WARNED.clear()
     config = tiny.config_of("mpt")
     made = transformers.MptForCausalLM
-    with pytest.warns(UserWarning, match="MptForCausalLM: attn_implementation='tiled' changes nothing in it"):
+    with pytest.warns(UserWarning, match="MptForCausalLM: attn_implementation='tiled' has no effect on it"):
         made._from_config(config, attn_implementation=ours.NAME)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

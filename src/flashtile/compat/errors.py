@@ -1,4 +1,4 @@
-"""Errors at the doors of other libraries: flashtile's own, and RuntimeErrors as well, as theirs are."""
+"""Errors of the functions that stand in for other libraries': flashtile's, and also RuntimeErrors, as theirs are."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DTypeError(errors.DTypeError, RuntimeError):
 
 
 def as_runtime_error(error: errors.FlashtileError, names: Mapping[str, str]) -> Exception:
-    """The same error as such a one, of arguments by these names. (An UnsupportedError is a RuntimeError by itself.)"""
+    """Convert an error to a RuntimeError, and rename its argument. (UnsupportedError already is a RuntimeError.)"""
     kind: type[Exception] = type(error)
     for base, runtime in ((errors.ShapeError, ShapeError), (errors.DTypeError, DTypeError)):
         if isinstance(error, base):
@@ -36,7 +36,7 @@ def as_runtime_error(error: errors.FlashtileError, names: Mapping[str, str]) -> 
 
 
 def raise_runtime_errors(function: Callable[P, R], names: Mapping[str, str] = MappingProxyType({})) -> Callable[P, R]:
-    """The function, with such errors."""
+    """Decorate a function to raise RuntimeErrors, with arguments renamed."""
 
     @wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -53,7 +53,7 @@ def raise_runtime_errors(function: Callable[P, R], names: Mapping[str, str] = Ma
 
 
 def check_tensors(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> None:
-    """That what a call gives for a Tensor is one. Asked for where the call went wrong, for asking takes long."""
+    """Check that arguments annotated as Tensor are tensors. This is slow, so it runs only after a call has failed."""
     signature = inspect.signature(function)
     for name, x in signature.bind(*args, **kwargs).arguments.items():
         wanted = str(signature.parameters[name].annotation).partition(" | ")
@@ -62,7 +62,7 @@ def check_tensors(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -
 
 
 def check_stored_values(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> None:
-    """That the tensors of a call hold their values, and plainly; likewise."""
+    """Check that a call's tensors store their values in plain memory; also run only after a call has failed."""
     given = inspect.signature(function).bind(*args, **kwargs).arguments
     tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
     try:

@@ -1,15 +1,14 @@
-"""The functions of flash_attn 2, by flashtile, on a CPU too.
+"""The functions of flash_attn 2, computed by flashtile, on a CPU too.
 
-Tensors are (batch, rows, heads, dim), or (rows of all sequences, heads, dim) with the starts of sequences. Windows and
-causal are aligned at the end. Asked for probabilities, they give (output, lse, weights), where weights are None unless
-some are dropped: then they are the softmax, negative where dropped, both sides rounded up to multiples of 128. The lse
+Tensors are (batch, rows, heads, dim), or packed (rows, heads, dim) with cumulative sequence lengths. Windows and causal
+are aligned at the end. With return_attn_probs the functions return (output, lse, weights), where weights are None
+without dropout, and else the softmax, negative where dropped, with both sides rounded up to multiples of 128. The lse
 of a row that sees no key is +inf here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -135,16 +134,17 @@ def flash_attn_varlen_func(
     seqused_k: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Any:
-    """With a block_table k and v are pages, (pages, rows of a page, heads, dim), copied into one piece here.
+    """With a block_table k and v are pages, (pages, rows of a page, heads, dim), which are copied into one tensor.
 
-    As flash_attn's varlen_fwd() and vLLM's function have them: seqused_k, how many keys of each sequence count (with a
-    block_table, cu_seqlens_k may be None then), and out, which takes the output where no gradient is wanted.
+    Two arguments are those of flash_attn's varlen_fwd() and of vLLM's function: seqused_k, the keys in use of each
+    sequence (with a block_table, cu_seqlens_k may then be None), and out, which receives the output if no gradient is
+    needed.
     """
     options = _options(q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     if seqused_k is not None:
         options["kv_lengths"] = seqused_k
     if cu_seqlens_k is None and (seqused_k is None or block_table is None):
-        raise ShapeError("cu_seqlens_k: expected starts of sequences, unless by seqused_k and block_table, got None")
+        raise ShapeError("cu_seqlens_k: expected a tensor, unless seqused_k and block_table are given, got None")
     if block_table is not None:
         starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
         _check_memory(q, k=k, v=v, **starts, block_table=block_table, seqused_k=seqused_k)
@@ -233,11 +233,10 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """New keys and values go into the cache, in place, behind the cache_seqlens that are there; q then sees all of it.
+    """Append new keys and values to the cache, in place, after cache_seqlens rows; q then sees all of it.
 
-    Nothing has a gradient, as there.
-
-    The cache is (batch, rows, heads, dim), of which cache_batch_idx may choose sequences; or pages, by a block_table.
+    As in flash_attn, nothing has a gradient. The cache is (batch, rows, heads, dim), where cache_batch_idx may select
+    sequences; or pages, with a block_table.
     """
     q, k_cache, v_cache = (x.detach() if x.requires_grad else x for x in (q, k_cache, v_cache))
     k, v, rotary_cos, rotary_sin = (
@@ -256,28 +255,28 @@ def flash_attn_with_kvcache(
         "block_table": block_table,
         "alibi_slopes": alibi_slopes,
     }
-    if any(x is not None for x in extra.values()):  # if none, attention() is the first to look into the cache
+    if any(x is not None for x in extra.values()):  # otherwise attention() makes the same check
         _check_memory(q, k_cache=k_cache, v_cache=v_cache, cache_seqlens=cache_seqlens, **extra)
     _check_4d(q=q, k_cache=k_cache, v_cache=v_cache)
     check_alike("k_cache", k_cache, "v_cache", v_cache)
     for name, x, other, y in (("v", v, "k", k), ("rotary_sin", rotary_sin, "rotary_cos", rotary_cos)):
         if (x is None) != (y is None):
-            raise ShapeError(f"{name}, {other}: expected both or none, got one of them")
+            raise ShapeError(f"{name}, {other}: expected both or neither, got one of them")
     new = None if k is None or v is None else (k, v)
     cache = find_cache(q.shape[0], k_cache, v_cache, new, cache_seqlens, cache_batch_idx, block_table)
     if cache_leftpad is not None:
         options["mask"] = padding_mask(cache_leftpad, q.shape[0], cache.capacity)
     if rotary_cos is not None and rotary_sin is not None:  # by rows of the cache, padding included
-        by_row = causal or "window" in options
-        rotate_to_place = partial(
-            rotate, cos=rotary_cos, sin=rotary_sin, lengths=cache.lengths, interleaved=rotary_interleaved
-        )
-        q, new = (
-            rotate_to_place(q, by_row=by_row),
-            None if new is None else (rotate_to_place(new[0], by_row=True), new[1]),
-        )
+        angles: dict[str, Any] = {
+            "cos": rotary_cos,
+            "sin": rotary_sin,
+            "lengths": cache.lengths,
+            "interleaved": rotary_interleaved,
+        }
+        q = rotate(q, **angles, by_row=causal or "window" in options)
+        new = None if new is None else (rotate(new[0], **angles, by_row=True), new[1])
     if new is not None:
-        if not torch.compiler.is_compiling():  # before anything is written; of a graph, while it is made
+        if not torch.compiler.is_compiling():  # check before anything is written; a graph is checked when it is traced
             like = (
                 torch.empty((q.shape[0], cache.capacity, *x.shape[2:]), dtype=x.dtype, device="meta")
                 for x in (k_cache, v_cache)
@@ -297,7 +296,7 @@ def _options(
     alibi_slopes: Tensor | None,
     deterministic: bool,
 ) -> dict[str, Any]:
-    """Those of attention()."""
+    """Convert to options of attention()."""
     if isinstance(window_size, Tensor):
         window_size = window_size.tolist()
     if not isinstance(window_size, tuple | list) or len(window_size) != 2 or None in window_size:
@@ -313,18 +312,18 @@ def _options(
         options["window"] = (left, right)
     if alibi_slopes is not None and q.dtype == torch.float64:
         subclasses.check_whole({"alibi_slopes": alibi_slopes})
-        alibi_slopes = alibi_slopes.double()  # theirs are always of float32
+        alibi_slopes = alibi_slopes.double()  # flash_attn's are always float32
     return {**options, "alibi": alibi_slopes, "deterministic": deterministic}
 
 
 def _unbind(name: str, x: Tensor, count: int, axes: int) -> tuple[Tensor, ...]:
     if x.ndim != axes or x.shape[-3] != count:
-        raise ShapeError(f"{name}: expected {axes} axes, the last but two of {count}, got shape {tuple(x.shape)}")
+        raise ShapeError(f"{name}: expected {axes} axes, with {count} in the third-last, got shape {tuple(x.shape)}")
     return x.unbind(-3)
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, with_lse: bool, options: dict[str, Any]) -> Any:
-    """The output, or that and the lse."""
+    """The output, and the lse if wanted, of (batch, rows, heads, dim)."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     found = attention(q, k, v, return_lse=with_lse, layout="bhnd", **options)
     if not with_lse:
@@ -334,7 +333,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, with_lse: bool, options: dict[str, A
 
 
 def _check_memory(q: Tensor, **others: Any) -> None:
-    """That tensors which something here reads or writes are where q is, and hold their values, and plainly."""
+    """Check that tensors read or written here are on q's device and store their values in plain memory."""
     tensors = {name: x for name, x in others.items() if isinstance(x, Tensor)}
     library(q, **tensors)
     for check in (subclasses.check_plain, subclasses.check_whole):
@@ -366,12 +365,12 @@ def _packed(
 
 
 def _check_out(out: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """That an output of the caller's can hold this call's."""
+    """Check that the caller's output tensor fits this call."""
     if out is None:
         return
     _check_memory(q, out=out)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        raise UnsupportedError("out: expected None, because a gradient is wanted, got a tensor")
+        raise UnsupportedError("out: expected None, because a gradient is needed, got a tensor")
     wanted = (*q.shape[:-1], *v.shape[-1:])
     if tuple(out.shape) != wanted:
         raise ShapeError(f"out: expected shape {wanted}, got {tuple(out.shape)}")

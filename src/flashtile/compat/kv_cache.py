@@ -1,4 +1,4 @@
-"""A cache of keys and values that grows in place, in one piece or in pages."""
+"""A KV cache that grows in place, contiguous or paged."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from flashtile.pytorch.interception import readable
 
 
 class Cache(NamedTuple):
-    """What some sequences have of it.
+    """The part of a KV cache that belongs to the sequences of a call.
 
-    keys, values: (sequences, rows, heads, dim), of which `rows` chooses some; or pages of rows, and `table` says which
-    ones each sequence has. lengths: how many rows each has in use.
+    keys, values: (sequences, rows, heads, dim), indexed by `rows`; or (pages, rows of a page, heads, dim), with the
+    pages of each sequence in `table`. lengths: the rows in use of each sequence.
     """
 
     keys: Tensor
@@ -27,18 +27,18 @@ class Cache(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """Rows that a sequence can have."""
+        """The most rows a sequence can have."""
         return _capacity(self.keys, self.table)
 
     def gather(self) -> tuple[Tensor, Tensor]:
-        """Keys and values, (batch, capacity, heads, dim): a copy if they are pages or chosen."""
+        """Keys and values, (batch, capacity, heads, dim): a copy if they are paged or indexed."""
         if self.table is not None:
             return gather_pages(self.keys, self.table), gather_pages(self.values, self.table)
         rows = slice(self.lengths.shape[0]) if self.rows is None else self.rows.long()
         return self.keys[rows], self.values[rows]
 
     def append(self, k: Tensor, v: Tensor) -> Cache:
-        """The cache after new rows were written behind those in use."""
+        """Write new rows after those in use, and return the longer cache."""
         positions = self.lengths.long()[:, None] + torch.arange(k.shape[1], device=k.device)
         if self.table is not None:
             page = self.keys.shape[1]
@@ -59,18 +59,16 @@ def find_cache(
     rows: Tensor | None,
     table: Tensor | None,
 ) -> Cache:
-    """That of a call, which is to take these new rows. Numbers are looked at only where they are on the host."""
+    """Check the arguments of a call and return its cache. Numbers are checked only if the host can read them."""
     if table is not None:
         check_table(table, batch)
     if new is not None:
         for name, x in (("k_cache", keys), ("v_cache", values)):
             if any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride(), strict=True)):
-                raise ShapeError(
-                    f"{name}: expected memory of its own for each row, because k is given, got shared rows"
-                )
+                raise ShapeError(f"{name}: expected separate memory for each row, because k is given, got shared rows")
     if rows is not None:
         if table is not None:
-            raise UnsupportedError("cache_batch_idx: expected None, because block_table says where rows are, got both")
+            raise UnsupportedError("cache_batch_idx: expected None, because block_table is given, got both")
         check_integers("cache_batch_idx", rows, (batch,))
         _check_range("cache_batch_idx", rows, keys.shape[0] - 1)
     elif table is None and keys.shape[0] < batch:
@@ -83,7 +81,7 @@ def find_cache(
             if x.dtype != like.dtype:
                 raise DTypeError(f"{name}: expected {like.dtype} like the cache, got {x.dtype}")
         if lengths is None:
-            raise ShapeError("cache_seqlens: expected how many rows each sequence has, because k is given, got None")
+            raise ShapeError("cache_seqlens: expected the number of rows in use, because k is given, got None")
     if lengths is None or isinstance(lengths, int):
         number = capacity if lengths is None else lengths
         if not 0 <= number <= capacity - more:
@@ -98,19 +96,19 @@ def find_cache(
 
 
 def padding_mask(padding: Tensor, batch: int, capacity: int) -> Tensor:
-    """The mask that hides the first keys of each sequence."""
+    """The mask that hides the padding at the start of each sequence."""
     check_integers("cache_leftpad", padding, (batch,))
     _check_range("cache_leftpad", padding, capacity)
     return (torch.arange(capacity, device=padding.device) >= padding[:, None])[:, None, None]
 
 
 def gather_pages(pages: Tensor, table: Tensor) -> Tensor:
-    """The pages of each sequence one after the other: (batch, rows, heads, dim), a copy."""
+    """Copy the pages of each sequence into (batch, rows, heads, dim)."""
     return pages[table].flatten(1, 2)
 
 
 def used_pages(table: Tensor, pages: Tensor, lengths: Tensor) -> Tensor:
-    """The table with the first page where sequences of these lengths have none: what is there may be anything."""
+    """Replace entries past the end of each sequence, which may hold anything, by page 0."""
     begins = torch.arange(table.shape[1], device=table.device) * pages.shape[1]
     used = torch.where(begins < lengths[:, None], table, 0)
     _check_range("block_table", used, pages.shape[0] - 1)
@@ -118,14 +116,14 @@ def used_pages(table: Tensor, pages: Tensor, lengths: Tensor) -> Tensor:
 
 
 def check_alike(name: str, keys: Tensor, other: str, values: Tensor) -> None:
-    """That there are as many values as keys, in the same positions."""
+    """Check that keys and values agree in shape, except for the head dim."""
     if keys.shape != values.shape and keys.shape[:3] != values.shape[:3]:
         wanted = f"expected shape {(*keys.shape[:3], values.shape[3])} like {name}"
         raise ShapeError(f"{other}: {wanted}, got {tuple(values.shape)}")
 
 
 def check_integers(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
-    """That there are so many."""
+    """Check the dtype and the shape of a tensor of integers."""
     _check_dtype(name, x)
     _check_shape(name, x, shape)
 
@@ -156,6 +154,6 @@ def _check_range(name: str, x: Tensor, most: int) -> None:
     if not (x.numel() and readable(x)):
         return
     check_stored({name: x})
-    numbers = x.flatten().tolist()  # sooner than x.min() and x.max() for as few as these are
+    numbers = x.flatten().tolist()  # faster than x.min() and x.max() for this few numbers
     if not 0 <= min(numbers) <= max(numbers) <= most:
         raise ShapeError(f"{name}: expected numbers from 0 to {most}, got {x.tolist()}")

@@ -1,4 +1,4 @@
-"""Rotations by position, of queries and of keys that go into a cache."""
+"""Rotary embeddings of queries, and of keys that are appended to a cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flashtile.pytorch.interception import readable
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, lengths: Tensor, interleaved: bool, by_row: bool) -> Tensor:
-    """The first columns of x, pairs in pairs by the angles of position lengths + row; of lengths, if not by_row."""
+    """Rotate pairs of the first columns of x by the angles of position lengths + row, or of lengths if not by_row."""
     rows, dim = x.shape[1], x.shape[3]
     if cos.ndim != 2 or 2 * cos.shape[1] > dim:
         raise ShapeError(f"rotary_cos: expected shape (positions, {dim // 2} or fewer), got {tuple(cos.shape)}")
@@ -22,7 +22,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, lengths: Tensor, interleaved: bo
     positions = lengths.long()[:, None] + torch.arange(rows, device=x.device) * int(by_row)
     if positions.numel() and readable(positions) and int(positions.max()) >= len(cos):
         raise ShapeError(f"rotary_cos: expected {int(positions.max()) + 1} positions or more, got {len(cos)}")
-    real = torch.promote_types(x.dtype, torch.float32)  # rounded once, after the sums
+    real = torch.promote_types(x.dtype, torch.float32)  # round only once, after the sums
     c, s = (angles[positions][:, :, None].to(real) for angles in (cos, sin))
     width = 2 * cos.shape[1]
     pairs, rest = x[..., :width].to(real), x[..., width:]

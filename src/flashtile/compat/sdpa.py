@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention, by flashtile: the same call, the same answer, no NaN from what is masked."""
+"""torch's scaled_dot_product_attention on flashtile: same arguments, same results, no NaN from masked pairs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flashtile.pytorch import subclasses
 from flashtile.pytorch.interception import reject_shards
 from flashtile.pytorch.operators import LIBRARY
 
-TORCH_SDPA = torch._C._nn.scaled_dot_product_attention  # also where torch.nn.functional has been given ours
+TORCH_SDPA = torch._C._nn.scaled_dot_product_attention  # torch's own, even if torch.nn.functional has been patched
 _warned: set[str] = set()
 NAMES = {  # of arguments, here and in attention()
     "q": "query",
@@ -45,9 +45,9 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """is_causal lets the first query see the first key alone, as torch has it; attention() aligns the last ones.
+    """Like torch's: is_causal aligns the first query and key, while attention() aligns the last ones.
 
-    What flashtile has no kernel for, torch's own answers, and a warning says so once.
+    Calls that flashtile has no kernel for go to torch's own function, with a warning once per reason.
     """
     try:
         return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -58,7 +58,7 @@ def scaled_dot_product_attention(
         raise
 
 
-# For torch.jit.script, which cannot compile the function: there it is an operator.
+# torch.jit.script cannot compile the function, so it gets an operator.
 LIBRARY.define(
     "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, "
     "bool is_causal=False, float? scale=None, bool enable_gqa=False) -> Tensor"
@@ -99,7 +99,7 @@ def _attend(
     layout_of = None
     if not _is_contiguous(query) and _keeps_layout(query, key, value, attn_mask, dropout_p, enable_gqa):
         layout_of = query
-    if k != v or not len(shape) == 4 == len(k) or shape[0] != k[0] or shape[1] != k[1]:  # most often they are as one
+    if k != v or not len(shape) == 4 == len(k) or shape[0] != k[0] or shape[1] != k[1]:  # usually the shapes are equal
         query, key, value = _broadcast(query, key, value, enable_gqa)
         shape = query.shape
     if attn_mask is not None:
@@ -118,12 +118,12 @@ def _flag(name: str, value: Any) -> bool:
 
 def _number(scale: Tensor) -> float:
     if scale.ndim or scale.requires_grad:
-        raise DTypeError("scale: expected a number, or a tensor of no axes that wants no gradient, got another tensor")
+        raise DTypeError("scale: expected a number, or a 0-d tensor without requires_grad, got another tensor")
     return float(scale.item())
 
 
 def _unsupported(query: torch.Size, value: torch.Size, dropout_p: float) -> str | None:
-    """Why no kernel here takes tensors of these shapes, where torch has an answer to them."""
+    """Why no kernel here takes tensors of these shapes, if torch does; else None."""
     if len(query) < 2 or len(value) < 2:
         name, shape = ("query", query) if len(query) < 2 else ("value", value)
         raise ShapeError(f"{name}: expected 2 axes or more, got shape {tuple(shape)}")
@@ -132,17 +132,17 @@ def _unsupported(query: torch.Size, value: torch.Size, dropout_p: float) -> str 
         return f"a head dim is over {MAX_DIM}"
     if dim == 0 or dim_v == 0:
         return "a head dim is 0"
-    empty = not torch.compiler.is_compiling() and (0 in query or 0 in value)  # in a graph each would be a guard
+    empty = not torch.compiler.is_compiling() and (0 in query or 0 in value)  # in a graph each check would add a guard
     if empty and 0 in (*query[-3:-2], *value[-3:-2]):
         return "there are no heads"
     return "every weight is dropped" if dropout_p == 1 else None
 
 
 def _unsupported_nested(query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> str | None:
-    """Likewise, of nested ones."""
+    """The same for nested tensors."""
     layouts = {x.layout if x.is_nested else None for x in (query, key, value)}
     if layouts == {torch.strided}:
-        return "tensors are nested, and not of layout torch.jagged"
+        return "tensors are nested, but not of layout torch.jagged"
     return _unsupported(query.shape, value.shape, dropout_p) if layouts == {torch.jagged} else None
 
 
@@ -161,7 +161,7 @@ def _fall_back(
     if reason not in _warned and not torch.compiler.is_compiling():
         _warned.add(reason)
         warnings.warn(
-            f"scaled_dot_product_attention: torch's own answers where {reason}; flashtile has no kernel for it",
+            f"scaled_dot_product_attention: torch's own is called because {reason}; flashtile has no kernel for it",
             stacklevel=4,
         )
     if attn_mask is not None:
@@ -172,7 +172,7 @@ def _fall_back(
 
 
 def _broadcast(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> QKV:
-    """All with the same leading axes, as torch broadcasts them; keys and values have as many heads or a fraction."""
+    """Broadcast leading axes as torch does; keys and values may have a divisor of the number of query heads."""
     q, k, v = query.shape, key.shape, value.shape
     if len(k) < 2:
         raise ShapeError(f"key: expected 2 axes or more, got shape {tuple(k)}")
@@ -185,7 +185,7 @@ def _broadcast(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> QKV:
         k, v, begin = key.shape, value.shape, -3
     else:
         begin = -2
-        several = [x[-3] for x in (q, k, v) if len(x) > 2 and x[-3] != 1]  # no set: symbols have no hash
+        several = [x[-3] for x in (q, k, v) if len(x) > 2 and x[-3] != 1]  # not a set: symbols have no hash
         if min(len(q), len(k), len(v)) > 2 and any(n != several[0] for n in several):
             heads = f"query, key and value have {q[-3]}, {k[-3]} and {v[-3]} heads"
             raise ShapeError(f"enable_gqa: expected True, because {heads}, got False")
@@ -196,7 +196,7 @@ def _broadcast(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> QKV:
         raise ShapeError(f"query, key, value: expected leading axes that broadcast, got shapes {shapes}") from None
     key_lead = lead
     if not grouped and len(lead) > 0 and all(len(x) < 3 or x[-3] == 1 for x in (k, v)):
-        key_lead = (*lead[:-1], 1)  # one head of keys for all is no other call
+        key_lead = (*lead[:-1], 1)  # leave one key head for all query heads unexpanded
     return (
         query.expand(*lead, *q[begin:]),
         key.expand(*key_lead, *k[begin:]),
@@ -205,7 +205,7 @@ def _broadcast(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> QKV:
 
 
 def _same_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of as many heads as each other, which divide those of the queries."""
+    """Repeat keys and values until both have the same number of heads, a divisor of the query's."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim < 3:
             raise ShapeError(f"{name}: expected 3 axes or more, because enable_gqa is given, got {tuple(x.shape)}")
@@ -214,17 +214,17 @@ def _same_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
             raise ShapeError(f"{name}: expected a number of heads that divides query's {found}")
     if key.shape[-3] == value.shape[-3]:
         return key, value
-    heads = query.shape[-3]  # fewer might do, but of symbols there is no lcm
+    heads = query.shape[-3]  # fewer might do, but symbols have no lcm
     return key.repeat_interleave(heads // key.shape[-3], -3), value.repeat_interleave(heads // value.shape[-3], -3)
 
 
 def _at_least_2d(mask: Tensor) -> Tensor:
-    """Of fewer axes, those of the scores: the last ones count."""
+    """Prepend axes to a mask of fewer than two, which broadcasts to the scores' last axes."""
     return mask if mask.ndim > 1 else mask[(None,) * (2 - mask.ndim)]
 
 
 def _mask(mask: Tensor, query: Tensor, n_k: int) -> dict[str, Any]:
-    """As options, for these queries."""
+    """Convert a mask to options of attention()."""
     shape = query.shape
     if type(mask) is not Tensor:
         last = subclasses.triangle(mask, shape[-2], n_k)
@@ -233,7 +233,7 @@ def _mask(mask: Tensor, query: Tensor, n_k: int) -> dict[str, Any]:
     if type(mask) is not Tensor or mask.layout is not torch.strided or mask.is_nested:
         subclasses.check_plain({"attn_mask": mask})
     mask = _at_least_2d(mask)
-    if mask.dtype is torch.float32 and query.dtype is torch.float64:  # which torch takes beside any queries
+    if mask.dtype is torch.float32 and query.dtype is torch.float64:  # torch takes float32 masks with any queries
         mask = mask.double()
     if len(shape) > 4 and mask.ndim > 3:
         lead = shape[:-3]
@@ -252,10 +252,10 @@ def _mask(mask: Tensor, query: Tensor, n_k: int) -> dict[str, Any]:
 def _keeps_layout(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, grouped: bool
 ) -> bool:
-    """Whether torch gives an output that lies in memory as the query does; it is contiguous otherwise.
+    """Whether torch's output has the memory layout of the query; otherwise it is contiguous.
 
-    Its fused kernels do so, which broadcast nothing, and on a CPU take neither dropout nor a mask of three axes or with
-    a gradient.
+    Its fused kernels keep the layout. They do not broadcast, and on a CPU they take neither dropout nor a mask that has
+    three axes or requires a gradient.
     """
     if query.ndim != 4 or query.shape[-1] != value.shape[-1] or not query.shape[0] == key.shape[0] == value.shape[0]:
         return False
@@ -267,7 +267,7 @@ def _keeps_layout(
 
 
 def _is_contiguous(query: Tensor) -> bool:
-    """Whether it is contiguous; in a graph, whether its axes come in their order in memory, as far as is known."""
+    """Whether the query is contiguous; in a graph, whether its axes are known to be in memory order."""
     if not torch.compiler.is_compiling():
         return query.is_contiguous()
     from torch.fx.experimental.symbolic_shapes import guard_or_false
@@ -277,7 +277,7 @@ def _is_contiguous(query: Tensor) -> bool:
 
 
 def _copy_layout(out: Tensor, query: Tensor) -> Tensor:
-    """The output with its axes in the order in memory that those of the query have, or of a copy where some overlap."""
+    """Copy the output to the query's order of axes in memory, or to that of a copy if the query's axes overlap."""
     strides = query.stride()
     if 0 in strides:
         strides = torch.empty_like(query, device="meta").stride()
@@ -291,7 +291,7 @@ def _copy_layout(out: Tensor, query: Tensor) -> Tensor:
 def _nested(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, grouped: bool, options: dict[str, Any]
 ) -> Tensor:
-    """Sequences of many lengths, each by itself."""
+    """Attention of nested tensors: sequences of different lengths."""
     if mask is not None:
         raise DTypeError("attn_mask: expected None, because query is nested, got a mask")
     if all(subclasses.ragged_heads(x) for x in (query, key, value)):
@@ -301,7 +301,7 @@ def _nested(
         subclasses.jagged(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     )
     if v_starts is not k_starts and not torch.equal(v_starts, k_starts):
-        raise ShapeError("value: expected sequences as long as those of key, got others")
+        raise ShapeError("value: expected the sequence lengths of key, got others")
     if not grouped and q.shape[1] != k.shape[1]:
         heads = f"query and key have {q.shape[1]} and {k.shape[1]} heads"
         raise ShapeError(f"enable_gqa: expected True, because {heads}, got False")

@@ -1,6 +1,6 @@
-"""Models of transformers on flashtile: register() once, then from_pretrained(..., attn_implementation="tiled").
+"""transformers' models on flashtile: register() once, then from_pretrained(..., attn_implementation="tiled").
 
-transformers takes any name with "flash" in it for flash_attn, so ours has none.
+transformers takes any name that contains "flash" for flash_attn, so this one does not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["NAME", "forward", "mask", "register"]
 
 
 def register(name: str = NAME) -> None:
-    """Make it known by this name: what layers call, the masks for that, and a look at each model that asks for it."""
+    """Register the layer function, its masks, and a check of every model that asks for this name."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(name, forward)

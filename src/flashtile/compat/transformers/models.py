@@ -1,4 +1,4 @@
-"""Models as they are made: what looks its attention up by name is refused with a reason, what calls none is told of."""
+"""A check of each model as it is built: can its layers use the registered attention? Else an error or a warning."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from flashtile.compat.transformers.masks import ADDITIVE
 from flashtile.errors import UnsupportedError
 
 NAMES: set[str] = set()
-CLASS_TABLES = ("ATTENTION_CLASSES", "ATTENTION_FUNCTION")  # what is looked up by name, by the ends of its own
-WARNED: set[str] = set()  # modules of models that never call
+# Suffixes of the dicts in which models look up their attention by name.
+CLASS_TABLES = ("ATTENTION_CLASSES", "ATTENTION_FUNCTION")
+WARNED: set[str] = set()  # modules of models that never call the interface
 
 
 def check_models(name: str) -> None:
-    """From now on, look at every model that asks for attention by this name."""
+    """From now on, check every model that asks for attention by this name."""
     from transformers import PreTrainedModel
 
     if not NAMES:
@@ -27,7 +28,7 @@ def check_models(name: str) -> None:
 
 
 def _checked(check: Callable[..., str]) -> Callable[..., str]:
-    """transformers' own check of the name, which each model makes, outer and inner, before it has layers."""
+    """Wrap transformers' check of the name, which runs for every model and submodel before its layers are built."""
 
     @wraps(check)
     def checked(self: Any, *arguments: Any, **options: Any) -> str:
@@ -45,14 +46,14 @@ def _checked(check: Callable[..., str]) -> Callable[..., str]:
 
 @cache
 def _calls_interface(model: Hashable, config: Hashable, composite: bool, name: str) -> bool:
-    """Whether its layers call what is registered."""
+    """Whether the model's layers call transformers' AttentionInterface; warn or prepare an error if not."""
     assert isinstance(model, type) and isinstance(config, type)
     if not getattr(model, "_supports_sdpa", False):
         ADDITIVE.add(config)
     from transformers import PreTrainedModel
 
     looks_up = calls = attends = parts = False
-    # A model may be derived in a file that says nothing of attention, or that is no module by its name.
+    # A model may be derived in a module without attention, or in one that is not in sys.modules.
     places = {kind.__module__ for kind in model.__mro__ if issubclass(kind, PreTrainedModel)} & sys.modules.keys()
     for place in places - {PreTrainedModel.__module__}:
         file = vars(sys.modules[place])
@@ -60,20 +61,20 @@ def _calls_interface(model: Hashable, config: Hashable, composite: bool, name: s
             found.setdefault(name, _refusal(model.__name__, list(found), name))
             looks_up = True
         attends |= any("Attention" in what and getattr(x, "__module__", "") == place for what, x in file.items())
-        parts |= composite and any(what.startswith("AutoModel") for what in file)  # which are looked at one by one
+        parts |= composite and any(what.startswith("AutoModel") for what in file)  # which are checked one by one
         calls |= "ALL_ATTENTION_FUNCTIONS" in file
     if attends and not calls and not parts and not looks_up and model.__module__ not in WARNED:
         WARNED.add(model.__module__)
         warnings.warn(
-            f"{model.__name__}: attn_implementation={name!r} changes nothing in it, because its layers do not call "
-            "their attention through transformers' AttentionInterface",
+            f"{model.__name__}: attn_implementation={name!r} has no effect on it, because its layers do not call "
+            "transformers' AttentionInterface",
             stacklevel=2,
         )
     return calls
 
 
 def refuse_weights(model: Any, _arguments: Any, options: dict[str, Any]) -> None:
-    """Before a model's forward(): many do not tell their layers, and would give weights that nobody stored."""
+    """Check before a model's forward() that no weights are wanted: many models do not pass that on to their layers."""
     wanted = options.get("output_attentions")
     if wanted is None:
         wanted = getattr(model.config, "output_attentions", None)
@@ -84,7 +85,7 @@ def refuse_weights(model: Any, _arguments: Any, options: dict[str, Any]) -> None
 
 
 def _refusal(model: str, known: list[str], name: str) -> Callable[..., NoReturn]:
-    """In the place of a class: models that look one up by name do not call transformers' AttentionInterface."""
+    """An entry for a table of attention classes that raises an error: such models do not call AttentionInterface."""
 
     def refuse(*_arguments: Any, **_options: Any) -> NoReturn:
         raise UnsupportedError(

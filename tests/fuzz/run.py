@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from tests.fuzz.doors import DOORS, check, exact
+from tests.fuzz.entry_points import ENTRY_POINTS, check, exact
 from tests.fuzz.problems import problem
-from tests.support.runners import missing
+from tests.support.runners import why_missing
 
-BACKENDS = [name for name in ("auto", "native", "tiles") if name == "auto" or missing(name) is None]
+BACKENDS = [name for name in ("auto", "native", "tiles") if name == "auto" or why_missing(name) is None]
 
 
 def seeds(first: int, minutes: float) -> Iterator[int]:
@@ -28,10 +28,10 @@ def run(numbers: Iterable[int]) -> int:
     for seed in numbers:
         p, rng = problem(seed), np.random.default_rng([seed, 1])
         wanted, single = exact(p)
-        for name, door in DOORS.items():
+        for name, function in ENTRY_POINTS.items():
             more = {"backend": str(rng.choice(BACKENDS)), "threads": int(rng.integers(1, 4))}
             try:
-                check(p, door(p, **more), wanted, single)
+                check(p, function(p, **more), wanted, single)
             except Exception as error:
                 raise AssertionError(f"seed {seed}, by {name} {more}: {p}") from error
         done += 1

@@ -1,4 +1,4 @@
-"""Random problems by every door; a fixed part of them each time, hours of new ones where those are asked for."""
+"""Random problems by every function; a fixed part of them each time, hours of new ones where those are asked for."""
 
 from __future__ import annotations
 

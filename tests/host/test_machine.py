@@ -80,7 +80,7 @@ model name : another
 
 
 @pytest.mark.parametrize(
-    ("told", "name"),
+    ("text", "name"),
     [
         (CPU, "AMD EPYC (family 25, model 17, stepping 1)"),
         (CPU.replace("stepping", "microcode"), "AMD EPYC (family 25, model 17)"),
@@ -88,9 +88,9 @@ model name : another
     ],
 )
 def test_a_processor_is_told_by_its_numbers_too(
-    told: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several have the same name."""
     monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
-    machine.CPUINFO.write_text(told)
+    machine.CPUINFO.write_text(text)
     assert machine.describe()["processor"] == name

@@ -9,7 +9,7 @@ import pytest
 
 import flashtile as ft
 from flashtile.numerics.dtypes import BFLOAT16, FLOATS, ITEMSIZE, accumulator, carrier, name_of, narrow, widen
-from tests.support.grid import LAYOUTS, laid_out
+from tests.support.grid import LAYOUTS, with_layout
 
 
 def bits(x: Any) -> Any:
@@ -101,7 +101,7 @@ def test_ml_dtypes_arrays_are_welcome() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides_and_shapes(layout: str) -> None:
-    x = laid_out(narrow(np.random.default_rng(2).standard_normal((2, 3, 4, 5)), "bfloat16"), layout)
+    x = with_layout(narrow(np.random.default_rng(2).standard_normal((2, 3, 4, 5)), "bfloat16"), layout)
     wide = widen(x, np.float64)
     assert wide.shape == x.shape and wide.dtype == np.float64
     np.testing.assert_array_equal(bits(narrow(wide, "bfloat16")), np.ascontiguousarray(x).view(np.uint16))

@@ -24,7 +24,7 @@ FLAGS = [
 AXE = Path(__file__).parents[2] / "build" / "npm" / "node_modules" / "axe-core" / "axe.min.js"
 
 
-def unavailable(reason: str) -> None:
+def skip_or_fail(reason: str) -> None:
     """Skips the test; where continuous integration runs, nothing may be missing, and it fails."""
     if os.environ.get("CI"):
         pytest.fail(reason)
@@ -42,11 +42,11 @@ def browser() -> Iterator[Any]:
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
-        unavailable("no browser: playwright is not installed")
+        skip_or_fail("no browser: playwright is not installed")
     with sync_playwright() as playwright:
         path = executable(playwright)
         if path is None:
-            unavailable(f"no browser: none of {', '.join(NAMES)} is on the path, and playwright has none of its own")
+            skip_or_fail(f"no browser: none of {', '.join(NAMES)} is on the path, and playwright has none of its own")
         started = playwright.chromium.launch(executable_path=path, args=FLAGS)
         yield started
         started.close()
@@ -76,7 +76,7 @@ def opened(browser: Any, path: Path, fragment: str = "", **options: Any) -> Iter
 def violations(page: Any) -> list[str]:
     """What axe-core finds that is serious or critical."""
     if not AXE.exists():
-        unavailable(f"no axe-core: {AXE} is missing")
+        skip_or_fail(f"no axe-core: {AXE} is missing")
     page.evaluate(AXE.read_text())
     found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
     return [

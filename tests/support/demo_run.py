@@ -29,7 +29,7 @@ from flashtile.lab.cli import main
 main()
 """
 # The same command with nothing to compute: for trying its options.
-AGAIN = """
+REPLAY = """
 import pickle, sys, time
 from flashtile.lab.report import content
 kept = sys.argv.pop()
@@ -66,9 +66,9 @@ class Run(NamedTuple):
     def content(self) -> Any:
         return pickle.loads(self.kept.read_bytes())
 
-    def again(self, *options: str) -> list[str]:
+    def replay(self, *options: str) -> list[str]:
         """A command that shows the same content anew."""
-        return [sys.executable, "-c", AGAIN, "demo", *options, str(self.kept)]
+        return [sys.executable, "-c", REPLAY, "demo", *options, str(self.kept)]
 
 
 @pytest.fixture(scope="session")
@@ -76,13 +76,13 @@ def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Made once, also where several processes share the tests."""
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    told = base / "demo-run.pickle"
+    record = base / "demo-run.pickle"
     with open(base / "demo-run.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not told.exists():
+        if not record.exists():
             folder, kept = base / "demo-run", base / "demo-run.content"
             start = time.perf_counter()
             command = [sys.executable, "-c", CODE, "demo", "--quick", "--out", str(folder), str(kept)]
             terminal = in_terminal(command, **ONE_THREAD)
-            told.write_bytes(pickle.dumps((folder, terminal, time.perf_counter() - start, kept)))
-    return Run(*pickle.loads(told.read_bytes()))
+            record.write_bytes(pickle.dumps((folder, terminal, time.perf_counter() - start, kept)))
+    return Run(*pickle.loads(record.read_bytes()))

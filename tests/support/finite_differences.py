@@ -10,12 +10,12 @@ import numpy as np
 
 from flashtile.backends import reference
 from flashtile.numerics.dtypes import narrow, widen
-from tests.support.grid import EPS, GRADIENTS, Call, standard
+from tests.support.grid import EPS, GRADIENTS, Call, standard_attention
 from tests.support.runners import Runner
 
 STEP = 1e-3  # of the differences, whose own error is below SLOPE of a slope
 SLOPE = 1e-8
-STEADY = 16  # units of the accumulator: constants such as the scale are rounded once, and err the same way everywhere
+CONSTANT = 16  # units of the accumulator: constants such as the scale are rounded once, and err the same way everywhere
 
 
 def agree(call: Call, runner: Runner) -> None:
@@ -28,7 +28,7 @@ def agree(call: Call, runner: Runner) -> None:
     """
     rng = np.random.default_rng(zlib.crc32(np.ascontiguousarray(call.q).tobytes()))
     grads = runner.backward(call, *runner.forward(call))
-    exact, rounded = (standard(call, precision) for precision in ("float64", call.problem().dtype))
+    exact, rounded = (standard_attention(call, precision) for precision in ("float64", call.problem().dtype))
     for name in GRADIENTS:
         if (given := getattr(grads, name)) is None:
             continue
@@ -37,13 +37,13 @@ def agree(call: Call, runner: Runner) -> None:
         rounding = widen(narrow(rounded[name], call.problem().dtype), np.float64).reshape(found.shape) - right
         along = np.abs(rng.standard_normal(found.shape)) * np.where(np.where(right == 0, found, right) < 0, -1, 1)
         slope = slope_of(call, name[1:], along)
-        bound = allowed(call, right, along, rounding)
+        bound = tolerance(call, right, along, rounding)
         with np.errstate(invalid="ignore"):  # Inf less Inf is NaN, which no bound allows
             error = abs(float((found * along).sum()) - slope)
-        assert error <= bound, f"{name}: {error:.3g} from the slope {slope:.6g}; allowed: {bound:.3g}"
+        assert error <= bound, f"{name}: {error:.3g} from the slope {slope:.6g}; tolerance: {bound:.3g}"
 
 
-def allowed(call: Call, right: Any, along: Any, rounding: Any) -> float:
+def tolerance(call: Call, right: Any, along: Any, rounding: Any) -> float:
     """How far a slope may be off. right: the oracle's gradient; what was found might be Inf, and would allow as much.
 
     rounding: the errors of standard attention in the same dtype. Along such directions these add up to no more than
@@ -52,9 +52,9 @@ def allowed(call: Call, right: Any, along: Any, rounding: Any) -> float:
     """
     usual = float(np.hypot((rounding * np.sign(along)).sum(), np.linalg.norm(rounding)))
     problem = call.problem()
-    steady = (SLOPE + STEADY * EPS[problem.accumulator]) * max(1.0, float(np.abs(right * along).sum()))
-    few = 3 * EPS[problem.dtype] * float(np.linalg.norm(right)) if right.size <= 64 else 0.0  # see grid.allowed()
-    return 9 * usual + steady + few
+    constant = (SLOPE + CONSTANT * EPS[problem.accumulator]) * max(1.0, float(np.abs(right * along).sum()))
+    few = 3 * EPS[problem.dtype] * float(np.linalg.norm(right)) if right.size <= 64 else 0.0  # see grid.tolerance()
+    return 9 * usual + constant + few
 
 
 def slope_of(call: Call, name: str, along: Any) -> float:

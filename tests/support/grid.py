@@ -43,7 +43,7 @@ class Size:
         return f"{span}h{self.heads}.{self.kv_heads}d{self.dim}.{self.dim_v}"
 
 
-Maker = Callable[[np.random.Generator, Size, str], dict[str, Any]]
+MakeOption = Callable[[np.random.Generator, Size, str], dict[str, Any]]
 
 
 def _mask(rng: np.random.Generator, size: Size, *axes: int) -> Any:
@@ -70,13 +70,13 @@ def _kv_lengths(rng: np.random.Generator, size: Size, dtype: str) -> dict[str, A
     return {"kv_lengths": lengths}
 
 
-def _everything(rng: np.random.Generator, size: Size, dtype: str) -> dict[str, Any]:
+def _all_options(rng: np.random.Generator, size: Size, dtype: str) -> dict[str, Any]:
     names = ("causal window", "mask", "bias", "alibi", "softcap", "sink", "scale", "dropout", "kv_lengths")
     return {key: x for name in names for key, x in OPTIONS[name](rng, size, dtype).items()}
 
 
 # One entry an idea. Widths are small enough to cut tiles at every size of the grid.
-OPTIONS: dict[str, Maker] = {
+OPTIONS: dict[str, MakeOption] = {
     "plain": lambda rng, size, dtype: {},
     "causal": lambda rng, size, dtype: {"causal": True},
     "window": lambda rng, size, dtype: {"window": (5, 3)},
@@ -111,7 +111,7 @@ OPTIONS: dict[str, Maker] = {
     "scale zero": lambda rng, size, dtype: {"scale": 0.0},
     "dropout": lambda rng, size, dtype: {"dropout": 0.3, "seed": 2**63 + 12345},
     "kv_lengths": _kv_lengths,
-    "everything": _everything,
+    "everything": _all_options,
 }
 COMBINATIONS = (
     ("causal", "dropout"),
@@ -165,7 +165,7 @@ class Call:
 LAYOUTS = ("plain", "rows first", "backwards", "columns apart", "columns backwards", "transposed", "expanded")
 
 
-def laid_out(x: Any, layout: str) -> Any:
+def with_layout(x: Any, layout: str) -> Any:
     """The values of x in other memory: transposed, reversed or spread views (expanded: its first head, repeated)."""
     match layout:
         case "rows first":  # (batch, length, heads, dim), as flash_attn and transformers have it
@@ -187,9 +187,9 @@ def laid_out(x: Any, layout: str) -> Any:
     return np.ascontiguousarray(x)
 
 
-def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, layout: str = "plain") -> Any:
+def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, layout: str = "plain") -> Any:
     """Normal numbers in the carrier of a dtype, in memory of a kind; nobody may write to them."""
-    x = laid_out(narrow(rng.standard_normal(shape), dtype), layout)
+    x = with_layout(narrow(rng.standard_normal(shape), dtype), layout)
     assert x.shape == shape and x.dtype == carrier(dtype)
     x.flags.writeable = False
     return x
@@ -211,16 +211,16 @@ def build(case: Case) -> Call:
     options = {key: x for name in case.options for key, x in OPTIONS[name](rng, size, dtype).items()}
     for name in ("mask", "bias"):
         if name in options:
-            options[name] = laid_out(options[name], case.layout)
+            options[name] = with_layout(options[name], case.layout)
     if case.wide_out:
         options["out_dtype"] = "float32" if out_dtype == "float32" else np.dtype(out_dtype)
     return Call(
-        draw(rng, (*q_shape, size.dim), dtype, case.layout),
-        draw(rng, (*k_shape, size.dim), dtype, case.layout),
-        draw(rng, (*k_shape, size.dim_v), dtype, case.layout),
+        random_array(rng, (*q_shape, size.dim), dtype, case.layout),
+        random_array(rng, (*k_shape, size.dim), dtype, case.layout),
+        random_array(rng, (*k_shape, size.dim_v), dtype, case.layout),
         options,
-        draw(rng, (*q_shape, size.dim_v), out_dtype, case.layout),
-        draw(rng, q_shape, accumulator(dtype)),
+        random_array(rng, (*q_shape, size.dim_v), out_dtype, case.layout),
+        random_array(rng, q_shape, accumulator(dtype)),
         packed,
     )
 
@@ -238,7 +238,7 @@ class Truth:
         return self.grads[name] if name in GRADIENTS else getattr(self, name)
 
 
-def same_dtype_error(call: Call) -> Truth:
+def truth_of(call: Call) -> Truth:
     """The yardstick: the oracle's results in float64, and the errors of the same formula rounded at every step.
 
     q.k is the same sum in whatever order its columns are taken. In float32 that order is all the rounding there is to
@@ -246,13 +246,13 @@ def same_dtype_error(call: Call) -> Truth:
     Nor is that of a few rows, which another processor's product would give another largest error: those get more.
     """
     dtype = call.problem().dtype
-    exact = standard(call, "float64")
+    exact = standard_attention(call, "float64")
     error = dict.fromkeys((name for name, x in exact.items() if x is not None), 0.0)
     rng = np.random.default_rng(0)
     orders = 1 if dtype != "float32" else 4 if exact["lse"].size > FEW_ROWS else 24
     for n in range(0 if dtype == "float64" else orders):
         order = rng.permutation(call.q.shape[-1]) if n else np.arange(call.q.shape[-1])
-        found = standard(replace(call, q=call.q[..., order], k=call.k[..., order]), dtype)
+        found = standard_attention(replace(call, q=call.q[..., order], k=call.k[..., order]), dtype)
         for name in error:
             x = found[name] if name == "lse" else widen(narrow(found[name], dtype), np.float64)
             same_order = exact[name][..., order] if name in ("dq", "dk") else exact[name]
@@ -260,7 +260,7 @@ def same_dtype_error(call: Call) -> Truth:
     return Truth(exact["out"], exact["lse"], {name: exact[name] for name in GRADIENTS}, error)
 
 
-def standard(call: Call, precision: str) -> dict[str, Any]:
+def standard_attention(call: Call, precision: str) -> dict[str, Any]:
     problem = call.problem()
     out, lse = reference.forward(problem, precision)
     # The oracle looks at neither out nor lse, so any of the right shape will do to bring dout to rank 4.
@@ -275,7 +275,7 @@ def standard(call: Call, precision: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def truth(case: Case) -> Truth:
-    return same_dtype_error(build(case))
+    return truth_of(build(case))
 
 
 def max_error(x: Any, exact: Any) -> float:
@@ -290,7 +290,7 @@ def max_error(x: Any, exact: Any) -> float:
     return float(distance.max())
 
 
-def allowed(name: str, against: Truth, problem: Problem, result_dtype: str) -> float:
+def tolerance(name: str, against: Truth, problem: Problem, result_dtype: str) -> float:
     """How far a result may be from the oracle: 2 x standard attention in its dtype, gradients 3 x, float64 1e-12.
 
     The floor is one unit in the last place of the largest number: where standard attention happens to be exact (one
@@ -300,7 +300,7 @@ def allowed(name: str, against: Truth, problem: Problem, result_dtype: str) -> f
     of a sink, or of a bias that is broadcast) by three of the dtype's, since D comes from the rounded output, and by
     one of the accumulator's, whatever is left of terms that cancel.
     """
-    exact, standard = against.exact(name), against.error[name]
+    exact, standard_error = against.exact(name), against.error[name]
     largest = _largest(exact)
     if problem.dtype == "float64":
         return 1e-12 * max(1.0, largest)
@@ -313,7 +313,7 @@ def allowed(name: str, against: Truth, problem: Problem, result_dtype: str) -> f
     if gradient and exact.size <= 64:
         floor += EPS[problem.dtype] * 3
         terms = EPS[problem.accumulator]
-    return (3 if gradient else 2) * standard + floor * largest + terms
+    return (3 if gradient else 2) * standard_error + floor * largest + terms
 
 
 def _largest(x: Any) -> float:
@@ -325,7 +325,7 @@ def check(name: str, found: Any, against: Truth, problem: Problem) -> None:
     """One result against the oracle."""
     exact = against.exact(name)
     assert found.shape == exact.shape or name == "dbias", f"{name} has shape {found.shape}, not {exact.shape}"
-    bound, error = allowed(name, against, problem, name_of(found.dtype)), max_error(found, exact)
+    bound, error = tolerance(name, against, problem, name_of(found.dtype)), max_error(found, exact)
     assert error <= bound, f"{name}: error {error:.3g} > {bound:.3g}; of standard attention: {against.error[name]:.3g}"
 
 

@@ -35,7 +35,7 @@ class Runner:
     same_bits: bool = True  # where numbers differ that a result does not depend on
 
 
-def public(name: str, **more: Any) -> Runner:
+def api_runner(name: str, **more: Any) -> Runner:
     def forward(call: Call) -> tuple[Any, Any]:
         if call.packed:
             return ft.attention_packed(
@@ -61,7 +61,7 @@ def public(name: str, **more: Any) -> Runner:
     return Runner(name, forward, backward)
 
 
-def by_torch(name: str) -> Runner:
+def torch_runner(name: str) -> Runner:
     """A call that the backend does not take is an error that says why, and skips its test."""
     row = next(row for row in dispatch.TABLE if row.name == name)
 
@@ -101,7 +101,7 @@ def by_torch(name: str) -> Runner:
     return Runner(name, forward, backward, refusal, same_bits=False)
 
 
-def tiled(order: str, block_q: int, block_k: int) -> Runner:
+def tiles_runner(order: str, block_q: int, block_k: int) -> Runner:
     def forward(call: Call) -> tuple[Any, Any]:
         problem = call.problem()
         out, lse = tiles.forward(problem, order, block_q, block_k)
@@ -122,13 +122,13 @@ def tiled(order: str, block_q: int, block_k: int) -> Runner:
 
 
 RUNNERS = (
-    *((by_torch if row.tensors_only else public)(row.name) for row in dispatch.TABLE if row.device == "cpu"),
-    tiled("fa1", 16, 24),
-    tiled("fa2", 7, 50),
+    *((torch_runner if row.tensors_only else public)(row.name) for row in dispatch.TABLE if row.device == "cpu"),
+    tiles_runner("fa1", 16, 24),
+    tiles_runner("fa2", 7, 50),
 )
 
 
-def missing(name: str) -> str | None:
+def why_missing(name: str) -> str | None:
     """Why a backend cannot run here, in the words of the dispatch table."""
     for row in dispatch.TABLE:
         if row.name == name.split()[0]:
@@ -136,13 +136,13 @@ def missing(name: str) -> str | None:
     return None
 
 
-def or_skip(runner: Runner) -> Any:
+def runner_param(runner: Runner) -> Any:
     """The runner as a parameter, skipped with the reason where this machine has no such backend."""
-    reason = missing(runner.name)
+    reason = why_missing(runner.name)
     marks = [pytest.mark.skip(reason=f"{runner.name}: {reason}")] if reason else []
     return pytest.param(runner, id=runner.name, marks=marks)
 
 
-every_runner = pytest.mark.parametrize("runner", [or_skip(r) for r in RUNNERS])
+every_runner = pytest.mark.parametrize("runner", [runner_param(r) for r in RUNNERS])
 TENSORS_ONLY = {row.name for row in dispatch.TABLE if row.tensors_only}
-every_runner_of_arrays = pytest.mark.parametrize("runner", [or_skip(r) for r in RUNNERS if r.name not in TENSORS_ONLY])
+every_array_runner = pytest.mark.parametrize("runner", [runner_param(r) for r in RUNNERS if r.name not in TENSORS_ONLY])

@@ -12,7 +12,7 @@ import flashtile as ft
 from flashtile.numerics.dtypes import name_of, narrow, widen
 from tests.support import finite_differences
 from tests.support.grid import COMBINATIONS, GRADIENTS, OPTIONS, Call, Case, Size, build
-from tests.support.runners import Runner, every_runner, public
+from tests.support.runners import Runner, api_runner, every_runner
 
 SIZE = Size(2, 4, 2, 97, 131, 33, 17)
 PACKED = Size.packed(4, 2, 33, 17, (65, 97), (0, 3), (33, 0), (97, 40))
@@ -34,7 +34,7 @@ def test_gradients_are_slopes(runner: Runner, dtype: str) -> None:
 
 def changed(name: str, change: Callable[[Any], Any]) -> Runner:
     """The tiles of NumPy, with one gradient changed."""
-    right = public("tiles")
+    right = api_runner("tiles")
 
     def backward(call: Call, out: Any, lse: Any) -> ft.Grads:
         grads = right.backward(call, out, lse)
@@ -82,7 +82,7 @@ def test_nan_inf_and_another_sign_are_seen(name: str, by: float) -> None:
 
 
 def test_a_gradient_of_the_lse_that_is_left_out_is_seen() -> None:
-    right = public("tiles")
+    right = api_runner("tiles")
     call = build(Case(SIZE, "bfloat16"))
     forgetful = ft.attention_backward(call.dout, call.q, call.k, call.v, *right.forward(call), backend="tiles")
     with pytest.raises(AssertionError, match=r"^dq: "):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from flashtile.band import Band
-from tests.support.runners import missing
+from tests.support.runners import why_missing
 
-WHY_NOT = missing("native")
+WHY_NOT = why_missing("native")
 needs_native = pytest.mark.skipif(WHY_NOT is not None, reason=f"native: {WHY_NOT}")
 
 

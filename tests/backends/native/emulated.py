@@ -65,11 +65,11 @@ class Library:
             n = next(n for n, (first, last) in enumerate(regions) if first <= low and high <= last)
             places += [field, n, at - regions[n][0]]
         sizes = [high - low for low, high in regions]
-        told = struct.pack(f"{2 + len(sizes)}Q", which, len(sizes), *sizes) + packed
-        told += struct.pack(f"{1 + len(places)}Q", len(places) // 3, *places)
+        message = struct.pack(f"{2 + len(sizes)}Q", which, len(sizes), *sizes) + packed
+        message += struct.pack(f"{1 + len(places)}Q", len(places) // 3, *places)
         pipe_in, pipe_out = self._process.stdin, self._process.stdout
         assert pipe_in is not None and pipe_out is not None
-        pipe_in.write(told + b"".join(ctypes.string_at(low, high - low) for low, high in regions))
+        pipe_in.write(message + b"".join(ctypes.string_at(low, high - low) for low, high in regions))
         pipe_in.flush()
         (status,) = struct.unpack("q", pipe_out.read(8))
         for (low, _), size in zip(regions, sizes, strict=True):
@@ -100,7 +100,7 @@ def emulated(command: list[str], isa: str) -> Iterator[None]:
         with (
             mock.patch.object(native.library, "load", lambda: library),
             mock.patch.object(native, "address", library.address),
-            mock.patch.object(native, "small", lambda problem: None),  # it would go by addresses that nobody told
+            mock.patch.object(native, "small", lambda problem: None),  # it would go by addresses that nobody message
             mock.patch.object(calls, "_known", {}),
         ):
             yield

@@ -13,7 +13,7 @@ import numpy as np
 from tests import test_nonfinite as nonfinite
 from tests.backends.native import test_alignment as alignment
 from tests.support.grid import COMBINATIONS, LAYOUTS, OPTIONS, Case, Size
-from tests.support.runners import public
+from tests.support.runners import api_runner
 from tests.test_agreement import DECODE, DTYPES, PACKED, SIZES, agree
 
 RAGGED = Size(2, 4, 2, 37, 70, 33, 17)
@@ -35,7 +35,7 @@ def cases() -> list[Case]:
 
 
 def main(threads: int) -> None:
-    runner = public("native", threads=threads)
+    runner = api_runner("native", threads=threads)
     for case in cases():
         agree(case, runner)
     for shape, dtype in itertools.product(alignment.SIZES, DTYPES):

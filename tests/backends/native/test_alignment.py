@@ -12,7 +12,7 @@ from flashtile.backends import native
 from flashtile.numerics.dtypes import FLOATS, carrier
 from tests.backends.native.core import needs_native
 from tests.support.grid import Call, Case, Size, build
-from tests.support.runners import public
+from tests.support.runners import api_runner
 
 SIZES = (Size(2, 4, 2, 37, 70, 33, 17), Size(2, 8, 4, 1, 70, 64, 64))
 
@@ -33,7 +33,7 @@ def shifted_call(call: Call) -> Call:
 
 
 def bits(call: Call, threads: int) -> list[bytes | None]:
-    runner = public("native", threads=threads)
+    runner = api_runner("native", threads=threads)
     out, lse = runner.forward(call)
     found = (out, lse, *runner.backward(call, shifted(out), shifted(lse)))
     return [None if x is None else x.tobytes() for x in found]

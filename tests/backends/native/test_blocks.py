@@ -17,12 +17,12 @@ MACROS = {"__AVX512F__": "x86-64-v4", "__AVX2__": "x86-64-v3", "__aarch64__": "a
 
 def test_lanes_are_those_of_vectors_h():
     text = (CORE / "vectors.h").read_text()
-    told = re.findall(
+    matches = re.findall(
         r"#(?:if|elif|else)(?: defined\((\w+)\))?\n"
         r"constexpr int VECTOR_BYTES = (\d+), NV = (\d+), REGISTERS = (\d+);",
         text,
     )
-    found = {MACROS[macro]: blocks.Lanes(*map(int, numbers)) for macro, *numbers in told}
+    found = {MACROS[macro]: blocks.Lanes(*map(int, numbers)) for macro, *numbers in matches}
     assert found | {"x86-64-v4-bf16": found["x86-64-v4"]} == blocks.LANES
     assert "constexpr int LANES = NV * W<R>;" in text
 

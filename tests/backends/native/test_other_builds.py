@@ -12,7 +12,7 @@ from flashtile.numerics.dtypes import FLOATS
 from tests.backends.native import test_few_queries as few
 from tests.backends.native.emulated import build, emulated
 from tests.backends.native.sanitized import cases, flags
-from tests.support.runners import public
+from tests.support.runners import api_runner
 from tests.test_agreement import agree
 
 HERE = library.candidates()[0]
@@ -41,7 +41,7 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_grid(built: None, threads: int) -> None:
     for case in cases():
-        agree(case, public("native", threads=threads))
+        agree(case, api_runner("native", threads=threads))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -17,7 +17,7 @@ import pytest
 import flashtile as ft
 from tests.backends.native.core import needs_native
 from tests.support.grid import Case, Size, build
-from tests.support.runners import public
+from tests.support.runners import api_runner
 
 pytestmark = needs_native
 
@@ -32,7 +32,7 @@ SIZES = (
 
 
 def everything(case: Case, **more: Any) -> dict[str, Any]:
-    call, runner = build(case), public("native", **more)
+    call, runner = build(case), api_runner("native", **more)
     out, lse = runner.forward(call)
     return {"out": out, "lse": lse} | runner.backward(call, out, lse)._asdict()
 

@@ -1,4 +1,4 @@
-"""Strange tensors through every door, in forked children: no crash, no hang, no error that is not told in words."""
+"""Strange tensors through every function, in forked children: no crash, no hang, no error that is not told in words."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ import torch
 
 import flashtile as ft
 from flashtile.compat import flash_attn, sdpa
-from tests.fuzz.strange import STRANGE
+from tests.fuzz.unusual_tensors import UNUSUAL
 
 SECONDS = 60
 # Errors in words: ours, those of torch's refusals, and what Python says of a wrong call.
-TOLD = (ft.ShapeError, ft.DTypeError, ft.UnsupportedError, RuntimeError, NotImplementedError, TypeError)
+EXPECTED_ERRORS = (ft.ShapeError, ft.DTypeError, ft.UnsupportedError, RuntimeError, NotImplementedError, TypeError)
 
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 
 
-def doors() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
+def entry_points() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     """Calls with arguments that are right."""
     q, k, v = (torch.randn(2, 4, n, 8) for n in (6, 9, 9))
     rows = [x.transpose(1, 2) for x in (q, k, v)]
@@ -47,26 +47,26 @@ def doors() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     }
 
 
-def try_all(name: str, tell: Callable[[str], None]) -> None:
-    """Each strange thing in the place of each argument of a door, also when the right call before it is cached."""
-    call, right = doors()[name]
+def try_all(name: str, report: Callable[[str], None]) -> None:
+    """Each strange thing in the place of each argument of a function, also when the right call before it is cached."""
+    call, right = entry_points()[name]
     for argument, x in right.items():
-        for kind, make in STRANGE.items():
+        for kind, make in UNUSUAL.items():
             try:
-                strange = make(x)
+                unusual = make(x)
             except Exception:  # there is no such thing of this argument
                 continue
-            tell(f"trying {argument}: {kind}")
+            report(f"trying {argument}: {kind}")
             for known in (False, True):
                 if known:
                     call(**right)
                 try:
-                    call(**right | {argument: strange})
-                except TOLD as error:
+                    call(**right | {argument: unusual})
+                except EXPECTED_ERRORS as error:
                     if not str(error):
-                        tell(f"{argument}, {kind}: {type(error).__name__} without a word")
+                        report(f"{argument}, {kind}: {type(error).__name__} without a word")
                 except Exception as error:
-                    tell(f"{argument}, {kind}: {type(error).__name__}: {error}")
+                    report(f"{argument}, {kind}: {type(error).__name__}: {error}")
 
 
 def in_a_child(name: str) -> str:
@@ -96,6 +96,6 @@ def in_a_child(name: str) -> str:
 
 
 @forks
-@pytest.mark.parametrize("name", doors())
+@pytest.mark.parametrize("name", entry_points())
 def test_strange_arguments(name: str) -> None:
     assert not in_a_child(name)

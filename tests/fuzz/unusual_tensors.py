@@ -12,7 +12,7 @@ from torch import Tensor
 Maker = Callable[[Tensor], Any]
 
 
-def shrunk(x: Tensor) -> Tensor:
+def freed(x: Tensor) -> Tensor:
     """As FSDP frees what it does not need: the shape stays, the memory goes."""
     x = x.clone()
     x.untyped_storage().resize_(0)
@@ -26,7 +26,7 @@ def cut_short(x: Tensor) -> Tensor:
     return x
 
 
-class Loud(Tensor):
+class RejectingSubclass(Tensor):
     """A subclass that hears of every call, and knows none."""
 
     @classmethod
@@ -34,11 +34,11 @@ class Loud(Tensor):
         raise NotImplementedError(f"{func} is not for this tensor")
 
 
-class Quiet(Tensor):
+class PlainSubclass(Tensor):
     """A subclass in name."""
 
 
-class Thing:
+class LooksLikeTensor:
     """Like a tensor as far as one looks."""
 
     dtype = torch.float32
@@ -49,17 +49,17 @@ def _quantized(x: Tensor) -> Tensor:
     return torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8)
 
 
-STRANGE: dict[str, Maker] = {
+UNUSUAL: dict[str, Maker] = {
     "strided nested": lambda x: torch.nested.nested_tensor([*x.unbind()]),
     "jagged nested": lambda x: torch.nested.nested_tensor([*x.unbind()], layout=torch.jagged),
     "sparse": lambda x: x.to_sparse(),
     "sparse rows": lambda x: x.flatten(0, -2).to_sparse_csr(),
-    "shrunk": shrunk,
+    "freed": freed,
     "cut short": cut_short,
     "on no device": lambda x: x.to("meta"),
     "quantized": _quantized,
-    "loud subclass": lambda x: x.as_subclass(Loud),
-    "quiet subclass": lambda x: x.as_subclass(Quiet),
+    "loud subclass": lambda x: x.as_subclass(RejectingSubclass),
+    "quiet subclass": lambda x: x.as_subclass(PlainSubclass),
     "parameter": lambda x: torch.nn.Parameter(x) if x.is_floating_point() else x,
     "complex": lambda x: x.to(torch.complex64),
     "conjugate": lambda x: torch.complex(x.float(), x.float()).conj(),
@@ -88,7 +88,7 @@ STRANGE: dict[str, Maker] = {
     "dtype": lambda x: torch.float32,
     "none": lambda x: None,
     "a word": lambda x: "tensor",
-    "a thing": lambda x: Thing(),
+    "a thing": lambda x: LooksLikeTensor(),
     "NaN": lambda x: torch.full_like(x.float(), torch.nan),
 }
 

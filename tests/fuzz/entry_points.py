@@ -1,4 +1,4 @@
-"""A problem through every public function that takes it, each result against the oracle."""
+"""Run a problem by every public function that takes it, and check each result against the oracle."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GRADIENTS = ("q", "k", "v", "bias", "sink")
 
 
 def differentiable(p: RandomProblem, kind: torch.dtype | None = None) -> dict[str, Tensor]:
-    """What has a gradient, each a tensor of its own that lies as it did; of another dtype, for the oracle."""
+    """The inputs with gradients, as leaf tensors of the same layout; in another dtype for the oracle."""
     given = {name: getattr(p, name, None) if name in "qkv" else p.options.get(name) for name in GRADIENTS}
     found = {name: x for name, x in given.items() if x is not None}
     return {name: (x.detach() if kind is None else x.detach().to(kind)).requires_grad_() for name, x in found.items()}
@@ -28,7 +28,7 @@ def differentiable(p: RandomProblem, kind: torch.dtype | None = None) -> dict[st
 def results_of(
     p: RandomProblem, call: Callable[..., tuple[Tensor, Tensor]], kind: torch.dtype | None = None
 ) -> Results:
-    """Output, lse, and gradients, by this call of tensors."""
+    """Output, lse and gradients of a call on tensors."""
     x = differentiable(p, kind)
     out, lse = call(x["q"], x["k"], x["v"], **p.options | {name: x[name] for name in ("bias", "sink") if name in x})
     seen = torch.isfinite(lse)
@@ -39,7 +39,7 @@ def results_of(
 
 
 def exact(p: RandomProblem) -> tuple[Results, dict[str, float]]:
-    """The oracle's results in float64, and how far from them its float32 is."""
+    """The oracle's results in float64, and the errors of its results in float32."""
     found, single = (
         results_of(p, partial(oracle.attention, kind=kind), kind) for kind in (torch.float64, torch.float32)
     )
@@ -47,14 +47,14 @@ def exact(p: RandomProblem) -> tuple[Results, dict[str, float]]:
 
 
 def distance(x: Tensor, y: Tensor) -> float:
-    """The largest; infinite where one of them is not finite and the other is not the same."""
+    """The largest difference; infinite where a value is not finite and the two are not the same."""
     x, y = x.double().reshape(y.shape), y.double()
     apart = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, (x - y).abs())
     return float(apart.nan_to_num(nan=torch.inf).max()) if apart.numel() else 0.0
 
 
 def with_numpy(p: RandomProblem, **more: Any) -> Results:
-    """attention() and attention_backward() of NumPy arrays."""
+    """attention() and attention_backward() on NumPy arrays."""
     q, k, v, dout, dlse = (to_numpy(x) for x in (p.q, p.k, p.v, p.dout, p.dlse))
     options = {name: to_numpy(x) if isinstance(x, Tensor) else x for name, x in p.options.items()} | more
     out, lse = ft.attention(q, k, v, return_lse=True, **options)
@@ -68,7 +68,7 @@ def with_tensors(p: RandomProblem, **more: Any) -> Results:
 
 
 def with_packing(p: RandomProblem, **more: Any) -> Results:
-    """attention_packed() of the sequences laid back to back."""
+    """attention_packed() on the sequences, packed."""
     (batch, _, n_q, _), n_k = p.q.shape, p.k.shape[2]
 
     def call(q: Tensor, k: Tensor, v: Tensor, **o: Any) -> tuple[Tensor, Tensor]:
@@ -84,11 +84,13 @@ ENTRY_POINTS = {"numpy": with_numpy, "tensors": with_tensors, "packed": with_pac
 
 
 def check(p: RandomProblem, found: Results, wanted: Results, single: dict[str, float]) -> None:
-    """Each result as near to the oracle as its dtype lets it be."""
+    """Check each result against the oracle, within the rounding of its dtype."""
     assert found.keys() == wanted.keys()
     rounding = {torch.float64: 1e-12, torch.float32: 2e-6}.get(p.q.dtype, 8 * torch.finfo(p.q.dtype).eps)
     largest = {name: float(x[x.isfinite()].abs().max()) if x.isfinite().any() else 0.0 for name, x in wanted.items()}
-    scale = max(1.0, *(x for name, x in largest.items() if name != "lse"))  # what cancels is of the size of the others
+    scale = max(
+        1.0, *(x for name, x in largest.items() if name != "lse")
+    )  # terms that cancel are as large as the other results
     for name, x in wanted.items():
         error, size = distance(found[name], x), max(1.0, largest[name]) if name == "lse" else scale
         bound = (0 if p.q.dtype is torch.float64 else 10 * single[name]) + rounding * size

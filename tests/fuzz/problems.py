@@ -1,4 +1,4 @@
-"""Random problems: sizes, layouts, dtypes, magnitudes and options, alone and together; one seed makes one problem."""
+"""Random problems: sizes, layouts, dtypes, magnitudes and combinations of options, each from one seed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass
 class RandomProblem:
-    """Tensors of rank 4, and options of attention() as tensors and numbers."""
+    """Rank-4 tensors, and options of attention() as tensors and numbers."""
 
     q: Tensor
     k: Tensor
@@ -70,7 +70,7 @@ def problem(seed: int) -> RandomProblem:
         options["mask"] = with_layout(torch.from_numpy(rng.random(axes) < rng.choice([0.1, 0.5, 0.95])), rng)
     if some(0.25):
         bias = numbers(*axes, kind=dtype if some(0.5) else real)
-        if some(0.3):  # as masks of numbers hide
+        if some(0.3):  # as additive masks do
             hidden = torch.from_numpy(rng.random(axes[2]) < 0.3)
             bias[:, :, hidden] = float(rng.choice([-1e4, -30000.0, torch.finfo(bias.dtype).min]))
         options["bias"] = with_layout(bias, rng)

@@ -1,4 +1,4 @@
-"""So many random problems, or as many as fit into some minutes, through all doors and backends."""
+"""Run random problems, a number of them or for some minutes, by all entry points and backends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BACKENDS = [name for name in ("auto", "native", "tiles") if name == "auto" or wh
 
 
 def seeds(first: int, minutes: float) -> Iterator[int]:
-    """From the first on, until the time is up."""
+    """Yield seeds from `first` on until the time is up."""
     end = time.monotonic() + 60 * minutes
     while time.monotonic() < end:
         yield first
@@ -23,7 +23,7 @@ def seeds(first: int, minutes: float) -> Iterator[int]:
 
 
 def run(numbers: Iterable[int]) -> int:
-    """How many problems there were. A failure names its seed."""
+    """Run problems by their seeds and return their number. A failure names its seed."""
     done = 0
     for seed in numbers:
         p, rng = problem(seed), np.random.default_rng([seed, 1])

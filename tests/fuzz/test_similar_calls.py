@@ -1,4 +1,4 @@
-"""Calls that resemble each other, one after the other: a call that was cached for one must not answer another."""
+"""Similar calls, one after another: a call cached for one must not answer another."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from flashtile import calls as array_calls
 from flashtile.pytorch import calls as tensor_calls
 from flashtile.pytorch.bridge import to_numpy
 
-Call = tuple[list[Tensor], dict[str, Any], dict[str, Any]]  # q, k, v; options; how it is called
+Call = tuple[list[Tensor], dict[str, Any], dict[str, Any]]  # q, k, v; options; keywords such as return_lse
 
 
 def family(seed: int) -> Iterator[Call]:
-    """Calls that differ from the first of them in one respect each, or in none but the numbers."""
+    """Calls that each differ from the first in one respect, or only in their numbers."""
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     batch, heads, n_q, n_k, dim = 2, 4, int(rng.choice([1, 3, 24])), 24, int(rng.choice([8, 24]))
@@ -95,7 +95,7 @@ def family(seed: int) -> Iterator[Call]:
 
 
 def answers(call: Call, arrays: bool) -> list[Any]:
-    """Output, lse if it is asked for, and the gradients that are."""
+    """Output, and the lse and gradients if wanted."""
     tensors, options, how = call
     if arrays:
         given = [to_numpy(x) for x in tensors]
@@ -112,7 +112,7 @@ def answers(call: Call, arrays: bool) -> list[Any]:
 
 
 def same(found: list[Any], wanted: list[Any]) -> bool:
-    """To the bit."""
+    """Whether the results are bitwise equal."""
     return len(found) == len(wanted) and all(
         x.dtype == y.dtype and x.shape == y.shape and np.asarray(_bytes(x) == _bytes(y)).all()
         for x, y in zip(found, wanted, strict=True)
@@ -129,7 +129,7 @@ def clear_caches() -> None:
 
 
 def check_mixed(seed: int) -> None:
-    """Each call of a family answers as it does alone, in whatever order they come, and again."""
+    """Check that each call of a family, in random order and repeated, gives the result that it gives alone."""
     rng, calls = np.random.default_rng(seed), list(family(seed))
     arrays = bool(rng.random() < 0.4)
     alone = []

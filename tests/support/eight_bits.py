@@ -1,4 +1,4 @@
-"""8-bit calls: numbers, what they stand for, the oracle's answer, and how far a kernel may be from it."""
+"""8-bit calls: inputs, their values, the oracle's results, and the allowed error of a kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 import flashtile as ft
 from flashtile.pytorch.eight_bits import DTYPE
 
-LOST_PER_STEP = 2.0**-13  # of the largest sum so far, at most, each time that Hopper adds 32 products of 8-bit numbers
+LOST_PER_STEP = 2.0**-13  # at most, of the largest sum so far, each time Hopper adds 32 products of 8-bit numbers
 PRODUCTS = 32
 
 
@@ -40,7 +40,7 @@ class EightBitCall:
         return out.cpu(), lse.cpu()
 
     def values(self) -> list[Any]:
-        """What q, k and v stand for, in float64."""
+        """The values of q, k and v with their descale factors, in float64."""
         group = self.q.shape[1] // self.k.shape[1]
         found = []
         for n, x in enumerate((self.q, self.k, self.v)):
@@ -51,7 +51,7 @@ class EightBitCall:
         return found
 
     def oracle_options(self) -> dict[str, Any]:
-        """The options that are not about 8 bits, for NumPy."""
+        """The options other than those for 8 bits, as NumPy arrays."""
         kept = {name: x for name, x in self.options.items() if name not in ("descale", "out_dtype")}
         return {name: x.double().numpy() if _floats(x) else _numpy(x) for name, x in kept.items()}
 
@@ -60,10 +60,10 @@ class EightBitCall:
         return out, lse
 
     def bounds(self) -> tuple[float, float]:
-        """How far a kernel's output and lse may be from the oracle's.
+        """The allowed errors of a kernel's output and lse.
 
-        Twice the error of standard attention with weights in 8 bits, which are 1 at most, and what the matrix unit may
-        lose on the way: it adds up in few bits.
+        Twice the error of standard attention with weights, at most 1, rounded to 8 bits, and what the matrix unit may
+        lose, since it accumulates with few bits.
         """
         q, k, v = self.values()
         group = q.shape[1] // k.shape[1]

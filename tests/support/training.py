@@ -1,4 +1,4 @@
-"""A small transformer that learns to recall: its losses step by step, with one attention or another."""
+"""Train a small transformer on a recall task, with any attention, and compare its losses with torch's."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 import flashtile as ft
 
 LETTERS, LAG = 16, 5
-GUESSING = math.log(LETTERS)  # the loss of who knows nothing
+GUESSING = math.log(LETTERS)  # the loss of guessing at random
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What is trained, for how long. Attention is in bfloat16, everything else in float32."""
+    """The model and its training. Attention is in bfloat16, everything else in float32."""
 
     device: str
     head_dim: int
@@ -43,7 +43,7 @@ GPU_SETUPS = (Setup("cuda", 64, heads=4, batch=16, length=256), Setup("cuda", 12
 
 
 class Block(nn.Module):
-    """Attention, then a mlp, each added to what came in."""
+    """Attention and an MLP, each with a residual connection."""
 
     def __init__(self, setup: Setup, attention: Attention) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Letters in, scores of the next letter out."""
+    """Maps letters to logits of the next letter."""
 
     def __init__(self, setup: Setup, attention: Attention) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Transformer(nn.Module):
 
 
 def texts(setup: Setup, rng: torch.Generator) -> Tensor:
-    """Seven letters of eight are the one that stands LAG positions back: who cannot look there can only guess."""
+    """Seven of eight letters equal the letter LAG positions back: without attention they can only be guessed."""
     shape = (setup.batch, setup.length + 1)
     x, fresh = torch.randint(LETTERS, shape, generator=rng), torch.rand(shape, generator=rng) < 1 / 8
     for i in range(LAG, shape[1]):
@@ -87,7 +87,7 @@ def texts(setup: Setup, rng: torch.Generator) -> Tensor:
 
 
 def losses(setup: Setup, attention: Attention, nudge: bool = False, seed: int = 0) -> list[float]:
-    """Of every step, from weights and texts that the seed alone decides. `nudge`: each weight starts an ulp higher."""
+    """The loss of every step. The seed determines weights and texts; `nudge`: each weight starts one ulp higher."""
     rng = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -111,7 +111,7 @@ def losses(setup: Setup, attention: Attention, nudge: bool = False, seed: int = 
 
 
 def torch_attention(kernel: str) -> Attention:
-    """torch's own, by one of its kernels."""
+    """torch's attention, by one of its kernels."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(getattr(SDPBackend, kernel)):
@@ -121,31 +121,31 @@ def torch_attention(kernel: str) -> Attention:
 
 
 def flashtile_attention(backend: str = "auto", scale_factor: float = 1.0) -> Attention:
-    """flashtile's; `scale_factor` times the scale that is right."""
+    """flashtile's attention, with the right scale times `scale_factor`."""
     return lambda q, k, v: ft.attention(q, k, v, causal=True, scale=scale_factor * q.shape[-1] ** -0.5, backend=backend)
 
 
 @cache
 def torch_runs(setup: Setup) -> dict[str, list[float]]:
-    """Runs that differ in rounding only: torch's kernels, and the plainest of them from weights an ulp away."""
+    """Runs that differ in rounding only: torch's kernels, and MATH from weights one ulp away."""
     kernels = ("MATH", "FLASH_ATTENTION", *(["CUDNN_ATTENTION"] if setup.device == "cuda" else []))
     runs = {name: losses(setup, torch_attention(name)) for name in kernels}
     return runs | {"MATH, nudged": losses(setup, torch_attention("MATH"), nudge=True)}
 
 
 def distance(a: Sequence[float], b: Sequence[float]) -> float:
-    """The root mean square, over the steps, of how far two losses are apart."""
+    """The root mean square over the steps of the difference of two losses."""
     return math.sqrt(sum((x - y) ** 2 for x, y in zip(a, b, strict=True)) / len(a))
 
 
 def check(setup: Setup, curve: Sequence[float]) -> None:
-    """Learned, and as torch does it.
+    """Check that a run has learned, as torch's runs do.
 
-    From its runs, on average, no farther than twice the largest distance between two of them: a curve that differs in
-    rounding alone is about as far from them as they are from each other.
+    Its average distance to torch's runs is at most twice the largest distance between two of them: a curve that differs
+    in rounding only is about as far from them as they are from each other.
     """
     others = torch_runs(setup)
-    assert all(np.mean(run[-10:]) < GUESSING / 2 for run in others.values()), "the setup is too short"
+    assert all(np.mean(run[-10:]) < GUESSING / 2 for run in others.values()), "the training is too short"
     noise = max(distance(a, b) for a, b in combinations(others.values(), 2))
     away = float(np.mean([distance(curve, run) for run in others.values()]))
     assert away <= 2 * noise, f"{away:.2e} away from torch's runs, which are at most {noise:.2e} apart"

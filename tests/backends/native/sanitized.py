@@ -1,4 +1,4 @@
-"""A part of the grid, to be run under sanitizers: options, dtypes, kinds of size, odd addresses, numbers not finite.
+"""Part of the grid for sanitizers: options, dtypes, kinds of size, odd addresses, non-finite values.
 
 python -m tests.backends.native.sanitized THREADS
 """
@@ -20,7 +20,7 @@ RAGGED = Size(2, 4, 2, 37, 70, 33, 17)
 
 
 def flags(isa: str) -> list[str]:
-    """What CMakeLists.txt tells a compiler of this instruction set."""
+    """The compiler flags for this instruction set, as in CMakeLists.txt."""
     return f"-march={isa}".replace("-bf16", " -mavx512bf16").split() if isa.startswith("x86") else []
 
 
@@ -39,7 +39,7 @@ def main(threads: int) -> None:
     for case in cases():
         agree(case, runner)
     for shape, dtype in itertools.product(alignment.SIZES, DTYPES):
-        alignment.same_numbers(shape, dtype, threads)
+        alignment.check_same_numbers(shape, dtype, threads)
     for size, hider, dtype in itertools.product(nonfinite.SIZES, nonfinite.HIDERS, ("float32", "bfloat16")):
         call, _ = nonfinite.case(size, hider, dtype)
         for name in ("k", "v", "q", "dout"):

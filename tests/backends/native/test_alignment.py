@@ -1,4 +1,4 @@
-"""What the native core is given: elements where elements may lie, whatever bytes the caller's begin at."""
+"""Arrays at odd addresses: the native core gets aligned elements, wherever the caller's begin."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZES = (Size(2, 4, 2, 37, 70, 33, 17), Size(2, 8, 4, 1, 70, 64, 64))
 
 
 def shifted(x: Any) -> Any:
-    """x, one byte past where its elements should lie."""
+    """A copy of x, one byte past an aligned address."""
     if not isinstance(x, np.ndarray):
         return x
     moved = np.zeros(x.nbytes + 1, np.uint8)[1:].view(x.dtype).reshape(x.shape)
@@ -39,7 +39,7 @@ def bits(call: Call, threads: int) -> list[bytes | None]:
     return [None if x is None else x.tobytes() for x in found]
 
 
-def same_numbers(size: Size, dtype: str, threads: int = 1) -> None:
+def check_same_numbers(size: Size, dtype: str, threads: int = 1) -> None:
     call = build(Case(size, dtype, ("everything",)))
     assert bits(shifted_call(call), threads) == bits(call, threads)
 
@@ -48,19 +48,19 @@ def same_numbers(size: Size, dtype: str, threads: int = 1) -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_the_numbers_are_the_same(size: Size, dtype: str) -> None:
-    same_numbers(size, dtype)
+    check_same_numbers(size, dtype)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("pack", [native._rows, native._pairs])
-def test_tensors_lie_at_multiples_of_their_elements(pack: Any, dtype: str) -> None:
+def test_tensors_are_aligned(pack: Any, dtype: str) -> None:
     x: Any = np.zeros((1, 2, 3, 4), carrier(dtype))
     alive: list[Any] = []
-    assert pack(x, alive)[0] == x.ctypes.data and not alive  # no copy without need
+    assert pack(x, alive)[0] == x.ctypes.data and not alive  # no needless copy
     assert pack(shifted(x), alive)[0] % x.itemsize == 0 and len(alive) == 1
 
 
 @pytest.mark.parametrize("dtype", ["int64", "float32", "float64"])
-def test_small_arrays_lie_at_multiples_of_their_elements(dtype: str) -> None:
+def test_small_arrays_are_aligned(dtype: str) -> None:
     x: Any = np.zeros(3, dtype)
     assert native._plain(shifted(x), dtype, []) % x.itemsize == 0

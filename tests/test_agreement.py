@@ -168,6 +168,6 @@ def test_auto_is_the_first_backend_of_the_table() -> None:
 
 
 def _missing(runner: Runner) -> str | None:
-    from tests.support.runners import missing
+    from tests.support.runners import why_missing
 
-    return missing(runner.name)
+    return why_missing(runner.name)

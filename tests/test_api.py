@@ -12,7 +12,7 @@ import pytest
 import flashtile as ft
 from flashtile.numerics.dtypes import BFLOAT16, name_of, narrow, widen
 from tests.support.grid import OPTIONS, Case, Size, build
-from tests.support.runners import Runner, every_runner_of_arrays
+from tests.support.runners import Runner, every_array_runner
 
 rng = np.random.default_rng(0)
 
@@ -21,7 +21,7 @@ def normal(*shape: int) -> Any:
     return rng.standard_normal(shape)
 
 
-@every_runner_of_arrays
+@every_array_runner
 def test_layouts_of_two_three_and_four_axes(runner: Runner) -> None:
     q, k, v, dout = normal(1, 1, 9, 4), normal(1, 1, 11, 4), normal(1, 1, 11, 3), normal(1, 1, 9, 3)
     whole, whole_lse = ft.attention(q, k, v, causal=True, return_lse=True, backend=runner.name.split()[0])
@@ -111,7 +111,7 @@ def test_out_dtype_is_not_rounded() -> None:
 # merge
 
 
-@every_runner_of_arrays
+@every_array_runner
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_merge_of_shares_is_the_whole(dtype: Any, runner: Runner) -> None:
     """Each share of the keys seen through a shifted band, in any order, is the whole."""
@@ -264,7 +264,7 @@ def _python(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
-@every_runner_of_arrays
+@every_array_runner
 @pytest.mark.parametrize("integer", [np.uint8, np.uint32, np.int8])
 def test_a_band_of_numpy_integers(integer: Any, runner: Runner) -> None:
     """Some of which have no minus."""
@@ -280,7 +280,7 @@ def test_rows_of_short_integers() -> None:
     np.testing.assert_array_equal(found, ft.probabilities(q, k, rows=[159]))
 
 
-@every_runner_of_arrays
+@every_array_runner
 def test_gradients_of_no_sequences(runner: Runner) -> None:
     """With a bias that they would share."""
     q, starts, bias = np.zeros((0, 2, 8), np.float32), np.array([0]), np.zeros(1, np.float32)

@@ -12,7 +12,7 @@ import flashtile as ft
 from flashtile.backends import reference
 from flashtile.numerics.softmax import COARSE
 from flashtile.problem import describe
-from tests.support.grid import Call, Case, Size, Truth, build, check_backward, check_forward, same_dtype_error
+from tests.support.grid import Call, Case, Size, Truth, build, check_backward, check_forward, truth_of
 from tests.support.large_scores import large_scores
 from tests.support.runners import Runner, every_runner
 from tests.tools.tree import ROOT
@@ -45,7 +45,7 @@ def agree(call: Call, against: Truth, runner: Runner) -> None:
 @cache
 def large(case: tuple[float, tuple[str, ...], str], size: str) -> tuple[Call, Truth]:
     call = large_scores(*case, SIZES[size])
-    return call, same_dtype_error(call)
+    return call, truth_of(call)
 
 
 @every_runner
@@ -70,12 +70,12 @@ def with_sinks(size: str, fill: float) -> tuple[Call, Truth]:
     """Sinks as large as the bias: they share rows with the keys."""
     call = with_bias(size, fill, "sink")
     call = replace(call, options=call.options | {"sink": np.full_like(call.options["sink"], fill)})
-    return call, same_dtype_error(call)
+    return call, truth_of(call)
 
 
 @cache
 def truth_of_bias(size: str, fill: float) -> Truth:
-    return same_dtype_error(with_bias(size, fill))
+    return truth_of(with_bias(size, fill))
 
 
 @every_runner
@@ -101,7 +101,7 @@ def test_rows_without_a_gradient_give_none(runner: Runner) -> None:
     call = replace(call, dout=dout, dlse=dlse)
     out, lse = runner.forward(call)
     grads = runner.backward(call, out, lse)
-    check_backward(call, same_dtype_error(call), grads)
+    check_backward(call, truth_of(call), grads)
     assert not grads.dq[..., ::2, :].any()
 
 

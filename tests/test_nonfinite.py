@@ -11,8 +11,8 @@ import pytest
 
 import flashtile as ft
 from flashtile.numerics.dtypes import narrow, widen
-from tests.support.grid import GRADIENTS, Call, Case, Size, build, check_forward, max_error, same_dtype_error
-from tests.support.runners import Runner, every_runner, public
+from tests.support.grid import GRADIENTS, Call, Case, Size, build, check_forward, max_error, truth_of
+from tests.support.runners import Runner, api_runner, every_runner
 
 SIZES = {
     "ragged": Size(2, 4, 2, 37, 53, 24, 16),
@@ -29,7 +29,7 @@ HIDERS = {
     "everything": ("everything",),
 }
 POISON = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
-ORACLE = public("reference")
+ORACLE = api_runner("reference")
 each_size = pytest.mark.parametrize("size", SIZES)
 each_hider = pytest.mark.parametrize("hider", HIDERS)
 each_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -187,7 +187,7 @@ def test_visible_things_reach_those_who_see_them(
         if poison == "nan" and "dropout" not in call.options:
             assert np.isnan(found[name][may]).all(), f"{name} where it is seen"
     # Where it is seen, what the oracle says. (An infinite score makes weights of 0 or NaN: only the oracle knows.)
-    exact = same_dtype_error(changed(call, target, where, POISON[poison]))
+    exact = truth_of(changed(call, target, where, POISON[poison]))
     names = ("out", "lse") if poison == "inf" else touched
     for name in names:
         np.testing.assert_array_equal(np.isfinite(found[name]), np.isfinite(exact.exact(name)), name)
@@ -267,7 +267,7 @@ def test_scores_of_any_size(n_q: int, n_k: int, size: float, dtype: str, runner:
     call = Call(q, k, v, {"causal": True, "scale": 1.0}, dout, dlse)
     out, lse = runner.forward(call)
     grads = runner.backward(call, out, lse)
-    check_forward(call, same_dtype_error(call), out, lse)
+    check_forward(call, truth_of(call), out, lse)
     at = np.arange(n_q) + n_k - n_q
     scores = widen(k, np.float64)[0, 0, :, 0]
     for i in range(n_q):
@@ -288,7 +288,7 @@ def test_softcap_and_bias_of_any_size(size: float, runner: Runner) -> None:
     bias = (rng.integers(-1, 2, (20, 33)) * size).astype(np.float32)
     for options in ({"softcap": 2.0, "scale": size}, {"bias": bias}, {"softcap": 1e-3}, {"softcap": 1e30}):
         call = Call(q, k, v, options, np.ones((1, 2, 20, 8), np.float32), np.ones((1, 2, 20), np.float32))
-        exact = same_dtype_error(call)
+        exact = truth_of(call)
         out, lse = runner.forward(call)
         check_forward(call, exact, out, lse)
         for name, x in runner.backward(call, out, lse)._asdict().items():

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import flashtile as ft
 from flashtile.band import FAR
 from flashtile.numerics.dtypes import accumulator, narrow
-from tests.support.grid import LAYOUTS, Call, check_backward, check_forward, laid_out, same_dtype_error
-from tests.support.runners import Runner, every_runner, tiled
+from tests.support.grid import LAYOUTS, Call, check_backward, check_forward, truth_of, with_layout
+from tests.support.runners import Runner, every_runner, tiles_runner
 
 edges = st.integers(-12, 40) | st.just(FAR)
 bands = st.builds(ft.Band, edges, edges, st.integers(-50, 50))
@@ -42,7 +42,7 @@ def calls(draw: Any) -> Call:
 
     def array(*shape: int, dtype: str = dtype) -> Any:
         x = narrow(rng.standard_normal(shape), dtype)
-        return laid_out(x, draw(st.sampled_from(LAYOUTS))) if len(shape) > 2 and x.size else x
+        return with_layout(x, draw(st.sampled_from(LAYOUTS))) if len(shape) > 2 and x.size else x
 
     def some_axes() -> list[int]:
         return [n if draw(st.booleans()) else 1 for n in (sequences, heads, n_q, n_k)]
@@ -58,7 +58,7 @@ def calls(draw: Any) -> Call:
             options["band"] = draw(bands)
     wide = accumulator(dtype)
     if draw(st.booleans()):
-        options["mask"] = laid_out(rng.random(some_axes()) < draw(st.sampled_from([0.0, 0.3, 0.9])), "transposed")
+        options["mask"] = with_layout(rng.random(some_axes()) < draw(st.sampled_from([0.0, 0.3, 0.9])), "transposed")
     if draw(st.booleans()):
         options["bias"] = array(*some_axes(), dtype=draw(st.sampled_from([dtype, wide])))
     if draw(st.booleans()):
@@ -83,7 +83,7 @@ def calls(draw: Any) -> Call:
 
 
 def agree(call: Call, runner: Runner) -> None:
-    exact = same_dtype_error(call)
+    exact = truth_of(call)
     # So small a problem gives the yardstick few numbers to err in: let it be at least the dtype's own grain.
     grain = {"float64": 0.0, "float32": 2e-6, "bfloat16": 4e-2, "float16": 5e-3}[call.problem().dtype]
     largest = max(1.0, *(float(np.abs(np.nan_to_num(x, neginf=0)).max(initial=0)) for x in (exact.out, exact.lse)))
@@ -110,4 +110,4 @@ def test_any_problem(runner: Runner) -> None:
 @given(calls(), st.sampled_from(["fa1", "fa2"]), st.integers(1, 33), st.integers(1, 33))
 @settings(max_examples=max(60, settings().max_examples // 2))
 def test_any_tiles(call: Call, order: str, block_q: int, block_k: int) -> None:
-    agree(call, tiled(order, block_q, block_k))
+    agree(call, tiles_runner(order, block_q, block_k))

@@ -1,4 +1,4 @@
-"""Band: which keys a query may see; cuts(): one row of tiles -> four integers."""
+"""Band: which keys a query may see; cuts(): how a band divides a row of tiles into skipped, partial and full ones."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-FAR = 1 << 40  # "no limit": beyond any sequence, and sums of a few of them still fit 64 bits
+FAR = 1 << 40  # "no limit": longer than any sequence, and a sum of a few still fits into 64 bits
 
 
 class Kind(Enum):
-    """What a tile of the score matrix needs: nothing, a mask, or no mask."""
+    """How a tile of the score matrix is computed: not at all, with a mask, or without."""
 
     SKIPPED = 0
     PARTIAL = 1
@@ -35,7 +35,7 @@ class Band:
         return Band(self.left, self.right, self.offset + by)
 
     def begin(self, i: int) -> int:
-        """The first key that query i may see (it may lie before key 0)."""
+        """The first key that query i may see; it may be negative."""
         return i + self.offset - self.left
 
     def end(self, i: int) -> int:
@@ -54,8 +54,8 @@ def full() -> Band:
 
 
 def causal() -> Band:
-    """Query i sees keys up to i. In attention(causal=True) the last query stands at the last key, which is another band
-    where there are more keys than queries, or fewer.
+    """Query i sees keys up to i. attention(causal=True) aligns the last query with the last key instead, which is
+    another band unless there are as many keys as queries.
     """
     return Band(right=0)
 
@@ -75,7 +75,7 @@ class Cuts:
     end: int
 
     def __iter__(self) -> Iterator[tuple[int, Kind]]:
-        """The tiles to compute, in order, with what each needs."""
+        """The tiles to compute, in order, with the kind of each."""
         for j in range(self.begin, self.end):
             yield j, Kind.FULL if self.full_begin <= j < self.full_end else Kind.PARTIAL
 
@@ -85,15 +85,15 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def cuts(band: Band, first: int, last: int, n_cols: int, block: int) -> Cuts:
-    """How the band cuts the row of tiles that holds the rows first..last-1; a ragged last tile is partial."""
+    """How the band cuts the row of tiles of rows first..last-1; a ragged last tile is partial."""
 
     def clip(x: int, low: int, high: int) -> int:
         return min(max(x, low), high)
 
-    if band.left + band.right < 0:  # a band of no width: nobody sees anything
+    if band.left + band.right < 0:  # an empty band: no row sees a key
         return Cuts(0, 0, 0, 0)
     n = ceil_div(n_cols, block)
-    # The union of what the rows see is begin(first)..end(last - 1); what all of them see, begin(last - 1)..end(first).
+    # Some row sees begin(first)..end(last - 1); all rows see begin(last - 1)..end(first).
     begin = clip(band.begin(first) // block, 0, n)
     end = clip(ceil_div(min(band.end(last - 1), n_cols), block), begin, n)
     full_begin = clip(ceil_div(band.begin(last - 1), block), begin, end)

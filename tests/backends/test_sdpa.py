@@ -21,8 +21,8 @@ from flashtile.backends import tiles
 from flashtile.backends.sdpa import passes
 from flashtile.problem import describe
 from tests.pytorch.samples import randn
-from tests.support.grid import Call, same_dtype_error
-from tests.support.runners import by_torch
+from tests.support.grid import Call, truth_of
+from tests.support.runners import torch_runner
 
 WARNED = """
 import sys, warnings
@@ -127,8 +127,8 @@ def test_a_row_that_sees_one_key_of_score_0_is_not_empty() -> None:
     q, k = np.zeros((1, 1, 3, 4), np.float32), np.zeros((1, 1, 3, 4), np.float32)
     mask = np.array([[1, 0, 0], [0, 0, 0], [0, 1, 0]], bool)
     call = Call(q, k, k, {"mask": mask}, np.ones_like(q), np.ones((1, 1, 3), np.float32))
-    _, lse = by_torch("sdpa").forward(call)
-    np.testing.assert_array_equal(lse, same_dtype_error(call).lse)
+    _, lse = torch_runner("sdpa").forward(call)
+    np.testing.assert_array_equal(lse, truth_of(call).lse)
 
 
 def test_a_plan_has_the_tiles_of_torchs_source() -> None:

@@ -1,4 +1,4 @@
-"""Many small calls: one thread makes each, for workers share the cores."""
+"""Run these many small calls on one thread each, since test workers share the cores."""
 
 from __future__ import annotations
 

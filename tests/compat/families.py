@@ -1,7 +1,7 @@
-"""Every family of the installed transformers, tiny, "eager" beside ours: python -m tests.compat.families [TYPE ...]
+"""Compare "eager" with ours on tiny models of all transformers families: python -m tests.compat.families [TYPE ...]
 
-Without types all are run, which takes minutes, and docs/transformers.json and the tables of docs/transformers.md are
-written anew. Exit code 1: a model differs.
+Without types, run all, which takes minutes, and rewrite docs/transformers.json and the tables of docs/transformers.md.
+Exit code 1: a model differs.
 """
 
 from __future__ import annotations
@@ -25,38 +25,41 @@ from flashtile.errors import FlashtileError
 from tests.compat import families_page, tiny
 from tests.compat.families_page import DIFFERS, EQUAL, NEVER, REFUSED, UNBUILT
 
-LIMIT, LIMIT_DOUBLE = 2e-4, 1e-5  # of the largest number compared: float32; float64, where float32 cannot tell
+LIMIT, LIMIT_DOUBLE = (
+    2e-4,
+    1e-5,
+)  # relative to the largest number compared: in float32, and in float64 if that is exceeded
 NEW_WORDS = 8
 ORDINARY = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
 SECONDS = 120
 
 
-# Model types that read the first word, through windows: at padding on the left it sees nothing.
+# Model types that read the first word, through windows: with left padding it sees no key.
 FIRST = ("pe_audio",)
 
 
 @dataclass
 class Finding:
-    """What became of a model type."""
+    """The result for a model type."""
 
     type: str
     outcome: str = UNBUILT
     why: str = ""
     model: str = ""
     checks: list[str] = field(default_factory=list)
-    told: bool = False
+    warned: bool = False
 
 
 class DifferenceError(Exception):
-    """Ours is not what "eager" gives."""
+    """Our results differ from those of "eager"."""
 
 
 class EagerError(Exception):
-    """What "eager" itself cannot do here."""
+    """A call that "eager" itself cannot run."""
 
 
 class Calls:
-    """The layer, counted."""
+    """Counts the calls of the layer function."""
 
     count = 0
 
@@ -70,8 +73,8 @@ class Calls:
 
 def examine(kind: str) -> Finding:
     found = Finding(kind)
-    models._look.cache_clear()
-    models.TOLD.clear()
+    models._calls_interface.cache_clear()
+    models.WARNED.clear()
     failed: Exception | None = None
     for sizes in (tiny.SIZE_OF, tiny.FREE_SIZE_OF):
         try:
@@ -79,7 +82,7 @@ def examine(kind: str) -> Finding:
             made = tiny.class_of(kind, config)
             found.model = made.__name__
             eager = tiny.build(made, config, "eager")
-            which = _that_runs(eager)
+            which = _working_input(eager)
             break
         except TimeoutError:
             raise
@@ -94,7 +97,7 @@ def examine(kind: str) -> Finding:
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             tiled = tiny.build(made, config, ours.NAME)
-        found.told = any("changes nothing" in str(x.message) for x in heard)
+        found.warned = any("has no effect" in str(x.message) for x in heard)
         tiled.load_state_dict(eager.state_dict())
         for name, check in _checks(eager, tiled, which):
             try:
@@ -121,8 +124,8 @@ def _register() -> None:
     transformers.AttentionInterface.register(ours.NAME, Calls.counted)
 
 
-def _that_runs(model: Any) -> int:
-    """Which of the inputs that can be made up the model takes."""
+def _working_input(model: Any) -> int:
+    """The index of the first generated inputs that the model accepts."""
     failed: Exception = LookupError(f"no {model.main_input_name} could be made up")
     for which, given in enumerate(tiny.inputs(model)):
         try:
@@ -151,25 +154,25 @@ def _checks(eager: Any, tiled: Any, which: int) -> Iterator[tuple[str, Callable[
         for cache in ("dynamic", "static"):
             for padding in (None, "left") if padded else (None,):
                 call = given(padding)
-                words = _words(eager, call, cache)
+                words = _generated(eager, call, cache)
                 if words is not None:
                     name = f"{cache} cache" + (f", {padding} padding" if padding else "")
                     yield (
                         name,
-                        lambda name=name, call=call, cache=cache, words=words: _same_words(
+                        lambda name=name, call=call, cache=cache, words=words: _check_same_words(
                             name, words, tiled, call, cache
                         ),
                     )
-    if _speaks(eager):
+    if _is_causal_lm(eager):
         yield "packed", lambda: None if _packed(eager, tiled) else "packed without a cache"
 
 
 def _compare(name: str, eager: Any, tiled: Any, given: dict[str, Any]) -> None:
-    """Outputs and gradients."""
+    """Compare outputs and gradients."""
     error = _errors(eager, tiled, given)
     if not all(x <= LIMIT for x in error):
         said = f"{name}: outputs by {error[0]:.1e}, gradients by {error[1]:.1e}"
-        try:  # was it rounding, that chose another expert?
+        try:  # rounding may have selected another expert
             double = {n: x.double() if x.is_floating_point() else x for n, x in given.items()}
             error = _errors(eager.double(), tiled.double(), double)
             undecided = any(x.isnan().any() for x in _outputs_and_gradients(eager, double)[0])
@@ -190,8 +193,8 @@ def _errors(eager: Any, tiled: Any, given: dict[str, Any]) -> tuple[float, float
         raise EagerError(_one_line(error)) from None
     b, db = _outputs_and_gradients(tiled, given)
     most = max((_most(x) for x in da.values()), default=0.0) or 1.0
-    gradients = max((_apart(da[n], db[n]) / most if n in db else 1.0 for n in da), default=0.0)
-    return max(_apart(x, y) / (_most(x) or 1.0) for x, y in zip(a, b, strict=True)), gradients
+    gradients = max((_difference(da[n], db[n]) / most if n in db else 1.0 for n in da), default=0.0)
+    return max(_difference(x, y) / (_most(x) or 1.0) for x, y in zip(a, b, strict=True)), gradients
 
 
 def _outputs_and_gradients(model: Any, given: dict[str, Any]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
@@ -200,7 +203,7 @@ def _outputs_and_gradients(model: Any, given: dict[str, Any]) -> tuple[list[torc
     found = []
     for x in _tensors(model(**given)):
         words = seen is not None and x.shape[:2] == seen.shape
-        found.append(x[seen.bool()] if words and seen is not None else x)  # what stands at padding is nobody's
+        found.append(x[seen.bool()] if words and seen is not None else x)  # outputs at padding are arbitrary
     drawn = torch.Generator().manual_seed(2)
     loss = sum((x * torch.randn(x.shape, generator=drawn).to(x.dtype)).sum() for x in found if x.requires_grad)
     model.zero_grad()
@@ -222,25 +225,25 @@ def _most(x: torch.Tensor) -> float:
     return float(x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max()) if x.numel() else 0.0
 
 
-def _apart(x: torch.Tensor, y: torch.Tensor) -> float:
+def _difference(x: torch.Tensor, y: torch.Tensor) -> float:
     same = (x == y) | (x.isnan() & y.isnan())
     return float(torch.where(same, 0, (x - y).abs().nan_to_num(nan=math.inf)).max()) if x.numel() else 0.0
 
 
-def _words(model: Any, given: dict[str, Any], cache: str) -> torch.Tensor | None:
-    """What a model says, greedily; None if it does not speak so."""
+def _generated(model: Any, given: dict[str, Any], cache: str) -> torch.Tensor | None:
+    """The words a model generates greedily; None if it cannot generate."""
     try:
-        return _say(model, given, cache)
+        return _generate(model, given, cache)
     except TimeoutError:
         raise
     except Exception:
         return None
 
 
-def _say(model: Any, given: dict[str, Any], cache: str) -> torch.Tensor:
+def _generate(model: Any, given: dict[str, Any], cache: str) -> torch.Tensor:
     model.generation_config.eos_token_id = None
     if hasattr(model.generation_config, "max_denoising_steps"):
-        model.generation_config.max_denoising_steps = 2  # of draws that hang on the last bit in the end
+        model.generation_config.max_denoising_steps = 2  # with more steps, random draws depend on the last bit
     if model.config.is_encoder_decoder and model.generation_config.decoder_start_token_id is None:
         model.generation_config.decoder_start_token_id = 1
     call = {name: x for name, x in given.items() if not name.startswith("decoder_")}
@@ -258,8 +261,8 @@ def _say(model: Any, given: dict[str, Any], cache: str) -> torch.Tensor:
     return said if isinstance(said, torch.Tensor) else said[0]
 
 
-def _same_words(name: str, words: torch.Tensor, tiled: Any, given: dict[str, Any], cache: str) -> None:
-    said = _say(tiled, given, cache)
+def _check_same_words(name: str, words: torch.Tensor, tiled: Any, given: dict[str, Any], cache: str) -> None:
+    said = _generate(tiled, given, cache)
     if not torch.equal(said, words):
         raise DifferenceError(
             f"{name}: other words, {said[:, -NEW_WORDS:].tolist()} for {words[:, -NEW_WORDS:].tolist()}"
@@ -269,7 +272,7 @@ def _same_words(name: str, words: torch.Tensor, tiled: Any, given: dict[str, Any
 STARTS = torch.tensor([0, 4, 11, 17], dtype=torch.int32)
 
 
-def _speaks(model: Any) -> bool:
+def _is_causal_lm(model: Any) -> bool:
     return type(model).__name__.endswith(("CausalLM", "LMHeadModel"))
 
 
@@ -284,22 +287,22 @@ def _alone(model: Any) -> torch.Tensor:
 
 
 def _packed(eager: Any, tiled: Any) -> bool:
-    """Whether all is as with each document alone; False if only without a cache.
+    """Whether packed documents give the results of each document alone; False if only without a cache.
 
-    A model that keeps a state besides its attention mixes documents, whose mask they are kept apart by or not.
+    A model that keeps another state than its attention mixes documents, with any mask.
     """
     served = []
     call = _documents() | {"cu_seq_lens_q": STARTS, "cu_seq_lens_k": STARTS, "max_length_q": 7, "max_length_k": 7}
     with torch.no_grad():
         try:
             alone = _alone(eager)
-            mixed = _apart(eager(**_documents(), use_cache=False).logits, alone)
+            mixed = _difference(eager(**_documents(), use_cache=False).logits, alone)
             eager(**call)
         except ORDINARY as error:
             raise EagerError(_one_line(error)) from None
         for options in ({}, {"use_cache": False}):
             try:
-                found = _apart(tiled(**call, **options).logits, alone) / _most(alone)
+                found = _difference(tiled(**call, **options).logits, alone) / _most(alone)
             except FlashtileError:
                 served.append(False)
                 continue
@@ -320,7 +323,7 @@ def _one_line(error: BaseException | None) -> str:
 
 
 def timed(kind: str) -> Finding:
-    """One that takes no longer than it may."""
+    """examine() with a time limit."""
 
     def stop(*_: Any) -> None:
         raise TimeoutError(f"took more than {SECONDS} seconds")
@@ -349,10 +352,10 @@ def main() -> None:
         start = time.monotonic()
         found.append(timed(kind))
         x = found[-1]
-        told = " (told)" if x.told else ""
+        warned = " (warned)" if x.warned else ""
         took = f"{time.monotonic() - start:.1f} s"
         print(
-            f"{kind}: {x.outcome}{told} {x.model} {x.why} [{'; '.join(x.checks)}] {took}", file=sys.stderr, flush=True
+            f"{kind}: {x.outcome}{warned} {x.model} {x.why} [{'; '.join(x.checks)}] {took}", file=sys.stderr, flush=True
         )
     if not given.types:
         families_page.write({x.type: asdict(x) for x in found})

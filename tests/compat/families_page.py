@@ -1,4 +1,4 @@
-"""What became of transformers' families, as a record and as the tables of docs/transformers.md."""
+"""Results for transformers' model families: the record, and the tables of docs/transformers.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EQUAL, DIFFERS, REFUSED, NEVER, UNBUILT = OUTCOMES = (
     "never calls it",
     "cannot be built here",
 )
-# A family of several types is what the first of these says of one.
+# The outcome of a family is the first of these that one of its types has.
 WORST_FIRST = (DIFFERS, REFUSED, EQUAL, NEVER, UNBUILT)
 
 Types = dict[str, dict[str, Any]]
@@ -36,7 +36,7 @@ def write(types: Types) -> None:
         for kind in kinds:
             x = types[kind]
             why = textwrap.shorten(x["why"], 130, placeholder=" ...")
-            rows.append([kind, family, x["model"], x["outcome"], why, x["checks"], x["told"]])
+            rows.append([kind, family, x["model"], x["outcome"], why, x["checks"], x["warned"]])
     head = {"transformers": transformers.__version__, "torch": torch.__version__}
     lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
     RECORD.write_text(json.dumps(head)[:-1] + f', "types": [\n{lines}\n]}}\n')
@@ -72,11 +72,11 @@ def tables(record: dict[str, Any]) -> str:
         if rows:
             text += f"\n### {title}\n| model type | |\n|---|---|\n"
             text += "".join(f"| {row[0]} | {_cell(row[4])} |\n" for row in rows)
-    for title, told in (
-        ("Never calls it, and is told of", True),
-        ("Never calls it, and is not told of: most have no such attention", False),
+    for title, warned in (
+        ("Never calls it, with a warning", True),
+        ("Never calls it, without a warning: most have no such attention", False),
     ):
-        rows = [row for row in record["types"] if row[3] == NEVER and row[6] is told]
+        rows = [row for row in record["types"] if row[3] == NEVER and row[6] is warned]
         text += f"\n### {title}\n" + textwrap.fill(", ".join(row[0] for row in rows), 120) + "\n"
     text += "\n### Cannot be built here\n| family | by which error |\n|---|---|\n"
     for family, outcome in sorted_by.items():

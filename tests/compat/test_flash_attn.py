@@ -1,4 +1,4 @@
-"""The stand-in for flash_attn 2 against a naive softmax: every function, every option, gradients, and the cache."""
+"""compat.flash_attn against a naive softmax: every function, every option, gradients, and the KV cache."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def naive(
     softcap: float = 0.0,
     slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One sequence: (rows, heads, dim) and its lse (heads, rows), all weights at once in float64."""
+    """Naive attention of one sequence in float64: (rows, heads, dim), and the lse, (heads, rows)."""
     q, k, v = q.double(), k.double(), v.double()
     Sq, H, D = q.shape
     Sk, Hk, _ = k.shape
@@ -118,7 +118,7 @@ def naive(
     return out, lse
 
 
-def each(slopes: Tensor | None, b: int) -> Tensor | None:
+def slopes_of(slopes: Tensor | None, b: int) -> Tensor | None:
     """The slopes of one sequence."""
     return slopes if slopes is None or slopes.ndim == 1 else slopes[b]
 
@@ -126,7 +126,7 @@ def each(slopes: Tensor | None, b: int) -> Tensor | None:
 def naive_batch(
     q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    parts = [naive(q[b], k[b], v[b], slopes=each(alibi_slopes, b), **options) for b in range(len(q))]
+    parts = [naive(q[b], k[b], v[b], slopes=slopes_of(alibi_slopes, b), **options) for b in range(len(q))]
     return torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts])
 
 
@@ -140,19 +140,19 @@ def naive_varlen(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     sequences = zip(q.split(len_q), k.split(len_k), v.split(len_k), strict=True)
-    parts = [naive(*x, slopes=each(alibi_slopes, b), **options) for b, x in enumerate(sequences)]
+    parts = [naive(*x, slopes=slopes_of(alibi_slopes, b), **options) for b, x in enumerate(sequences)]
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts], 1)
 
 
 def close(found: Tensor, wanted: Tensor) -> None:
-    """As close as the dtype of what was found allows."""
+    """Check equality within the rounding of the dtype of `found`."""
     tolerance = 1e-9 if found.dtype == torch.float64 else 2e-5
     assert found.shape == wanted.shape
     assert_close(found.double(), wanted.double(), rtol=tolerance, atol=tolerance * 1e-1)
 
 
 def agree(run: Callable[..., Any], want: Callable[..., tuple[Tensor, Tensor]], inputs: list[Tensor]) -> None:
-    """Asserts that run(*inputs, return_attn_probs=) gives the output, lse and gradients of want(*inputs)."""
+    """Check that run(*inputs, return_attn_probs=) gives the output, lse and gradients of want(*inputs)."""
     out, lse, probs = run(*inputs, return_attn_probs=True)
     want_out, want_lse = want(*inputs)
     assert probs is None and out.dtype == inputs[0].dtype and lse.dtype == torch.float32
@@ -171,7 +171,7 @@ def agree(run: Callable[..., Any], want: Callable[..., tuple[Tensor, Tensor]], i
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signature(name: str) -> None:
     parameters = inspect.signature(getattr(fa, name)).parameters.values()
-    ours = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]  # behind all of theirs
+    ours = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]  # after all of theirs
     assert ours == (["seqused_k", "out"] if name == "flash_attn_varlen_func" else [])
     theirs = [p for p in parameters if p.name not in ours]
     assert {p.kind for p in theirs} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
@@ -222,7 +222,7 @@ class TestBatches:
         assert_close(out.double(), want, rtol=0, atol=4 * torch.finfo(dtype).eps)
         close(lse, want_lse)
 
-    def test_rows_that_see_nothing(self) -> None:
+    def test_rows_that_see_no_key(self) -> None:
         q, k, v = (randn(1, n, 2, 8, seed=n, grad=True) for n in (9, 4, 4))
         out, lse, _ = fa.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
         assert (out[:, :5] == 0).all() and (lse[:, :, :5] == torch.inf).all() and lse[:, :, 5:].isfinite().all()
@@ -249,7 +249,7 @@ class TestBatches:
         close(out, naive_batch(q, k, v, causal=True)[0])
 
     @pytest.mark.parametrize("make", [list, torch.tensor])
-    def test_a_window_that_is_no_tuple(self, make: Any) -> None:
+    def test_a_window_that_is_not_a_tuple(self, make: Any) -> None:
         q, k, v = (randn(2, 9, 2, 8, seed=i) for i in range(3))
         for window in ((3, 1), (-1, 2), (-1, -1)):
             want = fa.flash_attn_func(q, k, v, window_size=window)
@@ -334,7 +334,7 @@ class TestPackedSequences:
     @pytest.mark.parametrize("pages", [False, True])
     @some_options
     def test_keys_in_use(self, pages: bool, options: dict[str, Any]) -> None:
-        """seqused_k, of keys of which the rest is NaN, and an output of the caller's."""
+        """seqused_k, with NaN in the unused keys, and the caller's own output tensor."""
         len_q, room, used = [3, 6], [10, 7], [8, 3]
         k, v = randn(17, 2, 8, seed=1), randn(17, 2, 8, seed=2)
         parts = [[x[:n] for x, n in zip(y.split(room), used, strict=True)] for y in (k, v)]
@@ -364,14 +364,14 @@ class TestPackedSequences:
         ):
             with pytest.raises(RuntimeError, match=name):
                 fa.flash_attn_varlen_func(q, q, q, two, two, 5, 5, out=wrong)
-        with pytest.raises(RuntimeError, match="out: expected None, because a gradient is wanted"):
+        with pytest.raises(RuntimeError, match="out: expected None, because a gradient is needed"):
             fa.flash_attn_varlen_func(q.requires_grad_(), q, q, two, two, 5, 5, out=torch.zeros(10, 2, 8).double())
         with pytest.raises(RuntimeError, match="cu_seqlens_k: expected"):
             fa.flash_attn_varlen_func(q, q, q, two, None, 5, 5)
 
 
 def in_pages(tensors: list[Any], page: int, room: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The keys and values of sequences on shuffled pages, NaN where there is nothing, and the table."""
+    """The keys and values of sequences on shuffled pages, NaN where unused, and the table."""
     batch, columns = len(tensors[0]), -(-room // page)
     order = torch.randperm(batch * columns + 2, generator=torch.Generator().manual_seed(7))
     table = order[: batch * columns].reshape(batch, columns).int()
@@ -424,7 +424,7 @@ def test_any_packed_sequences(data: st.DataObject) -> None:
 
 
 class TestDropout:
-    def every(self, p: float) -> list[Callable[[], Tensor]]:
+    def calls(self, p: float) -> list[Callable[[], Tensor]]:
         """One call of each function that can drop weights."""
         x, packed = randn(2, 16, 3, 4, 8), randn(32, 3, 4, 8)
         cu = starts([16, 16])
@@ -439,8 +439,8 @@ class TestDropout:
         ]
 
     @pytest.mark.parametrize("which", range(6))
-    def test_the_seed_is_that_of_torch(self, which: int) -> None:
-        call = self.every(0.3)[which]
+    def test_the_seed_comes_from_torch(self, which: int) -> None:
+        call = self.calls(0.3)[which]
         torch.manual_seed(5)
         first, second = call(), call()
         torch.manual_seed(5)
@@ -448,19 +448,19 @@ class TestDropout:
         assert not torch.equal(first, second)
 
     @pytest.mark.parametrize("which", range(6))
-    def test_without_it_the_generator_is_left_alone(self, which: int) -> None:
+    def test_without_dropout_no_number_is_drawn(self, which: int) -> None:
         before = torch.get_rng_state()
-        self.every(0.0)[which]()
+        self.calls(0.0)[which]()
         assert torch.equal(torch.get_rng_state(), before)
 
     @pytest.mark.parametrize("which", range(6))
     @pytest.mark.parametrize("p", [1.5, -1.0])
     def test_wrong_values(self, which: int, p: float) -> None:
         with pytest.raises(ft.FlashtileError, match="dropout"):
-            self.every(p)[which]()
+            self.calls(p)[which]()
 
-    def test_weights_are_dropped_or_enlarged(self) -> None:
-        """Values that are ones on the diagonal make the output the weights themselves; backward drops the same ones."""
+    def test_weights_are_dropped_or_scaled(self) -> None:
+        """With an identity matrix as v the output is the weights; backward drops the same ones."""
         q, k, v = (randn(2, 16, 3, 16, seed=i, grad=True) for i in range(3))
         eye = torch.eye(16, dtype=torch.float64)[None, :, None].expand(2, 16, 3, 16)
         torch.manual_seed(1)
@@ -482,8 +482,8 @@ class TestDropout:
 
     @pytest.mark.parametrize("sizes", [(9, 9), (3, 140), (130, 520)])
     @pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 2.0}, {"window_size": (4, 1)}], ids=str)
-    def test_weights_that_were_asked_for(self, sizes: tuple[int, int], options: dict[str, Any]) -> None:
-        """The softmax, negative where dropped, rounded up to 128: what the output is made of."""
+    def test_returned_weights(self, sizes: tuple[int, int], options: dict[str, Any]) -> None:
+        """They are the softmax, negative where dropped, rounded up to 128, and give the output."""
         Sq, Sk = sizes
         q, k, v = (randn(2, n, h, 8, seed=i, grad=True) for i, (n, h) in enumerate([(Sq, 4), (Sk, 2), (Sk, 2)]))
         torch.manual_seed(2)
@@ -492,13 +492,13 @@ class TestDropout:
         assert not weights.requires_grad
         torch.manual_seed(2)
         assert torch.equal(fa.flash_attn_func(q, k, v, 0.3, **options), out)
-        self.are_those_of(weights, q, k, v, out, options)
+        self.check_weights(weights, q, k, v, out, options)
         assert not weights[:, :, Sq:].any() and not weights[..., Sk:].any()
 
-    def are_those_of(
+    def check_weights(
         self, weights: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, options: dict[str, Any]
     ) -> None:
-        """Asserts that they are the softmax, and with 30% of it dropped make the output."""
+        """Check that they are the softmax and, with 30% of it dropped, give the output."""
         Sq, Sk = q.shape[1], k.shape[1]
         weights = weights[:, :, :Sq, :Sk]
         eye = torch.eye(Sk, dtype=torch.float64)[None, :, None].expand(len(k), Sk, k.shape[2], Sk)
@@ -520,7 +520,7 @@ class TestDropout:
             sequences = zip(q.split(len_q), k.split(len_k), v.split(len_k), out.split(len_q), weights, strict=True)
             for a, b, c, found, part in sequences:
                 if len(a):
-                    self.are_those_of(part[None], a[None], b[None], c[None], found[None], options)
+                    self.check_weights(part[None], a[None], b[None], c[None], found[None], options)
                 assert not part[:, len(a) :].any() and not part[:, :, len(b) :].any()
 
     def test_weights_by_every_other_function(self) -> None:
@@ -538,8 +538,8 @@ class TestDropout:
             assert weights.shape == (2, 4, 128, 128) and (weights < 0).any()
 
 
-def turned(x: Tensor, place: int, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """One row, (heads, dim), rotated by the angles of a place."""
+def rotated(x: Tensor, place: int, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotate one row, (heads, dim), by the angles of a position."""
     x, half = x.clone(), cos.shape[-1]
     for n in range(half):
         a, b = (2 * n, 2 * n + 1) if interleaved else (n, n + half)
@@ -554,7 +554,7 @@ def angles(places: int, rotary_dim: int) -> tuple[Tensor, Tensor]:
 
 
 class Cache:
-    """A cache with NaN wherever nothing was written, what a call makes of it, and what it should."""
+    """A cache with NaN in unused rows, and a check of what a call returns and writes."""
 
     def __init__(
         self, lengths: list[int], room: int = 12, page: int | None = None, rows: list[int] | None = None, D: int = 16
@@ -574,7 +574,7 @@ class Cache:
                 cache[own[b], : len(x)] = x
 
     def row(self, b: int, j: int) -> tuple[int, int]:
-        """Where the cache holds row j of sequence b."""
+        """The index in the cache of row j of sequence b."""
         if self.table is not None:
             page = self.k.shape[1]
             return int(self.table[b, j // page]), j % page
@@ -592,17 +592,17 @@ class Cache:
         alibi_slopes: Tensor | None = None,
         **options: Any,
     ) -> None:
-        """Calls flash_attn_with_kvcache and asserts its output, its lse, and what is in the cache afterwards."""
+        """Call flash_attn_with_kvcache and check its output, its lse, and the cache afterwards."""
         want_k, want_v = self.k.clone(), self.v.clone()
         moving = bool(options.get("causal")) or options.get("window_size", (-1, -1)) != (-1, -1)
         outs, lses = [], []
         for b, used in enumerate(self.lengths):
             rows, keys, values = list(q[b]), list(self.k_rows[b]), list(self.v_rows[b])
             if rotary is not None:
-                rows = [turned(x, used + i * moving, *rotary, interleaved) for i, x in enumerate(rows)]
+                rows = [rotated(x, used + i * moving, *rotary, interleaved) for i, x in enumerate(rows)]
             for i in range(0 if k is None or v is None else k.shape[1]):
                 assert k is not None and v is not None
-                new = k[b, i] if rotary is None else turned(k[b, i], used + i, *rotary, interleaved)
+                new = k[b, i] if rotary is None else rotated(k[b, i], used + i, *rotary, interleaved)
                 want_k[self.row(b, used + i)], want_v[self.row(b, used + i)] = new, v[b, i]
                 keys.append(new)
                 values.append(v[b, i])
@@ -610,7 +610,7 @@ class Cache:
             none = q.new_zeros(0, *self.k.shape[-2:])
             seen = [torch.stack(x[first:]) if x[first:] else none for x in (keys, values)]
             row_q = torch.stack(rows) if rows else q[b]
-            out, lse = naive(row_q, *seen, slopes=each(alibi_slopes, b), **options)
+            out, lse = naive(row_q, *seen, slopes=slopes_of(alibi_slopes, b), **options)
             outs.append(out)
             lses.append(lse)
         if lengths == "tensor":
@@ -651,7 +651,7 @@ every_place = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys(
 class TestCache:
     @every_option
     @every_place
-    def test_what_is_there(self, place: dict[str, Any], options: dict[str, Any]) -> None:
+    def test_existing_keys(self, place: dict[str, Any], options: dict[str, Any]) -> None:
         Cache([7, 4], **place).check(randn(2, 3, 4, 16), **options)
 
     @every_option
@@ -685,7 +685,7 @@ class TestCache:
         k, v = (randn(2, new, 2, 16, seed=i) if new else None for i in (1, 2))
         Cache([8, 5], **place).check(randn(2, 2, 4, 16), k, v, leftpad=[3, 0], **options)
 
-    def test_nothing_left_of_a_sequence(self) -> None:
+    def test_a_sequence_of_padding_only(self) -> None:
         Cache([0, 5]).check(randn(2, 2, 4, 16))
         Cache([4, 5]).check(randn(2, 2, 4, 16), leftpad=[4, 1])
 
@@ -702,7 +702,7 @@ class TestCache:
     @pytest.mark.parametrize("new", [1, 3])
     @pytest.mark.parametrize("name", ["plain", "causal", "window", "slopes of each sequence"])
     def test_rotation_with_padding_on_the_left(self, place: dict[str, Any], new: int, name: str) -> None:
-        """Angles are those of rows of the cache, padding included, as theirs: a sequence begins with a later one."""
+        """As in flash_attn, angles count rows of the cache with padding: a sequence starts at a later angle."""
         k, v = randn(2, new, 2, 16, seed=1), randn(2, new, 2, 16, seed=2)
         cache = Cache([8, 5], **place)
         cache.check(randn(2, 3, 4, 16), k, v, angles(12, 16), leftpad=[3, 0], **OPTIONS[name])
@@ -713,8 +713,8 @@ class TestCache:
         k = randn(1, 64, 2, 64, dtype=dtype)
         k_cache, v_cache = (torch.zeros(1, 64, 2, 64, dtype=dtype) for _ in range(2))
         fa.flash_attn_with_kvcache(k, k_cache, v_cache, k, k, cos, sin, 0, causal=True)
-        exact = torch.stack([turned(k[0, i].double(), i, cos.double(), sin.double(), True) for i in range(64)])
-        once = exact.float().to(dtype)  # but for sums that lie just between two numbers
+        exact = torch.stack([rotated(k[0, i].double(), i, cos.double(), sin.double(), True) for i in range(64)])
+        once = exact.float().to(dtype)  # except for sums very near a tie
         assert (k_cache[0] == once).double().mean() > 0.999
         assert_close(
             (k_cache[0].double() - exact).abs().mean(), (once.double() - exact).abs().mean(), rtol=1e-3, atol=0
@@ -731,12 +731,12 @@ class TestCache:
         out = fa.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cos, sin, 3, causal=True)
         assert out.dtype == torch.bfloat16
         for i in range(2):
-            wanted = turned(k[0, i].double(), 3 + i, cos.double(), sin.double(), True)
+            wanted = rotated(k[0, i].double(), 3 + i, cos.double(), sin.double(), True)
             assert_close(k_cache[0, 3 + i].double(), wanted, rtol=2**-6, atol=2**-6)
         assert torch.equal(v_cache[0, 3:5], v[0])
 
     def test_one_token_after_the_other(self) -> None:
-        """Decoding with a cache gives the rows of the causal attention of the whole."""
+        """Decoding with a cache gives the rows of causal attention over the whole sequence."""
         q, k, v = (randn(2, 8, h, 16, seed=h + i) for i, h in enumerate((4, 2, 2)))
         k_cache, v_cache = torch.full((2, 8, 2, 16), torch.nan).double(), torch.full((2, 8, 2, 16), torch.nan).double()
         rows = [
@@ -749,8 +749,8 @@ class TestCache:
         assert torch.equal(k_cache, k) and torch.equal(v_cache, v)
 
     @every_place
-    def test_entries_of_pages_that_nobody_uses(self, place: dict[str, Any]) -> None:
-        """The rest of a table may be anything, as there."""
+    def test_unused_entries_of_the_table(self, place: dict[str, Any]) -> None:
+        """As in flash_attn, unused entries may hold anything."""
         cache = Cache([2, 4], **place)
         if cache.table is not None:
             used = torch.tensor([[-(-n // cache.k.shape[1])] for n in (5, 7)])
@@ -758,7 +758,7 @@ class TestCache:
         cache.check(randn(2, 2, 4, 16), *(randn(2, 3, 2, 16, seed=i) for i in (1, 2)), causal=True)
 
     def test_no_gradients(self) -> None:
-        """As theirs has none; a cache that took part in one would keep all that it was made of."""
+        """As in flash_attn; otherwise the cache would keep the graph of everything written to it."""
         q, k, v = (randn(2, 3, 2, 16, seed=i).requires_grad_() for i in range(3))
         k_cache, v_cache = torch.zeros(2, 8, 2, 16).double(), torch.zeros(2, 8, 2, 16).double()
         out = fa.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=0)
@@ -805,7 +805,7 @@ class TestCache:
         assert isinstance(outs[0], Tensor) and all(torch.equal(x, outs[0]) for x in outs)
 
     def test_cache_of_any_strides(self) -> None:
-        cache = torch.zeros(2, 2, 2, 12, 16, dtype=torch.float64)  # both in one piece, heads before rows
+        cache = torch.zeros(2, 2, 2, 12, 16, dtype=torch.float64)  # one allocation for both, heads before rows
         k_cache, v_cache = cache[:, 0].transpose(1, 2), cache[:, 1].transpose(1, 2)
         assert not k_cache.is_contiguous()
         q, k, v = (randn(2, 3, 2, 16, seed=i) for i in range(3))
@@ -835,7 +835,7 @@ class TestCache:
 
 class TestErrors:
     def test_they_are_runtime_errors_too(self) -> None:
-        """As flash_attn's own, which callers may catch."""
+        """Like those of flash_attn, which callers may catch."""
         x = randn(2, 5, 3, 4, 8)
         q, k, v = x.unbind(2)
         for call in (
@@ -892,8 +892,8 @@ class TestErrors:
             fa.flash_attn_func(*(torch.zeros(shape) for shape in shapes))
 
     @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-    def test_tensors_that_do_not_hold_their_values(self) -> None:
-        """By name, though torch refuses to transpose some of them."""
+    def test_tensors_that_do_not_store_their_values(self) -> None:
+        """The error names the argument, even where torch refuses to transpose it."""
         x, q = randn(2, 5, 2, 4, 8), randn(2, 5, 4, 8)
         freed = x.clone()
         freed.untyped_storage().resize_(0)
@@ -946,7 +946,7 @@ class TestErrors:
             fa.flash_attn_varlen_func(q, pages, pages, starts([5, 5]), starts([5, 5]), 5, 5, block_table=table)
 
     @pytest.mark.parametrize("wrong", [-1, 4, 99])
-    def test_pages_that_are_not_there(self, wrong: int) -> None:
+    def test_pages_that_do_not_exist(self, wrong: int) -> None:
         pages, q = torch.zeros(4, 3, 2, 8), torch.zeros(10, 2, 8)
         table = torch.tensor([[0, wrong], [1, 2]], dtype=torch.int32)
         with pytest.raises(ft.ShapeError, match=r"^block_table: expected numbers from 0 to 3"):
@@ -975,7 +975,7 @@ class TestErrors:
 
 
 class TestErrorsOfTheCache:
-    """Nothing has been written when a call is refused."""
+    """A refused call writes nothing."""
 
     def refused(self, kind: type[Exception], name: str, **options: Any) -> None:
         k_cache, v_cache = (
@@ -995,7 +995,7 @@ class TestErrorsOfTheCache:
 
     @pytest.mark.parametrize("lengths", [6, 8, 100, -1, torch.tensor([2, 6]).int(), torch.tensor([-1, 2]).int()])
     @pytest.mark.parametrize("pages", [False, True])
-    def test_no_room(self, lengths: Any, pages: bool) -> None:
+    def test_not_enough_rows(self, lengths: Any, pages: bool) -> None:
         table = {"block_table": torch.tensor([[0], [2]]).int()} if pages else {}
         self.refused(ft.ShapeError, "cache_seqlens", cache_seqlens=lengths, **self.new, **table)
 
@@ -1003,7 +1003,7 @@ class TestErrorsOfTheCache:
     def test_longer_than_the_cache(self, lengths: Any) -> None:
         self.refused(ft.ShapeError, "cache_seqlens", cache_seqlens=lengths)
 
-    def test_new_keys_at_an_unknown_place(self) -> None:
+    def test_new_keys_without_lengths(self) -> None:
         self.refused(ft.ShapeError, "cache_seqlens", **self.new)
 
     @pytest.mark.parametrize("lengths", [torch.tensor([2]).int(), torch.tensor([2, 2, 2]).int(), torch.tensor(2).int()])
@@ -1031,7 +1031,7 @@ class TestErrorsOfTheCache:
         self.refused(ft.ShapeError, "rotary", cache_seqlens=2, rotary_cos=cos, rotary_sin=cos[:, :4], **self.new)
 
     @pytest.mark.parametrize("rows", [[0], [0, 1, 2], [0, 3], [-1, 0]])
-    def test_rows_that_are_not_there(self, rows: list[int]) -> None:
+    def test_rows_that_do_not_exist(self, rows: list[int]) -> None:
         chosen = torch.tensor(rows, dtype=torch.int32)
         self.refused(ft.ShapeError, "cache_batch_idx", cache_seqlens=2, cache_batch_idx=chosen, **self.new)
 
@@ -1049,12 +1049,12 @@ class TestErrorsOfTheCache:
         self.refused(ft.ShapeError, "cache", k_cache=randn(1, 8, 2, 16), v_cache=randn(1, 8, 2, 16), cache_seqlens=2)
 
     @pytest.mark.parametrize("lengths", [2.5, [2, 3], torch.tensor([2.0, 3.0]), torch.tensor([True, False])])
-    def test_lengths_that_are_no_integers(self, lengths: Any) -> None:
+    def test_lengths_that_are_not_integers(self, lengths: Any) -> None:
         self.refused(ft.DTypeError, "cache_seqlens", cache_seqlens=lengths, **self.new)
 
     @pytest.mark.parametrize("name", ["cache_batch_idx", "cache_leftpad"])
     @pytest.mark.parametrize("numbers", [torch.tensor([1.0, 0.5]), torch.tensor([True, False])])
-    def test_places_that_are_no_integers(self, name: str, numbers: Tensor) -> None:
+    def test_indices_that_are_not_integers(self, name: str, numbers: Tensor) -> None:
         self.refused(ft.DTypeError, name, cache_seqlens=2, **{name: numbers}, **self.new)
 
     @pytest.mark.parametrize("padding", [[-1, 0], [0, 9]])
@@ -1064,14 +1064,14 @@ class TestErrorsOfTheCache:
 
     @pytest.mark.parametrize("wrong", [-1, 3, 99])
     @pytest.mark.parametrize("new", [False, True])
-    def test_pages_that_are_not_there(self, wrong: int, new: bool) -> None:
+    def test_pages_that_do_not_exist(self, wrong: int, new: bool) -> None:
         table = torch.tensor([[0, wrong], [1, 2]], dtype=torch.int32)
         used, more = (8, self.new) if new else (9, {})
         self.refused(ft.ShapeError, "block_table", cache_seqlens=used, block_table=table, **more)
 
     @pytest.mark.parametrize("name", ["k", "v", "cache_batch_idx", "cache_seqlens"])
-    def test_tensors_elsewhere(self, name: str) -> None:
-        """Values on the meta device were written to no place, without a word."""
+    def test_tensors_on_another_device(self, name: str) -> None:
+        """Values on the meta device would silently be lost."""
         numbers = torch.tensor([1, 2], dtype=torch.int32)
         given = {**self.new, "cache_batch_idx": numbers, "cache_seqlens": numbers}
         self.refused(ft.DTypeError, name, **given | {name: given[name].to("meta")})
@@ -1080,7 +1080,7 @@ class TestErrorsOfTheCache:
         for shape in ((2, 8, 2, 16), (3, 7, 2, 16), (3, 8, 1, 16)):
             self.refused(ft.ShapeError, "v_cache", v_cache=randn(*shape), cache_seqlens=2, **self.new)
 
-    def test_a_table_of_no_integers(self) -> None:
+    def test_a_table_that_is_not_of_integers(self) -> None:
         self.refused(ft.DTypeError, "block_table", cache_seqlens=2, block_table=torch.tensor([[0.0], [2.0]]))
 
     def test_a_cache_that_overlaps_itself(self) -> None:

@@ -1,4 +1,4 @@
-"""The stand-in for PyTorch's own attention: the same call gives the same results and gradients."""
+"""compat.sdpa: the same call gives the results and gradients of PyTorch's own function."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ lead_axes = pytest.mark.parametrize("lead", LEADS, ids=[f"{len(lead) + 2} axes" 
 def inputs(
     lead: tuple[int, ...], L: int, S: int, E: int = 8, Ev: int = 8, Hk: int | None = None, seed: int = 0
 ) -> list[torch.Tensor]:
-    """A query, a key and a value that want gradients; Hk heads of keys instead of the last leading axis."""
+    """A query, a key and a value that require gradients; Hk key heads instead of the last leading axis."""
     fixed = torch.Generator().manual_seed(seed)
     short = lead if Hk is None else (*lead[:-1], Hk)
     shapes = (*lead, L, E), (*short, S, E), (*short, S, Ev)
@@ -48,7 +48,7 @@ def bool_mask(*shape: int, seed: int = 1) -> torch.Tensor:
 
 
 def agree(tensors: list[torch.Tensor], mask: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
-    """Asserts that the output and all gradients are those of PyTorch, and returns the output."""
+    """Check that the output and all gradients are those of PyTorch, and return the output."""
     results = []
     for function in (sdpa, theirs):
         given = [x.detach().clone().requires_grad_() for x in tensors]
@@ -151,7 +151,7 @@ def test_nothing_visible(lead: tuple[int, ...]) -> None:
         assert (agree(inputs(lead, 5, 7), each)[..., 2, :] == 0).all()
 
 
-def test_a_row_that_sees_nothing_has_no_gradient() -> None:
+def test_a_row_that_sees_no_key_has_no_gradient() -> None:
     q, k, v = inputs((2, 3), 5, 7)
     out = sdpa(q, k, v, attn_mask=torch.zeros(5, 7, dtype=torch.bool))
     out.sum().backward()
@@ -171,7 +171,7 @@ def test_hidden_keys_do_not_leak() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(0, 3), (3, 0)])
-def test_nothing_to_do(sizes: tuple[int, int]) -> None:
+def test_empty_sizes(sizes: tuple[int, int]) -> None:
     out = sdpa(*inputs((2, 3), *sizes))
     assert out.shape == (2, 3, sizes[0], 8) and (out == 0).all()
 
@@ -213,7 +213,7 @@ DTYPES = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.
 
 @given(data=st.data())
 def test_any_shapes_strides_and_dtypes(data: st.DataObject) -> None:
-    """Axes of one are broadcast, and axes may come in any order in memory, or not at all."""
+    """Axes of length one are broadcast, and axes may be in any order in memory, or missing."""
     draw = data.draw
     whole = draw(st.lists(st.integers(1, 3), max_size=3))
     dtype, seed = draw(st.sampled_from(list(DTYPES))), draw(st.integers(0, 99))
@@ -222,7 +222,7 @@ def test_any_shapes_strides_and_dtypes(data: st.DataObject) -> None:
     for place, tail in enumerate(((L, E), (S, E), (S, Ev))):
         lead = tuple(n if draw(st.booleans()) else 1 for n in whole[draw(st.integers(0, len(whole))) :])
         shape = (*lead, *tail)
-        x = laid(shape, tuple(draw(st.permutations(range(len(shape))))), seed + place).to(dtype)
+        x = with_order(shape, tuple(draw(st.permutations(range(len(shape))))), seed + place).to(dtype)
         if draw(st.booleans()):
             x = x.repeat_interleave(2, -2)[..., ::2, :]
         if draw(st.booleans()) and x.ndim > 2:
@@ -238,7 +238,7 @@ def test_any_shapes_strides_and_dtypes(data: st.DataObject) -> None:
     options["is_causal"] = kind == "causal"
     found, wanted = sdpa(*given, **options), theirs(*given, **options)
     assert found.dtype == dtype and found.shape == wanted.shape
-    same_places(found, wanted)
+    assert_same_layout(found, wanted)
     tolerance = DTYPES[dtype]
     assert_close(found, wanted, rtol=tolerance, atol=tolerance)
     if dtype in (torch.float64, torch.float32):
@@ -259,7 +259,7 @@ class TestDropout:
         torch.manual_seed(6)
         assert not torch.equal(sdpa(q, k, v, dropout_p=0.4), first)
 
-    def test_without_it_the_generator_is_left_alone(self) -> None:
+    def test_without_dropout_no_number_is_drawn(self) -> None:
         q, k, v = inputs((2, 3), 5, 7)
         before = torch.get_rng_state()
         sdpa(q, k, v).sum().backward()
@@ -268,8 +268,8 @@ class TestDropout:
         assert not torch.equal(torch.get_rng_state(), before)
 
     @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-    def test_weights_are_dropped_or_enlarged(self, p: float) -> None:
-        """A value of ones on the diagonal makes the output the weights themselves."""
+    def test_weights_are_dropped_or_scaled(self, p: float) -> None:
+        """With an identity matrix as value the output is the weights."""
         q, k, _ = inputs((2, 3), 40, 32)
         v = torch.eye(32, dtype=torch.float64).expand(2, 3, 32, 32)
         ratio = sdpa(q, k, v, dropout_p=p) / sdpa(q, k, v)
@@ -279,7 +279,7 @@ class TestDropout:
         assert not torch.equal(dropped[0, 0], dropped[0, 1]) and not torch.equal(dropped[0, 0], dropped[1, 0])
 
     def test_gradients(self) -> None:
-        """The same weights are dropped backward: with the mask in hand plain autograd gives the same gradients."""
+        """Backward drops the same weights: plain autograd with their mask gives the same gradients."""
         q, k, v = inputs((2, 3), 6, 8)
         eye = torch.eye(8, dtype=torch.float64).expand(2, 3, 8, 8)
         torch.manual_seed(3)
@@ -293,7 +293,7 @@ class TestDropout:
         assert_close(found, torch.autograd.grad((want * weight).sum(), (q, k, v)), rtol=1e-9, atol=1e-12)
 
     @pytest.mark.filterwarnings("ignore")
-    def test_graphs_of_torchs_tracers_draw_anew(self) -> None:
+    def test_graphs_of_torchs_tracers_draw_new_seeds(self) -> None:
         q = torch.randn(1, 2, 9, 8)
 
         def dropped(q: torch.Tensor) -> torch.Tensor:
@@ -307,7 +307,7 @@ class TestDropout:
         with FakeTensorMode() as mode:
             fake = mode.from_tensor(q)
             assert sdpa(fake, fake, fake, dropout_p=0.5).shape == q.shape
-        with torch.device("meta"):  # which is where new tensors go, and none of these
+        with torch.device("meta"):  # new tensors go there, but not these
             assert sdpa(q, q, q, dropout_p=0.5).device == q.device
 
     @pytest.mark.parametrize("randomness", ["same", "different"])
@@ -322,7 +322,7 @@ class TestDropout:
             sdpa(*inputs((2, 3), 5, 7), dropout_p=p)
 
 
-# Axes that are broadcast: shapes of query, key and value without lengths and dims, and whether heads are grouped
+# Leading axes of query, key and value that are broadcast, and whether heads are grouped
 
 BROADCAST = [
     ((2, 4), (1, 4), (1, 4), False),
@@ -365,16 +365,16 @@ def test_axes_that_are_broadcast_under_a_mask(shape: tuple[int, ...]) -> None:
 
 
 def test_a_mask_of_as_many_queries_as_sequences() -> None:
-    """It is (queries, keys), as ever."""
+    """It is (queries, keys), as always."""
     agree(inputs((5, 2), 5, 7), bool_mask(5, 7))
     agree(inputs((5, 2), 5, 5), float_mask(5, 5))
-    agree(inputs((2, 3, 2), 6, 7), bool_mask(6, 7))  # of 2 x 3 sequences
+    agree(inputs((2, 3, 2), 6, 7), bool_mask(6, 7))  # for 2 x 3 sequences
     agree(inputs((2, 3, 1, 2), 6, 6), float_mask(6, 6))
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (1,)])
 def test_a_mask_of_fewer_axes_than_scores(shape: tuple[int, ...]) -> None:
-    """As torch's maths has it; its kernels for a CPU refuse them."""
+    """As in torch's MATH backend; its CPU kernels refuse such masks."""
     q, k, v = inputs((2, 3), 5, 7)
     agree([q, k, v], float_mask(*shape))
     seen = bool_mask(*shape)
@@ -385,7 +385,7 @@ def test_a_mask_of_fewer_axes_than_scores(shape: tuple[int, ...]) -> None:
         assert_close(sdpa(q, k, v, seen), theirs(q, k, v, seen.expand(5, 7)))
 
 
-def test_a_mask_of_float32_beside_float64() -> None:
+def test_a_mask_of_float32_with_float64() -> None:
     agree(inputs((2, 3), 5, 7), float_mask(2, 1, 5, 7).float())
 
 
@@ -394,7 +394,7 @@ def test_scale_in_a_tensor(number: torch.Tensor) -> None:
     agree(inputs((2, 3), 6, 8), scale=number)
 
 
-def test_scale_in_a_tensor_that_is_no_number() -> None:
+def test_scale_in_a_tensor_that_is_not_a_number() -> None:
     for wrong in (torch.tensor([0.3]), torch.tensor(0.3, requires_grad=True)):
         with pytest.raises(TypeError):
             theirs(*inputs((2, 3), 5, 7), scale=wrong)
@@ -402,7 +402,7 @@ def test_scale_in_a_tensor_that_is_no_number() -> None:
             sdpa(*inputs((2, 3), 5, 7), scale=wrong)
 
 
-BEYOND: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
+NO_KERNEL: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "a head dim is over 512": ((600, 8), {}),
     "a head dim is 0": ((0, 8), {"is_causal": True}),
     "every weight is dropped": ((8, 8), {"dropout_p": 1.0}),
@@ -410,41 +410,41 @@ BEYOND: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
 
 
 @pytest.fixture
-def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "_said", set())
+def no_warnings_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "_warned", set())
 
 
-@pytest.mark.usefixtures("nothing_said")
-@pytest.mark.parametrize("reason", BEYOND)
-def test_torchs_own_answers_where_there_is_no_kernel_and_says_so_once(reason: str) -> None:
-    (E, Ev), options = BEYOND[reason]
-    with pytest.warns(UserWarning, match=f"torch's own answers where {reason}") as caught:
+@pytest.mark.usefixtures("no_warnings_yet")
+@pytest.mark.parametrize("reason", NO_KERNEL)
+def test_without_a_kernel_torchs_own_is_called_with_one_warning(reason: str) -> None:
+    (E, Ev), options = NO_KERNEL[reason]
+    with pytest.warns(UserWarning, match=f"torch's own is called because {reason}") as caught:
         agree(inputs((2, 3), 5, 7, E, Ev), **options)
         agree(inputs((2, 3), 5, 7, Ev, E), **options)
     assert len(caught) == 1 and caught[0].filename == __file__
 
 
-@pytest.mark.usefixtures("nothing_said")
+@pytest.mark.usefixtures("no_warnings_yet")
 @pytest.mark.parametrize("leads", [((2, 0),) * 3, ((0,),) * 3, ((2, 1), (2, 0), (2, 0))])
 def test_no_heads(leads: Any) -> None:
     tensors = [inputs(lead, 5, 5)[0] for lead in leads]
-    with pytest.warns(UserWarning, match="torch's own answers where there are no heads"):
+    with pytest.warns(UserWarning, match="torch's own is called because there are no heads"):
         agree(tensors)
 
 
-@pytest.mark.usefixtures("nothing_said")
-def test_torchs_own_is_asked_also_where_its_name_leads_here(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_warnings_yet")
+def test_torchs_own_is_called_even_if_its_name_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
     q, k, v = inputs((2, 3), 5, 5, 600)
     with pytest.warns(UserWarning, match="over 512"):
         assert sdpa(q, k, v, causal_lower_right(5, 5)).shape == (2, 3, 5, 8)
 
 
-# Where the output lies in memory
+# The memory layout of the output
 
 
-def laid(shape: tuple[int, ...], order: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    """A tensor whose axes come in this order in memory."""
+def with_order(shape: tuple[int, ...], order: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """A tensor whose axes are in this order in memory."""
     fixed = torch.Generator().manual_seed(seed)
     x = torch.randn([shape[axis] for axis in order], generator=fixed)
     return x.permute([order.index(axis) for axis in range(len(shape))])
@@ -463,30 +463,34 @@ LAYOUT_OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", LAYOUT_OPTIONS.values(), ids=LAYOUT_OPTIONS.keys())
 @pytest.mark.parametrize("order", list(permutations(range(4))), ids=str)
-def test_the_output_lies_in_memory_as_theirs(order: tuple[int, ...], options: dict[str, Any]) -> None:
+def test_the_output_has_the_memory_layout_of_torchs(order: tuple[int, ...], options: dict[str, Any]) -> None:
     for L, E in ((5, 8), (1, 8), (5, 6)):
-        q, k, v = laid((2, 4, L, E), order), laid((2, 4, 7, E), (0, 2, 1, 3), 1), laid((2, 4, 7, 8), (0, 1, 2, 3), 2)
+        q, k, v = (
+            with_order((2, 4, L, E), order),
+            with_order((2, 4, 7, E), (0, 2, 1, 3), 1),
+            with_order((2, 4, 7, 8), (0, 1, 2, 3), 2),
+        )
         options = {n: x[..., :L, :] if isinstance(x, torch.Tensor) else x for n, x in options.items()}
-        same_places(sdpa(q, k, v, **options), theirs(q, k, v, **options))
+        assert_same_layout(sdpa(q, k, v, **options), theirs(q, k, v, **options))
 
 
-def same_places(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Of axes of one, nobody can tell."""
+def assert_same_layout(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Compare strides, except of axes of length one, where they mean nothing."""
     places = [[(n, s) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1] for x in (found, wanted)]
     assert places[0] == places[1]
 
 
 @pytest.mark.parametrize("heads", [(4, 1, 1), (4, 4, 1), (4, 1, 4), (1, 4, 4), (4, 2, 1), (4, 2, 2)], ids=str)
 def test_the_output_of_heads_that_are_shared(heads: tuple[int, int, int]) -> None:
-    """Theirs is contiguous where heads are broadcast, and as the query where enable_gqa groups them alike."""
+    """torch's is contiguous if heads are broadcast, and has the query's layout if enable_gqa groups them."""
     grouped = 2 in heads
-    q = laid((2, heads[0], 5, 8), (0, 2, 1, 3) if heads[0] > 1 else (2, 0, 1, 3))
+    q = with_order((2, heads[0], 5, 8), (0, 2, 1, 3) if heads[0] > 1 else (2, 0, 1, 3))
     k, v = (torch.randn(2, n, 7, 8) for n in heads[1:])
-    same_places(sdpa(q, k, v, enable_gqa=grouped), theirs(q, k, v, enable_gqa=grouped))
+    assert_same_layout(sdpa(q, k, v, enable_gqa=grouped), theirs(q, k, v, enable_gqa=grouped))
 
 
-def test_the_output_of_queries_that_are_parts_of_something() -> None:
-    k = laid((2, 4, 7, 8), (0, 1, 2, 3))
+def test_the_output_of_queries_that_are_views() -> None:
+    k = with_order((2, 4, 7, 8), (0, 1, 2, 3))
     parts = torch.randn(2, 5, 3, 4, 8)[:, :, 0].transpose(1, 2)
     for q in (
         parts,
@@ -495,8 +499,8 @@ def test_the_output_of_queries_that_are_parts_of_something() -> None:
         torch.randn(1, 4, 5, 8).expand(2, -1, -1, -1),
         torch.randn(2, 1, 5, 8).expand(-1, 4, -1, -1),
     ):
-        same_places(sdpa(q, k, k), theirs(q, k, k))
-        same_places(sdpa(q, k[:, :2], k[:, :2], enable_gqa=True), theirs(q, k[:, :2], k[:, :2], enable_gqa=True))
+        assert_same_layout(sdpa(q, k, k), theirs(q, k, k))
+        assert_same_layout(sdpa(q, k[:, :2], k[:, :2], enable_gqa=True), theirs(q, k[:, :2], k[:, :2], enable_gqa=True))
     assert sdpa(parts, k, k).transpose(1, 2).view(2, 5, 32).shape == (2, 5, 32)
     x = torch.randn(3, 2, 5, 4, 8).requires_grad_()
     out = sdpa(*x.transpose(2, 3).unbind()).transpose(1, 2).view(2, 5, 32)
@@ -505,7 +509,7 @@ def test_the_output_of_queries_that_are_parts_of_something() -> None:
     assert_close(*(torch.autograd.grad((y * weight).sum(), x)[0] for y in (out, want)))
 
 
-# Biases that have no values, and nested tensors
+# Biases without values, and nested tensors
 
 
 @pytest.mark.parametrize("sizes", [(5, 5), (5, 7), (7, 5)])
@@ -545,18 +549,18 @@ def test_a_triangle_of_another_size() -> None:
 
 
 def jagged(lengths: list[int], heads: int, dim: int = 8, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows, (total, heads, dim), and the nested tensor of them, (batch, heads, lengths, dim)."""
+    """Rows, (total, heads, dim), and their nested tensor, (batch, heads, lengths, dim)."""
     fixed = torch.Generator().manual_seed(seed)
     rows = torch.randn(sum(lengths), heads, dim, generator=fixed, dtype=torch.float64, requires_grad=True)
     starts = torch.tensor([0, *lengths]).cumsum(0)
     return rows, torch.nested.nested_tensor_from_jagged(rows, starts).transpose(1, 2)
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # of which torch's own makes some
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # torch's own creates some
 @pytest.mark.parametrize("lengths", [([3, 5, 1], [3, 5, 1]), ([3, 5, 1], [4, 2, 6])], ids=["self", "cross"])
 @pytest.mark.parametrize("options", [{}, {"scale": 0.3}], ids=str)
 def test_nested_tensors(lengths: tuple[list[int], list[int]], options: dict[str, Any]) -> None:
-    """A nested result, whose gradients reach the rows."""
+    """The result is nested, and its gradients reach the rows."""
     results = []
     for function in (sdpa, theirs):
         rows, (q, k, v) = zip(*(jagged(lengths[i > 0], 4, seed=i) for i in range(3)), strict=True)
@@ -566,7 +570,7 @@ def test_nested_tensors(lengths: tuple[list[int], list[int]], options: dict[str,
                 torch.nested.nested_tensor_from_jagged(x, q.transpose(1, 2).offsets()).transpose(1, 2) for x in rows[1:]
             )
         out = function(q, k, v, **options)
-        assert out.is_nested and out.layout is torch.jagged and out.shape == q.shape  # of the very same lengths
+        assert out.is_nested and out.layout is torch.jagged and out.shape == q.shape  # with the same lengths object
         values = out.transpose(1, 2).values()
         weight = torch.linspace(-1, 1, values.numel(), dtype=values.dtype).reshape(values.shape)
         results.append((values, torch.autograd.grad((values * weight).sum(), rows)))
@@ -574,7 +578,7 @@ def test_nested_tensors(lengths: tuple[list[int], list[int]], options: dict[str,
 
 
 def test_nested_tensors_with_causal_and_grouped_heads() -> None:
-    """Which torch takes on a GPU alone: here against one sequence after the other."""
+    """torch takes these only on a GPU, so compare with separate sequences."""
     _, q = jagged([3, 5, 1], 4)
     _, k = jagged([4, 2, 6], 2, seed=1)
     out = sdpa(q, k, k, is_causal=True, enable_gqa=True)
@@ -585,24 +589,24 @@ def test_nested_tensors_with_causal_and_grouped_heads() -> None:
 
 
 def test_nested_by_heads() -> None:
-    """As torch has it: whatever axis is ragged, attention is over the last two."""
+    """As in torch, attention is over the last two axes, whichever axis is ragged."""
     rows = torch.randn(9, 6, 8, dtype=torch.float64)
     x = torch.nested.nested_tensor_from_jagged(rows, torch.tensor([0, 4, 9]))
     assert_close(sdpa(x, x, x).values(), theirs(x, x, x).values(), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.usefixtures("nothing_said")
+@pytest.mark.usefixtures("no_warnings_yet")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("reason", ["a head dim is over 512", "every weight is dropped"])
-def test_nested_tensors_are_torchs_own_where_there_is_no_kernel(reason: str) -> None:
-    (E, _), options = BEYOND[reason]
+def test_nested_tensors_without_a_kernel_go_to_torchs_own(reason: str) -> None:
+    (E, _), options = NO_KERNEL[reason]
     results = []
     for function in (sdpa, theirs):
         rows, q = jagged([3, 5, 1], 4, E)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             out = function(q, q, q, **options)
-        assert (function is sdpa) == any(f"torch's own answers where {reason}" in str(x.message) for x in caught)
+        assert (function is sdpa) == any(f"torch's own is called because {reason}" in str(x.message) for x in caught)
         values = out.transpose(1, 2).values()
         results.append((values, torch.autograd.grad(values.square().sum(), rows)))
     assert_close(results[0], results[1])
@@ -630,11 +634,11 @@ def test_nested_tensors_that_do_not_fit() -> None:
         assert isinstance(caught.value, RuntimeError)
 
 
-@pytest.mark.usefixtures("nothing_said")
+@pytest.mark.usefixtures("no_warnings_yet")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_of_the_old_layout_are_torchs_own() -> None:
+def test_nested_tensors_of_the_old_layout_go_to_torchs_own() -> None:
     x = torch.nested.nested_tensor([torch.randn(2, n, 8) for n in (3, 5)])
-    with pytest.warns(UserWarning, match="tensors are nested, and not of layout"):
+    with pytest.warns(UserWarning, match="tensors are nested, but not of layout"):
         found = sdpa(x, x, x)
     for a, b in zip(found.unbind(), theirs(x, x, x).unbind(), strict=True):
         assert_close(a, b)
@@ -653,9 +657,9 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 class TestCompilers:
-    @pytest.mark.filterwarnings("ignore:.*torch's own answers")
+    @pytest.mark.filterwarnings("ignore:.*torch's own is called")
     def test_one_graph(self) -> None:
-        q, k, v = (laid((2, 4, 6, 8), (0, 2, 1, 3), i) for i in range(3))
+        q, k, v = (with_order((2, 4, 6, 8), (0, 2, 1, 3), i) for i in range(3))
         wide, seen = torch.randn(2, 4, 6, 600), bool_mask(6, 6)
         for f in (
             lambda q, k, v: sdpa(q, k, v, is_causal=True).transpose(1, 2).view(2, 6, 32),
@@ -698,7 +702,7 @@ class TestCompilers:
 
     @pytest.mark.parametrize("strict", [False, True])
     @pytest.mark.parametrize("axis", [1, 2])
-    def test_exported_with_a_share_that_depends_on_data(self, axis: int, strict: bool) -> None:
+    def test_exported_with_a_slice_that_depends_on_data(self, axis: int, strict: bool) -> None:
         class Layer(torch.nn.Module):
             def forward(self, x: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
                 n = share.item()
@@ -748,7 +752,7 @@ class TestCompilers:
 
 class TestErrors:
     def test_they_are_runtime_errors_too(self) -> None:
-        """As torch's own, which callers may catch."""
+        """Like those of torch, which callers may catch."""
         q, k, v = inputs((2, 3), 5, 7)
         for tensors, options in (
             ((q, k[..., :4], v), {}),
@@ -760,7 +764,7 @@ class TestErrors:
             for function, error in ((theirs, RuntimeError), (sdpa, RuntimeError), (sdpa, ft.FlashtileError)):
                 with pytest.raises(error):
                     function(*tensors, **options)
-        with pytest.raises(ValueError, match="query"):  # and what they are in attention()
+        with pytest.raises(ValueError, match="query"):  # and also the type they have in attention()
             sdpa(q[0, 0, 0], k, v)
 
     @pytest.mark.parametrize(
@@ -789,7 +793,7 @@ class TestErrors:
             sdpa(*inputs((2, 3), 5, 5), attn_mask=bool_mask(5, 5), is_causal=True)
 
     @pytest.mark.parametrize("lead", [(6,), (2, 6), (1, 2, 6)])
-    def test_groups_not_asked_for(self, lead: tuple[int, ...]) -> None:
+    def test_grouped_heads_without_enable_gqa(self, lead: tuple[int, ...]) -> None:
         with pytest.raises(ft.ShapeError, match="enable_gqa"):
             sdpa(*inputs(lead, 5, 7, Hk=2))
 

@@ -1,4 +1,4 @@
-"""Models of transformers with our attention beside their own: words, gradients, packed documents, refusals."""
+"""transformers' models with our attention and with their own: words, gradients, packed documents, errors."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from flashtile.compat.transformers import masks, models  # noqa: E402
 from flashtile.errors import UnsupportedError  # noqa: E402
 from tests.compat import tiny  # noqa: E402
 
-# Plain heads, a window, softcap and windows by turns, sinks.
+# Plain heads; a window; softcap and alternating windows; sinks.
 KINDS = ("llama", "mistral", "gemma2", "gpt_oss")
 WORDS = 10
 T5_CALLS = hasattr(modeling_t5, "ALL_ATTENTION_FUNCTIONS")
 
 
 def pair(kind: str, **changed: Any) -> tuple[Any, Any]:
-    """A tiny model of this kind, and the same on ours."""
+    """A tiny model of this kind with "eager" attention, and the same with ours."""
     ours.register()
     config = tiny.config_of(kind)
     for name, x in changed.items():
@@ -62,7 +62,9 @@ def same_words(models: tuple[Any, Any], given: dict[str, Any], **options: Any) -
 def test_logits_and_gradients(kind: str) -> None:
     given = prompt(padded=True)
     seen = given["attention_mask"].bool()
-    labels = given["input_ids"].masked_fill(~seen | ~seen.roll(1, 1), -100)  # what follows padding is nobody's guess
+    labels = given["input_ids"].masked_fill(
+        ~seen | ~seen.roll(1, 1), -100
+    )  # the word after padding cannot be predicted
     found = []
     for model in pair(kind):
         got = model(**given, labels=labels)
@@ -83,12 +85,12 @@ def test_words(kind: str, cache: str | None, padded: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_words_found_in_other_ways(kind: str) -> None:
-    """Beams; guesses from the prompt and by another model, of which each step checks several at once."""
+def test_words_by_other_generation_modes(kind: str) -> None:
+    """Beam search; prompt lookup and assisted decoding, where each step checks several words at once."""
     both = pair(kind)
     same_words(both, prompt(padded=True), num_beams=3)
     if kind == "gemma2" and tiny.before(5, 10):
-        return  # whose windows cannot take a guess back
+        return  # their windows cannot drop rejected words
     one = prompt(rows=1)
     one["input_ids"][:, 9:] = one["input_ids"][:, :8]
     same_words(both, one, prompt_lookup_num_tokens=4, eos_token_id=98)
@@ -98,7 +100,7 @@ def test_words_found_in_other_ways(kind: str) -> None:
 
 
 def turns(model: Any, cache: Any, lengths: tuple[int, ...]) -> Any:
-    """The logits of a chat, turn after turn on one cache."""
+    """The logits of a chat, one turn after another on one cache."""
     ids = prompt(rows=2, length=sum(lengths))["input_ids"]
     found, at = [], 0
     with torch.no_grad():
@@ -128,15 +130,15 @@ def test_turns_of_a_chat_on_one_cache(kind: str, static: bool) -> None:
 
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_words_after_a_prompt_with_a_hole(kind: str, cache: str | None) -> None:
-    """Where positions are 0 as well, and no document starts."""
+def test_words_after_a_prompt_with_padding_inside(kind: str, cache: str | None) -> None:
+    """Positions are 0 there too, but no document starts."""
     given = prompt(rows=1)
     given["attention_mask"][0, 7:10] = 0
     same_words(pair(kind), given, cache_implementation=cache)
 
 
-def test_a_mask_of_the_caller_goes_before_positions() -> None:
-    """Contexts side by side, which the words after them see all."""
+def test_a_mask_of_the_caller_overrides_positions() -> None:
+    """Several contexts in parallel, all seen by the words after them."""
     sees = torch.ones(12, 12, dtype=torch.bool).tril()
     sees[5:9, :5] = False
     mask = torch.zeros(12, 12).masked_fill(~sees, torch.finfo(torch.float32).min).expand(1, 1, 12, 12)
@@ -147,8 +149,8 @@ def test_a_mask_of_the_caller_goes_before_positions() -> None:
 
 
 @pytest.mark.parametrize("kind", ["bart", "t5"] if T5_CALLS else ["bart"])
-def test_a_source_of_nothing_but_padding(kind: str) -> None:
-    """Its decoder reads the mean that "eager" makes of it."""
+def test_a_source_of_padding_only(kind: str) -> None:
+    """The decoder reads the mean that "eager" computes for it."""
     given = prompt()
     given["attention_mask"][1] = 0
     given["decoder_input_ids"] = given["input_ids"][:, :9]
@@ -169,13 +171,13 @@ def test_words_in_inference_mode(rows: int) -> None:
         same_words(models, prompt(rows=rows))
 
 
-def test_a_decoder_made_to_look_both_ways() -> None:
+def test_a_decoder_made_bidirectional() -> None:
     theirs, tiled = pair("llama", is_causal=False)
     given = prompt()
     torch.testing.assert_close(tiled(**given).logits, theirs(**given).logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # older releases use what torch has replaced since
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # older releases use deprecated functions of torch
 def test_compiled_as_one_graph() -> None:
     theirs, tiled = pair("llama")
     compiled = torch.compile(tiled, fullgraph=True, backend="aot_eager", dynamic=False)
@@ -188,7 +190,7 @@ def test_compiled_as_one_graph() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_step_with_a_static_cache_is_compiled_once() -> None:
-    """generate() makes a mask for each step outside of what it compiles."""
+    """generate() builds the mask of each step outside the compiled code."""
     once = transformers.CompileConfig(fullgraph=True, backend="eager", mode=None)
     once._compile_all_devices = True
     call = prompt(padded=True) | {"max_new_tokens": WORDS, "do_sample": False, "pad_token_id": 0}
@@ -220,7 +222,7 @@ def test_packed_documents_compiled_as_one_graph(kind: str) -> None:
 @pytest.mark.parametrize("call", [STATED | BACK, BACK], ids=["starts", "positions"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_training_step_of_packed_documents(kind: str, call: dict[str, Any], options: dict[str, Any]) -> None:
-    """The gradients are those of the documents one by one."""
+    """The gradients are those of the separate documents."""
     ids = prompt(rows=1)["input_ids"]
 
     def step(model: Any, losses: Callable[[Any], Any]) -> Any:
@@ -239,7 +241,7 @@ def test_a_training_step_of_packed_documents(kind: str, call: dict[str, Any], op
 
 @pytest.mark.skipif(not T5_CALLS, reason="this T5 calls no layer of ours")
 def test_a_bias_by_position_has_a_gradient() -> None:
-    """Of T5, whose bias is made by the first layer for all."""
+    """In T5 the first layer computes the bias for all layers."""
     theirs, tiled = pair("t5")
     drawn = torch.Generator().manual_seed(1)
     given = prompt(padded=True) | {"decoder_input_ids": torch.randint(5, 80, (3, 9), generator=drawn)}
@@ -255,11 +257,11 @@ def test_a_bias_by_position_has_a_gradient() -> None:
     "kind", ["llama", "gpt2", "opt", *([] if tiny.before(5, 10) else ["stablelm", "pix2struct_vision_model"])]
 )
 def test_weights_are_refused(kind: str) -> None:
-    """An error of ours, or of transformers' own, where that looks first; some models do not tell their layers."""
+    """By our error or transformers' own, whichever check is first; some models do not pass the flag to their layers."""
     theirs, tiled = pair(kind)
     given = next(tiny.inputs(tiled))
     for model in (tiled, theirs):
-        if model is theirs:  # which then is on ours
+        if model is theirs:  # it now uses our attention
             model.set_attn_implementation(ours.NAME)
         with pytest.raises((UnsupportedError, ValueError, UserWarning), match="output_attentions"):
             model(**given, output_attentions=True)
@@ -276,13 +278,13 @@ def test_models_that_look_their_attention_up_by_name_are_refused(kind: str) -> N
     tiny.class_of(kind, config)._from_config(config, attn_implementation="eager")
 
 
-def test_a_model_that_never_calls_is_told_of_once() -> None:
+def test_a_model_that_never_calls_warns_once() -> None:
     ours.register()
-    models._look.cache_clear()
-    models.TOLD.clear()
+    models._calls_interface.cache_clear()
+    models.WARNED.clear()
     config = tiny.config_of("mpt")
     made = transformers.MptForCausalLM
-    with pytest.warns(UserWarning, match="MptForCausalLM: attn_implementation='tiled' changes nothing in it"):
+    with pytest.warns(UserWarning, match="MptForCausalLM: attn_implementation='tiled' has no effect on it"):
         made._from_config(config, attn_implementation=ours.NAME)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -292,7 +294,7 @@ def test_a_model_that_never_calls_is_told_of_once() -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_model_derived_elsewhere_calls_as_its_parent_does(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a file with an attention of its own for something else, which may be a module that nobody can find."""
+    """From a file with another, unrelated attention, which may not be in sys.modules."""
     theirs = ModuleType("theirs")
     theirs.AttentionPool = type("AttentionPool", (torch.nn.Module,), {"__module__": "theirs"})  # type: ignore[attr-defined]
     if known:
@@ -318,7 +320,7 @@ BY_POSITIONS = "cache_position" in inspect.signature(masking_utils.sdpa_mask).pa
 
 
 def call_of_a_mask(**changed: Any) -> dict[str, Any]:
-    """As transformers makes it."""
+    """The arguments that transformers passes."""
     if BY_POSITIONS:
         lengths: dict[str, Any] = {"cache_position": torch.arange(changed.pop("q_length", 4))}
     else:
@@ -334,15 +336,15 @@ def test_masks() -> None:
 
 @pytest.mark.skipif(BY_POSITIONS, reason="no offsets of queries in this transformers")
 def test_one_query_before_the_last_key_gets_a_mask() -> None:
-    """Room of a cache follows it."""
+    """Unused rows of a cache follow it."""
     assert ours.mask(**call_of_a_mask(q_length=1, q_offset=3)) is None
     for offset in (1, torch.tensor(1)):
         found = ours.mask(**call_of_a_mask(q_length=1, q_offset=offset))
         assert found is not None and found[0, 0, 0].tolist() == [True, True, False, False]
 
 
-def test_models_that_know_no_booleans_get_numbers() -> None:
-    """DeepSeek-V4 joins numbers of its own to the mask."""
+def test_models_that_take_no_booleans_get_numbers() -> None:
+    """DeepSeek-V4 concatenates its own numbers to the mask."""
     name = "deepseek_v4" if "deepseek_v4" in transformers.CONFIG_MAPPING else "nllb-moe"
     theirs, tiled = pair(name)
     assert type(tiled.config) in masks.ADDITIVE

@@ -48,7 +48,7 @@ SIZES = {
     64: "image_size",
 }
 SIZE_OF = {name: size for size, names in SIZES.items() for name in names.split()}
-# Of these, others do not have to fit.
+# Sizes that can be changed without changing others.
 FREE = f"{SIZES[2]} {SIZES[48]} vocab_size num_experts n_routed_experts num_local_experts sliding_window image_size"
 FREE_SIZE_OF = {name: SIZE_OF[name] for name in FREE.split()}
 GROUPED = (
@@ -59,7 +59,7 @@ GROUPED = (
     "num_kv_heads",
 )
 KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "attention_types", "block_types", "attn_layer_types")
-# What a family wants that rules of names do not give, by model type.
+# Settings that do not follow from the names above, by model type.
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 ROPES = {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}}
@@ -144,7 +144,7 @@ WANTED: dict[str, dict[str, Any]] = {
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 3, "num_hidden_layers": 6},
 }
 
-# Which of a type's models to take: the first of these that there is.
+# The suffixes of a type's models: the first that exists is used.
 TASKS = (
     "SEQ_TO_SEQ_CAUSAL_LM",
     "SPEECH_SEQ_2_SEQ",
@@ -160,12 +160,12 @@ TASKS = (
 
 
 def before(*release: int) -> bool:
-    """Whether this transformers is older."""
+    """Whether the installed transformers is older than this release."""
     return tuple(int(n) for n in transformers.__version__.split(".")[: len(release)]) < release
 
 
 def types() -> dict[str, list[str]]:
-    """Family, which is a folder of transformers' models -> its model types."""
+    """The families, which are folders of transformers' models, and their model types."""
     found: dict[str, list[str]] = {}
     for kind in configuration_auto.CONFIG_MAPPING_NAMES:
         found.setdefault(configuration_auto.model_type_to_module_name(kind), []).append(kind)
@@ -173,7 +173,7 @@ def types() -> dict[str, list[str]]:
 
 
 def config_of(kind: str, sizes: Mapping[str, int] | None = None) -> Any:
-    """The configuration of a model type, as small as can be, or with some sizes alone made small."""
+    """The smallest configuration of a model type, or one with only some sizes made small."""
     return _small(configuration_auto.CONFIG_MAPPING[kind](), WANTED.get(kind, {}), sizes or SIZE_OF)
 
 
@@ -200,7 +200,7 @@ def class_of(kind: str, config: Any) -> Any:
 
 
 def build(made: Any, config: Any, implementation: str) -> Any:
-    """A model with weights such that attention is far from uniform; the same for each implementation."""
+    """Build a model whose weights make attention far from uniform; the same for each implementation."""
     torch.manual_seed(0)
     config = deepcopy(config)
     with torch.device("meta"):
@@ -222,7 +222,7 @@ def build(made: Any, config: Any, implementation: str) -> Any:
 
 
 def inputs(model: Any, padding: str | None = None) -> Iterator[dict[str, Any]]:
-    """What forward() may be called with, the least first: words, words and what else it names, what else it names."""
+    """Yield candidate inputs of forward(), fewest first: words; words and its other arguments; its other arguments."""
     asked = inspect.signature(model.forward).parameters
     drawn = torch.Generator().manual_seed(1)
     words: dict[str, Any] = {}
@@ -234,7 +234,7 @@ def inputs(model: Any, padding: str | None = None) -> Iterator[dict[str, Any]]:
                 seen[row, slice(0, gone) if padding == "left" else slice(LENGTH - gone, None)] = 0
             pad = getattr(model.config, "pad_token_id", None)
             end = getattr(getattr(model.config, "text_config", model.config), "eos_token_id", None)
-            if isinstance(end, int) and end < WORDS:  # some models read what stands there
+            if isinstance(end, int) and end < WORDS:  # some models read that position
                 last = (seen * torch.arange(LENGTH)).argmax(dim=1, keepdim=True)
                 words["input_ids"].scatter_(1, last, end)
             words["input_ids"].masked_fill_(seen == 0, pad if isinstance(pad, int) and 0 <= pad < WORDS else 0)
@@ -242,7 +242,7 @@ def inputs(model: Any, padding: str | None = None) -> Iterator[dict[str, Any]]:
         box = torch.rand(BATCH, LENGTH, 4, generator=drawn).sort(-1).values
         words["bbox"] = (100 * box).long() if hasattr(model.config, "max_2d_position_embeddings") else box
     more = {name: torch.randn(shape, generator=drawn) for name, shape in _features(model.config, asked)}
-    if "flattened_patches" in more:  # which begin with their row and column
+    if "flattened_patches" in more:  # they begin with their row and column
         more["flattened_patches"][..., :2] = torch.arange(16)[:, None]
     if "past_time_features" in more:
         more["past_observed_mask"] = torch.ones_like(more["past_values"])
@@ -257,18 +257,18 @@ def inputs(model: Any, padding: str | None = None) -> Iterator[dict[str, Any]]:
 
 
 def _features(config: Any, asked: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Pictures and sounds."""
+    """Image and audio inputs."""
     vision = getattr(config, "vision_config", config)
     audio = getattr(config, "audio_config", None) or getattr(config, "encoder_config", config)
     if "flattened_patches" in asked:
         yield "flattened_patches", (BATCH, 16, 2 + getattr(vision, "patch_embed_hidden_size", 768))
-    if "past_values" in asked and hasattr(config, "lags_sequence"):  # a series, and what is known of its times
+    if "past_values" in asked and hasattr(config, "lags_sequence"):  # a time series and its time features
         before, after = config.context_length + max(config.lags_sequence), config.prediction_length
         yield from (("past_values", (BATCH, before)), ("future_values", (BATCH, after)))
         yield from (("past_time_features", (BATCH, before, 1)), ("future_time_features", (BATCH, after, 1)))
     elif "past_values" in asked and hasattr(config, "num_input_channels"):
         yield "past_values", (BATCH, config.context_length, config.num_input_channels)
-    if "grid_thw" in asked and "input_ids" not in asked:  # patches of a picture of 4 x 4 of them
+    if "grid_thw" in asked and "input_ids" not in asked:  # patches of an image of 4 x 4 patches
         patch, deep = getattr(vision, "patch_size", 14), getattr(vision, "temporal_patch_size", 1)
         channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
         yield next(iter(asked)), (16, channels * deep * patch**2)
@@ -352,7 +352,7 @@ def _smaller(name: str, value: Any, config: Any, taken: Iterator[int], sizes: Ma
     if name.endswith("_token_id") and isinstance(value, (list, tuple)):
         return next(taken)
     if name == "attn_logit_softcapping":
-        return 3.0  # a cap that scores of a tiny model reach
+        return 3.0  # a cap that is reached by the scores of a tiny model
     if name == "attention_multiplier":
         return 8**-0.5  # for heads of 8
     if name in sizes and isinstance(value, int) and value > sizes[name]:

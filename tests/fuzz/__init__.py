@@ -1,1 +1,1 @@
-"""Fuzzing by the public functions: random problems, look-alike calls, strange tensors. python -m tests.fuzz MINUTES"""
+"""Fuzzing of the public functions: random problems, similar calls, unusual tensors. python -m tests.fuzz MINUTES"""

@@ -1,4 +1,4 @@
-"""Attention by plain operations of torch, written from the documentation alone; gradients by torch's autograd."""
+"""Attention in plain torch operations, written from the documentation alone; gradients by autograd."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashtile.numerics import dropout as bits
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, kind: torch.dtype = torch.float64, **o: Any) -> tuple[Tensor, Tensor]:
-    """Output and lse of tensors of rank 4, everything in this dtype."""
+    """Output and lse of rank-4 tensors, computed in this dtype."""
     q, k, v = (x.to(kind) for x in (q, k, v))
     batch, heads, n_q, dim = q.shape
     n_k, group = k.shape[2], heads // k.shape[1]

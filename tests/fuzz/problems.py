@@ -1,4 +1,4 @@
-"""Random problems: sizes, layouts, dtypes, magnitudes and options, alone and together; one seed makes one problem."""
+"""Random problems: sizes, layouts, dtypes, magnitudes and combinations of options, each from one seed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass
-class Fuzzed:
-    """Tensors of rank 4, and options of attention() as tensors and numbers."""
+class RandomProblem:
+    """Rank-4 tensors, and options of attention() as tensors and numbers."""
 
     q: Tensor
     k: Tensor
@@ -33,7 +33,7 @@ class Fuzzed:
         return f"q {short(self.q)} k {short(self.k)} v {short(self.v)} {self.q.dtype} {given}"
 
 
-def problem(seed: int) -> Fuzzed:
+def problem(seed: int) -> RandomProblem:
     rng = np.random.default_rng(seed)
     dtype = DTYPES[rng.choice(4, p=[0.2, 0.4, 0.25, 0.15])]
     real = torch.float64 if dtype is torch.float64 else torch.float32
@@ -52,10 +52,10 @@ def problem(seed: int) -> Fuzzed:
         return torch.from_numpy(rng.standard_normal(shape) * size).to(kind)
 
     size = float(rng.choice([1, 1, 1, 0.01, 5, 30]))
-    q = laid_out(numbers(batch, heads, n_q, dim, size=size), rng)
-    k = laid_out(numbers(batch, kv_heads, n_k, dim), rng)
-    v = laid_out(numbers(batch, kv_heads, n_k, dim_v), rng)
-    dout, dlse = laid_out(numbers(batch, heads, n_q, dim_v), rng), numbers(batch, heads, n_q, kind=real)
+    q = with_layout(numbers(batch, heads, n_q, dim, size=size), rng)
+    k = with_layout(numbers(batch, kv_heads, n_k, dim), rng)
+    v = with_layout(numbers(batch, kv_heads, n_k, dim_v), rng)
+    dout, dlse = with_layout(numbers(batch, heads, n_q, dim_v), rng), numbers(batch, heads, n_q, kind=real)
     options: dict[str, Any] = {}
     match rng.choice(["", "", "causal", "causal", "window", "both", "band"]):
         case "causal":
@@ -67,13 +67,13 @@ def problem(seed: int) -> Fuzzed:
             options["band"] = ft.Band(*(int(x) for x in rng.integers(-20, 120, 2)), int(rng.integers(-60, 120)))
     axes = [n if some(0.6) else 1 for n in (batch, heads, n_q, n_k)]
     if some(0.25):
-        options["mask"] = laid_out(torch.from_numpy(rng.random(axes) < rng.choice([0.1, 0.5, 0.95])), rng)
+        options["mask"] = with_layout(torch.from_numpy(rng.random(axes) < rng.choice([0.1, 0.5, 0.95])), rng)
     if some(0.25):
         bias = numbers(*axes, kind=dtype if some(0.5) else real)
-        if some(0.3):  # as masks of numbers hide
+        if some(0.3):  # as additive masks do
             hidden = torch.from_numpy(rng.random(axes[2]) < 0.3)
             bias[:, :, hidden] = float(rng.choice([-1e4, -30000.0, torch.finfo(bias.dtype).min]))
-        options["bias"] = laid_out(bias, rng)
+        options["bias"] = with_layout(bias, rng)
     if some(0.15):
         options["alibi"] = numbers(*([heads] if some(0.5) else [batch, heads]), kind=real).abs()
     if some(0.15):
@@ -87,11 +87,11 @@ def problem(seed: int) -> Fuzzed:
     if some(0.25):
         kind = torch.int32 if some(0.5) else torch.int64
         options["kv_lengths"] = torch.from_numpy(rng.integers(0, n_k + 1, batch)).to(kind)
-    return Fuzzed(q, k, v, dout, dlse, options)
+    return RandomProblem(q, k, v, dout, dlse, options)
 
 
-def laid_out(x: Tensor, rng: Any) -> Tensor:
-    """The same numbers, lying otherwise: other orders of axes, gaps, turned around, odd addresses."""
+def with_layout(x: Tensor, rng: Any) -> Tensor:
+    """The same numbers, in another memory layout: other orders of axes, gaps, odd addresses."""
     match rng.choice(["plain", "plain", "rows first", "gaps", "columns apart", "off by one", "expanded"]):
         case "rows first" if x.ndim == 4:
             return x.transpose(1, 2).contiguous().transpose(1, 2)

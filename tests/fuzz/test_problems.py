@@ -1,4 +1,4 @@
-"""Random problems by every door; a fixed part of them each time, hours of new ones where those are asked for."""
+"""Random problems by every entry point: fixed seeds by default, and hours of new ones on request."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def test_random_problems() -> None:
 
 @pytest.mark.slow
 def test_random_problems_for_hours() -> None:
-    """FLASHTILE_FUZZ_MINUTES says for how long; the seeds are new ones each time."""
+    """Runs for FLASHTILE_FUZZ_MINUTES, with new seeds each time."""
     assert run(seeds(int(time.time()) * 1000, float(os.environ.get("FLASHTILE_FUZZ_MINUTES", "60"))))

@@ -14,7 +14,7 @@ import torch
 import flashtile as ft
 from flashtile.pytorch.eight_bits import DTYPE
 from tests.gpu.runner import by_each
-from tests.support.eight_bits import Eight
+from tests.support.eight_bits import EightBitCall
 
 pytestmark = [pytest.mark.gpu, *by_each("gluon")]
 each_dim = pytest.mark.parametrize("dim", [64, 128, 256])
@@ -22,7 +22,7 @@ LENGTHS = ((1, 1), (64, 64), (65, 129), (127, 128), (200, 333), (385, 385), (513
 EACH = torch.tensor([[0.5, 2.0], [1.25, 0.0625]])
 
 
-def check(call: Eight) -> None:
+def check(call: EightBitCall) -> None:
     call.check("cuda", backend="gluon")
 
 
@@ -30,7 +30,7 @@ def check(call: Eight) -> None:
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_lengths(causal: bool, dim: int) -> None:
     for n_q, n_k in LENGTHS:
-        check(Eight.draw((2, 2, n_q, dim), (2, 2, n_k, dim), causal=causal))
+        check(EightBitCall.draw((2, 2, n_q, dim), (2, 2, n_k, dim), causal=causal))
 
 
 @each_dim
@@ -55,24 +55,24 @@ def test_lengths(causal: bool, dim: int) -> None:
 )
 def test_options(options: dict[str, Any], dim: int) -> None:
     """Four query heads share a key head; with few queries they share rows too."""
-    check(Eight.draw((2, 8, 257, dim), (2, 2, 300, dim), **options))
-    check(Eight.draw((2, 8, 5, dim), (2, 2, 300, dim), **options))
+    check(EightBitCall.draw((2, 8, 257, dim), (2, 2, 300, dim), **options))
+    check(EightBitCall.draw((2, 8, 5, dim), (2, 2, 300, dim), **options))
 
 
 def test_widths() -> None:
     for dim, dim_v in ((16, 16), (48, 80), (96, 32), (192, 128), (64, 256)):
-        check(Eight.draw((1, 2, 200, dim), (1, 1, 300, dim), dim_v, causal=True))
+        check(EightBitCall.draw((1, 2, 200, dim), (1, 1, 300, dim), dim_v, causal=True))
 
 
 @each_dim
 def test_large_scores_and_one_that_outgrows_all(dim: int) -> None:
     """The maximum grows from tile to tile, even by far more than weights may."""
-    call = Eight.draw((1, 1, 128, dim), (1, 1, 1024, dim), descale=(4.0, 1.0, 1.0))
+    call = EightBitCall.draw((1, 1, 128, dim), (1, 1, 1024, dim), descale=(4.0, 1.0, 1.0))
     check(call)
     k = call.k.float()
     k[:, :, 300] *= 8
     k[:, :, 5] *= 40
-    check(Eight(call.q, k.to(DTYPE), call.v, call.options))
+    check(EightBitCall(call.q, k.to(DTYPE), call.v, call.options))
 
 
 @each_dim
@@ -88,13 +88,13 @@ def test_zeros(dim: int) -> None:
 @pytest.mark.parametrize("options", [{"causal": True}, {"kv_lengths": torch.tensor([70, 211])}], ids=["band", "length"])
 def test_a_nan_that_nobody_may_see(options: dict[str, Any], dim: int) -> None:
     """Rows that see it have NaN, all others are unchanged."""
-    call = Eight.draw((2, 2, 260, dim), (2, 2, 260, dim), descale=(EACH, EACH, EACH), **options)
+    call = EightBitCall.draw((2, 2, 260, dim), (2, 2, 260, dim), descale=(EACH, EACH, EACH), **options)
     before, _ = call.run("cuda", backend="gluon")
     k, v = call.k.float(), call.v.float()
     k[:, :, 215] = v[:, :, 211, 3] = v[:, :, 220] = torch.nan
-    after, _ = Eight(call.q, k.to(DTYPE), v.to(DTYPE), call.options).run("cuda", backend="gluon")
+    after, _ = EightBitCall(call.q, k.to(DTYPE), v.to(DTYPE), call.options).run("cuda", backend="gluon")
     first = 211 if "causal" in options else 260
-    _, _, of_v = call.real()
+    _, _, of_v = call.values()
     torch.testing.assert_close(after[:, :, :first], before[:, :, :first], rtol=0, atol=0.1 * float(abs(of_v).max()))
     assert not after[:, :, :first].isnan().any()
     assert after[:, :, first:, 3].isnan().all() and after[:, :, max(first, 220) :].isnan().all()
@@ -103,14 +103,14 @@ def test_a_nan_that_nobody_may_see(options: dict[str, Any], dim: int) -> None:
 @each_dim
 def test_layouts(dim: int) -> None:
     """Heads between rows, as in many models."""
-    call = Eight.draw((2, 4, 200, dim), (2, 2, 200, dim))
+    call = EightBitCall.draw((2, 4, 200, dim), (2, 2, 200, dim))
     plain, _ = call.run("cuda", backend="gluon")
     q, k, v = (x.cuda().transpose(1, 2).contiguous().transpose(1, 2) for x in (call.q, call.k, call.v))
     assert torch.equal(ft.attention(q, k, v, backend="gluon").cpu(), plain)
 
 
 def test_chosen_by_itself_and_refused_in_words() -> None:
-    call = Eight.draw((4, 8, 256, 128), (4, 8, 256, 128))
+    call = EightBitCall.draw((4, 8, 256, 128), (4, 8, 256, 128))
     q, k, v = (x.cuda() for x in (call.q, call.k, call.v))
     assert torch.equal(ft.attention(q, k, v, backend="auto"), ft.attention(q, k, v, backend="gluon"))
     starts = torch.tensor([0, 100, 256], dtype=torch.int32, device="cuda")
@@ -122,4 +122,4 @@ def test_chosen_by_itself_and_refused_in_words() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"causal": True, "descale": (EACH, EACH, EACH)}], ids=["plain", "factors"])
 def test_widened_for_the_portable_kernels(options: dict[str, Any]) -> None:
-    Eight.draw((2, 4, 200, 40), (2, 2, 300, 40), **options).check("cuda", backend="triton")
+    EightBitCall.draw((2, 4, 200, 40), (2, 2, 300, 40), **options).check("cuda", backend="triton")

@@ -20,7 +20,7 @@ from tests.gpu.order_of_sums import order_sensitive
 from tests.gpu.placement import FENCE, NO_FENCE, UNALIGNED, Fence, canaries, place, same_bits
 from tests.gpu.runner import Given, Route, agree, by, on
 from tests.gpu.test_random import KINDS, problem
-from tests.support.grid import LAYOUTS, Case, Size, build, laid_out
+from tests.support.grid import LAYOUTS, Case, Size, build, with_layout
 from tests.support.runners import Runner
 
 SMALL = Size(2, 4, 2, 9, 11, 8, 6)
@@ -29,7 +29,7 @@ SMALL = Size(2, 4, 2, 9, 11, 8, 6)
 @pytest.mark.parametrize("fence", [NO_FENCE, FENCE, UNALIGNED], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_array_keeps_its_numbers_and_strides(layout: str, fence: Fence) -> None:
-    x = laid_out(np.arange(2 * 3 * 5 * 4, dtype=np.float32).reshape(2, 3, 5, 4), layout)
+    x = with_layout(np.arange(2 * 3 * 5 * 4, dtype=np.float32).reshape(2, 3, 5, 4), layout)
     placed = place(x, "cpu", fence)
     np.testing.assert_array_equal(placed.tensor.numpy(), x)
     if min(x.strides) >= 0:

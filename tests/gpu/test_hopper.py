@@ -37,7 +37,7 @@ from tests.gpu.runner import CUDA, Given, agree, by_each, check, refusal
 from tests.gpu.test_determinism import other_work
 from tests.gpu.test_graphs import replay_beside
 from tests.gpu.test_random import Kind, try_some
-from tests.support.grid import Call, Case, Size, build, same_dtype_error
+from tests.support.grid import Call, Case, Size, build, truth_of
 from tests.support.runners import Runner
 
 pytestmark = [pytest.mark.gpu, *by_each("gluon")]
@@ -98,7 +98,7 @@ def test_bands(name: str, dim: int) -> None:
     """Tiles that only one warpgroup of a program sees; rows that see nothing get exactly 0."""
     call = build(Case(Size(1, 2, 1, 450, 500, dim, dim), "bfloat16"))
     call = replace(call, options={"band": BANDS[name]})
-    exact = same_dtype_error(call)
+    exact = truth_of(call)
     check(call, exact, backward=False)
     out, lse = CUDA.forward(call)
     assert not out[np.isneginf(lse)].any()
@@ -154,7 +154,7 @@ def stairs(levels: list[int], dim: int, dtype: str) -> Call:
 
 def jump(call: Call, runner: Runner = CUDA) -> None:
     """Compare with the oracle. Scores are large here, and the matrix unit truncates digits that others round."""
-    exact = same_dtype_error(call)
+    exact = truth_of(call)
     finite = exact.lse[np.isfinite(exact.lse)]
     exact.error["lse"] += float(np.abs(finite).max(initial=0.0)) * 2.0**-22
     check(call, exact, runner, backward=False)

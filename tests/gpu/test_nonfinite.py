@@ -22,7 +22,7 @@ from tests.backends.triton.test_nonfinite import (
     one_bad_number,
 )
 from tests.gpu.runner import CUDA, check, each_backend, refusal
-from tests.support.grid import Call, Case, Size, Truth, build, check_backward, check_forward, same_dtype_error
+from tests.support.grid import Call, Case, Size, Truth, build, check_backward, check_forward, truth_of
 
 pytestmark = [pytest.mark.gpu, *each_backend]
 
@@ -57,7 +57,7 @@ def test_hidden_nan_has_no_effect(size: str, hider: str, dtype: str, backend: st
         hidden = [(name, where) for name, where in hidden if name not in ("dout", "dlse")]
     for name, where in hidden:
         clean = nonfinite.changed(clean, name, where, 0.0)
-    exact = same_dtype_error(clean)
+    exact = truth_of(clean)
     assert all(np.isfinite(x).all() for x in exact.grads.values() if x is not None)
     for value in nonfinite.POISON.values():
         poisoned = call
@@ -74,13 +74,13 @@ def test_visible_nan_reaches_the_rows_that_see_it(size: str, hider: str, dtype: 
     call, seen = hiding(size, hider, dtype, backend)
     if reason := refusal(call):
         pytest.skip(reason)
-    error = same_dtype_error(call).error
+    error = truth_of(call).error
     rows = seen[0, 0].any(axis=1).nonzero()[0]
     keys = seen[0, : call.q.shape[1] // call.k.shape[1]].any(axis=(0, 1)).nonzero()[0]
     for target, at in (("q", rows), ("dout", rows), ("k", keys), ("v", keys)):
         for value in (np.nan, np.inf):
             poisoned = nonfinite.changed(call, target, (0, 0, at[len(at) // 2], 3), value)
-            exact = replace(same_dtype_error(poisoned), error=error)
+            exact = replace(truth_of(poisoned), error=error)
             assert not all(np.isfinite(x).all() for x in (exact.out, *exact.grads.values()) if x is not None)
             check(poisoned, exact, backward=bool(np.isnan(value)))  # 0 * Inf depends on the order of sums
 
@@ -98,7 +98,7 @@ def test_neighbouring_heads_and_sequences(lengths: tuple[int, int], dtype: str) 
     """One key head of one sequence is all NaN, and so are the query heads that it serves."""
     size = Size(2, 4, 2, *lengths, 64, 64)
     call = build(Case(size, dtype, ("causal",)))
-    exact = same_dtype_error(call)
+    exact = truth_of(call)
     for b, h in ((0, 1), (1, 0)):
         poisoned = call
         for name in ("q", "dout", "dlse"):
@@ -129,7 +129,7 @@ def test_unused_keys_of_split_decode(dtype: str) -> None:
     clean = poisoned = call
     for name in ("k", "v"):
         clean, poisoned = nonfinite.changed(clean, name, unused, 0.0), nonfinite.changed(poisoned, name, unused, np.nan)
-    check(poisoned, same_dtype_error(clean))
+    check(poisoned, truth_of(clean))
 
 
 @each_dtype
@@ -140,7 +140,7 @@ def test_packed_neighbours(option: str, dtype: str) -> None:
     bad_q, bad_k = slice(17, 87), slice(30, 105)
     if option == "kv_lengths":
         call = replace(call, options={"kv_lengths": np.array([30, 60, 133])})
-    exact = same_dtype_error(call)
+    exact = truth_of(call)
     poisoned = call
     for name in ("q", "dout", "dlse"):
         poisoned = nonfinite.changed(poisoned, name, bad_q, np.nan)
@@ -180,7 +180,7 @@ def test_gradients_of_large_scores(shape: Size, case: tuple[float, tuple[str, ..
     call = large_scores(*case, shape)
     if reason := refusal(call):
         pytest.skip(reason)
-    check(call, same_dtype_error(call))
+    check(call, truth_of(call))
 
 
 @pytest.mark.parametrize("more", [(), ("sink", "causal")], ids=str)

@@ -20,7 +20,7 @@ from flashtile.numerics.dtypes import accumulator, narrow
 from tests import test_random_problems
 from tests.gpu.placement import FENCE, UNALIGNED
 from tests.gpu.runner import each_backend, on
-from tests.support.grid import Call, laid_out
+from tests.support.grid import Call, with_layout
 from tests.support.runners import Runner
 
 pytestmark = [pytest.mark.gpu, *each_backend]
@@ -98,7 +98,7 @@ def problem(kind: Kind, rng: np.random.Generator, lengths: tuple[int, int] = (13
 
     def array(*shape: int, dtype: str = kind.dtype) -> Any:
         x = narrow(rng.standard_normal(shape), dtype)
-        return laid_out(x, kind.layout) if len(shape) > 2 and x.size else x
+        return with_layout(x, kind.layout) if len(shape) > 2 and x.size else x
 
     kv_heads, (dim, dim_v) = 2, kind.dims
     heads = kv_heads * kind.group
@@ -123,7 +123,7 @@ def problem(kind: Kind, rng: np.random.Generator, lengths: tuple[int, int] = (13
             case "band":
                 options["band"] = ft.Band(odd(-99, 199), odd(-99, 199), odd(-149, 149) - 1)
             case "mask":
-                options["mask"] = laid_out(rng.random(pairs) < rng.choice([0.1, 0.6, 0.95]), kind.layout)
+                options["mask"] = with_layout(rng.random(pairs) < rng.choice([0.1, 0.6, 0.95]), kind.layout)
             case "bias":
                 options["bias"] = array(*pairs)
             case "alibi":

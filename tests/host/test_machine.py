@@ -1,4 +1,4 @@
-"""machine.py: the oldest releases that are supported, what is said of older ones, and what a processor is called."""
+"""machine.py: the oldest supported releases, errors for older ones, and the name of the processor."""
 
 from __future__ import annotations
 
@@ -27,23 +27,25 @@ FAKED = "import torch; torch.__version__ = {version!r}; import flashtile; x = to
     ],
 )
 def test_releases_are_compared_by_number(version: str, old: bool) -> None:
-    said = machine.too_old("torch", version)
-    assert said == (f"torch: expected 2.8 or newer, got {version}; run: pip install --upgrade torch" if old else None)
+    message = machine.too_old("torch", version)
+    assert message == (
+        f"torch: expected 2.8 or newer, got {version}; run: pip install --upgrade torch" if old else None
+    )
 
 
-def test_what_is_not_installed_is_not_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_not_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_version", lambda name: None)
     assert all(machine.too_old(name) is None for name in machine.OLDEST)
 
 
-def test_the_package_asks_for_what_is_supported() -> None:
+def test_the_package_requires_supported_releases() -> None:
     extras = (ROOT / "pyproject.toml").read_text()
     (least,) = re.findall(r'^torch = \["torch>=([\d.]+)"\]', extras, re.MULTILINE)
     (triton,) = re.findall(r'"triton>=([\d.]+);', extras)
     assert {"torch": least, "triton": triton} == {name: machine.OLDEST[name] for name in ("torch", "triton")}
 
 
-def test_a_call_with_an_old_torch_says_so_each_time() -> None:
+def test_every_call_with_an_old_torch_raises_an_error() -> None:
     pytest.importorskip("torch")
     code = FAKED.format(version="2.6.0+cu124") + (
         "for _ in range(2):\n"
@@ -55,16 +57,16 @@ def test_a_call_with_an_old_torch_says_so_each_time() -> None:
 
 
 @pytest.mark.parametrize("package", machine.OLDEST)
-def test_doctor_says_so(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_old_releases(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("typer")
     from typer.testing import CliRunner
 
     from flashtile.lab.cli.app import app
 
     monkeypatch.setattr(machine, "_version", lambda name: "0.1.0" if name == package else None)
-    said = machine.too_old(package)
-    assert said is not None and f"got 0.1.0; run: pip install --upgrade {package}" in said
-    assert said in CliRunner().invoke(app, ["doctor"]).output.replace("\n", " ")
+    message = machine.too_old(package)
+    assert message is not None and f"got 0.1.0; run: pip install --upgrade {package}" in message
+    assert message in CliRunner().invoke(app, ["doctor"]).output.replace("\n", " ")
 
 
 CPU = """processor : 0
@@ -80,17 +82,17 @@ model name : another
 
 
 @pytest.mark.parametrize(
-    ("told", "name"),
+    ("text", "name"),
     [
         (CPU, "AMD EPYC (family 25, model 17, stepping 1)"),
         (CPU.replace("stepping", "microcode"), "AMD EPYC (family 25, model 17)"),
         ("model name : Cortex\n", "Cortex"),
     ],
 )
-def test_a_processor_is_told_by_its_numbers_too(
-    told: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_processor_is_identified_by_its_numbers_too(
+    text: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several have the same name."""
+    """Several processors have the same name."""
     monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
-    machine.CPUINFO.write_text(told)
+    machine.CPUINFO.write_text(text)
     assert machine.describe()["processor"] == name

@@ -1,4 +1,4 @@
-"""Dropout: Philox to the letter, the same bits on every backend and for every tile size, and right gradients."""
+"""Dropout: Philox's known answers, the same bits on every backend and for every tile size, right gradients."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ SEEDS = (0, 1, 2**31, 2**32 - 1, 2**32, 2**63 + 12345, 2**64 - 1)
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("head", [0, 1, 77, 2**31 + 5])
-def test_keep_is_one_word_a_pair(seed: int, head: int) -> None:
+def test_keep_uses_one_word_per_pair(seed: int, head: int) -> None:
     i, j = np.array([0, 3, 2**31 + 1])[:, None], np.array([0, 1, 2, 3, 4, 5, 11, 2**33 + 2])[None, :]
     found = keep(seed, head, i, j, 0.5)
     for a, b in np.ndindex(found.shape):
-        # Counters are words of 32 bits: larger numbers wrap.
+        # Counters are 32-bit words: larger numbers wrap.
         block = (int(j[0, b]) // 4 & 0xFFFFFFFF, int(i[a, 0]) & 0xFFFFFFFF, head, 0)
         assert found[a, b] == (brute_force.philox(seed, block)[int(j[0, b]) % 4] >= 2**31)
 
@@ -51,7 +51,7 @@ def test_keep_is_one_word_a_pair(seed: int, head: int) -> None:
 @needs_native
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("dropout", [0.0, 1e-9, 0.1, 0.5, 0.9999999999])
-def test_the_twin_in_cpp(seed: int, dropout: float) -> None:
+def test_the_cpp_version_is_equal(seed: int, dropout: float) -> None:
     for head in (0, 3, 2**31 + 5):
         for i in (0, 1, 1000003):
             for j, n in ((0, 1), (1, 3), (3, 300), (4, 64), (2**31 - 2, 9)):
@@ -66,12 +66,12 @@ def test_threshold() -> None:
 
 
 def bits_of(runner: Runner, n_q: int, n_k: int, heads: int, dropout: float, seed: int) -> np.ndarray:
-    """Which weights a backend keeps, seen from outside: equal weights, and the identity for values."""
+    """Which weights a backend keeps, read from its output: equal scores, and an identity matrix as v."""
     q, k = np.zeros((2, heads, n_q, 8), np.float32), np.zeros((2, 1, n_k, 8), np.float32)
     v = np.broadcast_to(np.eye(n_k, dtype=np.float32), (2, 1, n_k, n_k))
     options = {"dropout": dropout, "seed": seed}
     out, lse = runner.forward(Call(q, k, v, options, None, None))
-    np.testing.assert_allclose(lse, math.log(n_k), rtol=1e-6, err_msg="lse is that of all weights")
+    np.testing.assert_allclose(lse, math.log(n_k), rtol=1e-6, err_msg="the lse includes dropped weights")
     kept = out > 0
     np.testing.assert_allclose(out[kept], 1 / n_k / (1 - dropout), rtol=1e-5)
     return kept
@@ -90,7 +90,7 @@ def test_the_same_bits_everywhere(n_q: int, n_k: int, dropout: float, runner: Ru
 
 @every_runner
 def test_packed_counts_within_each_sequence(runner: Runner) -> None:
-    """i and j start at 0 in every sequence; the head counts sequences."""
+    """i and j start at 0 in every sequence; the head number counts over sequences."""
     n, heads = [(5, 40), (0, 3), (17, 33)], 2
     cu_q, cu_k = (np.cumsum([0, *x]) for x in zip(*n, strict=True))
     q, k = np.zeros((cu_q[-1], heads, 4)), np.zeros((cu_k[-1], heads, 4))
@@ -112,7 +112,7 @@ def test_keep_rate_within_the_binomial_bound(dropout: float, seed: int) -> None:
     kept = keep(seed, 7, np.arange(n)[:, None], np.arange(n), dropout)
     deviation = math.sqrt(dropout * (1 - dropout) / n**2)
     assert abs(kept.mean() - (1 - dropout)) < 5 * deviation
-    for axis in (0, 1):  # no row and no column is favoured
+    for axis in (0, 1):  # the rate is the same in every row and column
         rates = kept.mean(axis=axis)
         assert np.abs(rates - (1 - dropout)).max() < 6 * deviation * math.sqrt(n)
 

@@ -1,4 +1,4 @@
-"""Element types: names, carriers, and bfloat16's rounding, bit by bit."""
+"""Element types: names, carriers, and the rounding of bfloat16 to the bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 import flashtile as ft
 from flashtile.numerics.dtypes import BFLOAT16, FLOATS, ITEMSIZE, accumulator, carrier, name_of, narrow, widen
-from tests.support.grid import LAYOUTS, laid_out
+from tests.support.grid import LAYOUTS, with_layout
 
 
 def bits(x: Any) -> Any:
@@ -25,7 +25,7 @@ def test_names_and_carriers(name: str) -> None:
 
 def test_names_of_others() -> None:
     assert name_of(np.float32) == "float32" and name_of(np.dtype(bool)) == "bool"
-    assert name_of(np.dtype(np.uint16)) == "uint16", "plain integers are no bfloat16"
+    assert name_of(np.dtype(np.uint16)) == "uint16", "plain integers are not bfloat16"
     torch = pytest.importorskip("torch")
     assert name_of(torch.bfloat16) == "bfloat16" and name_of(torch.bool) == "bool"
 
@@ -43,14 +43,14 @@ def test_every_bfloat16_survives() -> None:
     ("value", "expected"),
     [
         (0x3F80_0000, 0x3F80),  # 1
-        (0x3F80_7FFF, 0x3F80),  # just below the middle
-        (0x3F80_8000, 0x3F80),  # the middle goes to the even one: down
+        (0x3F80_7FFF, 0x3F80),  # just below a tie
+        (0x3F80_8000, 0x3F80),  # a tie rounds to even: down
         (0x3F80_8001, 0x3F81),
-        (0x3F81_8000, 0x3F82),  # and up
+        (0x3F81_8000, 0x3F82),  # up
         (0xBF81_8000, 0xBF82),
         (0x3FFF_FFFF, 0x4000),  # into the next exponent
-        (0x7F7F_7FFF, 0x7F7F),  # the largest
-        (0x7F7F_8000, 0x7F80),  # and beyond: infinity
+        (0x7F7F_7FFF, 0x7F7F),  # the largest number
+        (0x7F7F_8000, 0x7F80),  # overflow: infinity
         (0x7F80_0000, 0x7F80),
         (0xFF80_0000, 0xFF80),
         (0x0000_8000, 0x0000),  # subnormal ties
@@ -71,7 +71,7 @@ def test_nan_stays_nan(pattern: int) -> None:
     assert np.isnan(widen(narrow(x, "bfloat16")))[0]
 
 
-def test_as_ml_dtypes_does() -> None:
+def test_rounding_equals_that_of_ml_dtypes() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     rng = np.random.default_rng(0)
     x = rng.integers(0, 2**32, 200_000, dtype=np.uint64).astype(np.uint32).view(np.float32)
@@ -84,7 +84,7 @@ def test_as_ml_dtypes_does() -> None:
     np.testing.assert_array_equal(widen(theirs), theirs.astype(np.float32))
 
 
-def test_ml_dtypes_arrays_are_welcome() -> None:
+def test_ml_dtypes_arrays_are_accepted() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     rng = np.random.default_rng(1)
     q, k, v = (rng.standard_normal((1, 2, n, 8)).astype(ml_dtypes.bfloat16) for n in (5, 7, 7))
@@ -101,7 +101,7 @@ def test_ml_dtypes_arrays_are_welcome() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides_and_shapes(layout: str) -> None:
-    x = laid_out(narrow(np.random.default_rng(2).standard_normal((2, 3, 4, 5)), "bfloat16"), layout)
+    x = with_layout(narrow(np.random.default_rng(2).standard_normal((2, 3, 4, 5)), "bfloat16"), layout)
     wide = widen(x, np.float64)
     assert wide.shape == x.shape and wide.dtype == np.float64
     np.testing.assert_array_equal(bits(narrow(wide, "bfloat16")), np.ascontiguousarray(x).view(np.uint16))
@@ -114,12 +114,12 @@ def test_empty_and_scalar(shape: tuple[int, ...]) -> None:
     assert narrow(x, "bfloat16").shape == shape == widen(narrow(x, "bfloat16")).shape
 
 
-def test_no_copy_where_none_is_needed() -> None:
+def test_no_needless_copy() -> None:
     x = np.zeros(4, np.float32)
     assert widen(x) is x and narrow(x, "float32") is x
     y = narrow(x, "bfloat16")
     assert narrow(y, "bfloat16") is y
 
 
-def test_float16_overflows_quietly() -> None:
+def test_float16_overflows_without_a_warning() -> None:
     np.testing.assert_array_equal(narrow(np.array([1e6, -1e6], np.float32), "float16"), [np.inf, -np.inf])

@@ -1,4 +1,4 @@
-"""Heads: which rows belong to whom, the order of operations on a score, and products that masked NaN cannot enter."""
+"""Heads: their rows, the order of operations on scores, and products that exclude masked NaN."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_heads_of_a_batch() -> None:
     assert found[0].band.offset == 1 and found[6].band.offset == -2
 
 
-def test_views_of_a_batch_and_of_a_pack() -> None:
+def test_views_of_a_batch_and_of_packed_sequences() -> None:
     call = build(Case(Size(2, 4, 2, 5, 7, 3, 2), "float64"))
     for h in heads(call.problem()):
         np.testing.assert_array_equal(h.queries(call.problem().q), call.q[h.sequence, h.head])
@@ -78,8 +78,8 @@ def test_a_full_tile_is_not_masked() -> None:
 
 
 @pytest.mark.parametrize("axes", list(np.ndindex(2, 2, 2, 2)), ids=str)
-def test_broadcast_pairs_and_back(axes: tuple[int, ...]) -> None:
-    """add_pairs is the transpose of pairs: it sums where the other repeats."""
+def test_pairs_and_add_pairs(axes: tuple[int, ...]) -> None:
+    """add_pairs is the transpose of pairs: it sums where pairs broadcasts."""
     whole = (2, 4, 5, 7)
     shape = tuple(n if a else 1 for n, a in zip(whole, axes, strict=True))
     q, k = np.zeros((2, 4, 5, 3)), np.zeros((2, 2, 7, 3))
@@ -103,7 +103,7 @@ def test_guarded_product_is_the_product() -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.filterwarnings("ignore:invalid value")
-def test_guarded_product_skips_what_nobody_sees(bad: float) -> None:
+def test_guarded_product_skips_masked_pairs(bad: float) -> None:
     A, B = rng.standard_normal((5, 6)), rng.standard_normal((6, 3))
     visible = rng.random((5, 6)) < 0.5
     visible[0, 2], visible[1, 2] = True, False
@@ -117,7 +117,7 @@ def test_guarded_product_skips_what_nobody_sees(bad: float) -> None:
     np.testing.assert_allclose(found[visible[:, 2]][:, [0, 2]], clean[visible[:, 2]][:, [0, 2]])
 
 
-def test_kept_is_what_dropout_multiplies_by() -> None:
+def test_kept_has_the_factors_of_dropout() -> None:
     q = np.zeros((2, 2, 6, 3))
     found = {}
     for h in heads(describe(q, q, q, dropout=0.25, seed=3)):
@@ -125,6 +125,6 @@ def test_kept_is_what_dropout_multiplies_by() -> None:
         assert set(np.unique(whole)) <= {0, 1 / 0.75}
         np.testing.assert_array_equal(h.kept(slice(2, 5), slice(1, 6), np.float64), whole[2:5, 1:6])
         found[h.sequence, h.head] = whole.tobytes()
-    assert len(set(found.values())) == 4, "every head of every sequence drops its own"
+    assert len(set(found.values())) == 4, "every head of every sequence drops other weights"
     (h,) = heads(describe(q[0, 0], q[0, 0], q[0, 0]))
     assert h.kept(slice(0, 6), slice(0, 6), np.float64) is None

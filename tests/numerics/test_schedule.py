@@ -1,4 +1,4 @@
-"""Schedules: every visible pair computed once, every output block stored, and what each order promises."""
+"""Schedules: every visible pair is computed once, every output block is stored; properties of each order."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BANDS = [
 ]
 GRIDS = [Grid(*g) for g in itertools.product((1, 7, 16), (1, 9, 16), (1, 4, 16), (1, 3, 16))]
 GRIDS += [Grid(0, 5, 4, 4), Grid(5, 0, 4, 4), Grid(0, 0, 4, 4)]
-each = pytest.mark.parametrize("band", BANDS, ids=str)
+each_band = pytest.mark.parametrize("band", BANDS, ids=str)
 STREAMS = {**FORWARD, "backward": backward}
 
 
@@ -48,7 +48,7 @@ def tiles(events: list[Event]) -> list[Tile]:
     return [e for e in events if isinstance(e, Tile)]
 
 
-@each
+@each_band
 @pytest.mark.parametrize("order", STREAMS)
 def test_every_visible_pair_exactly_once(order: str, band: Band) -> None:
     for grid in GRIDS:
@@ -63,10 +63,10 @@ def test_every_visible_pair_exactly_once(order: str, band: Band) -> None:
         assert (times[seen] == 1).all() and times.max(initial=0) <= 1, grid
 
 
-@each
+@each_band
 @pytest.mark.parametrize("order", STREAMS)
-def test_nothing_is_used_that_is_not_there(order: str, band: Band) -> None:
-    """Each tile finds the blocks it needs in SRAM, and each store finds its block there."""
+def test_blocks_are_loaded_before_they_are_used(order: str, band: Band) -> None:
+    """The blocks of each tile and of each store are in SRAM."""
     needs = {"fa1": "Q K V m l O", "fa2": "Q K V O", "backward": "Q K V dO L D dQ dK dV"}[order].split()
     for grid in GRIDS:
         sram: dict[str, int] = {}
@@ -81,7 +81,7 @@ def test_nothing_is_used_that_is_not_there(order: str, band: Band) -> None:
                     assert sram["O" if name == "L" else name] == n, (grid, event)
 
 
-@each
+@each_band
 def test_fa2_stores_each_block_once(band: Band) -> None:
     for grid in GRIDS:
         events = list(fa2_forward(band, grid))
@@ -90,10 +90,10 @@ def test_fa2_stores_each_block_once(band: Band) -> None:
         assert Counter(e for e in events if isinstance(e, Load) and e.name == "Q") == {
             Load("Q", i): 1 for i in range(grid.shape[0])
         }
-        assert all(a.i <= b.i for a, b in itertools.pairwise(tiles(events))), "a row of tiles at a time"
+        assert all(a.i <= b.i for a, b in itertools.pairwise(tiles(events))), "row by row"
 
 
-@each
+@each_band
 def test_fa1_loads_each_key_block_at_most_once(band: Band) -> None:
     for grid in GRIDS:
         events = list(fa1_forward(band, grid))
@@ -101,14 +101,14 @@ def test_fa1_loads_each_key_block_at_most_once(band: Band) -> None:
         met = {tile.j for tile in tiles(events)}
         assert {e.n for e in loads if e.name == "K"} == met and {e.n for e in loads if e.name == "V"} == met
         assert all(loads[Load(name, j)] == 1 for name in "KV" for j in met)
-        assert all(a.j <= b.j for a, b in itertools.pairwise(tiles(events))), "a column of tiles at a time"
+        assert all(a.j <= b.j for a, b in itertools.pairwise(tiles(events))), "column by column"
         stores = Counter(e for e in events if isinstance(e, Store))
         for i in range(grid.shape[0]):
             visits = sum(tile.i == i for tile in tiles(events))
             assert all(stores[Store(name, i)] == visits for name in ("O", "m", "l")), (grid, i)
 
 
-@each
+@each_band
 @pytest.mark.parametrize("first_of_group", [True, False])
 def test_backward_writes_every_gradient(first_of_group: bool, band: Band) -> None:
     for grid in GRIDS:
@@ -118,16 +118,16 @@ def test_backward_writes_every_gradient(first_of_group: bool, band: Band) -> Non
             assert stores[Store("dK", j)] == stores[Store("dV", j)] == 1, (grid, j)
         for i in range(grid.shape[0]):
             assert stores[Store("dQ", i)] >= 1, (grid, i)
-        gathered = {type(e) for e in events if isinstance(e, Load | Zero) and e.name in ("dK", "dV")}
-        assert gathered <= {Zero if first_of_group else Load}
-        # dQ starts from nothing the first time, and goes on from what was stored ever after.
-        begun: set[int] = set()
+        starts = {type(e) for e in events if isinstance(e, Load | Zero) and e.name in ("dK", "dV")}
+        assert starts <= {Zero if first_of_group else Load}
+        # dQ starts from zero the first time, and is loaded every later time.
+        started: set[int] = set()
         for e in events:
             if isinstance(e, Zero) and e.name == "dQ":
-                assert e.n not in begun
-                begun.add(e.n)
+                assert e.n not in started
+                started.add(e.n)
             elif isinstance(e, Load) and e.name == "dQ":
-                assert e.n in begun
+                assert e.n in started
 
 
 def test_blocks_of_a_grid_cover_it() -> None:

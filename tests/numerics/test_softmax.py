@@ -1,4 +1,4 @@
-"""OnlineSoftmax: any chunking, any order of merging, rows that see nothing, and scores of any size."""
+"""OnlineSoftmax: any chunking, any order of merging, rows that see no key, scores of any size."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def state_of(S: Any, V: Any, cuts: Any = (), sink: float | None = None) -> Onlin
     return state
 
 
-def same(a: OnlineSoftmax, b: OnlineSoftmax) -> None:
+def assert_same(a: OnlineSoftmax, b: OnlineSoftmax) -> None:
     for x, y in zip(a.finish(), b.finish(), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-13, atol=1e-13)
 
 
 @given(st.lists(st.integers(0, 24), max_size=8).map(sorted))
-def test_any_chunking_is_the_whole(cuts: list[int]) -> None:
+def test_any_chunking_gives_the_same(cuts: list[int]) -> None:
     out, lse = state_of(S, V, cuts).finish()
     exact_out, exact_lse = whole(S, V)
     np.testing.assert_allclose(out, exact_out, rtol=1e-13, atol=1e-14)
@@ -48,7 +48,7 @@ def test_any_chunking_is_the_whole(cuts: list[int]) -> None:
 def test_absorb_gives_the_weights_and_the_factor() -> None:
     state = OnlineSoftmax.empty(5, 0, np.float64)
     P, factor = state.absorb(S[:, :10])
-    assert not factor.any(), "nothing was there to rescale"
+    assert not factor.any(), "there was nothing to rescale"
     np.testing.assert_allclose(P, np.exp(S[:, :10] - S[:, :10].max(axis=1, keepdims=True)))
     before = state.m.copy()
     P, factor = state.absorb(S[:, 10:])
@@ -58,15 +58,15 @@ def test_absorb_gives_the_weights_and_the_factor() -> None:
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_merge_in_any_order(order: tuple[int, ...]) -> None:
-    shares = [slice(0, 5), slice(5, 17), slice(17, 24)]
-    a, b, c = (state_of(S[:, shares[n]], V[shares[n]]) for n in order)
+    parts = [slice(0, 5), slice(5, 17), slice(17, 24)]
+    a, b, c = (state_of(S[:, parts[n]], V[parts[n]]) for n in order)
     left = OnlineSoftmax(a.m, a.l, a.O)
     left.merge(b)
     left.merge(c)  # (a b) c
     b.merge(c)
     a.merge(b)  # a (b c)
-    same(left, a)
-    same(left, state_of(S, V))
+    assert_same(left, a)
+    assert_same(left, state_of(S, V))
 
 
 def test_merge_leaves_the_other_alone() -> None:
@@ -77,18 +77,18 @@ def test_merge_leaves_the_other_alone() -> None:
         np.testing.assert_array_equal(x, y)
 
 
-def test_nothing_is_the_identity() -> None:
-    full, nothing = state_of(S, V), OnlineSoftmax.empty(5, 4, np.float64)
+def test_the_empty_state_is_the_identity() -> None:
+    full, empty = state_of(S, V), OnlineSoftmax.empty(5, 4, np.float64)
     exact = [x.copy() for x in full.finish()]
-    full.merge(nothing)
-    nothing.merge(state_of(S, V))
-    nothing.merge(OnlineSoftmax.empty(5, 4, np.float64))
-    for state in (full, nothing):
+    full.merge(empty)
+    empty.merge(state_of(S, V))
+    empty.merge(OnlineSoftmax.empty(5, 4, np.float64))
+    for state in (full, empty):
         for x, y in zip(state.finish(), exact, strict=True):
             np.testing.assert_array_equal(x, y)
 
 
-def test_a_row_that_saw_nothing() -> None:
+def test_a_row_that_saw_no_key() -> None:
     state = state_of(np.full((3, 6), -np.inf), V[:6], [2, 4])
     out, lse = state.finish()
     assert not out.any() and np.isneginf(lse).all()
@@ -97,11 +97,11 @@ def test_a_row_that_saw_nothing() -> None:
     assert not out.any() and np.isneginf(lse).all()
 
 
-def test_sink_is_a_key_of_value_nothing() -> None:
-    sunk = state_of(S, V, [7], sink=1.5)
+def test_a_sink_is_a_key_with_value_zero() -> None:
+    with_sink = state_of(S, V, [7], sink=1.5)
     extended = state_of(np.c_[np.full(5, 1.5), S], np.r_[np.zeros((1, 4)), V])
-    same(sunk, extended)
-    same(state_of(S, V, sink=-np.inf), state_of(S, V))
+    assert_same(with_sink, extended)
+    assert_same(state_of(S, V, sink=-np.inf), state_of(S, V))
 
 
 @pytest.mark.parametrize("size", [1e3, 1e30, -1e3, -1e30])
@@ -139,8 +139,8 @@ def test_online_softmax_of_extremes(chunk: int) -> None:
     np.testing.assert_array_equal(ft.online_softmax(x.astype(np.float32), chunk), expected)
 
 
-def test_online_softmax_of_16_bits_sums_in_32() -> None:
-    """4096 weights of 1 add up in float16 to 2048."""
+def test_online_softmax_of_float16_sums_in_float32() -> None:
+    """In float16, 4096 weights of 1 sum to 2048."""
     found = ft.online_softmax(np.zeros((1, 4096), np.float16), 1)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, 1 / 4096, rtol=1e-6)

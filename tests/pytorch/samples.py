@@ -11,9 +11,9 @@ import torch
 import flashtile as ft
 from flashtile.numerics.dtypes import name_of, widen
 from tests.support.grid import Call
-from tests.support.runners import missing
+from tests.support.runners import why_missing
 
-BACKENDS = [name for name in ("native", "tiles") if missing(name) is None]
+BACKENDS = [name for name in ("native", "tiles") if why_missing(name) is None]
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 

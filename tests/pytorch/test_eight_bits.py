@@ -16,7 +16,7 @@ import flashtile as ft
 from flashtile import dispatch
 from flashtile.cost.plan import plan
 from flashtile.pytorch.eight_bits import DTYPE, widened
-from tests.support.eight_bits import Eight
+from tests.support.eight_bits import EightBitCall
 
 EACH = torch.tensor([[0.5, 2.0], [1.25, 0.0625]])  # (batch, kv_heads)
 ONE = torch.tensor(0.75)
@@ -42,7 +42,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_widened_on_the_cpu(name: str) -> None:
     """In float32, so that the output has little but its own rounding."""
-    call = Eight.draw(Q, K, 16, **CALLS[name])
+    call = EightBitCall.draw(Q, K, 16, **CALLS[name])
     out, lse = call.run()
     exact, exact_lse = call.exact()
     wanted = call.options.get("out_dtype", torch.bfloat16)
@@ -57,11 +57,11 @@ def test_widened_on_the_cpu(name: str) -> None:
 
 @pytest.mark.parametrize("row", [row.name for row in dispatch.TABLE if row.device == "cpu" and row.missing() is None])
 def test_every_backend_takes_them(row: str) -> None:
-    Eight.draw(Q, K, causal=True, descale=(EACH, EACH, EACH)).check(backend=row)
+    EightBitCall.draw(Q, K, causal=True, descale=(EACH, EACH, EACH)).check(backend=row)
 
 
 def test_fewer_axes_and_packed_sequences() -> None:
-    call = Eight.draw((1, 4, 30, 32), (1, 2, 30, 32))
+    call = EightBitCall.draw((1, 4, 30, 32), (1, 2, 30, 32))
     each = EACH[:1]
     q, k, v = (x[0] for x in (call.q, call.k, call.v))
     whole = ft.attention(call.q, call.k, call.v, descale=(each, each, each))
@@ -77,7 +77,7 @@ def test_fewer_axes_and_packed_sequences() -> None:
 
 @pytest.mark.parametrize("cu", [[0, 3, 7], [0, 9, 8], [1, 3, 8], [0, -2, 8], [0, 3, 2**62]])
 def test_wrong_starts(cu: list[int]) -> None:
-    x, right, wrong = Eight.draw((8, 2, 4), (8, 2, 4)).q, torch.tensor([0, 3, 8]), torch.tensor(cu)
+    x, right, wrong = EightBitCall.draw((8, 2, 4), (8, 2, 4)).q, torch.tensor([0, 3, 8]), torch.tensor(cu)
     for name, starts in (("cu_q", (wrong, right)), ("cu_k", (right, wrong))):
         words = []
         for q, options in ((x, {"descale": (EACH, EACH, EACH)}), (x.float(), {})):
@@ -91,7 +91,7 @@ def test_starts_that_nobody_looks_at_stay_within_the_factors() -> None:
     """As on a GPU, where an index out of bounds could not be told of."""
     from flashtile.problem import describe
 
-    call = Eight.draw((8, 2, 4), (8, 2, 4))
+    call = EightBitCall.draw((8, 2, 4), (8, 2, 4))
     for cu in ([0, 3, 7], [0, 9, 8], [0, -2, -1]):
         starts, factors = torch.tensor(cu), torch.stack([EACH] * 3, -1)
         wide, _ = widened(describe(call.q, call.k, call.v, cu_q=starts, cu_k=starts, descale=factors))
@@ -101,7 +101,7 @@ def test_starts_that_nobody_looks_at_stay_within_the_factors() -> None:
 def test_widened_tensors_are_exact_where_factors_are_powers_of_two() -> None:
     from flashtile.problem import describe
 
-    call = Eight.draw(Q, K)
+    call = EightBitCall.draw(Q, K)
     factors = torch.stack([EACH.exp2().round(), EACH * 0 + 1, EACH * 0 + 0.5], -1)
     wide, more = widened(describe(call.q, call.k, call.v, descale=factors))
     assert {x.dtype for x in wide} == {torch.float32} and more["descale"] is None
@@ -128,13 +128,13 @@ def test_widened_tensors_are_exact_where_factors_are_powers_of_two() -> None:
     ],
 )
 def test_errors(options: dict[str, Any], error: type[Exception], words: str) -> None:
-    call = Eight.draw(Q, K)
+    call = EightBitCall.draw(Q, K)
     with pytest.raises(error, match=words):
         ft.attention(call.q, call.k, call.v, **options)
 
 
 def test_descale_is_for_8_bits() -> None:
-    call = Eight.draw(Q, K)
+    call = EightBitCall.draw(Q, K)
     with pytest.raises(ft.DTypeError, match="descale: expected q of float8_e4m3fn"):
         ft.attention(call.q.float(), call.k.float(), call.v.float(), descale=(1, 1, 1))
     with pytest.raises(ft.DTypeError, match="descale: expected q of float8_e4m3fn"):
@@ -145,7 +145,7 @@ def test_descale_is_for_8_bits() -> None:
 
 @pytest.mark.parametrize("needs", ["q", "sink"])
 def test_no_gradient(needs: str) -> None:
-    call = Eight.draw(Q, K)
+    call = EightBitCall.draw(Q, K)
     q, sink = call.q.clone(), torch.zeros(4)
     (q if needs == "q" else sink).requires_grad_()
     with pytest.raises(ft.UnsupportedError, match="need no gradient"):
@@ -155,7 +155,7 @@ def test_no_gradient(needs: str) -> None:
 
 
 def test_compiled_and_mapped() -> None:
-    call = Eight.draw(Q, K)
+    call = EightBitCall.draw(Q, K)
 
     def run(q: Any, each: Any) -> Any:
         return ft.attention(q, call.k, call.v, descale=(each, 2.0, each), causal=True)

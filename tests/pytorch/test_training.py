@@ -1,4 +1,4 @@
-"""A transformer learns with our attention as with torch's, on a CPU; and the courses for a GPU are large enough."""
+"""A transformer learns with our attention as with torch's, on a CPU; and the setups for a GPU are large enough."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashtile.problem import describe  # noqa: E402
 from tests.lab.bench.gpu.fakes import one_thread  # noqa: E402
 from tests.support import training  # noqa: E402
 
-COURSE = training.Course("cpu", head_dim=32, heads=2, batch=8, length=64, steps=200)
+SETUP = training.Setup("cpu", head_dim=32, heads=2, batch=8, length=64, steps=200)
 
 
 @pytest.fixture(autouse=True)
@@ -23,15 +23,15 @@ def few_threads() -> Iterator[None]:
 
 
 def test_the_losses_are_those_of_torch() -> None:
-    training.check(COURSE, training.losses(COURSE, training.ours()))
+    training.check(SETUP, training.losses(SETUP, training.flashtile_attention()))
 
 
 def test_a_scale_that_is_wrong_by_a_hundredth_is_seen() -> None:
     with pytest.raises(AssertionError, match="away from torch's runs"):
-        training.check(COURSE, training.losses(COURSE, training.ours(wrong=1.01)))
+        training.check(SETUP, training.losses(SETUP, training.flashtile_attention(scale_factor=1.01)))
 
 
-@pytest.mark.parametrize("course", training.GPU_COURSES, ids=lambda course: f"D{course.head_dim}")
-def test_on_a_gpu_there_is_enough_to_do_for_the_hopper_kernels(course: training.Course) -> None:
-    q = torch.empty(course.batch, course.heads, course.length, course.head_dim, dtype=torch.bfloat16)
+@pytest.mark.parametrize("setup", training.GPU_SETUPS, ids=lambda setup: f"D{setup.head_dim}")
+def test_on_a_gpu_there_is_enough_to_do_for_the_hopper_kernels(setup: training.Setup) -> None:
+    q = torch.empty(setup.batch, setup.heads, setup.length, setup.head_dim, dtype=torch.bfloat16)
     assert gluon.suits(describe(q, q, q, causal=True))

@@ -1,4 +1,4 @@
-"""A real browser for tests of pages: one headless Chromium a session, and pages that watch what they load and say."""
+"""A real browser for tests of pages: one headless Chromium per session, and checks of requests and console."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ FLAGS = [
 AXE = Path(__file__).parents[2] / "build" / "npm" / "node_modules" / "axe-core" / "axe.min.js"
 
 
-def unavailable(reason: str) -> None:
-    """Skips the test; where continuous integration runs, nothing may be missing, and it fails."""
+def skip_or_fail(reason: str) -> None:
+    """Skip the test; in continuous integration, where nothing may be missing, fail it."""
     if os.environ.get("CI"):
         pytest.fail(reason)
     print(reason)
@@ -33,7 +33,7 @@ def unavailable(reason: str) -> None:
 
 
 def executable(playwright: Any) -> str | None:
-    """A Chromium on the path, or playwright's own."""
+    """The path of a Chromium: on PATH, or playwright's own."""
     return next(filter(None, map(shutil.which, (*NAMES, playwright.chromium.executable_path))), None)
 
 
@@ -42,11 +42,11 @@ def browser() -> Iterator[Any]:
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
-        unavailable("no browser: playwright is not installed")
+        skip_or_fail("no browser: playwright is not installed")
     with sync_playwright() as playwright:
         path = executable(playwright)
         if path is None:
-            unavailable(f"no browser: none of {', '.join(NAMES)} is on the path, and playwright has none of its own")
+            skip_or_fail(f"no browser: none of {', '.join(NAMES)} is on the path, and playwright has none of its own")
         started = playwright.chromium.launch(executable_path=path, args=FLAGS)
         yield started
         started.close()
@@ -54,7 +54,7 @@ def browser() -> Iterator[Any]:
 
 @contextmanager
 def opened(browser: Any, path: Path, fragment: str = "", **options: Any) -> Iterator[Any]:
-    """A page from disk; at the end it must have logged no error and asked for nothing but its own file."""
+    """Open a page from disk; on exit, check that it logged no error and requested nothing but its own file."""
     context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
     page = context.new_page()
     complaints: list[str] = []
@@ -74,9 +74,9 @@ def opened(browser: Any, path: Path, fragment: str = "", **options: Any) -> Iter
 
 
 def violations(page: Any) -> list[str]:
-    """What axe-core finds that is serious or critical."""
+    """The serious and critical findings of axe-core."""
     if not AXE.exists():
-        unavailable(f"no axe-core: {AXE} is missing")
+        skip_or_fail(f"no axe-core: {AXE} is missing")
     page.evaluate(AXE.read_text())
     found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
     return [

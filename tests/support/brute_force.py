@@ -1,4 +1,4 @@
-"""Attention one score at a time, in plain Python: the definition, for sizes of a handful. The oracle's oracle."""
+"""Attention by its definition, one score at a time in plain Python: checks the oracle on tiny sizes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def attention(
     seed: int = 0,
     kv_lengths: Any = None,
 ) -> tuple[Any, Any, Any]:
-    """out, lse and the weights before dropout, for float64 arrays of rank 4."""
+    """Return out, lse and the weights before dropout, for float64 arrays of rank 4."""
     B, H, n_q, dim = q.shape
     n_k, dim_v = v.shape[2:]
     scale = dim**-0.5 if scale is None else scale
@@ -54,7 +54,7 @@ def attention(
     for b, h, i in np.ndindex(B, H, n_q):
         group = H // k.shape[1]
         keys = n_k if kv_lengths is None else int(kv_lengths[b])
-        at = i + (keys - n_q if band is None else band.offset)  # where query i stands among the keys
+        at = i + (keys - n_q if band is None else band.offset)  # the key that query i is aligned with
         left, right = (band.left, band.right) if band else window or (None, None)
         scores = {}
         for j in range(keys):

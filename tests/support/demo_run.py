@@ -1,4 +1,4 @@
-"""One real run of `flashtile demo --quick` in a terminal, shared by all tests that look at what it leaves."""
+"""One real run of `flashtile demo --quick` in a terminal, shared by all tests of its output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.terminal import in_terminal
 
-# The command itself; what it computed is kept beside what it wrote.
+# The command; it also pickles what it computed.
 CODE = """
 import pickle, sys
 from flashtile.lab.report import content
@@ -28,8 +28,8 @@ content.collect = kept
 from flashtile.lab.cli import main
 main()
 """
-# The same command with nothing to compute: for trying its options.
-AGAIN = """
+# The same command on the pickled content, without computing it: for testing its options.
+REPLAY = """
 import pickle, sys, time
 from flashtile.lab.report import content
 kept = sys.argv.pop()
@@ -46,15 +46,15 @@ content.collect = load
 from flashtile.lab.cli import main
 main()
 """
-# Other tests run beside it: two threads that wait for each other would take several times as long.
+# Other tests run at the same time: two threads that wait for each other would take several times as long.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 class Run(NamedTuple):
-    """What a run left."""
+    """The results of a run."""
 
     folder: Path
-    terminal: str  # all that it printed there, control codes included
+    terminal: str  # its output on the terminal, control codes included
     seconds: float
     kept: Path
 
@@ -66,23 +66,23 @@ class Run(NamedTuple):
     def content(self) -> Any:
         return pickle.loads(self.kept.read_bytes())
 
-    def again(self, *options: str) -> list[str]:
-        """A command that shows the same content anew."""
-        return [sys.executable, "-c", AGAIN, "demo", *options, str(self.kept)]
+    def replay(self, *options: str) -> list[str]:
+        """A command that shows the same content, with these options."""
+        return [sys.executable, "-c", REPLAY, "demo", *options, str(self.kept)]
 
 
 @pytest.fixture(scope="session")
 def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Made once, also where several processes share the tests."""
+    """Run once, even if several processes share the tests."""
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    told = base / "demo-run.pickle"
+    record = base / "demo-run.pickle"
     with open(base / "demo-run.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not told.exists():
+        if not record.exists():
             folder, kept = base / "demo-run", base / "demo-run.content"
             start = time.perf_counter()
             command = [sys.executable, "-c", CODE, "demo", "--quick", "--out", str(folder), str(kept)]
             terminal = in_terminal(command, **ONE_THREAD)
-            told.write_bytes(pickle.dumps((folder, terminal, time.perf_counter() - start, kept)))
-    return Run(*pickle.loads(told.read_bytes()))
+            record.write_bytes(pickle.dumps((folder, terminal, time.perf_counter() - start, kept)))
+    return Run(*pickle.loads(record.read_bytes()))

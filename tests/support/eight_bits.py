@@ -1,4 +1,4 @@
-"""8-bit calls: numbers, what they stand for, the oracle's answer, and how far a kernel may be from it."""
+"""8-bit calls: inputs, their values, the oracle's results, and the allowed error of a kernel."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 import flashtile as ft
 from flashtile.pytorch.eight_bits import DTYPE
 
-LOST = 2.0**-13  # of the largest sum so far, at most, each time that Hopper adds 32 products of 8-bit numbers
+LOST_PER_STEP = 2.0**-13  # at most, of the largest sum so far, each time Hopper adds 32 products of 8-bit numbers
 PRODUCTS = 32
 
 
 @dataclass(frozen=True)
-class Eight:
+class EightBitCall:
     """q, k and v in 8 bits, with options of attention() on the CPU."""
 
     q: Tensor
@@ -26,7 +26,7 @@ class Eight:
     options: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def draw(cls, q: tuple[int, ...], k: tuple[int, ...], dim_v: int | None = None, **options: Any) -> Eight:
+    def draw(cls, q: tuple[int, ...], k: tuple[int, ...], dim_v: int | None = None, **options: Any) -> EightBitCall:
         source = torch.Generator().manual_seed(sum(q) + sum(k))
         shapes = q, k, (*k[:-1], dim_v or k[-1])
         return cls(*(torch.randn(shape, generator=source).to(DTYPE) for shape in shapes), options)
@@ -39,8 +39,8 @@ class Eight:
         out, lse = ft.attention(*map(there, (self.q, self.k, self.v)), return_lse=True, **options, **more)
         return out.cpu(), lse.cpu()
 
-    def real(self) -> list[Any]:
-        """What q, k and v stand for, in float64."""
+    def values(self) -> list[Any]:
+        """The values of q, k and v with their descale factors, in float64."""
         group = self.q.shape[1] // self.k.shape[1]
         found = []
         for n, x in enumerate((self.q, self.k, self.v)):
@@ -50,33 +50,33 @@ class Eight:
             found.append((x.double() * factor).numpy())
         return found
 
-    def of_oracle(self) -> dict[str, Any]:
-        """The options that are not about 8 bits, for NumPy."""
+    def oracle_options(self) -> dict[str, Any]:
+        """The options other than those for 8 bits, as NumPy arrays."""
         kept = {name: x for name, x in self.options.items() if name not in ("descale", "out_dtype")}
         return {name: x.double().numpy() if _floats(x) else _numpy(x) for name, x in kept.items()}
 
     def exact(self) -> tuple[Any, Any]:
-        out, lse = ft.standard_attention(*self.real(), return_lse=True, **self.of_oracle())
+        out, lse = ft.standard_attention(*self.values(), return_lse=True, **self.oracle_options())
         return out, lse
 
     def bounds(self) -> tuple[float, float]:
-        """How far a kernel's output and lse may be from the oracle's.
+        """The allowed errors of a kernel's output and lse.
 
-        Twice the error of standard attention with weights in 8 bits, which are 1 at most, and what the matrix unit may
-        lose on the way: it adds up in few bits.
+        Twice the error of standard attention with weights, at most 1, rounded to 8 bits, and what the matrix unit may
+        lose, since it accumulates with few bits.
         """
-        q, k, v = self.real()
+        q, k, v = self.values()
         group = q.shape[1] // k.shape[1]
         v, wide_k = (np.repeat(x, group, 1) for x in (v, k))
-        P = ft.probabilities(q, k, rows=np.arange(q.shape[2]), **self.of_oracle())
+        P = ft.probabilities(q, k, rows=np.arange(q.shape[2]), **self.oracle_options())
         top = np.maximum(P.max(-1, keepdims=True), 1e-300)
         rounded = torch.from_numpy(P / top).to(DTYPE).double().numpy() * top
         out = torch.from_numpy(rounded @ v).to(self.options.get("out_dtype", torch.bfloat16)).double().numpy()
         steps = -(-P.shape[-1] // PRODUCTS)
-        on_the_way = steps * LOST * (P @ np.abs(v)).max()
+        accumulation = steps * LOST_PER_STEP * (P @ np.abs(v)).max()
         scale = self.options.get("scale", q.shape[-1] ** -0.5)
         scores = (np.abs(q) @ np.abs(wide_k).swapaxes(-1, -2)).max() * scale
-        return 2 * np.abs(out - P @ v).max() + on_the_way, (q.shape[-1] / PRODUCTS + 1) * LOST * scores
+        return 2 * np.abs(out - P @ v).max() + accumulation, (q.shape[-1] / PRODUCTS + 1) * LOST_PER_STEP * scores
 
     def check(self, device: str = "cpu", **more: Any) -> None:
         out, lse = self.run(device, **more)

@@ -1,4 +1,4 @@
-"""Gradients as slopes: along a direction, against finite differences of the oracle's forward pass alone."""
+"""Check gradients along a direction against finite differences of the oracle's forward pass."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ import numpy as np
 
 from flashtile.backends import reference
 from flashtile.numerics.dtypes import narrow, widen
-from tests.support.grid import EPS, GRADIENTS, Call, standard
+from tests.support.grid import EPS, GRADIENTS, Call, standard_attention
 from tests.support.runners import Runner
 
-STEP = 1e-3  # of the differences, whose own error is below SLOPE of a slope
-SLOPE = 1e-8
-STEADY = 16  # units of the accumulator: constants such as the scale are rounded once, and err the same way everywhere
+STEP = 1e-3  # of the differences
+SLOPE = 1e-8  # bound of their relative error
+CONSTANT = 16  # units of the accumulator: rounding constants such as the scale causes the same error everywhere
 
 
 def agree(call: Call, runner: Runner) -> None:
-    """<gradient, direction> of each input against the slope of the loss <out, dout> + <lse, dlse> that way.
+    """Check <gradient, direction> of each input against the slope of the loss <out, dout> + <lse, dlse>.
 
-    The size of a direction's numbers is drawn, and their signs are the gradient's: the oracle's, or where that is 0
-    those of what was found. So what is wrong adds up and rounding does not: of n numbers, 1 % too much is about sqrt(n)
-    times as plain as along signs drawn at random. A slope is one along any direction, so it does not matter to what is
-    compared where the signs come from.
+    The magnitudes of a direction are random, and its signs are those of the oracle's gradient, or where that is 0, of
+    the gradient found. So systematic errors add up and rounding does not: with n numbers, 1 % too much is about sqrt(n)
+    times as visible as with random signs. The check is valid for any direction, so the choice of signs does no harm.
     """
     rng = np.random.default_rng(zlib.crc32(np.ascontiguousarray(call.q).tobytes()))
     grads = runner.backward(call, *runner.forward(call))
-    exact, rounded = (standard(call, precision) for precision in ("float64", call.problem().dtype))
+    exact, rounded = (standard_attention(call, precision) for precision in ("float64", call.problem().dtype))
     for name in GRADIENTS:
         if (given := getattr(grads, name)) is None:
             continue
@@ -37,28 +36,28 @@ def agree(call: Call, runner: Runner) -> None:
         rounding = widen(narrow(rounded[name], call.problem().dtype), np.float64).reshape(found.shape) - right
         along = np.abs(rng.standard_normal(found.shape)) * np.where(np.where(right == 0, found, right) < 0, -1, 1)
         slope = slope_of(call, name[1:], along)
-        bound = allowed(call, right, along, rounding)
+        bound = tolerance(call, right, along, rounding)
         with np.errstate(invalid="ignore"):  # Inf less Inf is NaN, which no bound allows
             error = abs(float((found * along).sum()) - slope)
-        assert error <= bound, f"{name}: {error:.3g} from the slope {slope:.6g}; allowed: {bound:.3g}"
+        assert error <= bound, f"{name}: {error:.3g} from the slope {slope:.6g}; tolerance: {bound:.3g}"
 
 
-def allowed(call: Call, right: Any, along: Any, rounding: Any) -> float:
-    """How far a slope may be off. right: the oracle's gradient; what was found might be Inf, and would allow as much.
+def tolerance(call: Call, right: Any, along: Any, rounding: Any) -> float:
+    """The allowed error of a slope. right: the oracle's gradient, not the one found, which might be Inf.
 
-    rounding: the errors of standard attention in the same dtype. Along such directions these add up to no more than
-    `usual`, in the mean square. A gradient's errors may be 3 times as large, as everywhere, and one sum in 400 is over
-    3 times the root of its mean square.
+    rounding: the errors of standard attention in the same dtype. Along such directions the root mean square of their
+    sum is at most `usual`. A gradient's errors may be 3 times as large, as everywhere, and one sum in 400 exceeds
+    3 times its root mean square.
     """
     usual = float(np.hypot((rounding * np.sign(along)).sum(), np.linalg.norm(rounding)))
     problem = call.problem()
-    steady = (SLOPE + STEADY * EPS[problem.accumulator]) * max(1.0, float(np.abs(right * along).sum()))
-    few = 3 * EPS[problem.dtype] * float(np.linalg.norm(right)) if right.size <= 64 else 0.0  # see grid.allowed()
-    return 9 * usual + steady + few
+    constant = (SLOPE + CONSTANT * EPS[problem.accumulator]) * max(1.0, float(np.abs(right * along).sum()))
+    few = 3 * EPS[problem.dtype] * float(np.linalg.norm(right)) if right.size <= 64 else 0.0  # see grid.tolerance()
+    return 9 * usual + constant + few
 
 
 def slope_of(call: Call, name: str, along: Any) -> float:
-    """Of the loss, as one input moves: central differences of order 4."""
+    """The slope of the loss along a direction of one input: central differences of order 4."""
     call = in_double(call)
 
     def at(t: float) -> float:
@@ -74,7 +73,7 @@ def loss(call: Call) -> float:
 
 
 def in_double(call: Call) -> Call:
-    """The same numbers in float64; whole numbers and masks as they are."""
+    """Convert a call to float64, except integers and masks."""
 
     def double(x: Any) -> Any:
         whole = not isinstance(x, np.ndarray) or x.dtype == bool or np.issubdtype(x.dtype, np.signedinteger)

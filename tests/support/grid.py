@@ -1,4 +1,4 @@
-"""One grid of cases: sizes, dtypes, options and strides, and the yardstick that every backend is held to."""
+"""The grid of cases (sizes, dtypes, options, layouts), and the expected results and tolerances of each."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from flashtile.problem import Problem, describe
 
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink")
-FEW_ROWS = 256  # so few, that the largest of their errors is luck
+FEW_ROWS = 256  # with fewer rows, the largest error depends on luck
 
 
 @dataclass(frozen=True)
 class Size:
-    """How large a call is. `lengths`: (queries, keys) of each packed sequence; n_q and n_k are then the longest."""
+    """The shape of a call. `lengths`: (queries, keys) of each packed sequence; n_q and n_k are then the longest."""
 
     batch: int
     heads: int
@@ -44,7 +44,7 @@ class Size:
         return f"{span}h{self.heads}.{self.kv_heads}d{self.dim}.{self.dim_v}"
 
 
-Maker = Callable[[np.random.Generator, Size, str], dict[str, Any]]
+MakeOption = Callable[[np.random.Generator, Size, str], dict[str, Any]]
 
 
 def _mask(rng: np.random.Generator, size: Size, *axes: int) -> Any:
@@ -71,13 +71,13 @@ def _kv_lengths(rng: np.random.Generator, size: Size, dtype: str) -> dict[str, A
     return {"kv_lengths": lengths}
 
 
-def _everything(rng: np.random.Generator, size: Size, dtype: str) -> dict[str, Any]:
+def _all_options(rng: np.random.Generator, size: Size, dtype: str) -> dict[str, Any]:
     names = ("causal window", "mask", "bias", "alibi", "softcap", "sink", "scale", "dropout", "kv_lengths")
     return {key: x for name in names for key, x in OPTIONS[name](rng, size, dtype).items()}
 
 
-# One entry an idea. Widths are small enough to cut tiles at every size of the grid.
-OPTIONS: dict[str, Maker] = {
+# The options of the grid. Windows are narrow enough to cut tiles at every size.
+OPTIONS: dict[str, MakeOption] = {
     "plain": lambda rng, size, dtype: {},
     "causal": lambda rng, size, dtype: {"causal": True},
     "window": lambda rng, size, dtype: {"window": (5, 3)},
@@ -112,7 +112,7 @@ OPTIONS: dict[str, Maker] = {
     "scale zero": lambda rng, size, dtype: {"scale": 0.0},
     "dropout": lambda rng, size, dtype: {"dropout": 0.3, "seed": 2**63 + 12345},
     "kv_lengths": _kv_lengths,
-    "everything": _everything,
+    "everything": _all_options,
 }
 COMBINATIONS = (
     ("causal", "dropout"),
@@ -128,7 +128,7 @@ COMBINATIONS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A point of the grid: everything that decides one call, hashable, and readable as a test's name."""
+    """A point of the grid: what determines one call. Hashable, and readable as a test's name."""
 
     size: Size
     dtype: str
@@ -143,7 +143,7 @@ class Case:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """The arrays and options of one call, and the gradients that come back to it."""
+    """The arrays and options of one call, and the gradients of its results."""
 
     q: Any
     k: Any
@@ -157,7 +157,7 @@ class Call:
         return describe(self.q, self.k, self.v, **self.packed, **self.options)
 
     def inputs(self) -> dict[str, Any]:
-        """Every array that goes in, by name."""
+        """Every input array, by name."""
         everything = {"q": self.q, "k": self.k, "v": self.v, "dout": self.dout, "dlse": self.dlse}
         everything |= self.packed | self.options
         return {name: x for name, x in everything.items() if isinstance(x, np.ndarray)}
@@ -166,8 +166,8 @@ class Call:
 LAYOUTS = ("plain", "rows first", "backwards", "columns apart", "columns backwards", "transposed", "expanded")
 
 
-def laid_out(x: Any, layout: str) -> Any:
-    """The values of x in other memory: transposed, reversed or spread views (expanded: its first head, repeated)."""
+def with_layout(x: Any, layout: str) -> Any:
+    """The values of x in another memory layout: transposed, reversed or strided views (expanded: the first head)."""
     match layout:
         case "rows first":  # (batch, length, heads, dim), as flash_attn and transformers have it
             return np.ascontiguousarray(x.swapaxes(-2, -3)).swapaxes(-2, -3)
@@ -188,9 +188,9 @@ def laid_out(x: Any, layout: str) -> Any:
     return np.ascontiguousarray(x)
 
 
-def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, layout: str = "plain") -> Any:
-    """Normal numbers in the carrier of a dtype, in memory of a kind; nobody may write to them."""
-    x = laid_out(narrow(rng.standard_normal(shape), dtype), layout)
+def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, layout: str = "plain") -> Any:
+    """Read-only normal numbers in the carrier of a dtype, in this memory layout."""
+    x = with_layout(narrow(rng.standard_normal(shape), dtype), layout)
     assert x.shape == shape and x.dtype == carrier(dtype)
     x.flags.writeable = False
     return x
@@ -198,7 +198,7 @@ def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, layout: s
 
 @lru_cache(maxsize=8)
 def build(case: Case) -> Call:
-    """The call of a case; the same numbers every time and for every dtype."""
+    """Build the call of a case: the same numbers every time and for every dtype."""
     size, dtype = case.size, case.dtype
     rng = np.random.default_rng(zlib.crc32(f"{case.options} {size}".encode()))
     out_dtype = accumulator(dtype) if case.wide_out else dtype
@@ -212,23 +212,23 @@ def build(case: Case) -> Call:
     options = {key: x for name in case.options for key, x in OPTIONS[name](rng, size, dtype).items()}
     for name in ("mask", "bias"):
         if name in options:
-            options[name] = laid_out(options[name], case.layout)
+            options[name] = with_layout(options[name], case.layout)
     if case.wide_out:
         options["out_dtype"] = "float32" if out_dtype == "float32" else np.dtype(out_dtype)
     return Call(
-        draw(rng, (*q_shape, size.dim), dtype, case.layout),
-        draw(rng, (*k_shape, size.dim), dtype, case.layout),
-        draw(rng, (*k_shape, size.dim_v), dtype, case.layout),
+        random_array(rng, (*q_shape, size.dim), dtype, case.layout),
+        random_array(rng, (*k_shape, size.dim), dtype, case.layout),
+        random_array(rng, (*k_shape, size.dim_v), dtype, case.layout),
         options,
-        draw(rng, (*q_shape, size.dim_v), out_dtype, case.layout),
-        draw(rng, q_shape, accumulator(dtype)),
+        random_array(rng, (*q_shape, size.dim_v), out_dtype, case.layout),
+        random_array(rng, q_shape, accumulator(dtype)),
         packed,
     )
 
 
 @dataclass(frozen=True, eq=False)
 class Truth:
-    """What the oracle says, and how far from it standard attention in the dtype of the inputs comes."""
+    """The oracle's results, and the errors of standard attention in the dtype of the inputs."""
 
     out: Any
     lse: Any
@@ -239,21 +239,21 @@ class Truth:
         return self.grads[name] if name in GRADIENTS else getattr(self, name)
 
 
-def same_dtype_error(call: Call) -> Truth:
-    """The yardstick: the oracle's results in float64, and the errors of the same formula rounded at every step.
+def truth_of(call: Call) -> Truth:
+    """Compute the oracle's results in float64, and the errors of the same formula rounded at every step.
 
-    q.k is the same sum in whatever order its columns are taken. In float32 that order is all the rounding there is to
-    it, so standard attention is given several, and its error is the largest: the luck of one order is no yardstick.
-    Nor is that of a few rows, which another processor's product would give another largest error: those get more.
+    The exact q.k does not depend on the order of columns, but in float32 its rounding does. So standard attention is
+    computed with several orders, and its error is the largest of them, not the luck of one order. With few rows the
+    largest error varies more, also between processors, so these get more orders.
     """
     dtype = call.problem().dtype
-    exact = standard(call, "float64")
+    exact = standard_attention(call, "float64")
     error = dict.fromkeys((name for name, x in exact.items() if x is not None), 0.0)
     rng = np.random.default_rng(0)
     orders = 1 if dtype != "float32" else 4 if exact["lse"].size > FEW_ROWS else 24
     for n in range(0 if dtype == "float64" else orders):
         order = rng.permutation(call.q.shape[-1]) if n else np.arange(call.q.shape[-1])
-        found = standard(replace(call, q=call.q[..., order], k=call.k[..., order]), dtype)
+        found = standard_attention(replace(call, q=call.q[..., order], k=call.k[..., order]), dtype)
         for name in error:
             x = found[name] if name == "lse" else widen(narrow(found[name], dtype), np.float64)
             same_order = exact[name][..., order] if name in ("dq", "dk") else exact[name]
@@ -261,10 +261,10 @@ def same_dtype_error(call: Call) -> Truth:
     return Truth(exact["out"], exact["lse"], {name: exact[name] for name in GRADIENTS}, error)
 
 
-def standard(call: Call, precision: str) -> dict[str, Any]:
+def standard_attention(call: Call, precision: str) -> dict[str, Any]:
     problem = call.problem()
     out, lse = reference.forward(problem, precision)
-    # The oracle looks at neither out nor lse, so any of the right shape will do to bring dout to rank 4.
+    # The oracle reads neither out nor lse; arrays of their shapes are needed only to reshape dout to rank 4.
     like_out = problem.as_given(np.zeros(problem.out_shape(), carrier(problem.out_dtype)))
     like_lse = problem.as_given(np.zeros(problem.out_shape()[:-1], problem.accumulator))
     dout, like_out, like_lse, dlse = check_gradients(problem, call.dout, like_out, like_lse, call.dlse)
@@ -276,11 +276,11 @@ def standard(call: Call, precision: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def truth(case: Case) -> Truth:
-    return same_dtype_error(build(case))
+    return truth_of(build(case))
 
 
 def max_error(x: Any, exact: Any) -> float:
-    """The largest distance; infinite where one is not finite and the other is not the same."""
+    """The largest error; infinite where a value is not finite and the two are not the same."""
     x = widen(np.asarray(x), np.float64).reshape(exact.shape)
     if not x.size:
         return 0.0
@@ -291,30 +291,30 @@ def max_error(x: Any, exact: Any) -> float:
     return float(distance.max())
 
 
-def allowed(name: str, against: Truth, problem: Problem, result_dtype: str) -> float:
-    """How far a result may be from the oracle: 2 x standard attention in its dtype, gradients 3 x, float64 1e-12.
+def tolerance(name: str, against: Truth, problem: Problem, result_dtype: str) -> float:
+    """The allowed error: 2 x that of standard attention in the same dtype, 3 x for gradients, 1e-12 for float64.
 
-    The floor is one unit in the last place of the largest number: where standard attention happens to be exact (one
-    key, say), a result must still be storable. The largest error of a few is luck, standard attention's too, so the
-    floor is higher where there are but few: of rows (a decode step) by three units of the accumulator's and, for
-    gradients, by what the rounding of the lse does to each weight recomputed from it; of numbers in a gradient (that
-    of a sink, or of a bias that is broadcast) by three of the dtype's, since D comes from the rounded output, and by
-    one of the accumulator's, whatever is left of terms that cancel.
+    It is at least one unit in the last place of the largest number, since where standard attention happens to be exact
+    (with one key, say) a result must still be storable. The largest error of a few numbers depends on luck, also
+    standard attention's, so this floor is higher for small results. With few rows (a decode step) it grows by three
+    units of the accumulator and, for gradients, by the effect of the rounded lse on each recomputed weight. With few
+    numbers in a gradient (of a sink, or of a broadcast bias) it grows by three units of the dtype, since D comes from
+    the rounded output, and by one unit of the accumulator, for terms that cancel.
     """
-    exact, standard = against.exact(name), against.error[name]
+    exact, standard_error = against.exact(name), against.error[name]
     largest = _largest(exact)
     if problem.dtype == "float64":
         return 1e-12 * max(1.0, largest)
     gradient = name in GRADIENTS
     floor = EPS[result_dtype]
     if np.isfinite(against.lse).sum() <= 64:
-        largest = max(largest, 1.0) if gradient else largest  # dP - D cancels: its terms are of the size of the inputs
+        largest = max(largest, 1.0) if gradient else largest  # dP - D cancels: its terms are as large as the inputs
         floor += EPS[problem.accumulator] * (3 + (_largest(against.lse) if gradient else 0))
     terms = 0.0
     if gradient and exact.size <= 64:
         floor += EPS[problem.dtype] * 3
         terms = EPS[problem.accumulator]
-    return (3 if gradient else 2) * standard + floor * largest + terms
+    return (3 if gradient else 2) * standard_error + floor * largest + terms
 
 
 def _largest(x: Any) -> float:
@@ -323,10 +323,10 @@ def _largest(x: Any) -> float:
 
 
 def check(name: str, found: Any, against: Truth, problem: Problem) -> None:
-    """One result against the oracle."""
+    """Check one result against the oracle."""
     exact = against.exact(name)
     assert found.shape == exact.shape or name == "dbias", f"{name} has shape {found.shape}, not {exact.shape}"
-    bound, error = allowed(name, against, problem, name_of(found.dtype)), max_error(found, exact)
+    bound, error = tolerance(name, against, problem, name_of(found.dtype)), max_error(found, exact)
     assert error <= bound, f"{name}: error {error:.3g} > {bound:.3g}; of standard attention: {against.error[name]:.3g}"
 
 

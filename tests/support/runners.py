@@ -1,6 +1,6 @@
-"""Every way to run a call that this machine has: each backend of the table, and tiles in both orders and odd sizes.
+"""Runners: every way to run a call on this machine, i.e. each backend, and tiles in both orders with odd sizes.
 
-Of a backend that takes tensors only, arrays become tensors and results arrays again.
+For a backend that takes only tensors, arrays are converted to tensors and the results back.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from tests.support.grid import Call
 
 @dataclass(frozen=True)
 class Runner:
-    """forward(call) -> out, lse; backward(call, out, lse) -> Grads; both as the public functions give them.
+    """forward(call) -> out, lse; backward(call, out, lse) -> Grads; both return what the public functions return.
 
-    refusal(call): why it does not take a call; None where it does.
+    refusal(call): why a call is not supported; None if it is.
     """
 
     name: str
     forward: Callable[[Call], tuple[Any, Any]]
     backward: Callable[[Call, Any, Any], ft.Grads]
     refusal: Callable[[Call], str | None] = lambda call: None
-    same_bits: bool = True  # where numbers differ that a result does not depend on
+    same_bits: bool = True  # if only numbers differ that a result does not depend on
 
 
-def public(name: str, **more: Any) -> Runner:
+def api_runner(name: str, **more: Any) -> Runner:
     def forward(call: Call) -> tuple[Any, Any]:
         if call.packed:
             return ft.attention_packed(
@@ -61,8 +61,8 @@ def public(name: str, **more: Any) -> Runner:
     return Runner(name, forward, backward)
 
 
-def by_torch(name: str) -> Runner:
-    """A call that the backend does not take is an error that says why, and skips its test."""
+def torch_runner(name: str) -> Runner:
+    """Run a backend on tensors. For an unsupported call, check that the error says why, and skip the test."""
     row = next(row for row in dispatch.TABLE if row.name == name)
 
     def given(call: Call) -> tuple[list[Any], dict[str, Any]]:
@@ -101,7 +101,7 @@ def by_torch(name: str) -> Runner:
     return Runner(name, forward, backward, refusal, same_bits=False)
 
 
-def tiled(order: str, block_q: int, block_k: int) -> Runner:
+def tiles_runner(order: str, block_q: int, block_k: int) -> Runner:
     def forward(call: Call) -> tuple[Any, Any]:
         problem = call.problem()
         out, lse = tiles.forward(problem, order, block_q, block_k)
@@ -122,27 +122,27 @@ def tiled(order: str, block_q: int, block_k: int) -> Runner:
 
 
 RUNNERS = (
-    *((by_torch if row.tensors_only else public)(row.name) for row in dispatch.TABLE if row.device == "cpu"),
-    tiled("fa1", 16, 24),
-    tiled("fa2", 7, 50),
+    *((torch_runner if row.tensors_only else api_runner)(row.name) for row in dispatch.TABLE if row.device == "cpu"),
+    tiles_runner("fa1", 16, 24),
+    tiles_runner("fa2", 7, 50),
 )
 
 
-def missing(name: str) -> str | None:
-    """Why a backend cannot run here, in the words of the dispatch table."""
+def why_missing(name: str) -> str | None:
+    """Why a backend cannot run here, as the dispatch table says; None if it can."""
     for row in dispatch.TABLE:
         if row.name == name.split()[0]:
             return row.missing() if hasattr(row.load(), "prepare") else "it is not there"
     return None
 
 
-def or_skip(runner: Runner) -> Any:
-    """The runner as a parameter, skipped with the reason where this machine has no such backend."""
-    reason = missing(runner.name)
+def runner_param(runner: Runner) -> Any:
+    """The runner as a pytest parameter, skipped with the reason if this machine lacks the backend."""
+    reason = why_missing(runner.name)
     marks = [pytest.mark.skip(reason=f"{runner.name}: {reason}")] if reason else []
     return pytest.param(runner, id=runner.name, marks=marks)
 
 
-every_runner = pytest.mark.parametrize("runner", [or_skip(r) for r in RUNNERS])
+every_runner = pytest.mark.parametrize("runner", [runner_param(r) for r in RUNNERS])
 TENSORS_ONLY = {row.name for row in dispatch.TABLE if row.tensors_only}
-every_runner_of_arrays = pytest.mark.parametrize("runner", [or_skip(r) for r in RUNNERS if r.name not in TENSORS_ONLY])
+every_array_runner = pytest.mark.parametrize("runner", [runner_param(r) for r in RUNNERS if r.name not in TENSORS_ONLY])

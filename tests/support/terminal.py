@@ -1,4 +1,4 @@
-"""A real terminal of 80 columns for tests of what programs print, and what a terminal is told by control codes."""
+"""Run a command in a real terminal of 80 columns, to test its output and control codes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 
-pytest.importorskip("termios")  # no such terminals elsewhere
+pytest.importorskip("termios")  # Unix only
 
 import fcntl
 import pty
@@ -23,7 +23,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")  # what a file should not hold
 
 
 def in_terminal(command: Sequence[str], **environment: str) -> str:
-    """All that a command, which has to succeed, printed on a terminal, stderr included."""
+    """Run a command, check that it succeeds, and return all it printed on the terminal, stderr included."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
     variables = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}

@@ -1,4 +1,4 @@
-"""Every backend's gradients as slopes, and what that check sees: 1 % too much, and a tile that is missing."""
+"""Every backend's gradients against finite differences; and errors that this check detects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import flashtile as ft
 from flashtile.numerics.dtypes import name_of, narrow, widen
 from tests.support import finite_differences
 from tests.support.grid import COMBINATIONS, GRADIENTS, OPTIONS, Call, Case, Size, build
-from tests.support.runners import Runner, every_runner, public
+from tests.support.runners import Runner, api_runner, every_runner
 
 SIZE = Size(2, 4, 2, 97, 131, 33, 17)
 PACKED = Size.packed(4, 2, 33, 17, (65, 97), (0, 3), (33, 0), (97, 40))
@@ -24,7 +24,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 @every_runner
 @each_dtype
 def test_gradients_are_slopes(runner: Runner, dtype: str) -> None:
-    """Each option in one of four dtypes; they take turns."""
+    """Each option is checked in one of the four dtypes, in rotation."""
     for case in [
         *(Case(SIZE, dtype, x) for x in EVERY[DTYPES.index(dtype) :: 4]),
         Case(PACKED, dtype, ("everything",)),
@@ -33,8 +33,8 @@ def test_gradients_are_slopes(runner: Runner, dtype: str) -> None:
 
 
 def changed(name: str, change: Callable[[Any], Any]) -> Runner:
-    """The tiles of NumPy, with one gradient changed."""
-    right = public("tiles")
+    """The NumPy tiles backend with one gradient changed."""
+    right = api_runner("tiles")
 
     def backward(call: Call, out: Any, lse: Any) -> ft.Grads:
         grads = right.backward(call, out, lse)
@@ -45,7 +45,7 @@ def changed(name: str, change: Callable[[Any], Any]) -> Runner:
     return Runner(f"tiles, {name} changed", right.forward, backward)
 
 
-def seen(call: Call, name: str, change: Callable[[Any], Any]) -> bool:
+def detected(call: Call, name: str, change: Callable[[Any], Any]) -> bool:
     try:
         finite_differences.agree(call, changed(name, change))
     except AssertionError as error:
@@ -54,36 +54,36 @@ def seen(call: Call, name: str, change: Callable[[Any], Any]) -> bool:
 
 
 @each_dtype
-def test_one_per_cent_is_seen(dtype: str) -> None:
-    """Of each gradient; of a sink's, which is few numbers, only where the output has more than three digits."""
+def test_one_per_cent_is_detected(dtype: str) -> None:
+    """For each gradient; a sink's has few numbers, so it is tested only if the output has more than three digits."""
     call = build(Case(SIZE, dtype, ("causal", "bias", "sink", "softcap")))
     for name in GRADIENTS[: 5 if dtype in ("float64", "float32") else 4]:
         for by in (1.01, 0.99):
-            assert seen(call, name, lambda x, by=by: x * by), f"{name} * {by}"
+            assert detected(call, name, lambda x, by=by: x * by), f"{name} * {by}"
 
 
 @each_dtype
 @pytest.mark.parametrize("name", ["dq", "dk", "dv"])
-def test_rows_that_are_missing_are_seen(name: str, dtype: str) -> None:
-    """A tenth of them, of one head: they are 0."""
+def test_rows_that_are_missing_are_detected(name: str, dtype: str) -> None:
+    """A tenth of one head's rows is set to 0."""
 
     def without(x: Any) -> Any:
         x = x.copy()
         x[0, 0, -x.shape[2] // 10 :] = 0
         return x
 
-    assert seen(build(Case(SIZE, dtype, ("sink",))), name, without)
+    assert detected(build(Case(SIZE, dtype, ("sink",))), name, without)
 
 
 @pytest.mark.parametrize("name", ["dq", "dk", "dv", "dsink"])
 @pytest.mark.parametrize("by", [-1, np.nan, np.inf])
-def test_nan_inf_and_another_sign_are_seen(name: str, by: float) -> None:
-    assert seen(build(Case(SIZE, "bfloat16", ("sink",))), name, lambda x: x * by)
+def test_nan_inf_and_another_sign_are_detected(name: str, by: float) -> None:
+    assert detected(build(Case(SIZE, "bfloat16", ("sink",))), name, lambda x: x * by)
 
 
-def test_a_gradient_of_the_lse_that_is_left_out_is_seen() -> None:
-    right = public("tiles")
+def test_a_gradient_of_the_lse_that_is_left_out_is_detected() -> None:
+    right = api_runner("tiles")
     call = build(Case(SIZE, "bfloat16"))
-    forgetful = ft.attention_backward(call.dout, call.q, call.k, call.v, *right.forward(call), backend="tiles")
+    without_dlse = ft.attention_backward(call.dout, call.q, call.k, call.v, *right.forward(call), backend="tiles")
     with pytest.raises(AssertionError, match=r"^dq: "):
-        finite_differences.agree(call, Runner("forgetful", right.forward, lambda *_: forgetful))
+        finite_differences.agree(call, Runner("without dlse", right.forward, lambda *_: without_dlse))

@@ -1,4 +1,4 @@
-"""A small transformer that learns to recall: its losses step by step, with one attention or another."""
+"""Train a small transformer on a recall task, with any attention, and compare its losses with torch's."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 import flashtile as ft
 
 LETTERS, LAG = 16, 5
-GUESSING = math.log(LETTERS)  # the loss of who knows nothing
+GUESSING = math.log(LETTERS)  # the loss of guessing at random
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Course:
-    """What is trained, for how long. Attention is in bfloat16, everything else in float32."""
+class Setup:
+    """The model and its training. Attention is in bfloat16, everything else in float32."""
 
     device: str
     head_dim: int
@@ -39,68 +39,68 @@ class Course:
         return self.heads * self.head_dim
 
 
-GPU_COURSES = (Course("cuda", 64, heads=4, batch=16, length=256), Course("cuda", 128, heads=2, batch=16, length=256))
+GPU_SETUPS = (Setup("cuda", 64, heads=4, batch=16, length=256), Setup("cuda", 128, heads=2, batch=16, length=256))
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron, each added to what came in."""
+    """Attention and an MLP, each with a residual connection."""
 
-    def __init__(self, course: Course, attention: Attention) -> None:
+    def __init__(self, setup: Setup, attention: Attention) -> None:
         super().__init__()
-        width = course.width
-        self.heads, self.attention = course.heads, attention
-        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        width = setup.width
+        self.heads, self.attention = setup.heads, attention
+        self.norm_attention, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.perceptron = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
             y.unflatten(-1, (self.heads, -1)).transpose(1, 2).contiguous().bfloat16()
-            for y in self.qkv(self.before(x)).chunk(3, -1)
+            for y in self.qkv(self.norm_attention(x)).chunk(3, -1)
         )
         x = x + self.out(self.attention(q, k, v).float().transpose(1, 2).flatten(2))
-        return x + self.perceptron(self.between(x))
+        return x + self.mlp(self.norm_mlp(x))
 
 
 class Transformer(nn.Module):
-    """Letters in, scores of the next letter out."""
+    """Maps letters to logits of the next letter."""
 
-    def __init__(self, course: Course, attention: Attention) -> None:
+    def __init__(self, setup: Setup, attention: Attention) -> None:
         super().__init__()
-        self.letters = nn.Embedding(LETTERS, course.width)
-        self.places = nn.Embedding(course.length, course.width)
-        self.blocks = nn.Sequential(*(Block(course, attention) for _ in range(course.layers)))
-        self.head = nn.Sequential(nn.LayerNorm(course.width), nn.Linear(course.width, LETTERS))
+        self.letters = nn.Embedding(LETTERS, setup.width)
+        self.positions = nn.Embedding(setup.length, setup.width)
+        self.blocks = nn.Sequential(*(Block(setup, attention) for _ in range(setup.layers)))
+        self.head = nn.Sequential(nn.LayerNorm(setup.width), nn.Linear(setup.width, LETTERS))
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.blocks(self.letters(x) + self.places.weight))
+        logits: Tensor = self.head(self.blocks(self.letters(x) + self.positions.weight))
         return logits
 
 
-def texts(course: Course, rng: torch.Generator) -> Tensor:
-    """Seven letters of eight are the one that stands LAG places back: who cannot look there can only guess."""
-    shape = (course.batch, course.length + 1)
+def texts(setup: Setup, rng: torch.Generator) -> Tensor:
+    """Seven of eight letters equal the letter LAG positions back: without attention they can only be guessed."""
+    shape = (setup.batch, setup.length + 1)
     x, fresh = torch.randint(LETTERS, shape, generator=rng), torch.rand(shape, generator=rng) < 1 / 8
     for i in range(LAG, shape[1]):
         x[:, i] = torch.where(fresh[:, i], x[:, i], x[:, i - LAG])
     return x
 
 
-def losses(course: Course, attention: Attention, nudge: bool = False, seed: int = 0) -> list[float]:
-    """Of every step, from weights and texts that the seed alone decides. `nudge`: each weight starts an ulp higher."""
+def losses(setup: Setup, attention: Attention, nudge: bool = False, seed: int = 0) -> list[float]:
+    """The loss of every step. The seed determines weights and texts; `nudge`: each weight starts one ulp higher."""
     rng = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Transformer(course, attention)
+        model = Transformer(setup, attention)
     if nudge:
         with torch.no_grad():
             for w in model.parameters():
                 w.copy_(torch.nextafter(w, torch.full_like(w, torch.inf)))
-    model.to(course.device)
-    optimizer = torch.optim.AdamW(model.parameters(), course.rate)
+    model.to(setup.device)
+    optimizer = torch.optim.AdamW(model.parameters(), setup.rate)
     found = []
-    for _ in range(course.steps):
-        x = texts(course, rng).to(course.device)
+    for _ in range(setup.steps):
+        x = texts(setup, rng).to(setup.device)
         loss = cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -110,8 +110,8 @@ def losses(course: Course, attention: Attention, nudge: bool = False, seed: int 
     return curve
 
 
-def sdpa(kernel: str) -> Attention:
-    """torch's own, by one of its kernels."""
+def torch_attention(kernel: str) -> Attention:
+    """torch's attention, by one of its kernels."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(getattr(SDPBackend, kernel)):
@@ -120,32 +120,32 @@ def sdpa(kernel: str) -> Attention:
     return attention
 
 
-def ours(backend: str = "auto", wrong: float = 1.0) -> Attention:
-    """flashtile's; `wrong` times the scale that is right."""
-    return lambda q, k, v: ft.attention(q, k, v, causal=True, scale=wrong * q.shape[-1] ** -0.5, backend=backend)
+def flashtile_attention(backend: str = "auto", scale_factor: float = 1.0) -> Attention:
+    """flashtile's attention, with the right scale times `scale_factor`."""
+    return lambda q, k, v: ft.attention(q, k, v, causal=True, scale=scale_factor * q.shape[-1] ** -0.5, backend=backend)
 
 
 @cache
-def peers(course: Course) -> dict[str, list[float]]:
-    """Runs that differ in rounding only: torch's kernels, and the plainest of them from weights an ulp away."""
-    kernels = ("MATH", "FLASH_ATTENTION", *(["CUDNN_ATTENTION"] if course.device == "cuda" else []))
-    runs = {name: losses(course, sdpa(name)) for name in kernels}
-    return runs | {"MATH, nudged": losses(course, sdpa("MATH"), nudge=True)}
+def torch_runs(setup: Setup) -> dict[str, list[float]]:
+    """Runs that differ in rounding only: torch's kernels, and MATH from weights one ulp away."""
+    kernels = ("MATH", "FLASH_ATTENTION", *(["CUDNN_ATTENTION"] if setup.device == "cuda" else []))
+    runs = {name: losses(setup, torch_attention(name)) for name in kernels}
+    return runs | {"MATH, nudged": losses(setup, torch_attention("MATH"), nudge=True)}
 
 
 def distance(a: Sequence[float], b: Sequence[float]) -> float:
-    """The root mean square, over the steps, of how far two losses are apart."""
+    """The root mean square over the steps of the difference of two losses."""
     return math.sqrt(sum((x - y) ** 2 for x, y in zip(a, b, strict=True)) / len(a))
 
 
-def check(course: Course, curve: Sequence[float]) -> None:
-    """Learned, and as torch does it.
+def check(setup: Setup, curve: Sequence[float]) -> None:
+    """Check that a run has learned, as torch's runs do.
 
-    From its runs, on average, no farther than twice the largest distance between two of them: a curve that differs in
-    rounding alone is about as far from them as they are from each other.
+    Its average distance to torch's runs is at most twice the largest distance between two of them: a curve that differs
+    in rounding only is about as far from them as they are from each other.
     """
-    others = peers(course)
-    assert all(np.mean(run[-10:]) < GUESSING / 2 for run in others.values()), "the course is too short"
+    others = torch_runs(setup)
+    assert all(np.mean(run[-10:]) < GUESSING / 2 for run in others.values()), "the training is too short"
     noise = max(distance(a, b) for a, b in combinations(others.values(), 2))
     away = float(np.mean([distance(curve, run) for run in others.values()]))
     assert away <= 2 * noise, f"{away:.2e} away from torch's runs, which are at most {noise:.2e} apart"

@@ -22,23 +22,23 @@ RECORD, PICTURE = ROOT / "docs" / "training.json", ROOT / "docs" / "training.png
 COLOURS = (canvas.BLUE, canvas.RED, canvas.GREEN)
 
 
-def train(courses: tuple[training.Course, ...] = training.GPU_COURSES) -> records.Record:
-    """Every course with every backend of its device that can run here, beside torch's kernels."""
+def train(setups: tuple[training.Setup, ...] = training.GPU_SETUPS) -> records.Record:
+    """Every setup with every backend of its device that can run here, beside torch's kernels."""
     record = records.new("training", quick=False)
-    for course in courses:
-        able = [row.name for row in dispatch.TABLE if row.device == course.device and row.missing() is None]
-        curves = {name: training.losses(course, training.ours(name)) for name in able}
-        others = training.peers(course)
-        record["measurements"].append({"course": asdict(course), "flashtile": curves, "torch": others})
+    for setup in setups:
+        able = [row.name for row in dispatch.TABLE if row.device == setup.device and row.missing() is None]
+        curves = {name: training.losses(setup, training.flashtile_attention(name)) for name in able}
+        others = training.torch_runs(setup)
+        record["measurements"].append({"setup": asdict(setup), "flashtile": curves, "torch": others})
     return record
 
 
 def draw(record: records.Record, picture: Path) -> None:
     """Above, the losses; below, how far each is from that of torch's plainest kernel, which is noise or is not."""
-    courses: list[dict[str, Any]] = record["measurements"]
-    figure, axes = canvas.panels(2, len(courses), width=5.0 * len(courses), height=6.0)
-    for n, measured in enumerate(courses):
-        above, below = axes[n], axes[n + len(courses)]
+    setups: list[dict[str, Any]] = record["measurements"]
+    figure, axes = canvas.panels(2, len(setups), width=5.0 * len(setups), height=6.0)
+    for n, measured in enumerate(setups):
+        above, below = axes[n], axes[n + len(setups)]
         plain = measured["torch"]["MATH"]
         above.plot(plain, color=canvas.MUTED, linewidth=3, alpha=0.4, label="torch")
         for curve in measured["torch"].values():
@@ -46,7 +46,7 @@ def draw(record: records.Record, picture: Path) -> None:
         for (name, curve), colour in zip(measured["flashtile"].items(), COLOURS, strict=False):
             above.plot(curve, color=colour, linewidth=0.9, label=f"flashtile, {name}")
             below.plot(np.subtract(curve, plain), color=colour, linewidth=0.8)
-        canvas.label(above, f"head dim {measured['course']['head_dim']}", y="loss")
+        canvas.label(above, f"head dim {measured['setup']['head_dim']}", y="loss")
         canvas.label(below, "apart from torch's plainest kernel", x="step", y="difference of the losses")
         canvas.legend(above)
     figure.savefig(picture)

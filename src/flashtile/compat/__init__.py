@@ -1,1 +1,1 @@
-"""The calls of other libraries, answered by flashtile: torch's SDPA, flash_attn's functions, transformers' layers."""
+"""Other libraries' interfaces on flashtile: torch's SDPA, flash_attn's functions, transformers' layers."""

@@ -1,4 +1,4 @@
-"""Errors at the doors of other libraries: flashtile's own, and RuntimeErrors as well, as theirs are."""
+"""Errors of the functions that stand in for other libraries': flashtile's, and also RuntimeErrors, as theirs are."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ class DTypeError(errors.DTypeError, RuntimeError):
     """An argument is of the wrong type, dtype or library."""
 
 
-def theirs(error: errors.FlashtileError, names: Mapping[str, str]) -> Exception:
-    """The same error as such a one, of arguments by these names. (An UnsupportedError is a RuntimeError by itself.)"""
-    both: type[Exception] = type(error)
-    for kind, one in ((errors.ShapeError, ShapeError), (errors.DTypeError, DTypeError)):
-        if isinstance(error, kind):
-            both = one
+def as_runtime_error(error: errors.FlashtileError, names: Mapping[str, str]) -> Exception:
+    """Convert an error to a RuntimeError, and rename its argument. (UnsupportedError already is a RuntimeError.)"""
+    kind: type[Exception] = type(error)
+    for base, runtime in ((errors.ShapeError, ShapeError), (errors.DTypeError, DTypeError)):
+        if isinstance(error, base):
+            kind = runtime
     name, colon, rest = str(error).partition(": ")
-    return both(f"{names.get(name, name)}{colon}{rest}").with_traceback(error.__traceback__)
+    return kind(f"{names.get(name, name)}{colon}{rest}").with_traceback(error.__traceback__)
 
 
-def as_theirs(function: Callable[P, R], names: Mapping[str, str] = MappingProxyType({})) -> Callable[P, R]:
-    """The function, with such errors."""
+def raise_runtime_errors(function: Callable[P, R], names: Mapping[str, str] = MappingProxyType({})) -> Callable[P, R]:
+    """Decorate a function to raise RuntimeErrors, with arguments renamed."""
 
     @wraps(function)
-    def door(*args: P.args, **kwargs: P.kwargs) -> R:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
         except errors.FlashtileError as error:
-            raise theirs(error, names) from None
+            raise as_runtime_error(error, names) from None
         except (AttributeError, RuntimeError, TypeError, ValueError):
             check_tensors(function, *args, **kwargs)
-            check_held(function, *args, **kwargs)
+            check_stored_values(function, *args, **kwargs)
             raise
 
-    return door
+    return wrapper
 
 
 def check_tensors(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> None:
-    """That what a call gives for a Tensor is one. Asked for where the call went wrong, for asking takes long."""
+    """Check that arguments annotated as Tensor are tensors. This is slow, so it runs only after a call has failed."""
     signature = inspect.signature(function)
     for name, x in signature.bind(*args, **kwargs).arguments.items():
         wanted = str(signature.parameters[name].annotation).partition(" | ")
@@ -61,12 +61,12 @@ def check_tensors(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -
             raise DTypeError(f"{name}: expected a torch tensor, got {type(x).__name__}") from None
 
 
-def check_held(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> None:
-    """That the tensors of a call hold their values, and plainly; likewise."""
+def check_stored_values(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Check that a call's tensors store their values in plain memory; also run only after a call has failed."""
     given = inspect.signature(function).bind(*args, **kwargs).arguments
     tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
     try:
         subclasses.check_plain(tensors)
         subclasses.check_whole(tensors)
     except errors.FlashtileError as error:
-        raise theirs(error, {}) from None
+        raise as_runtime_error(error, {}) from None

@@ -1,15 +1,14 @@
-"""The functions of flash_attn 2, by flashtile, on a CPU too.
+"""The functions of flash_attn 2, computed by flashtile, on a CPU too.
 
-Tensors are (batch, rows, heads, dim), or (rows of all sequences, heads, dim) with the starts of sequences. Windows and
-causal are aligned at the end. Asked for probabilities, they give (output, lse, weights), where weights are None unless
-some are dropped: then they are the softmax, negative where dropped, both sides rounded up to multiples of 128. The lse
+Tensors are (batch, rows, heads, dim), or packed (rows, heads, dim) with cumulative sequence lengths. Windows and causal
+are aligned at the end. With return_attn_probs the functions return (output, lse, weights), where weights are None
+without dropout, and else the softmax, negative where dropped, with both sides rounded up to multiples of 128. The lse
 of a row that sees no key is +inf here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -19,16 +18,24 @@ from flashtile.api import attention, attention_packed
 from flashtile.checks.arguments import library
 from flashtile.checks.numbers import check_flag
 from flashtile.compat import weights
-from flashtile.compat.errors import as_theirs
-from flashtile.compat.kv_cache import check_alike, check_integers, check_table, find, hidden, paged, used_pages
-from flashtile.compat.options import dropped
-from flashtile.compat.rotary import rotated
+from flashtile.compat.errors import raise_runtime_errors
+from flashtile.compat.kv_cache import (
+    check_alike,
+    check_integers,
+    check_table,
+    find_cache,
+    gather_pages,
+    padding_mask,
+    used_pages,
+)
+from flashtile.compat.options import dropout_options
+from flashtile.compat.rotary import rotate
 from flashtile.errors import DTypeError, ShapeError, UnsupportedError
 from flashtile.problem import describe
 from flashtile.pytorch import subclasses
 
 Window = tuple[int, int]
-EVERYTHING: Window = (-1, -1)
+UNLIMITED: Window = (-1, -1)
 NAMES = {  # of arguments, in attention() and here
     "window": "window_size",
     "scale": "softmax_scale",
@@ -43,11 +50,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _door(function: Callable[P, R]) -> Callable[P, R]:
-    return as_theirs(function, NAMES)
+def _flash_attn_errors(function: Callable[P, R]) -> Callable[P, R]:
+    return raise_runtime_errors(function, NAMES)
 
 
-@_door
+@_flash_attn_errors
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -55,58 +62,58 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = EVERYTHING,
+    window_size: Window = UNLIMITED,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
     options = _options(q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    _check_four(q=q, k=k, v=v)
+    _check_4d(q=q, k=k, v=v)
     found = _dense(q, k, v, return_attn_probs, options)
     if not return_attn_probs:
         return found
     return *found, weights.dense(q.transpose(1, 2), k.transpose(1, 2), options) if "dropout" in options else None
 
 
-@_door
+@_flash_attn_errors
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = EVERYTHING,
+    window_size: Window = UNLIMITED,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
     """qkv is (batch, rows, 3, heads, dim)."""
-    q, k, v = _parts("qkv", qkv, 3, 5)
+    q, k, v = _unbind("qkv", qkv, 3, 5)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_func(q, k, v, *tail)
 
 
-@_door
+@_flash_attn_errors
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = EVERYTHING,
+    window_size: Window = UNLIMITED,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
     """kv is (batch, rows, 2, heads, dim)."""
-    k, v = _parts("kv", kv, 2, 5)
+    k, v = _unbind("kv", kv, 2, 5)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_func(q, k, v, *tail)
 
 
-@_door
+@_flash_attn_errors
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -118,7 +125,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = EVERYTHING,
+    window_size: Window = UNLIMITED,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -128,20 +135,21 @@ def flash_attn_varlen_func(
     seqused_k: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Any:
-    """With a block_table k and v are pages, (pages, rows of a page, heads, dim), copied into one piece here.
+    """With a block_table k and v are pages, (pages, rows of a page, heads, dim), which are copied into one tensor.
 
-    As flash_attn's varlen_fwd() and vLLM's function have them: seqused_k, how many keys of each sequence count (with a
-    block_table, cu_seqlens_k may be None then), and out, which takes the output where no gradient is wanted.
+    Two arguments are those of flash_attn's varlen_fwd() and of vLLM's function: seqused_k, the keys in use of each
+    sequence (with a block_table, cu_seqlens_k may then be None), and out, which receives the output if no gradient is
+    needed.
     """
     options = _options(q, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     if seqused_k is not None:
         options["kv_lengths"] = seqused_k
     if cu_seqlens_k is None and (seqused_k is None or block_table is None):
-        raise ShapeError("cu_seqlens_k: expected starts of sequences, unless by seqused_k and block_table, got None")
+        raise ShapeError("cu_seqlens_k: expected a tensor, unless seqused_k and block_table are given, got None")
     if block_table is not None:
         starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
         _check_memory(q, k=k, v=v, **starts, block_table=block_table, seqused_k=seqused_k)
-        _check_four(k=k, v=v)
+        _check_4d(k=k, v=v)
         check_alike("k", k, "v", v)
         for name, x in starts.items():
             if x is not None:
@@ -149,7 +157,7 @@ def flash_attn_varlen_func(
         check_table(block_table, cu_seqlens_q.shape[0] - 1)
         options.setdefault("kv_lengths", None if cu_seqlens_k is None else cu_seqlens_k.diff())
         block_table = used_pages(block_table, k, options["kv_lengths"])
-        k, v = paged(k, block_table), paged(v, block_table)
+        k, v = gather_pages(k, block_table), gather_pages(v, block_table)
         cu_seqlens_k = torch.arange(k.shape[0] + 1, dtype=cu_seqlens_q.dtype, device=k.device) * k.shape[1]
         k, v = k.flatten(0, 1), v.flatten(0, 1)
     _check_out(out, q, k, v)
@@ -161,7 +169,7 @@ def flash_attn_varlen_func(
     return out.copy_(found[0]), *found[1:]
 
 
-@_door
+@_flash_attn_errors
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -169,19 +177,19 @@ def flash_attn_varlen_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = EVERYTHING,
+    window_size: Window = UNLIMITED,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
     """qkv is (rows, 3, heads, dim)."""
-    q, k, v = _parts("qkv", qkv, 3, 4)
+    q, k, v = _unbind("qkv", qkv, 3, 4)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *tail)
 
 
-@_door
+@_flash_attn_errors
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -192,19 +200,19 @@ def flash_attn_varlen_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = EVERYTHING,
+    window_size: Window = UNLIMITED,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
     """kv is (rows, 2, heads, dim)."""
-    k, v = _parts("kv", kv, 2, 4)
+    k, v = _unbind("kv", kv, 2, 4)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *tail)
 
 
-@_door
+@_flash_attn_errors
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -219,18 +227,17 @@ def flash_attn_with_kvcache(
     block_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = EVERYTHING,
+    window_size: Window = UNLIMITED,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """New keys and values go into the cache, in place, behind the cache_seqlens that are there; q then sees all of it.
+    """Append new keys and values to the cache, in place, after cache_seqlens rows; q then sees all of it.
 
-    Nothing has a gradient, as there.
-
-    The cache is (batch, rows, heads, dim), of which cache_batch_idx may choose sequences; or pages, by a block_table.
+    As in flash_attn, nothing has a gradient. The cache is (batch, rows, heads, dim), where cache_batch_idx may select
+    sequences; or pages, with a block_table.
     """
     q, k_cache, v_cache = (x.detach() if x.requires_grad else x for x in (q, k_cache, v_cache))
     k, v, rotary_cos, rotary_sin = (
@@ -239,7 +246,7 @@ def flash_attn_with_kvcache(
     options = _options(q, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
     if return_softmax_lse is not False:
         return_softmax_lse = check_flag("return_softmax_lse", return_softmax_lse)
-    beside = {
+    extra = {
         "k": k,
         "v": v,
         "rotary_cos": rotary_cos,
@@ -249,30 +256,35 @@ def flash_attn_with_kvcache(
         "block_table": block_table,
         "alibi_slopes": alibi_slopes,
     }
-    if any(x is not None for x in beside.values()):  # if none, attention() is the first to look into the cache
-        _check_memory(q, k_cache=k_cache, v_cache=v_cache, cache_seqlens=cache_seqlens, **beside)
-    _check_four(q=q, k_cache=k_cache, v_cache=v_cache)
+    if any(x is not None for x in extra.values()):  # otherwise attention() makes the same check
+        _check_memory(q, k_cache=k_cache, v_cache=v_cache, cache_seqlens=cache_seqlens, **extra)
+    _check_4d(q=q, k_cache=k_cache, v_cache=v_cache)
     check_alike("k_cache", k_cache, "v_cache", v_cache)
     for name, x, other, y in (("v", v, "k", k), ("rotary_sin", rotary_sin, "rotary_cos", rotary_cos)):
         if (x is None) != (y is None):
-            raise ShapeError(f"{name}, {other}: expected both or none, got one of them")
+            raise ShapeError(f"{name}, {other}: expected both or neither, got one of them")
     new = None if k is None or v is None else (k, v)
-    cache = find(q.shape[0], k_cache, v_cache, new, cache_seqlens, cache_batch_idx, block_table)
+    cache = find_cache(q.shape[0], k_cache, v_cache, new, cache_seqlens, cache_batch_idx, block_table)
     if cache_leftpad is not None:
-        options["mask"] = hidden(cache_leftpad, q.shape[0], cache.room)
+        options["mask"] = padding_mask(cache_leftpad, q.shape[0], cache.capacity)
     if rotary_cos is not None and rotary_sin is not None:  # by rows of the cache, padding included
-        moving = causal or "window" in options
-        turn = partial(rotated, cos=rotary_cos, sin=rotary_sin, lengths=cache.lengths, interleaved=rotary_interleaved)
-        q, new = turn(q, moving=moving), None if new is None else (turn(new[0], moving=True), new[1])
+        angles: dict[str, Any] = {
+            "cos": rotary_cos,
+            "sin": rotary_sin,
+            "lengths": cache.lengths,
+            "interleaved": rotary_interleaved,
+        }
+        q = rotate(q, **angles, by_row=causal or "window" in options)
+        new = None if new is None else (rotate(new[0], **angles, by_row=True), new[1])
     if new is not None:
-        if not torch.compiler.is_compiling():  # before anything is written; of a graph, while it is made
+        if not torch.compiler.is_compiling():  # check before anything is written; a graph is checked when it is traced
             like = (
-                torch.empty((q.shape[0], cache.room, *x.shape[2:]), dtype=x.dtype, device="meta")
+                torch.empty((q.shape[0], cache.capacity, *x.shape[2:]), dtype=x.dtype, device="meta")
                 for x in (k_cache, v_cache)
             )
             describe(*(x.transpose(1, 2) for x in (q, *like)), **options)
         cache = cache.append(*new)
-    return _dense(q, *cache.whole(), return_softmax_lse, {**options, "kv_lengths": cache.lengths})
+    return _dense(q, *cache.gather(), return_softmax_lse, {**options, "kv_lengths": cache.lengths})
 
 
 def _options(
@@ -285,46 +297,51 @@ def _options(
     alibi_slopes: Tensor | None,
     deterministic: bool,
 ) -> dict[str, Any]:
-    """Those of attention()."""
+    """Convert to options of attention()."""
     if isinstance(window_size, Tensor):
         window_size = window_size.tolist()
     if not isinstance(window_size, tuple | list) or len(window_size) != 2 or None in window_size:
         raise ShapeError(f"window_size: expected two numbers, (left, right), got {window_size!r}")
     left, right = (None if n < 0 else n for n in window_size)
-    options: dict[str, Any] = {"causal": causal, "scale": softmax_scale, "softcap": softcap, **dropped(dropout_p, q)}
+    options: dict[str, Any] = {
+        "causal": causal,
+        "scale": softmax_scale,
+        "softcap": softcap,
+        **dropout_options(dropout_p, q),
+    }
     if left is not None or right is not None:
         options["window"] = (left, right)
     if alibi_slopes is not None and q.dtype == torch.float64:
         subclasses.check_whole({"alibi_slopes": alibi_slopes})
-        alibi_slopes = alibi_slopes.double()  # theirs are always of float32
+        alibi_slopes = alibi_slopes.double()  # flash_attn's are always float32
     return {**options, "alibi": alibi_slopes, "deterministic": deterministic}
 
 
-def _parts(name: str, x: Tensor, count: int, axes: int) -> tuple[Tensor, ...]:
+def _unbind(name: str, x: Tensor, count: int, axes: int) -> tuple[Tensor, ...]:
     if x.ndim != axes or x.shape[-3] != count:
-        raise ShapeError(f"{name}: expected {axes} axes, the last but two of {count}, got shape {tuple(x.shape)}")
+        raise ShapeError(f"{name}: expected {axes} axes, with {count} in the third-last, got shape {tuple(x.shape)}")
     return x.unbind(-3)
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, with_lse: bool, options: dict[str, Any]) -> Any:
-    """The output, or that and the lse."""
+    """The output, and the lse if wanted, of (batch, rows, heads, dim)."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     found: Any = attention(q, k, v, return_lse=with_lse, layout="bhnd", **options)
     if not with_lse:
         return found.transpose(1, 2).contiguous()
     out, lse = found
-    return out.transpose(1, 2).contiguous(), _as_theirs(lse)
+    return out.transpose(1, 2).contiguous(), _their_lse(lse)
 
 
 def _check_memory(q: Tensor, **others: Any) -> None:
-    """That tensors which something here reads or writes are where q is, and hold their values, and plainly."""
+    """Check that tensors read or written here are on q's device and store their values in plain memory."""
     tensors = {name: x for name, x in others.items() if isinstance(x, Tensor)}
     library(q, **tensors)
-    for look in (subclasses.check_plain, subclasses.check_whole):
-        look({"q": q, **tensors})
+    for check in (subclasses.check_plain, subclasses.check_whole):
+        check({"q": q, **tensors})
 
 
-def _check_four(**given: Tensor) -> None:
+def _check_4d(**given: Tensor) -> None:
     for name, x in given.items():
         if x.ndim != 4:
             raise ShapeError(f"{name}: expected 4 axes, (batch, rows, heads, dim), got shape {tuple(x.shape)}")
@@ -345,16 +362,16 @@ def _packed(
         return found
     out, lse = found
     kept = weights.packed(q, k, cu_q, cu_k, *longest, options) if "dropout" in options else None
-    return out, _as_theirs(lse.T), kept
+    return out, _their_lse(lse.T), kept
 
 
 def _check_out(out: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """That an output of the caller's can hold this call's."""
+    """Check that the caller's output tensor fits this call."""
     if out is None:
         return
     _check_memory(q, out=out)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        raise UnsupportedError("out: expected None, because a gradient is wanted, got a tensor")
+        raise UnsupportedError("out: expected None, because a gradient is needed, got a tensor")
     wanted = (*q.shape[:-1], *v.shape[-1:])
     if tuple(out.shape) != wanted:
         raise ShapeError(f"out: expected shape {wanted}, got {tuple(out.shape)}")
@@ -362,5 +379,5 @@ def _check_out(out: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> None:
         raise DTypeError(f"out: expected {q.dtype} on {q.device} like q, got {out.dtype} on {out.device}")
 
 
-def _as_theirs(lse: Tensor) -> Tensor:
+def _their_lse(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -torch.inf, torch.inf).float().contiguous()

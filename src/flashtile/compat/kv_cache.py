@@ -1,4 +1,4 @@
-"""A cache of keys and values that grows in place, in one piece or in pages."""
+"""A KV cache that grows in place, contiguous or paged."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from flashtile.pytorch.interception import readable
 
 
 class Cache(NamedTuple):
-    """What some sequences have of it.
+    """The part of a KV cache that belongs to the sequences of a call.
 
-    keys, values: (sequences, rows, heads, dim), of which `rows` chooses some; or pages of rows, and `table` says which
-    ones each sequence has. lengths: how many rows each has in use.
+    keys, values: (sequences, rows, heads, dim), indexed by `rows`; or (pages, rows of a page, heads, dim), with the
+    pages of each sequence in `table`. lengths: the rows in use of each sequence.
     """
 
     keys: Tensor
@@ -26,31 +26,31 @@ class Cache(NamedTuple):
     table: Tensor | None
 
     @property
-    def room(self) -> int:
-        """Rows that a sequence can have."""
-        return _room(self.keys, self.table)
+    def capacity(self) -> int:
+        """The most rows a sequence can have."""
+        return _capacity(self.keys, self.table)
 
-    def whole(self) -> tuple[Tensor, Tensor]:
-        """Keys and values, (batch, room, heads, dim): a copy if they are pages or chosen."""
+    def gather(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, (batch, capacity, heads, dim): a copy if they are paged or indexed."""
         if self.table is not None:
-            return paged(self.keys, self.table), paged(self.values, self.table)
+            return gather_pages(self.keys, self.table), gather_pages(self.values, self.table)
         rows = slice(self.lengths.shape[0]) if self.rows is None else self.rows.long()
         return self.keys[rows], self.values[rows]
 
     def append(self, k: Tensor, v: Tensor) -> Cache:
-        """The cache after new rows were written behind those in use."""
-        places = self.lengths.long()[:, None] + torch.arange(k.shape[1], device=k.device)
+        """Write new rows after those in use, and return the longer cache."""
+        positions = self.lengths.long()[:, None] + torch.arange(k.shape[1], device=k.device)
         if self.table is not None:
             page = self.keys.shape[1]
-            at = (self.table.gather(1, places // page), places % page)
+            at = (self.table.gather(1, positions // page), positions % page)
         else:
             rows = torch.arange(k.shape[0], device=k.device) if self.rows is None else self.rows.long()
-            at = (rows[:, None], places)
+            at = (rows[:, None], positions)
         self.keys[at], self.values[at] = k, v
         return self._replace(lengths=self.lengths + k.shape[1])
 
 
-def find(
+def find_cache(
     batch: int,
     keys: Tensor,
     values: Tensor,
@@ -59,23 +59,21 @@ def find(
     rows: Tensor | None,
     table: Tensor | None,
 ) -> Cache:
-    """That of a call, which is to take these new rows. Numbers are looked at only where they are on the host."""
+    """Check the arguments of a call and return its cache. Numbers are checked only if the host can read them."""
     if table is not None:
         check_table(table, batch)
     if new is not None:
         for name, x in (("k_cache", keys), ("v_cache", values)):
             if any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride(), strict=True)):
-                raise ShapeError(
-                    f"{name}: expected memory of its own for each row, because k is given, got shared rows"
-                )
+                raise ShapeError(f"{name}: expected separate memory for each row, because k is given, got shared rows")
     if rows is not None:
         if table is not None:
-            raise UnsupportedError("cache_batch_idx: expected None, because block_table says where rows are, got both")
+            raise UnsupportedError("cache_batch_idx: expected None, because block_table is given, got both")
         check_integers("cache_batch_idx", rows, (batch,))
         _check_range("cache_batch_idx", rows, keys.shape[0] - 1)
     elif table is None and keys.shape[0] < batch:
         raise ShapeError(f"k_cache: expected {batch} sequences or more, like q, got {keys.shape[0]}")
-    room, more = _room(keys, table), 0
+    capacity, more = _capacity(keys, table), 0
     if new is not None:
         more = new[0].shape[1] if new[0].ndim > 1 else 0
         for name, x, like in (("k", new[0], keys), ("v", new[1], values)):
@@ -83,34 +81,34 @@ def find(
             if x.dtype != like.dtype:
                 raise DTypeError(f"{name}: expected {like.dtype} like the cache, got {x.dtype}")
         if lengths is None:
-            raise ShapeError("cache_seqlens: expected how many rows each sequence has, because k is given, got None")
+            raise ShapeError("cache_seqlens: expected the number of rows in use, because k is given, got None")
     if lengths is None or isinstance(lengths, int):
-        number = room if lengths is None else lengths
-        if not 0 <= number <= room - more:
-            raise ShapeError(f"cache_seqlens: expected from 0 to {room - more}, got {number}")
+        number = capacity if lengths is None else lengths
+        if not 0 <= number <= capacity - more:
+            raise ShapeError(f"cache_seqlens: expected from 0 to {capacity - more}, got {number}")
         lengths = torch.full((batch,), number, dtype=torch.int32, device=keys.device)
     else:
         check_integers("cache_seqlens", lengths, (batch,))
-        _check_range("cache_seqlens", lengths, room - more)
+        _check_range("cache_seqlens", lengths, capacity - more)
     if table is not None:
         table = used_pages(table, keys, lengths + more)
     return Cache(keys, values, lengths, rows, table)
 
 
-def hidden(padding: Tensor, batch: int, room: int) -> Tensor:
-    """The mask that hides the first keys of each sequence."""
+def padding_mask(padding: Tensor, batch: int, capacity: int) -> Tensor:
+    """The mask that hides the padding at the start of each sequence."""
     check_integers("cache_leftpad", padding, (batch,))
-    _check_range("cache_leftpad", padding, room)
-    return (torch.arange(room, device=padding.device) >= padding[:, None])[:, None, None]
+    _check_range("cache_leftpad", padding, capacity)
+    return (torch.arange(capacity, device=padding.device) >= padding[:, None])[:, None, None]
 
 
-def paged(pages: Tensor, table: Tensor) -> Tensor:
-    """The pages of each sequence one after the other: (batch, rows, heads, dim), a copy."""
+def gather_pages(pages: Tensor, table: Tensor) -> Tensor:
+    """Copy the pages of each sequence into (batch, rows, heads, dim)."""
     return pages[table].flatten(1, 2)
 
 
 def used_pages(table: Tensor, pages: Tensor, lengths: Tensor) -> Tensor:
-    """The table with the first page where sequences of these lengths have none: what is there may be anything."""
+    """Replace entries past the end of each sequence, which may hold anything, by page 0."""
     begins = torch.arange(table.shape[1], device=table.device) * pages.shape[1]
     used = torch.where(begins < lengths[:, None], table, 0)
     _check_range("block_table", used, pages.shape[0] - 1)
@@ -118,14 +116,14 @@ def used_pages(table: Tensor, pages: Tensor, lengths: Tensor) -> Tensor:
 
 
 def check_alike(name: str, keys: Tensor, other: str, values: Tensor) -> None:
-    """That there are as many values as keys, in the same places."""
+    """Check that keys and values agree in shape, except for the head dim."""
     if keys.shape != values.shape and keys.shape[:3] != values.shape[:3]:
         wanted = f"expected shape {(*keys.shape[:3], values.shape[3])} like {name}"
         raise ShapeError(f"{other}: {wanted}, got {tuple(values.shape)}")
 
 
 def check_integers(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
-    """That there are so many."""
+    """Check the dtype and the shape of a tensor of integers."""
     _check_dtype(name, x)
     _check_shape(name, x, shape)
 
@@ -136,7 +134,7 @@ def check_table(table: Tensor, batch: int) -> None:
         raise ShapeError(f"block_table: expected shape ({batch}, pages of a sequence), got {tuple(table.shape)}")
 
 
-def _room(keys: Tensor, table: Tensor | None) -> int:
+def _capacity(keys: Tensor, table: Tensor | None) -> int:
     return keys.shape[1] * (1 if table is None else table.shape[1])
 
 
@@ -156,6 +154,6 @@ def _check_range(name: str, x: Tensor, most: int) -> None:
     if not (x.numel() and readable(x)):
         return
     check_stored({name: x})
-    numbers = x.flatten().tolist()  # sooner than x.min() and x.max() for as few as these are
+    numbers = x.flatten().tolist()  # faster than x.min() and x.max() for this few numbers
     if not 0 <= min(numbers) <= max(numbers) <= most:
         raise ShapeError(f"{name}: expected numbers from 0 to {most}, got {x.tolist()}")

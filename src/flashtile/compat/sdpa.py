@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention, by flashtile: the same call, the same answer, no NaN from what is masked."""
+"""torch's scaled_dot_product_attention on flashtile: same arguments, same results, no NaN from masked pairs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from flashtile.api import attention, attention_packed
 from flashtile.band import Band
 from flashtile.checks.numbers import check_flag
 from flashtile.checks.shapes import MAX_DIM
-from flashtile.compat.errors import check_tensors, theirs
-from flashtile.compat.options import dropped, masked
+from flashtile.compat.errors import as_runtime_error, check_tensors
+from flashtile.compat.options import dropout_options, mask_options
 from flashtile.errors import DTypeError, FlashtileError, ShapeError
 from flashtile.pytorch import subclasses
 from flashtile.pytorch.interception import reject_shards
 from flashtile.pytorch.operators import LIBRARY
 
-TORCHS = torch._C._nn.scaled_dot_product_attention  # also where torch.nn.functional has been given ours
-_said: set[str] = set()
+TORCH_SDPA = torch._C._nn.scaled_dot_product_attention  # torch's own, even if torch.nn.functional has been patched
+_warned: set[str] = set()
 NAMES = {  # of arguments, here and in attention()
     "q": "query",
     "k": "key",
@@ -32,7 +32,7 @@ NAMES = {  # of arguments, here and in attention()
     "dropout": "dropout_p",
 }
 
-Three = tuple[Tensor, Tensor, Tensor]
+QKV = tuple[Tensor, Tensor, Tensor]
 
 
 def scaled_dot_product_attention(
@@ -45,20 +45,20 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """is_causal lets the first query see the first key alone, as torch has it; attention() aligns the last ones.
+    """Like torch's: is_causal aligns the first query and key, while attention() aligns the last ones.
 
-    What flashtile has no kernel for, torch's own answers, and a warning says so once.
+    Calls that flashtile has no kernel for go to torch's own function, with a warning once per reason.
     """
     try:
-        return _answer(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return _attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     except FlashtileError as error:
-        raise theirs(error, NAMES) from None
+        raise as_runtime_error(error, NAMES) from None
     except (AttributeError, TypeError):
-        check_tensors(_answer, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        check_tensors(_attend, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         raise
 
 
-# For torch.jit.script, which cannot compile the function: there it is an operator.
+# torch.jit.script cannot compile the function, so it gets an operator.
 LIBRARY.define(
     "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, "
     "bool is_causal=False, float? scale=None, bool enable_gqa=False) -> Tensor"
@@ -67,7 +67,7 @@ LIBRARY.impl("scaled_dot_product_attention", scaled_dot_product_attention, "Comp
 torch.jit._builtins._register_builtin(scaled_dot_product_attention, "flashtile::scaled_dot_product_attention")
 
 
-def _answer(
+def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -85,22 +85,22 @@ def _answer(
         scale = _number(scale)
     nested = query.is_nested or key.is_nested or value.is_nested
     if nested:
-        reason = _strangely_nested(query, key, value, dropout_p)
+        reason = _unsupported_nested(query, key, value, dropout_p)
     else:
         shape, k, v = query.shape, key.shape, value.shape
-        reason = _beyond(shape, v, dropout_p)
+        reason = _unsupported(shape, v, dropout_p)
     if reason is not None:
-        return _torchs_own(reason, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    options: dict[str, Any] = {"scale": scale, **dropped(dropout_p, query)}
+        return _fall_back(reason, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    options: dict[str, Any] = {"scale": scale, **dropout_options(dropout_p, query)}
     if is_causal:
         options["band"] = Band(right=0)
     if nested:
         return _nested(query, key, value, attn_mask, enable_gqa, options)
-    laid_like = None
-    if not _in_order(query) and _keeps_layout(query, key, value, attn_mask, dropout_p, enable_gqa):
-        laid_like = query
-    if k != v or not len(shape) == 4 == len(k) or shape[0] != k[0] or shape[1] != k[1]:  # most often they are as one
-        query, key, value = _aligned(query, key, value, enable_gqa)
+    layout_of = None
+    if not _is_contiguous(query) and _keeps_layout(query, key, value, attn_mask, dropout_p, enable_gqa):
+        layout_of = query
+    if k != v or not len(shape) == 4 == len(k) or shape[0] != k[0] or shape[1] != k[1]:  # usually the shapes are equal
+        query, key, value = _broadcast(query, key, value, enable_gqa)
         shape = query.shape
     if attn_mask is not None:
         options |= _mask(attn_mask, query, k[-2])
@@ -109,7 +109,7 @@ def _answer(
     out: Tensor = attention(query, key, value, layout="bhnd", **options)
     if len(shape) > 4:
         return out.reshape(*shape[:-3], *out.shape[1:])
-    return out if laid_like is None else _laid(out, laid_like)
+    return out if layout_of is None else _copy_layout(out, layout_of)
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -118,12 +118,12 @@ def _flag(name: str, value: Any) -> bool:
 
 def _number(scale: Tensor) -> float:
     if scale.ndim or scale.requires_grad:
-        raise DTypeError("scale: expected a number, or a tensor of no axes that wants no gradient, got another tensor")
+        raise DTypeError("scale: expected a number, or a 0-d tensor without requires_grad, got another tensor")
     return float(scale.item())
 
 
-def _beyond(query: torch.Size, value: torch.Size, dropout_p: float) -> str | None:
-    """Why no kernel here takes tensors of these shapes, where torch has an answer to them."""
+def _unsupported(query: torch.Size, value: torch.Size, dropout_p: float) -> str | None:
+    """Why no kernel here takes tensors of these shapes, if torch does; else None."""
     if len(query) < 2 or len(value) < 2:
         name, shape = ("query", query) if len(query) < 2 else ("value", value)
         raise ShapeError(f"{name}: expected 2 axes or more, got shape {tuple(shape)}")
@@ -132,21 +132,21 @@ def _beyond(query: torch.Size, value: torch.Size, dropout_p: float) -> str | Non
         return f"a head dim is over {MAX_DIM}"
     if dim == 0 or dim_v == 0:
         return "a head dim is 0"
-    empty = not torch.compiler.is_compiling() and (0 in query or 0 in value)  # in a graph each would be a guard
+    empty = not torch.compiler.is_compiling() and (0 in query or 0 in value)  # in a graph each check would add a guard
     if empty and 0 in (*query[-3:-2], *value[-3:-2]):
         return "there are no heads"
     return "every weight is dropped" if dropout_p == 1 else None
 
 
-def _strangely_nested(query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> str | None:
-    """Likewise, of nested ones."""
+def _unsupported_nested(query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> str | None:
+    """The same for nested tensors."""
     layouts = {x.layout if x.is_nested else None for x in (query, key, value)}
     if layouts == {torch.strided}:
-        return "tensors are nested, and not of layout torch.jagged"
-    return _beyond(query.shape, value.shape, dropout_p) if layouts == {torch.jagged} else None
+        return "tensors are nested, but not of layout torch.jagged"
+    return _unsupported(query.shape, value.shape, dropout_p) if layouts == {torch.jagged} else None
 
 
-def _torchs_own(
+def _fall_back(
     reason: str,
     query: Tensor,
     key: Tensor,
@@ -158,21 +158,21 @@ def _torchs_own(
     enable_gqa: bool,
 ) -> Tensor:
     reject_shards()
-    if reason not in _said and not torch.compiler.is_compiling():
-        _said.add(reason)
+    if reason not in _warned and not torch.compiler.is_compiling():
+        _warned.add(reason)
         warnings.warn(
-            f"scaled_dot_product_attention: torch's own answers where {reason}; flashtile has no kernel for it",
+            f"scaled_dot_product_attention: torch's own is called because {reason}; flashtile has no kernel for it",
             stacklevel=4,
         )
     if attn_mask is not None:
-        attn_mask = _two_axes(subclasses.with_values(attn_mask, query.device))
+        attn_mask = _at_least_2d(subclasses.with_values(attn_mask, query.device))
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-    out: Tensor = TORCHS(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    out: Tensor = TORCH_SDPA(query, key, value, attn_mask, dropout_p, is_causal, **options)
     return out
 
 
-def _aligned(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> Three:
-    """All with the same leading axes, as torch broadcasts them; keys and values have as many heads or a fraction."""
+def _broadcast(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> QKV:
+    """Broadcast leading axes as torch does; keys and values may have a divisor of the number of query heads."""
     q, k, v = query.shape, key.shape, value.shape
     if len(k) < 2:
         raise ShapeError(f"key: expected 2 axes or more, got shape {tuple(k)}")
@@ -185,7 +185,7 @@ def _aligned(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> Three:
         k, v, begin = key.shape, value.shape, -3
     else:
         begin = -2
-        several = [x[-3] for x in (q, k, v) if len(x) > 2 and x[-3] != 1]  # no set: symbols have no hash
+        several = [x[-3] for x in (q, k, v) if len(x) > 2 and x[-3] != 1]  # not a set: symbols have no hash
         if min(len(q), len(k), len(v)) > 2 and any(n != several[0] for n in several):
             heads = f"query, key and value have {q[-3]}, {k[-3]} and {v[-3]} heads"
             raise ShapeError(f"enable_gqa: expected True, because {heads}, got False")
@@ -194,18 +194,18 @@ def _aligned(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> Three:
     except RuntimeError:
         shapes = ", ".join(str(tuple(x)) for x in (q, k, v))
         raise ShapeError(f"query, key, value: expected leading axes that broadcast, got shapes {shapes}") from None
-    few = lead
+    key_lead = lead
     if not grouped and len(lead) > 0 and all(len(x) < 3 or x[-3] == 1 for x in (k, v)):
-        few = (*lead[:-1], 1)  # one head of keys for all is no other call
+        key_lead = (*lead[:-1], 1)  # leave one key head for all query heads unexpanded
     return (
         query.expand(*lead, *q[begin:]),
-        key.expand(*few, *k[begin:]),
-        value.expand(*few, *v[begin:]),
+        key.expand(*key_lead, *k[begin:]),
+        value.expand(*key_lead, *v[begin:]),
     )
 
 
 def _same_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of as many heads as each other, which divide those of the queries."""
+    """Repeat keys and values until both have the same number of heads, a divisor of the query's."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim < 3:
             raise ShapeError(f"{name}: expected 3 axes or more, because enable_gqa is given, got {tuple(x.shape)}")
@@ -214,17 +214,17 @@ def _same_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
             raise ShapeError(f"{name}: expected a number of heads that divides query's {found}")
     if key.shape[-3] == value.shape[-3]:
         return key, value
-    heads = query.shape[-3]  # fewer might do, but of symbols there is no lcm
+    heads = query.shape[-3]  # fewer might do, but symbols have no lcm
     return key.repeat_interleave(heads // key.shape[-3], -3), value.repeat_interleave(heads // value.shape[-3], -3)
 
 
-def _two_axes(mask: Tensor) -> Tensor:
-    """Of fewer axes, those of the scores: the last ones count."""
+def _at_least_2d(mask: Tensor) -> Tensor:
+    """Prepend axes to a mask of fewer than two, which broadcasts to the scores' last axes."""
     return mask if mask.ndim > 1 else mask[(None,) * (2 - mask.ndim)]
 
 
 def _mask(mask: Tensor, query: Tensor, n_k: int) -> dict[str, Any]:
-    """As options, for these queries."""
+    """Convert a mask to options of attention()."""
     shape = query.shape
     if type(mask) is not Tensor:
         last = subclasses.triangle(mask, shape[-2], n_k)
@@ -232,8 +232,8 @@ def _mask(mask: Tensor, query: Tensor, n_k: int) -> dict[str, Any]:
             return {"causal": True} if last else {"band": Band(right=0)}
     if type(mask) is not Tensor or mask.layout is not torch.strided or mask.is_nested:
         subclasses.check_plain({"attn_mask": mask})
-    mask = _two_axes(mask)
-    if mask.dtype is torch.float32 and query.dtype is torch.float64:  # which torch takes beside any queries
+    mask = _at_least_2d(mask)
+    if mask.dtype is torch.float32 and query.dtype is torch.float64:  # torch takes float32 masks with any queries
         mask = mask.double()
     if len(shape) > 4 and mask.ndim > 3:
         lead = shape[:-3]
@@ -246,16 +246,16 @@ def _mask(mask: Tensor, query: Tensor, n_k: int) -> dict[str, Any]:
         len(shape) > 4 or (len(shape) == 4 and (torch.compiler.is_compiling() or shape[-2] == shape[-4] > 1))
     ):
         mask = mask[None, None]  # (queries, keys) here, never (batch, keys)
-    return masked("attn_mask", mask)
+    return mask_options("attn_mask", mask)
 
 
 def _keeps_layout(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, grouped: bool
 ) -> bool:
-    """Whether torch gives an output that lies in memory as the query does; it is contiguous otherwise.
+    """Whether torch's output has the memory layout of the query; otherwise it is contiguous.
 
-    Its fused kernels do so, which broadcast nothing, and on a CPU take neither dropout nor a mask of three axes or with
-    a gradient.
+    Its fused kernels keep the layout. They do not broadcast, and on a CPU they take neither dropout nor a mask that has
+    three axes or requires a gradient.
     """
     if query.ndim != 4 or query.shape[-1] != value.shape[-1] or not query.shape[0] == key.shape[0] == value.shape[0]:
         return False
@@ -266,8 +266,8 @@ def _keeps_layout(
     return not query.is_cpu or (dropout_p == 0 and (mask is None or (mask.ndim != 3 and not mask.requires_grad)))
 
 
-def _in_order(query: Tensor) -> bool:
-    """Whether it is contiguous; in a graph, whether its axes come in their order in memory, as far as is known."""
+def _is_contiguous(query: Tensor) -> bool:
+    """Whether the query is contiguous; in a graph, whether its axes are known to be in memory order."""
     if not torch.compiler.is_compiling():
         return query.is_contiguous()
     from torch.fx.experimental.symbolic_shapes import guard_or_false
@@ -276,8 +276,8 @@ def _in_order(query: Tensor) -> bool:
     return not any(guard_or_false(a < b) for a, b in pairwise(strides))
 
 
-def _laid(out: Tensor, query: Tensor) -> Tensor:
-    """The output with its axes in the order in memory that those of the query have, or of a copy where some overlap."""
+def _copy_layout(out: Tensor, query: Tensor) -> Tensor:
+    """Copy the output to the query's order of axes in memory, or to that of a copy if the query's axes overlap."""
     strides = query.stride()
     if 0 in strides:
         strides = torch.empty_like(query, device="meta").stride()
@@ -291,7 +291,7 @@ def _laid(out: Tensor, query: Tensor) -> Tensor:
 def _nested(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, grouped: bool, options: dict[str, Any]
 ) -> Tensor:
-    """Sequences of many lengths, each by itself."""
+    """Attention of nested tensors: sequences of different lengths."""
     if mask is not None:
         raise DTypeError("attn_mask: expected None, because query is nested, got a mask")
     if all(subclasses.ragged_heads(x) for x in (query, key, value)):
@@ -301,7 +301,7 @@ def _nested(
         subclasses.jagged(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     )
     if v_starts is not k_starts and not torch.equal(v_starts, k_starts):
-        raise ShapeError("value: expected sequences as long as those of key, got others")
+        raise ShapeError("value: expected the sequence lengths of key, got others")
     if not grouped and q.shape[1] != k.shape[1]:
         heads = f"query and key have {q.shape[1]} and {k.shape[1]} heads"
         raise ShapeError(f"enable_gqa: expected True, because {heads}, got False")

@@ -1,6 +1,6 @@
-"""Weights as flash_attn gives them to tests: N x N after all, negative where dropped.
+"""Attention weights as flash_attn returns them for tests: an N x N matrix, negative where dropped.
 
-attention() gives weights if its values are ones on a diagonal: with dropout, what is 0 was dropped.
+attention() returns weights if v is an identity matrix: with dropout, those that are 0 were dropped.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from torch import Tensor
 from flashtile.api import attention, attention_packed
 from flashtile.checks.shapes import MAX_DIM
 
-ROUND = 128  # lengths are rounded up to multiples of it
+ROUND = 128  # lengths are rounded up to multiples of this
 
 
 @torch.no_grad()
 def dense(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
-    """(batch, heads, queries and keys rounded up), of (batch, heads, rows, dim); 0 in the margin."""
-    places = torch.arange(k.shape[2], device=k.device)
+    """Weights of q and k, (batch, heads, rows, dim), as (batch, heads, queries, keys), rounded up and padded with 0."""
+    positions = torch.arange(k.shape[2], device=k.device)
 
     def weights(begin: int, end: int, options: dict[str, Any]) -> Tensor:
-        v = _diagonal(places, begin, end, k).expand(*k.shape[:2], -1, -1)
+        v = _diagonal(positions, begin, end, k).expand(*k.shape[:2], -1, -1)
         out: Tensor = attention(q, k, v, layout="bhnd", **options)
         return out
 
@@ -37,8 +37,8 @@ def dense(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
 def packed(
     q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor, most_q: int, most_k: int, options: dict[str, Any]
 ) -> Tensor:
-    """(sequences, heads, longest queries and keys rounded up), of (rows, heads, dim)."""
-    (of_q, at_q), (_, at_k) = _places(cu_q, len(q)), _places(cu_k, len(k))
+    """Weights of packed q and k, (rows, heads, dim), as (sequences, heads, most queries, most keys), rounded up."""
+    (of_q, at_q), (_, at_k) = _positions(cu_q, len(q)), _positions(cu_k, len(k))
 
     def weights(begin: int, end: int, options: dict[str, Any]) -> Tensor:
         v = _diagonal(at_k, begin, end, k)[:, None].expand(-1, k.shape[1], -1)
@@ -55,7 +55,7 @@ def packed(
 def _signed(
     weights: Callable[[int, int, dict[str, Any]], Tensor], n_k: int, options: dict[str, Any]
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """A stretch of keys, and their weights."""
+    """Yield ranges of keys and their weights, negated where dropped."""
     whole = {name: x for name, x in options.items() if name not in ("dropout", "seed")}
     for begin in range(0, n_k, MAX_DIM):
         end = min(begin + MAX_DIM, n_k)
@@ -63,13 +63,13 @@ def _signed(
         yield begin, end, torch.where(kept == 0, -every, every)
 
 
-def _diagonal(places: Tensor, begin: int, end: int, like: Tensor) -> Tensor:
-    """Ones where a row's place is that of a column, (rows, end - begin)."""
-    return (places[:, None] == torch.arange(begin, end, device=places.device)).to(like.dtype)
+def _diagonal(positions: Tensor, begin: int, end: int, like: Tensor) -> Tensor:
+    """Ones where a row's position equals the column's, (rows, end - begin)."""
+    return (positions[:, None] == torch.arange(begin, end, device=positions.device)).to(like.dtype)
 
 
-def _places(starts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """The sequence of each row, and its place within it."""
+def _positions(starts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """The sequence of each row, and its position in it."""
     lengths = starts.long().diff()
     sequence = torch.arange(len(lengths), device=starts.device).repeat_interleave(lengths)
     return sequence, torch.arange(rows, device=starts.device) - starts.long()[sequence]

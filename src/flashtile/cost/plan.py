@@ -19,7 +19,7 @@ from flashtile.checks.options import is_tensor
 from flashtile.cost import traffic
 from flashtile.cost.hardware import Hardware, Rates
 from flashtile.cost.tiling import Tiling
-from flashtile.numerics.dtypes import EIGHT_BITS, ITEMSIZE, Array, accumulator, carrier, wider
+from flashtile.numerics.dtypes import EIGHT_BITS, ITEMSIZE, Array, accumulator, carrier, fallback_dtype
 from flashtile.options import DEFAULTS, OPTIONS, Options
 from flashtile.problem import Problem, describe
 
@@ -265,7 +265,7 @@ def _as_given_to(owner: dispatch.Backend | None, problem: Problem, device: str) 
     """8-bit tensors are widened for a backend that does not multiply them as they are."""
     if problem.dtype != EIGHT_BITS or (owner is not None and owner.eight_bits):
         return problem
-    return replace(problem, dtype=wider(device))
+    return replace(problem, dtype=fallback_dtype(device))
 
 
 def _tile(problem: Problem, owner: dispatch.Backend | None, capability: tuple[int, int] | None) -> Tiling:

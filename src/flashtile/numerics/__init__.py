@@ -1,1 +1,1 @@
-"""What attention computes with: dtypes, the online softmax, scores of a head, dropout, the order of tiles."""
+"""The numerics of attention: dtypes, the online softmax, scores of a head, dropout, the order of tiles."""

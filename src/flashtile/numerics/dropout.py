@@ -1,4 +1,4 @@
-"""Philox: keep(seed, head, i, j), the same bits on every backend and for every tile size."""
+"""Dropout by Philox: keep(seed, head, i, j) has the same bits on every backend and for every tile size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _32 = np.uint64(32)
 
 
 def philox(seed: int, counter: tuple[Any, Any, Any, Any]) -> tuple[Array, Array, Array, Array]:
-    """Philox4x32-10: four counter words -> four random words (each a uint64 that holds 32 bits)."""
+    """Philox4x32-10: map four counter words to four random words (each a uint64 that holds 32 bits)."""
     c0, c1, c2, c3 = np.broadcast_arrays(*(np.asarray(c, dtype=np.uint64) & _LOW for c in counter))
     k0, k1 = seed & 0xFFFFFFFF, seed >> 32
     for _ in range(10):
@@ -26,14 +26,14 @@ def philox(seed: int, counter: tuple[Any, Any, Any, Any]) -> tuple[Array, Array,
 
 
 def threshold(dropout: float) -> int:
-    """A weight is kept iff its 32 random bits are at least this."""
+    """The threshold: a weight is kept iff its 32 random bits are at least this."""
     return min(round(dropout * 2**32), 2**32 - 1)
 
 
 def keep(seed: int, head: int, i: Any, j: Any, dropout: float) -> Array:
     """True where the weight of query i and key j survives; i and j are index arrays that broadcast.
 
-    One Philox block serves four neighbouring keys: its counter is (j // 4, i, head, 0), its word j % 4 decides.
+    One Philox block serves four neighbouring keys: its counter is (j // 4, i, head, 0), and its word j % 4 is key j's.
     `head` counts query heads over the whole batch: sequence * heads + head.
     """
     i, j = np.broadcast_arrays(np.asarray(i, dtype=np.int64), np.asarray(j, dtype=np.int64))

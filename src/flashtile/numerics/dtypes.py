@@ -1,4 +1,4 @@
-"""The element types, by name, and how NumPy code widens and rounds them."""
+"""Element types by name, and their conversion in NumPy."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-EIGHT_BITS = "float8_e4m3fn"  # of tensors only
+EIGHT_BITS = "float8_e4m3fn"  # torch tensors only
 ITEMSIZE = {EIGHT_BITS: 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-# For np.errstate: Inf, NaN and 0 go where the formulas send them, whatever the caller wants NumPy to say to that.
+# For np.errstate: Inf, NaN and 0 propagate silently, whatever the caller's settings.
 QUIET: Any = dict.fromkeys(("divide", "over", "under", "invalid"), "ignore")
 
-# NumPy has no bfloat16 of its own. Its bits travel as this one-field record, so that they cannot be taken for
-# integers; arrays of the ml_dtypes package, whose dtype is named bfloat16, are welcome too.
+# NumPy has no bfloat16. Its bits are carried by this one-field record, so that they cannot be mistaken for integers;
+# arrays of the ml_dtypes package, whose dtype is named bfloat16, are accepted too.
 BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
-_FLOAT8 = np.dtype([(EIGHT_BITS, np.uint8)])  # for plan(), which looks at shapes only
+_FLOAT8 = np.dtype([(EIGHT_BITS, np.uint8)])  # for plan(), which needs shapes only
 
 
 @cache
 def name_of(dtype: Any) -> str:
-    """'float32' for np.float32, torch.float32 and their like; 'bfloat16' for any of its carriers.
+    """The name of a dtype: 'float32' for np.float32, torch.float32, ...; 'bfloat16' for any of its carriers.
 
-    Bytes in the order of another machine are another type, '>f4', which nobody takes.
+    Non-native byte order is another type, '>f4', which no function takes.
     """
     if isinstance(dtype, str):
         return dtype
@@ -40,12 +40,12 @@ def name_of(dtype: Any) -> str:
 
 
 def accumulator(name: str) -> str:
-    """Sums and statistics are float32, or float64 for float64 inputs."""
+    """The dtype of sums and statistics: float32, or float64 for float64 inputs."""
     return "float64" if name == "float64" else "float32"
 
 
-def wider(device: str) -> str:
-    """What backends on this device are given that do not multiply 8-bit tensors as they are."""
+def fallback_dtype(device: str) -> str:
+    """The dtype that 8-bit tensors are converted to for backends without 8-bit products."""
     return "float32" if device == "cpu" else "bfloat16"
 
 
@@ -55,7 +55,7 @@ def carrier(name: str) -> np.dtype[Any]:
 
 
 def widen(x: Array, to: Any = np.float32) -> Array:
-    """x as an array NumPy can calculate with; no copy where x already is one."""
+    """Convert x to a dtype NumPy can compute with; no copy if it already has it."""
     if x.dtype == BFLOAT16 or x.dtype.name == "bfloat16":
         bits = np.ascontiguousarray(x).view(np.uint16).astype(np.uint32) << 16
         return bits.view(np.float32).reshape(x.shape).astype(to, copy=False)
@@ -64,7 +64,7 @@ def widen(x: Array, to: Any = np.float32) -> Array:
 
 @np.errstate(**QUIET)
 def narrow(x: Array, name: str) -> Array:
-    """x rounded (to nearest, ties to even) to the named type, in its carrier."""
+    """Round x (to nearest, ties to even) to the named type, in its carrier."""
     if name_of(x.dtype) == name:
         return x
     if name != "bfloat16":

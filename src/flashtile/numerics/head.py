@@ -1,4 +1,4 @@
-"""Head: one head of one sequence as a two-dimensional problem, and the order of operations on its scores."""
+"""Head: one head of one sequence as a 2-D problem, and the order of operations on its scores."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from flashtile.problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The scores of one tile, what softcap's derivative is there, and which pairs may see each other."""
+    """The scores of one tile, the derivative of softcap, and which pairs are visible."""
 
     S: Array  # [br, bc], -inf where masked
-    slope: Array | None  # d S / d (scale q.k) where softcap bends it
-    visible: Array | None  # None: all are
+    slope: Array | None  # d S / d (scale q.k); None without softcap
+    visible: Array | None  # None: all are visible
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Views of one query head, its key head, and everything that shapes its scores."""
+    """Views of one query head, its key head, and everything that its scores depend on."""
 
     problem: Problem
     sequence: int
     head: int
-    q_rows: slice  # of this sequence among the rows of problem.q
-    k_rows: slice  # its keys in use among the rows of problem.k
+    q_rows: slice  # the sequence's rows of problem.q
+    k_rows: slice  # the sequence's keys in use, rows of problem.k
     band: Band
 
     @property
@@ -51,11 +51,11 @@ class Head:
         return self.head % self.problem.group == 0
 
     def queries(self, x: Array) -> Array:
-        """The rows of this head in an array laid out like q or out (or lse)."""
+        """The rows of this head in an array with the layout of q, out or lse."""
         return x[self._batch, self.head, self.q_rows]
 
     def keys(self, x: Array) -> Array:
-        """The rows of this head's key head in an array laid out like k or v."""
+        """The rows of this head's key head in an array with the layout of k or v."""
         return x[self._batch, self.kv_head, self.k_rows]
 
     @property
@@ -68,12 +68,12 @@ class Head:
         return None if sink is None else float(widen(sink[self.head : self.head + 1], np.float64)[0])
 
     def pairs(self, x: Array, rows: Any, cols: slice) -> Array:
-        """A tile of this head's mask or bias: [br, bc], or 1 along an axis on which x is broadcast."""
+        """A tile of this head's mask or bias: [br, bc], with length 1 along axes that are broadcast."""
         plane = self._plane(x)
         return plane[rows if plane.shape[0] > 1 else slice(None), cols if plane.shape[1] > 1 else slice(None)]
 
     def add_pairs(self, total: Array, dS: Array, rows: slice, cols: slice) -> None:
-        """The other way round: add a tile of dS to the gradient of a bias, summed where the bias was broadcast."""
+        """Add a tile of dS to the gradient of a bias, summed over the axes that were broadcast."""
         for axis in (0, 1):
             if total.shape[2 + axis] == 1:
                 dS = dS.sum(axis=axis, keepdims=True)
@@ -84,16 +84,16 @@ class Head:
         return plane
 
     def scores(self, Q: Array, K: Array, rows: Any, cols: slice, masked: bool) -> Scores:
-        """scale, softcap, + bias, + alibi, mask: from the product of a tile to what softmax sees.
+        """Compute the input of softmax for a tile: q.k, then scale, softcap, bias, ALiBi and mask.
 
-        `rows` indexes the queries (a slice or an index array); `masked` says that the band may cut the tile.
+        `rows` indexes the queries (a slice or an index array). `masked`: the band may cut the tile.
         """
         p, dtype = self.problem, Q.dtype
         S = (Q @ K.T) * dtype.type(p.scale)
         slope = None
         if p.softcap:
-            bent = np.tanh(S / dtype.type(p.softcap))
-            S, slope = bent * dtype.type(p.softcap), 1 - bent * bent
+            tanh = np.tanh(S / dtype.type(p.softcap))
+            S, slope = tanh * dtype.type(p.softcap), 1 - tanh * tanh
         if p.bias is not None:
             S = S + widen(self.pairs(p.bias, rows, cols), dtype)
         i, j = self._positions(rows, cols)
@@ -108,7 +108,7 @@ class Head:
         return Scores(S, slope, visible)
 
     def visible(self, rows: Any, cols: slice, masked: bool) -> Array | None:
-        """Which pairs of a tile may see each other; None: all may."""
+        """Which pairs of a tile are visible; None: all are."""
         i, j = self._positions(rows, cols)
         visible = self.band.keep(i, j) if masked else None
         if self.problem.mask is not None:
@@ -117,7 +117,7 @@ class Head:
         return visible
 
     def kept(self, rows: Any, cols: slice, dtype: Any) -> Array | None:
-        """What dropout multiplies the weights of a tile by: 0 or 1 / (1 - dropout); None without dropout."""
+        """The factors of dropout for a tile's weights: 0 or 1 / (1 - dropout); None without dropout."""
         p = self.problem
         if not p.dropout:
             return None
@@ -131,7 +131,7 @@ class Head:
 
 
 def heads(problem: Problem) -> Iterator[Head]:
-    """Every head of every sequence, the heads of a group one after another."""
+    """Yield every head of every sequence; the heads of a group are consecutive."""
     q_lengths, k_lengths = problem.q_lengths, problem.k_lengths
     q_starts = problem.cu_q if problem.packed else [0] * problem.sequences
     k_starts = problem.cu_k if problem.packed else [0] * problem.sequences
@@ -144,9 +144,9 @@ def heads(problem: Problem) -> Iterator[Head]:
 
 
 def guarded_product(A: Array, B: Array, visible: Array | None) -> Array:
-    """A @ B in which a pair that may not see each other contributes nothing, not even 0 * NaN.
+    """Return A @ B, where a masked pair contributes nothing, not even 0 * NaN.
 
-    A is [r, c] with 0 where masked, B is [c, d]. Ordinary tiles take the ordinary product.
+    A is [r, c] with 0 where masked, B is [c, d]. If B is finite this is the ordinary product.
     """
     bad = [] if visible is None else np.flatnonzero(~np.isfinite(B).all(axis=1)).tolist()
     clean = B

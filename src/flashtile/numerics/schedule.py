@@ -1,7 +1,7 @@
-"""A tile order as a stream of events: Load, Zero, Tile, Store. FA1, FA2, backward, and standard attention.
+"""Tile orders as streams of events (Load, Zero, Tile, Store): FA1, FA2, backward, and standard attention.
 
-tiles.py executes these streams, traffic.py adds them up, a viewer replays them: what is counted and what is drawn
-cannot drift from what is computed.
+tiles.py executes these streams, traffic.py adds them up, and the viewer replays them, so what is counted and drawn is
+what is computed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Zero:
-    """Block n of an array starts in SRAM, with nothing read."""
+    """Block n of an array starts in SRAM as zeros, without a read."""
 
     name: str
     n: int
@@ -30,7 +30,7 @@ class Zero:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Query block i meets key block j."""
+    """Query block i and key block j are processed."""
 
     i: int
     j: int
@@ -47,7 +47,7 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A kernel begins, with nothing in SRAM: what it reads and what it writes. A stream without one is one kernel."""
+    """A kernel begins, with nothing in SRAM; it reads and writes these arrays. A stream without one is one kernel."""
 
     name: str
     reads: tuple[str, ...]
@@ -56,7 +56,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Make:
-    """Block n of an array is computed whole, from what lies in SRAM."""
+    """Block n of an array is computed completely, from what is in SRAM."""
 
     name: str
     n: int
@@ -70,12 +70,12 @@ STANDARD = (
     Launch("values", ("P", "V"), ("O",)),
 )
 FLASH = (Launch("attention", ("Q", "K", "V"), ("O", "L")),)
-OF_KEYS = ("K", "V", "dK", "dV")  # these are cut into blocks of keys, the others into blocks of queries
+KEY_ARRAYS = ("K", "V", "dK", "dV")  # divided into blocks of keys; the other arrays into blocks of queries
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """n_q x n_k scores cut into tiles of br x bc; the last ones may be ragged."""
+    """n_q x n_k scores divided into tiles of br x bc; the last ones may be smaller."""
 
     n_q: int
     n_k: int
@@ -84,7 +84,7 @@ class Grid:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of tiles."""
+        """The numbers of rows and columns of tiles."""
         return ceil_div(self.n_q, self.br), ceil_div(self.n_k, self.bc)
 
     def rows(self, i: int) -> slice:
@@ -94,22 +94,22 @@ class Grid:
         return slice(j * self.bc, min((j + 1) * self.bc, self.n_k))
 
     def block(self, name: str, n: int) -> slice:
-        """The rows of an array, named as in the events, that its block n covers."""
-        return self.cols(n) if name in OF_KEYS else self.rows(n)
+        """The rows of block n of an array, named as in the events."""
+        return self.cols(n) if name in KEY_ARRAYS else self.rows(n)
 
     def across(self, band: Band, i: int) -> Iterator[tuple[int, Kind]]:
-        """The tiles of row i that have anything to compute."""
+        """The tiles of row i that are not skipped."""
         r = self.rows(i)
         return iter(cuts(band, r.start, r.stop, self.n_k, self.bc))
 
     def down(self, band: Band, j: int) -> Iterator[tuple[int, Kind]]:
-        """The tiles of column j that have anything to compute."""
+        """The tiles of column j that are not skipped."""
         c = self.cols(j)
         return iter(cuts(band.T, c.start, c.stop, self.n_q, self.br))
 
 
 def fa2_forward(band: Band, grid: Grid) -> Iterator[Event]:
-    """FlashAttention-2: a row of tiles at a time. Each block of O is made in SRAM and written once."""
+    """FlashAttention-2: row by row of tiles. Each block of O is computed in SRAM and written once."""
     for i in range(grid.shape[0]):
         yield Load("Q", i)
         yield Zero("O", i)
@@ -122,9 +122,9 @@ def fa2_forward(band: Band, grid: Grid) -> Iterator[Event]:
 
 
 def fa1_forward(band: Band, grid: Grid) -> Iterator[Event]:
-    """FlashAttention-1: a column of tiles at a time. O, m and l of every block travel to HBM and back each time.
+    """FlashAttention-1: column by column of tiles. O, m and l of every block go to HBM and back each time.
 
-    They begin in HBM as 0, -inf and 0, as in algorithm 1 of FlashAttention (docs/algorithm.md, Sources).
+    They start in HBM as 0, -inf and 0, as in algorithm 1 of FlashAttention (docs/algorithm.md, Sources).
     """
     for j in range(grid.shape[1]):
         tiles = list(grid.down(band, j))
@@ -142,17 +142,17 @@ def fa1_forward(band: Band, grid: Grid) -> Iterator[Event]:
 
 
 def backward(band: Band, grid: Grid, first_of_group: bool = True) -> Iterator[Event]:
-    """Gradients, a column of tiles at a time: dK and dV gather in SRAM, dQ travels.
+    """Gradients, column by column of tiles: dK and dV accumulate in SRAM, dQ in HBM.
 
-    `first_of_group`: with grouped heads, the later heads of a group go on with the dK and dV of the first.
+    `first_of_group`: with grouped heads, the later heads of a group add to the dK and dV of the first.
     """
     seen: set[int] = set()
-    gather = Zero if first_of_group else Load
+    start = Zero if first_of_group else Load
     for j in range(grid.shape[1]):
         yield Load("K", j)
         yield Load("V", j)
-        yield gather("dK", j)
-        yield gather("dV", j)
+        yield start("dK", j)
+        yield start("dV", j)
         for i, kind in grid.down(band, j):
             for name in ("Q", "dO", "L", "D"):
                 yield Load(name, i)
@@ -163,24 +163,24 @@ def backward(band: Band, grid: Grid, first_of_group: bool = True) -> Iterator[Ev
         yield Store("dK", j)
         yield Store("dV", j)
     for i in range(grid.shape[0]):
-        if i not in seen:  # no key in sight: the gradient is 0, and someone has to write it
+        if i not in seen:  # sees no key: its gradient is 0 and must still be written
             yield Zero("dQ", i)
             yield Store("dQ", i)
 
 
 def standard_forward(grid: Grid) -> Iterator[Event]:
-    """Standard attention: three kernels, and S and P whole in HBM between them. `grid` has one column of tiles.
+    """Standard attention: three kernels, with all of S and P in HBM between them. `grid` has one column of tiles.
 
-    Every kernel moves each of its arrays once, the least it can do.
+    Every kernel moves each of its arrays once, the minimum.
     """
     for launch in STANDARD:
         yield launch
         for name in launch.reads:
-            if name in OF_KEYS:
+            if name in KEY_ARRAYS:
                 yield Load(name, 0)
         for i in range(grid.shape[0]):
             for name in launch.reads:
-                if name not in OF_KEYS:
+                if name not in KEY_ARRAYS:
                     yield Load(name, i)
             for name in launch.writes:
                 yield Make(name, i)

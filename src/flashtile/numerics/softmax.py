@@ -1,4 +1,4 @@
-"""OnlineSoftmax: absorb a tile, merge two states, finish; the rule for empty rows."""
+"""OnlineSoftmax: absorb a tile, merge two states, finish; and the rule for empty rows."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 from flashtile.checks.arguments import check_rows_of_floats, check_size
 from flashtile.numerics.dtypes import QUIET, Array, accumulator, name_of, widen
 
-# The larger the maximum of a row, the fewer bits its lse has left for the logarithm of the sum. From here on a backward
-# pass does not make weights from the lse: it finds the two anew, apart. core/lse.h has the same number.
+# The larger a row's maximum, the fewer bits of its lse are left for the logarithm of the sum. From this lse on, a
+# backward pass does not compute weights from it, but recomputes the two separately. core/lse.h has the same number.
 COARSE = 64.0
 
 
@@ -22,7 +22,7 @@ def is_coarse(lse: Array) -> Array:
 
 
 def pivot(m: Array) -> Array:
-    """What to subtract before exp: the maximum, or 0 for a row that has seen nothing (its weights are 0 anyway)."""
+    """What to subtract before exp: the maximum, or 0 for a row that has seen no key (its weights are 0 anyway)."""
     return np.where(np.isneginf(m), 0, m).astype(m.dtype, copy=False)
 
 
@@ -36,7 +36,7 @@ class OnlineSoftmax:
 
     @classmethod
     def empty(cls, rows: int, width: int, dtype: Any, sink: float | None = None) -> OnlineSoftmax:
-        """Nothing seen yet. A sink is a first key whose score is `sink` and whose value is 0."""
+        """The state before any key. A sink is a first key with the score `sink` and the value 0."""
         start = -np.inf if sink is None else sink
         return cls(
             np.full(rows, start, dtype),
@@ -45,16 +45,16 @@ class OnlineSoftmax:
         )
 
     def rescale(self, m_new: Array) -> Array:
-        """Bring l and O to a new maximum (eq. 5); returns the factor exp(m - m_new)."""
+        """Rescale l and O to a new maximum (eq. 5) and return the factor exp(m - m_new)."""
         factor: Array = np.exp(self.m - pivot(m_new))
         self.m, self.l, self.O = m_new, self.l * factor, self.O * factor[:, None]
         return factor
 
     def absorb(self, S: Array) -> tuple[Array, Array]:
-        """Take in the scores of one tile, [br, bc]: brings m and l up to date and rescales O (eq. 4 and 5).
+        """Update m and l by the scores of one tile, [br, bc], and rescale O (eq. 4 and 5).
 
-        Returns the weights P = exp(S - m) and the rescale factor. The caller adds P V to O: what becomes of P on the
-        way (dropout, for one) is not the softmax's business.
+        Returns the weights P = exp(S - m) and the rescale factor. The caller adds P V to O, since it may change P
+        first (dropout does).
         """
         factor = self.rescale(np.maximum(self.m, S.max(axis=1, initial=-np.inf)))
         P = np.exp(S - pivot(self.m)[:, None])
@@ -62,7 +62,7 @@ class OnlineSoftmax:
         return P, factor
 
     def merge(self, other: OnlineSoftmax) -> None:
-        """Take in the state of the same rows over other keys (eq. 6): exact, in any order."""
+        """Merge the state of the same rows over other keys (eq. 6): exact, in any order."""
         m_new = np.maximum(self.m, other.m)
         self.rescale(m_new)
         other = OnlineSoftmax(other.m, other.l, other.O)
@@ -70,7 +70,7 @@ class OnlineSoftmax:
         self.l, self.O = self.l + other.l, self.O + other.O
 
     def finish(self) -> tuple[Array, Array]:
-        """Output and log-sum-exp (eq. 7). A row that saw nothing: output 0, lse -inf."""
+        """Output and log-sum-exp (eq. 7). A row that saw no key has output 0 and lse -inf."""
         return self.normalized(), self.lse()
 
     def normalized(self) -> Array:
@@ -85,24 +85,24 @@ class OnlineSoftmax:
 
 @np.errstate(**QUIET)
 def merge_normalized(*results: Array) -> tuple[Array, Array]:
-    """Finished results over disjoint keys, each as out and lse -> that over their union (eq. 8).
+    """Merge results over disjoint keys, given as out, lse, out, lse, ..., into out and lse over all keys (eq. 8).
 
-    (0, -inf) is the identity. More than two are added up in float64: one after the other, each step would round.
+    (0, -inf) is the identity. More than two are summed in float64, since pairwise merging would round at each step.
     """
     outs, lses = results[::2], results[1::2]
     real = np.float64 if len(outs) > 2 else np.result_type(*lses)
     base = pivot(np.maximum.reduce([lse.astype(real, copy=False) for lse in lses]))
     weights = [np.exp(lse - base) for lse in lses]
-    total: Array = sum(weights[1:], weights[0])  # divided by: the weights then add up to 1, however coarse an lse is
+    total: Array = sum(weights[1:], weights[0])  # dividing by it makes the weights sum to 1, however coarse an lse is
     share = np.where(total == 0, 1, total)
     out: Array = sum((w / share)[..., None] * out for w, out in zip(weights, outs, strict=True))
     return out, base + np.log(total)
 
 
 def online_softmax(x: Array, chunk: int) -> Array:
-    """softmax over the last axis, seeing `chunk` columns at a time: one pass for m and l, one to write.
+    """Softmax over the last axis, `chunk` columns at a time: one pass computes m and l, a second writes.
 
-    Sums are float32 for 16-bit numbers, and so is the result.
+    Sums and result are float32 for 16-bit numbers.
     """
     check_rows_of_floats("x", x)
     chunk = check_size("chunk", chunk)

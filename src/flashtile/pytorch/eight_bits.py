@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.numerics.dtypes import EIGHT_BITS, wider
+from flashtile.numerics.dtypes import EIGHT_BITS, fallback_dtype
 from flashtile.problem import Problem
 
 DTYPE: torch.dtype = getattr(torch, EIGHT_BITS)
@@ -23,7 +23,7 @@ def side_by_side(factors: tuple[Any, Any, Any], device: torch.device) -> Tensor:
 
 def widened(p: Problem) -> tuple[list[Tensor], dict[str, Any]]:
     """q, k and v times their factors, in a wider type and the caller's layout; the options that change with them."""
-    kind = wider(p.q.device.type)
+    kind = fallback_dtype(p.q.device.type)
     wide = []
     for n, x in enumerate((p.q, p.k, p.v)):
         real = x.to(torch.float32)

@@ -18,7 +18,7 @@ from flashtile.pytorch.eight_bits import side_by_side
 from tests.backends.gluon.emulator.machine import hopper
 from tests.backends.triton import kernels
 from tests.gpu.placement import canaries
-from tests.support.eight_bits import Eight
+from tests.support.eight_bits import EightBitCall
 from tests.support.grid import Call
 from tests.support.runners import Runner
 
@@ -59,7 +59,7 @@ def emulated(
 
 
 @dataclass(frozen=True)
-class Emulated(Eight):
+class Emulated(EightBitCall):
     """8-bit calls."""
 
     seed: int = 0

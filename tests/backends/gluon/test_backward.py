@@ -35,7 +35,7 @@ from flashtile.numerics.dtypes import name_of, narrow  # noqa: E402
 from flashtile.problem import describe  # noqa: E402
 from tests.backends.triton import kernels  # noqa: E402
 from tests.support.grid import Call, Case, Size, build, check_backward, truth  # noqa: E402
-from tests.support.runners import public  # noqa: E402
+from tests.support.runners import api_runner  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning"),
@@ -56,7 +56,7 @@ CASES = {
 def test_everything_is_recomputed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the saved lse and delta; statistics in the memory of dQ are gone by then."""
     call, against = build(CASES[name]), truth(CASES[name])
-    out, lse = public("tiles").forward(call)
+    out, lse = api_runner("tiles").forward(call)
     problem = kernels.problem_of(call)
     given = tuple(kernels.tensor(x) for x in (call.dout, out, lse, call.dlse))
     run = Backward(problem, problem.q.device, check_gradients(problem, *given))

@@ -30,7 +30,7 @@ from tests.gpu.order_of_sums import order_sensitive
 from tests.gpu.runner import check
 from tests.gpu.test_hopper import BANDS, DIMS, KINDS, each_dim, jump, stairs
 from tests.gpu.test_random import Kind, problem
-from tests.support.grid import OPTIONS, Call, Case, Size, build, check_backward, same_dtype_error, truth
+from tests.support.grid import OPTIONS, Call, Case, Size, build, check_backward, truth, truth_of
 from tests.support.large_scores import large_scores
 from tests.support.runners import Runner
 
@@ -94,7 +94,7 @@ def test_more_keys_than_queries_and_more_queries_than_keys(lengths: tuple[int, i
 @pytest.mark.parametrize("name", BANDS)
 def test_bands(name: str, dim: int) -> None:
     call = replace(build(Case(Size(1, 2, 1, 260, 330, dim, dim), "bfloat16")), options={"band": BANDS[name]})
-    check(call, same_dtype_error(call), emulated(seed=dim))
+    check(call, truth_of(call), emulated(seed=dim))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -115,7 +115,7 @@ def test_a_thousand_problems(kind: Kind) -> None:
 def some_problems(kind: Kind, first_seed: int, count: int, recomputes: tuple[bool | None, bool | None]) -> None:
     for seed in range(first_seed, first_seed + count):
         call = problem(kind, np.random.default_rng([zlib.crc32(str(kind).encode()), seed]), (1, 400))
-        check(call, same_dtype_error(call), emulated(seed, 1 + seed % 4, recomputes))
+        check(call, truth_of(call), emulated(seed, 1 + seed % 4, recomputes))
 
 
 # ---- schedules ----
@@ -225,7 +225,7 @@ def hide_nan(dim: int, seed: int) -> None:
         x[0, :, 150:], x[1, :, 70:] = np.nan, np.nan
     runner = emulated(seed, recomputes=(True, False))
     beside = Runner("beside NaN", *(partial(_of_others, run, hidden) for run in (runner.forward, runner.backward)))
-    check(call, same_dtype_error(call), beside)
+    check(call, truth_of(call), beside)
 
 
 def _of_others(run: Any, others: dict[str, Any], call: Call, *results: Any) -> Any:
@@ -238,12 +238,12 @@ def _of_others(run: Any, others: dict[str, Any], call: Call, *results: Any) -> A
 def test_gradients_of_large_scores(options: tuple[str, ...], dim: int) -> None:
     """Their lse has lost the logarithm of the sum: such rows are recomputed from maximum and sum."""
     call = large_scores(2.0**33, options, "bfloat16", Size(1, 2, 1, 100, 150, dim, dim))
-    check(call, same_dtype_error(call), emulated(dim, recomputes=(None, True)))
+    check(call, truth_of(call), emulated(dim, recomputes=(None, True)))
 
 
 def test_gradients_of_large_scores_in_packed_sequences() -> None:
     call = large_scores(2.0**33, ("causal",), "bfloat16", Size.packed(4, 2, 64, 64, *PACKED))
-    check(call, same_dtype_error(call), emulated(recomputes=(None, True)))
+    check(call, truth_of(call), emulated(recomputes=(None, True)))
 
 
 def test_counters_are_reset() -> None:

@@ -1,4 +1,4 @@
-"""Many callers of the core at once, for ThreadSanitizer. python -m tests.backends.native.callers"""
+"""Concurrent callers of the core, for ThreadSanitizer: python -m tests.backends.native.callers"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The functions that the C++ core exports for tests, with Python's types."""
+"""The functions that the C++ core exports for tests, with Python types."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from flashtile.band import Band
-from tests.support.runners import missing
+from tests.support.runners import why_missing
 
-WHY_NOT = missing("native")
-needs_native = pytest.mark.skipif(WHY_NOT is not None, reason=f"native: {WHY_NOT}")
+WHY_MISSING = why_missing("native")
+needs_native = pytest.mark.skipif(WHY_MISSING is not None, reason=f"native: {WHY_MISSING}")
 
 
 def library() -> Any:

@@ -1,4 +1,4 @@
-"""The C++ core as a program, of another compiler or under an emulator: the same calls, memory sent there and back."""
+"""The C++ core as a separate program, by another compiler or in an emulator: memory is sent there and back."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.tools.tree import SOURCE
 
 CORE = SOURCE / "backends" / "native" / "core"
 SERVER = Path(__file__).with_name("serve.cpp")
-# Where ft_problem has addresses: of the three vectors, eight tensors, sink, six tensors, dsink.
+# Offsets of the addresses in ft_problem: three vectors, eight tensors, sink, six tensors, dsink.
 FIELDS = (160, 168, 176, *range(184, 504, 40), 504, *range(512, 752, 40), 752)
 
 
 def build(compiler: str, folder: Path, isa: str, more: list[str]) -> Path:
-    """The core for a processor, and its server, as a program."""
+    """Build the core for a processor, with serve.cpp, as a program."""
     program = folder / "serve"
     flags = ["-std=c++17", "-O2", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-static", *more]
     sources = [*map(str, sorted(CORE.glob("*.cpp"))), str(SERVER)]
@@ -35,12 +35,12 @@ def build(compiler: str, folder: Path, isa: str, more: list[str]) -> Path:
 
 
 class Library:
-    """Stands in for the library that native.load() gives."""
+    """Replaces the library that native.load() returns."""
 
     def __init__(self, command: list[str], isa: str) -> None:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._isa = isa
-        self._seen: dict[int, tuple[int, int]] = {}  # address: the memory that its array may reach
+        self._seen: dict[int, tuple[int, int]] = {}  # address of an array: the bounds of its memory
 
     def ft_isa(self) -> bytes:
         return self._isa.encode()
@@ -65,11 +65,11 @@ class Library:
             n = next(n for n, (first, last) in enumerate(regions) if first <= low and high <= last)
             places += [field, n, at - regions[n][0]]
         sizes = [high - low for low, high in regions]
-        told = struct.pack(f"{2 + len(sizes)}Q", which, len(sizes), *sizes) + packed
-        told += struct.pack(f"{1 + len(places)}Q", len(places) // 3, *places)
+        message = struct.pack(f"{2 + len(sizes)}Q", which, len(sizes), *sizes) + packed
+        message += struct.pack(f"{1 + len(places)}Q", len(places) // 3, *places)
         pipe_in, pipe_out = self._process.stdin, self._process.stdout
         assert pipe_in is not None and pipe_out is not None
-        pipe_in.write(told + b"".join(ctypes.string_at(low, high - low) for low, high in regions))
+        pipe_in.write(message + b"".join(ctypes.string_at(low, high - low) for low, high in regions))
         pipe_in.flush()
         (status,) = struct.unpack("q", pipe_out.read(8))
         for (low, _), size in zip(regions, sizes, strict=True):
@@ -82,7 +82,7 @@ class Library:
 
 
 def _merged(bounds: Any) -> list[tuple[int, int]]:
-    """Spans of memory, with those that share some of it as one."""
+    """Merge overlapping ranges of memory."""
     merged: list[tuple[int, int]] = []
     for low, high in sorted(set(bounds)):
         if merged and low < merged[-1][1]:
@@ -94,13 +94,13 @@ def _merged(bounds: Any) -> list[tuple[int, int]]:
 
 @contextmanager
 def emulated(command: list[str], isa: str) -> Iterator[None]:
-    """Within it, backend="native" is that program."""
+    """In this context, backend="native" runs the program."""
     library = Library(command, isa)
     try:
         with (
             mock.patch.object(native.library, "load", lambda: library),
             mock.patch.object(native, "address", library.address),
-            mock.patch.object(native, "small", lambda problem: None),  # it would go by addresses that nobody told
+            mock.patch.object(native, "small", lambda problem: None),  # it passes addresses that Library does not know
             mock.patch.object(calls, "_known", {}),
         ):
             yield

@@ -1,4 +1,4 @@
-"""A part of the grid, to be run under sanitizers: options, dtypes, kinds of size, odd addresses, numbers not finite.
+"""Part of the grid for sanitizers: options, dtypes, kinds of size, odd addresses, non-finite values.
 
 python -m tests.backends.native.sanitized THREADS
 """
@@ -13,14 +13,14 @@ import numpy as np
 from tests import test_nonfinite as nonfinite
 from tests.backends.native import test_alignment as alignment
 from tests.support.grid import COMBINATIONS, LAYOUTS, OPTIONS, Case, Size
-from tests.support.runners import public
+from tests.support.runners import api_runner
 from tests.test_agreement import DECODE, DTYPES, PACKED, SIZES, agree
 
 RAGGED = Size(2, 4, 2, 37, 70, 33, 17)
 
 
 def flags(isa: str) -> list[str]:
-    """What CMakeLists.txt tells a compiler of this instruction set."""
+    """The compiler flags for this instruction set, as in CMakeLists.txt."""
     return f"-march={isa}".replace("-bf16", " -mavx512bf16").split() if isa.startswith("x86") else []
 
 
@@ -35,11 +35,11 @@ def cases() -> list[Case]:
 
 
 def main(threads: int) -> None:
-    runner = public("native", threads=threads)
+    runner = api_runner("native", threads=threads)
     for case in cases():
         agree(case, runner)
     for shape, dtype in itertools.product(alignment.SIZES, DTYPES):
-        alignment.same_numbers(shape, dtype, threads)
+        alignment.check_same_numbers(shape, dtype, threads)
     for size, hider, dtype in itertools.product(nonfinite.SIZES, nonfinite.HIDERS, ("float32", "bfloat16")):
         call, _ = nonfinite.case(size, hider, dtype)
         for name in ("k", "v", "q", "dout"):

@@ -1,4 +1,4 @@
-// The C++ core behind a pipe, for processors that are emulated: calls come in with their memory, and go back with it.
+// The C++ core behind a pipe, for emulated processors: a call arrives with its memory, which is sent back after it.
 #include <cstdio>
 #include <cstring>
 #include <vector>

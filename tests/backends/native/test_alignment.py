@@ -1,4 +1,4 @@
-"""What the native core is given: elements where elements may lie, whatever bytes the caller's begin at."""
+"""Arrays at odd addresses: the native core gets aligned elements, wherever the caller's begin."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from flashtile.numerics.dtypes import FLOATS, accumulator, carrier
 from flashtile.problem import describe
 from tests.backends.native.core import needs_native
 from tests.support.grid import Call, Case, Size, build
-from tests.support.runners import public
+from tests.support.runners import api_runner
 
 SIZES = (Size(2, 4, 2, 37, 70, 33, 17), Size(2, 8, 4, 1, 70, 64, 64))
 
 
 def shifted(x: Any) -> Any:
-    """x, one byte past where its elements should lie."""
+    """A copy of x, one byte past an aligned address."""
     if not isinstance(x, np.ndarray):
         return x
     moved = np.zeros(x.nbytes + 1, np.uint8)[1:].view(x.dtype).reshape(x.shape)
@@ -33,13 +33,13 @@ def shifted_call(call: Call) -> Call:
 
 
 def bits(call: Call, threads: int) -> list[bytes | None]:
-    runner = public("native", threads=threads)
+    runner = api_runner("native", threads=threads)
     out, lse = runner.forward(call)
     found = (out, lse, *runner.backward(call, shifted(out), shifted(lse)))
     return [None if x is None else x.tobytes() for x in found]
 
 
-def same_numbers(size: Size, dtype: str, threads: int = 1) -> None:
+def check_same_numbers(size: Size, dtype: str, threads: int = 1) -> None:
     call = build(Case(size, dtype, ("everything",)))
     assert bits(shifted_call(call), threads) == bits(call, threads)
 
@@ -48,7 +48,7 @@ def same_numbers(size: Size, dtype: str, threads: int = 1) -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_the_numbers_are_the_same(size: Size, dtype: str) -> None:
-    same_numbers(size, dtype)
+    check_same_numbers(size, dtype)
 
 
 @needs_native

@@ -1,4 +1,4 @@
-"""backends/native/blocks.py says what the C++ sources say."""
+"""The numbers in backends/native/blocks.py are those of the C++ sources."""
 
 from __future__ import annotations
 
@@ -18,32 +18,33 @@ MACROS = {"__AVX512F__": "x86-64-v4", "__AVX2__": "x86-64-v3", "__aarch64__": "a
 
 def test_lanes_are_those_of_vectors_h():
     text = (CORE / "vectors.h").read_text()
-    told = re.findall(
+    matches = re.findall(
         r"#(?:if|elif|else)(?: defined\((\w+)\))?\n"
         r"constexpr int VECTOR_BYTES = (\d+), NV = (\d+), REGISTERS = (\d+);",
         text,
     )
-    found = {MACROS[macro]: blocks.Lanes(*map(int, numbers)) for macro, *numbers in told}
+    found = {MACROS[macro]: blocks.Lanes(*map(int, numbers)) for macro, *numbers in matches}
     assert found | {"x86-64-v4-bf16": found["x86-64-v4"]} == blocks.LANES
     assert "constexpr int LANES = NV * W<R>;" in text
 
 
 @pytest.mark.parametrize(
-    ("file", "name", "keys"), [("forward.cpp", "BC", blocks.FORWARD_KEYS), ("decode.cpp", "KEYS", blocks.DECODE_KEYS)]
+    ("file", "name", "keys"),
+    [("forward.cpp", "BLOCK_KEYS", blocks.FORWARD_KEYS), ("decode.cpp", "BLOCK_KEYS", blocks.DECODE_KEYS)],
 )
 def test_keys_of_a_block(file, name, keys):
     assert re.findall(rf"^constexpr int {name} = (\d+);", (CORE / file).read_text(), re.MULTILINE) == [str(keys)]
 
 
-def test_the_widest_head():
+def test_the_largest_head_dim():
     assert re.findall(r"FT_MAX_DIM = (\d+)", (CORE / "flashtile.h").read_text()) == [str(MAX_DIM)]
     assert "MOST = vectors_of<R>(FT_MAX_DIM) * W<R>;" in (CORE / "decode.cpp").read_text()
 
 
-def test_who_decodes():
+def test_which_calls_decode():
     text = (CORE / "decode.cpp").read_text()
     assert "return p.q_len <= W<R> / 4 || p.q_heads / p.kv_heads * p.q_len <= W<R>;" in text
-    assert "heads_each(clip(W<R> / std::max<int64_t>(p.q_len, 1), 1, group))" in text
+    assert "heads_per_set(clip(W<R> / std::max<int64_t>(p.q_len, 1), 1, group))" in text
 
 
 def test_tasks_of_a_forward_pass():
@@ -55,8 +56,8 @@ def test_tasks_of_a_forward_pass():
         "splits = units < 1 || units >= ENOUGH_TASKS ? 1 : "
         "clip(p.kv_len / MIN_SPLIT, 1, ceil_div(ENOUGH_TASKS, units));",
         "const int64_t bytes = sizeof(R) * LANES<R> * (p.dim + p.v_dim);",
-        "together = splits > 1 ? 1 : clip(L2_SHARE / bytes, 1, MAX_GROUPS);",
-        "while (together > 1 && heads * ceil_div(groups, together) < 4 * p.threads) together--;",
+        "groups_per_task = splits > 1 ? 1 : clip(L2_SHARE / bytes, 1, MAX_GROUPS);",
+        "while (groups_per_task > 1 && heads * ceil_div(groups, groups_per_task) < 4 * p.threads) groups_per_task--;",
     ):
         assert line in text
 
@@ -71,10 +72,10 @@ def tile(heads, kv_heads, n_q, n_k, dim, dtype, isa, threads):
     [
         (8, 4096, 4096, 64, "float32", "x86-64-v4", 2, (192, 192, 1, 48)),  # 96 KiB / (48 x 128 x 4 B): 4 groups
         (8, 4096, 4096, 128, "float32", "x86-64-v4", 2, (96, 192, 1, 48)),
-        (8, 4096, 4096, 16, "bfloat16", "x86-64-v3", 2, (192, 192, 1, 24)),  # no more than 8 groups
+        (8, 4096, 4096, 16, "bfloat16", "x86-64-v3", 2, (192, 192, 1, 24)),  # at most 8 groups
         (8, 4096, 4096, 64, "float64", "x86-64-v4", 2, (96, 192, 1, 24)),
         (8, 4096, 4096, 64, "float32", "aarch64", 2, (128, 192, 1, 16)),
-        (1, 480, 480, 64, "float32", "x86-64-v4", 2, (48, 192, 1, 48)),  # 10 groups for 8 tasks at least
+        (1, 480, 480, 64, "float32", "x86-64-v4", 2, (48, 192, 1, 48)),  # 10 groups, for at least 8 tasks
         (1, 960, 960, 64, "float32", "x86-64-v4", 2, (96, 192, 1, 48)),
         (1, 960, 960, 64, "float32", "x86-64-v4", 9, (48, 192, 1, 48)),
         (1, 960, 4096, 64, "float32", "x86-64-v4", 1, (48, 192, 1, 48)),  # 20 groups: the keys are split

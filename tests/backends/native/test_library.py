@@ -1,4 +1,4 @@
-"""Which build of the C++ core a machine gets."""
+"""Which build of the C++ core a machine loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Out of memory in the native core: a MemoryError, the signals as they were, and the next call works."""
+"""Out of memory in the native core: a MemoryError, unchanged signal masks, and the next call works."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def allocator(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "call",
     [
-        "forward(inputs)",  # no memory for one more worker
+        "forward(inputs)",  # no memory for another worker
         "backward(inputs, x, out, lse, None)",
     ],
     ids=["forward", "backward"],

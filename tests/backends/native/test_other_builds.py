@@ -1,4 +1,4 @@
-"""The C++ core by another compiler, and for ARM, run by an emulator: a compact grid against the oracle."""
+"""The C++ core built by Clang, and for ARM in an emulator: part of the grid against the oracle."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from flashtile.numerics.dtypes import FLOATS
 from tests.backends.native import test_few_queries as few
 from tests.backends.native.emulated import build, emulated
 from tests.backends.native.sanitized import cases, flags
-from tests.support.runners import public
+from tests.support.runners import api_runner
 from tests.test_agreement import agree
 
 HERE = library.candidates()[0]
-# The compiler, for which processor, and what runs it there; Debian has them as clang, g++-aarch64-linux-gnu, qemu-user.
+# Compiler, instruction set, emulator; Debian's packages are clang, g++-aarch64-linux-gnu, qemu-user.
 BUILDS = {
     "clang": ("clang++", HERE, []),
     "clang generic": ("clang++", "generic", []),
@@ -28,11 +28,11 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module", params=BUILDS)
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Within it, backend="native" is another build."""
+    """While it is active, backend="native" is another build."""
     compiler, isa, emulator = BUILDS[request.param]
     for needed in (compiler, *emulator):
         if shutil.which(needed) is None:
-            pytest.skip(f"{needed} is not here")
+            pytest.skip(f"{needed} is not installed")
     program = build(compiler, tmp_path_factory.mktemp("other"), isa, flags(isa))
     with emulated([*emulator, str(program)], isa):
         yield
@@ -41,10 +41,10 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_grid(built: None, threads: int) -> None:
     for case in cases():
-        agree(case, public("native", threads=threads))
+        agree(case, api_runner("native", threads=threads))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_both_passes_make_the_same_scores(built: None, dtype: str) -> None:
+def test_forward_and_backward_compute_equal_scores(built: None, dtype: str) -> None:
     for size in few.SIZES:
         few.test_a_key_that_takes_it_all_has_weight_one(size, dtype, {})

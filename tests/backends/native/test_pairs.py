@@ -1,4 +1,4 @@
-"""bfloat16 on a CPU: keys that share a factor, the same scores both ways, sums that are exact."""
+"""bfloat16 on a CPU: keys that share a factor, equal scores in both passes, exact sums."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 import flashtile as ft
 from flashtile.numerics.dtypes import narrow, widen
 from tests.backends.native.core import needs_native
-from tests.support.grid import Call, check_backward, check_forward, same_dtype_error
-from tests.support.runners import public
+from tests.support.grid import Call, check_backward, check_forward, truth_of
+from tests.support.runners import api_runner
 
 pytestmark = needs_native
-N_Q, N_K = 23, 27  # more than a decode takes
+N_Q, N_K = 23, 27  # too many for decode
 
 
 def numbers(rng, *shape):
@@ -29,7 +29,7 @@ def results(q, k, v, dout, **options):
 
 @pytest.mark.parametrize("dim", [7, 16])
 def test_the_partner_of_a_key_has_no_effect(dim):
-    """Wherever a band begins and ends, and whatever is beside it: the same bits as with zeros there."""
+    """Wherever a band begins and ends, hidden neighbours of its keys change no bit."""
     rng = np.random.default_rng(dim)
     q, dout = numbers(rng, 1, 1, N_Q, dim), numbers(rng, 1, 1, N_Q, dim)
     k, v = numbers(rng, 1, 1, N_K, dim), numbers(rng, 1, 1, N_K, dim)
@@ -39,24 +39,24 @@ def test_the_partner_of_a_key_has_no_effect(dim):
         seen = ((j - i - offset >= -left) & (j - i - offset <= right)).any(0)
         found = []
         for x in (0.0, np.nan, np.inf):
-            beside_k, beside_v = k.copy(), v.copy()
+            other_k, other_v = k.copy(), v.copy()
             fill = narrow(np.float32([x]), "bfloat16")
-            beside_k[:, :, ~seen], beside_v[:, :, ~seen] = fill, fill
-            found.append(results(q, beside_k, beside_v, dout, band=band))
+            other_k[:, :, ~seen], other_v[:, :, ~seen] = fill, fill
+            found.append(results(q, other_k, other_v, dout, band=band))
         for clean, *others in zip(*found, strict=True):
             for other in others:
                 np.testing.assert_array_equal(other, clean)
 
 
 @pytest.mark.parametrize("scale", [2000.0, 77.7e3])
-def test_weights_of_large_scores_are_found_again(scale):
-    """The last bits of a score of 1e5 are worth hundredths of its weight: both passes have to make the same."""
+def test_weights_of_large_scores_are_recomputed(scale):
+    """The last bits of a score of 1e5 change its weight by hundredths: both passes must compute equal scores."""
     rng = np.random.default_rng(0)
     q, k, v = (numbers(rng, 2, 2, 60, 64) for _ in range(3))
     ones = narrow(np.ones(v.shape, np.float32), "bfloat16")
     _, lse, _, _, dv = results(q, k, v, ones, scale=scale)
     assert lse.min() > 1e4
-    np.testing.assert_array_equal(dv.sum(2), 60)  # weights of 60 rows, each 0 or 1
+    np.testing.assert_array_equal(dv.sum(2), 60)  # 60 rows, whose weights are 0 or 1
 
 
 def test_threads_do_not_change_which_keys_are_a_pair():
@@ -80,7 +80,7 @@ def test_products_that_would_overflow_before_they_are_scaled(scale):
 
 
 def test_a_hidden_key_does_not_change_the_smallest_gradients():
-    """That of a bias is not rounded: a number too small for a product is still one."""
+    """dbias is not rounded: it keeps numbers that are too small for a product."""
     rng = np.random.default_rng(3)
     q, k, v, dout = (numbers(rng, 1, 1, 20, 16) for _ in range(4))
     bias = np.zeros((1, 1, 20, 20), np.float32)
@@ -100,7 +100,7 @@ def test_a_hidden_key_does_not_change_the_smallest_gradients():
 
 
 def test_gradients_from_a_wider_output():
-    """dout is float32 then, and rounded for the products: so it has to be wherever it counts."""
+    """dout is float32 then, and rounded for the products: delta must use the rounded values too."""
     rng = np.random.default_rng(1)
     q, k, v = (numbers(rng, 1, 4, 50, 33) for _ in range(3))
     dout = rng.standard_normal((1, 4, 50, 33)).astype(np.float32)
@@ -112,7 +112,7 @@ def test_gradients_from_a_wider_output():
 
 
 def agree(call):
-    runner, against = public("native"), same_dtype_error(call)
+    runner, against = api_runner("native"), truth_of(call)
     out, lse = runner.forward(call)
     check_forward(call, against, out, lse)
     check_backward(call, against, runner.backward(call, out, lse))

@@ -1,4 +1,4 @@
-"""The C++ core under AddressSanitizer, UBSan and ThreadSanitizer: a compact grid, random problems, many callers."""
+"""The C++ core under AddressSanitizer, UBSan and ThreadSanitizer: part of the grid, fuzzing, concurrent callers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def library_of(compiler: str, name: str) -> str:
 
 
 def build(sanitizers: str, isas: list[str]) -> Iterator[Path]:
-    """A folder with a core for each instruction set."""
+    """Build a folder with a core for each instruction set."""
     compiler = os.environ.get("CXX") or shutil.which("g++")
     needed = "libtsan.so" if sanitizers == "thread" else "libasan.so"
     if compiler is None or not os.path.isabs(library_of(compiler, needed)):
@@ -66,11 +66,11 @@ def with_tsan() -> Iterator[Path]:
 
 
 def run(folder: Path, preload: tuple[str, ...], module: str, *arguments: str, **more: str) -> str:
-    """What a module prints that runs on a core of this folder."""
+    """Run a module on a core of this folder and return what it prints."""
     compiler = os.environ.get("CXX") or "g++"
     environment = os.environ | {
         "LD_PRELOAD": " ".join(library_of(compiler, name) for name in preload),
-        # Python itself leaks; fresh memory is 0xff, which is NaN in every dtype.
+        # Python itself leaks. Fresh memory is filled with 0xff, which is NaN in every dtype.
         "ASAN_OPTIONS": "detect_leaks=0:max_malloc_fill_size=1073741824:malloc_fill_byte=255",
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
         "TSAN_OPTIONS": "halt_on_error=1:ignore_noninstrumented_modules=1",
@@ -85,7 +85,7 @@ def run(folder: Path, preload: tuple[str, ...], module: str, *arguments: str, **
     return done.stdout
 
 
-# One thread alone takes the same path in every build.
+# With one thread, all builds take the same path, so one is enough.
 @pytest.mark.parametrize(("isa", "threads"), [*((isa, "3") for isa in ISAS), (ISAS[0], "1")])
 def test_the_grid(with_asan: Path, isa: str, threads: str) -> None:
     assert "cases" in run(with_asan / isa, ("libasan.so", "libubsan.so"), "tests.backends.native.sanitized", threads)
@@ -93,7 +93,7 @@ def test_the_grid(with_asan: Path, isa: str, threads: str) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_random_problems(with_asan: Path, isa: str) -> None:
-    """Other ones each time, and for as long as FLASHTILE_FUZZ_MINUTES says."""
+    """New ones each time, for FLASHTILE_FUZZ_MINUTES."""
     minutes, first = os.environ.get("FLASHTILE_FUZZ_MINUTES", "2"), str(int(time.time()) * 1000)
     assert "problems" in run(with_asan / isa, ("libasan.so", "libubsan.so"), "tests.fuzz", minutes, first)
 

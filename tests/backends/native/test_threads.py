@@ -1,4 +1,4 @@
-"""Threads of the native core: the same bits for any number, many callers at once, fork, Ctrl-C, and who decides."""
+"""Threads of the native core: equal bits for any number, concurrent callers, fork, Ctrl-C, the default number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 import flashtile as ft
 from tests.backends.native.core import needs_native
 from tests.support.grid import Case, Size, build
-from tests.support.runners import public
+from tests.support.runners import api_runner
 
 pytestmark = needs_native
 
@@ -31,8 +31,8 @@ SIZES = (
 )
 
 
-def everything(case: Case, **more: Any) -> dict[str, Any]:
-    call, runner = build(case), public("native", **more)
+def all_results(case: Case, **more: Any) -> dict[str, Any]:
+    call, runner = build(case), api_runner("native", **more)
     out, lse = runner.forward(call)
     return {"out": out, "lse": lse} | runner.backward(call, out, lse)._asdict()
 
@@ -49,15 +49,15 @@ def same_bits(a: dict[str, Any], b: dict[str, Any]) -> None:
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_the_same_bits_for_any_number_of_threads(size: Size, option: str, dtype: str) -> None:
     case = Case(size, dtype, (option,))
-    one = everything(case, threads=1, deterministic=True)
+    one = all_results(case, threads=1, deterministic=True)
     for threads in (2, 7):
         for _ in range(2):
-            same_bits(everything(case, threads=threads, deterministic=True), one)
+            same_bits(all_results(case, threads=threads, deterministic=True), one)
 
 
 def test_eight_callers_at_once() -> None:
     cases = [Case(SIZES[n % 5], "float32", (option,)) for n, option in enumerate(("plain", "causal", "everything") * 3)]
-    expected = {case: everything(case) for case in cases}
+    expected = {case: all_results(case) for case in cases}
     failures: list[BaseException] = []
     together = threading.Barrier(8)
 
@@ -66,7 +66,7 @@ def test_eight_callers_at_once() -> None:
             together.wait()
             for m in range(12):
                 case = cases[(n + m) % len(cases)]
-                same_bits(everything(case, threads=1 + (n + m) % 4), expected[case])
+                same_bits(all_results(case, threads=1 + (n + m) % 4), expected[case])
         except BaseException as failure:
             failures.append(failure)
 
@@ -81,18 +81,20 @@ def test_eight_callers_at_once() -> None:
 
 def _in_child(case: Case, threads: int, results: Any) -> None:
     results.put(
-        {name: None if x is None else np.asarray(x).tobytes() for name, x in everything(case, threads=threads).items()}
+        {name: None if x is None else np.asarray(x).tobytes() for name, x in all_results(case, threads=threads).items()}
     )
 
 
 def test_after_fork() -> None:
-    """A child has none of its parent's threads; it must not wait for them."""
+    """A child does not have its parent's threads and must not wait for them."""
     case = Case(SIZES[0], "float32", ("causal",))
-    expected = {name: None if x is None else np.asarray(x).tobytes() for name, x in everything(case, threads=4).items()}
+    expected = {
+        name: None if x is None else np.asarray(x).tobytes() for name, x in all_results(case, threads=4).items()
+    }
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # forking a process that has threads is the point here
+        warnings.simplefilter("ignore", DeprecationWarning)  # the test is about forking a process with threads
         children = [context.Process(target=_in_child, args=(case, threads, results)) for threads in (1, 2, 4)]
         for child in children:
             child.start()
@@ -101,7 +103,7 @@ def test_after_fork() -> None:
         child.join(timeout=60)
         assert child.exitcode == 0
     assert found == [expected] * 3
-    same_bits(everything(case, threads=4), everything(case, threads=1))  # and the parent goes on
+    same_bits(all_results(case, threads=4), all_results(case, threads=1))  # the parent still works
 
 
 def python(code: str, timeout: float = 120, **environment: str) -> str:
@@ -118,7 +120,7 @@ def python(code: str, timeout: float = 120, **environment: str) -> str:
 
 
 def test_a_core_that_is_first_used_in_a_fork() -> None:
-    """Where torch had started threads before: the child must not wait for those either."""
+    """If torch has started threads before, the child must not wait for those either."""
     pytest.importorskip("torch")
     found = python(
         """
@@ -141,7 +143,7 @@ def test_a_core_that_is_first_used_in_a_fork() -> None:
 
 
 def test_a_package_that_is_first_imported_in_a_fork() -> None:
-    """Then nobody was there to see the process fork."""
+    """Then no fork handler was registered when the process forked."""
     pytest.importorskip("torch")
     found = python(
         """
@@ -165,8 +167,8 @@ def test_a_package_that_is_first_imported_in_a_fork() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on the address space")
 @pytest.mark.parametrize("most", [2, 64])
-def test_more_threads_than_there_is_room_for_beside_torch(most: int) -> None:
-    """An OpenMP runtime would end the process, also where it may have so many; as many as can be started will do."""
+def test_more_threads_than_can_be_started_with_torch(most: int) -> None:
+    """OpenMP would end the process, even below its own limit; the core uses as many threads as can be started."""
     pytest.importorskip("torch")
     found = python(
         f"""
@@ -210,7 +212,7 @@ def test_interrupted() -> None:
         x = np.random.default_rng(0).standard_normal((1, 8, 4096, 64)).astype(np.float32)
         small = x[:, :, :200]
         expected = ft.attention(small, small, small, backend="native")
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored in the environment of the tests
         threading.Timer(0.15, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         try:
             for _ in range(200):
@@ -251,7 +253,7 @@ def helpers(setup: str = "", convert: str = "", options: str = "", **environment
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="counts threads in /proc")
-class TestWhoDecides:
+class TestNumberOfThreads:
     @pytest.mark.parametrize("threads", [1, 2, 5])
     def test_the_argument(self, threads: int) -> None:
         assert helpers(options=f", threads={threads}") == threads - 1
@@ -260,34 +262,34 @@ class TestWhoDecides:
     def test_the_environment(self, threads: int) -> None:
         assert helpers(FLASHTILE_THREADS=str(threads)) == threads - 1
 
-    def test_the_argument_goes_before_the_environment(self) -> None:
+    def test_the_argument_overrides_the_environment(self) -> None:
         assert helpers(options=", threads=2", FLASHTILE_THREADS="4") == 1
 
     def test_the_cores_of_this_process_otherwise(self) -> None:
         cores = len(os.sched_getaffinity(0))
         assert helpers() == cores - 1
 
-    def test_a_bad_environment_is_no_disaster(self) -> None:
+    def test_a_bad_environment_is_not_an_error(self) -> None:
         for value in ("", "many", "0", "-3"):
             assert helpers(FLASHTILE_THREADS=value) >= 0
 
     @pytest.mark.parametrize("threads", [1, 3])
     def test_torch(self, threads: int) -> None:
-        """torch.set_num_threads holds for tensors."""
+        """torch.set_num_threads applies to tensors."""
         pytest.importorskip("torch")
         setup = f"import torch; torch.set_num_threads({threads})"
         assert helpers(setup, "x = torch.from_numpy(x)") == threads - 1
 
 
-def test_as_many_threads_as_anyone_could_want() -> None:
-    """More than tasks, more than cores."""
+def test_very_many_threads() -> None:
+    """More threads than tasks and than cores."""
     case = Case(Size(1, 1, 1, 5, 5, 4, 4), "float32")
-    same_bits(everything(case, threads=1), everything(case, threads=64))
+    same_bits(all_results(case, threads=1), all_results(case, threads=64))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory")
 @pytest.mark.parametrize("setup", ["", "import torch"], ids=["alone", "beside torch"])
-def test_more_threads_than_can_be_had(setup: str) -> None:
+def test_more_threads_than_can_be_started(setup: str) -> None:
     if setup:
         pytest.importorskip("torch")
     code = f"""
@@ -304,7 +306,7 @@ assert (flashtile.attention(x, x, x, backend="native", threads=4000) == expected
     assert done.returncode == 0, done.stderr
 
 
-def test_isa_is_one_of_those_built() -> None:
+def test_isa_is_one_of_the_builds() -> None:
     from flashtile.backends.native import library
 
     assert library.isa() in ("x86-64-v4-bf16", "x86-64-v4", "x86-64-v3", "aarch64", "generic")

@@ -14,7 +14,7 @@ import pytest
 from flashtile.numerics.dtypes import narrow, widen
 from tests import test_nonfinite as nonfinite
 from tests.backends.triton import kernels
-from tests.support.grid import Call, Case, Size, Truth, build, check_backward, check_forward, same_dtype_error
+from tests.support.grid import Call, Case, Size, Truth, build, check_backward, check_forward, truth_of
 from tests.support.large_scores import large_scores
 
 torch = pytest.importorskip("torch")
@@ -97,7 +97,7 @@ def test_hidden_nan_has_no_effect(hider: str, dtype: str) -> None:
     for n, (name, where) in enumerate(hidden):
         clean = nonfinite.changed(clean, name, where, 0.0)
         poisoned = nonfinite.changed(poisoned, name, where, list(nonfinite.POISON.values())[n % 3])
-    check(poisoned, same_dtype_error(clean))
+    check(poisoned, truth_of(clean))
 
 
 def one_bad_number(
@@ -107,7 +107,7 @@ def one_bad_number(
     call = build(Case(size, dtype, options))
     if "kv_lengths" in call.options:
         call = replace(call, options=call.options | {"kv_lengths": np.array([size.n_k - 9, size.n_k, 20, 31])})
-    error = same_dtype_error(call).error
+    error = truth_of(call).error
     group = nonfinite.by_key_head(nonfinite.visible(call), call)[:, 0]  # (batch, group, n_q, n_k)
     for b, target in enumerate(targets):
         seen = group[b].any(axis=(0, 1)) if target in "kv" else group[b, 0].any(axis=1)
@@ -118,7 +118,7 @@ def one_bad_number(
 
 def spoiled(call: Call, error: dict[str, float]) -> Truth:
     """The oracle's results for a call with NaN or Inf, with the tolerance of the call without them."""
-    exact = replace(same_dtype_error(call), error=error)
+    exact = replace(truth_of(call), error=error)
     results = [exact.out, *(exact.grads[name] for name in ("dq", "dk", "dv"))]
     assert all(np.isfinite(x).any() for x in results) and not all(np.isfinite(x).all() for x in results)
     return exact
@@ -171,7 +171,7 @@ def test_short_decode(splits: int, options: tuple[str, ...], value: float | None
     size = replace(DECODE, n_k=splits * 4 * 16 + 9)
     if value is None:
         call = build(Case(size, "float16", options))
-        exact = same_dtype_error(call)
+        exact = truth_of(call)
     else:
         call, exact = one_bad_number(size, options, "float16", value)
     programs = splits * size.batch * size.kv_heads
@@ -187,7 +187,7 @@ def test_packed_neighbours(options: tuple[str, ...]) -> None:
     call = build(Case(PACKED, "float32", options))
     if "kv_lengths" in options:
         call = replace(call, options={"kv_lengths": np.array([20, 45, 9, 33])})
-    exact = same_dtype_error(call)
+    exact = truth_of(call)
     poisoned = call
     for name in ("q", "dout", "dlse"):
         poisoned = nonfinite.changed(poisoned, name, BAD[0], np.nan)
@@ -215,7 +215,7 @@ def test_a_bad_number_in_a_packed_sequence() -> None:
     """Each in a sequence of its own that begins within a tile: near the end of its keys, or early among its queries."""
     size = Size.packed(2, 1, 16, 16, (5, 9), (37, 45), (0, 3), (33, 41), (35, 38), (34, 40), (36, 39))
     call = build(Case(size, "float32", ("causal",)))
-    error = same_dtype_error(call).error
+    error = truth_of(call).error
     for name, sequence, at in (("q", 1, 3), ("dout", 3, 2), ("v", 4, 35), ("k", 6, 36)):
         first = call.packed["cu_k" if name in "kv" else "cu_q"][sequence]
         call = nonfinite.changed(call, name, (first + at, 0, 3), np.nan)
@@ -309,12 +309,12 @@ LARGE_SCORES = [
 @pytest.mark.parametrize("case", LARGE_SCORES, ids=str)
 def test_gradients_of_large_scores(case: tuple[float, tuple[str, ...], str]) -> None:
     call = large_scores(*case, SMALL)
-    check(call, same_dtype_error(call))
+    check(call, truth_of(call))
 
 
 def test_gradients_of_large_scores_in_packed_sequences() -> None:
     call = large_scores(2.0**40, ("causal",), "float32", Size.packed(2, 1, 8, 8, (7, 9), (33, 20)))
-    check(call, same_dtype_error(call))
+    check(call, truth_of(call))
 
 
 def test_large_scores_without_a_gradient_are_not_recomputed(flags: list[Any]) -> None:
@@ -325,7 +325,7 @@ def test_large_scores_without_a_gradient_are_not_recomputed(flags: list[Any]) ->
     with processors(RECOMPUTE):
         out, lse = kernels.forward(idle)
         grads = kernels.backward(idle, out, lse)
-        check_backward(idle, same_dtype_error(idle), grads)
+        check_backward(idle, truth_of(idle), grads)
         assert not flags[-1].any()
         kernels.backward(call, out, lse)
     assert flags[-1].any()
@@ -343,7 +343,7 @@ def hidden_by_the_lowest_number(dtype: str, shape: Size, *more: str) -> tuple[Ca
         options["sink"] = narrow(np.array([least, 0.5]), dtype)
     k = np.round(widen(call.k, np.float64))  # scores that such a bias does not change
     call = replace(call, q=narrow(np.round(widen(call.q, np.float64)), dtype), k=narrow(k, dtype), options=options)
-    return call, same_dtype_error(call)
+    return call, truth_of(call)
 
 
 @pytest.mark.parametrize("more", [(), ("sink", "causal")], ids=str)

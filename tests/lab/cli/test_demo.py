@@ -105,7 +105,7 @@ def test_progress_is_told_and_erased(demo_run):
 
 @pytest.fixture(scope="module")
 def plain(demo_run):
-    return in_terminal(demo_run.again("--no-page"), NO_COLOR="1")
+    return in_terminal(demo_run.replay("--no-page"), NO_COLOR="1")
 
 
 def test_no_color_is_honoured(plain, demo_run):
@@ -118,7 +118,7 @@ def test_long_names_do_not_break_the_bar(plain):
 
 
 def test_a_pipe_gets_no_control_codes_and_a_page_is_written(demo_run, tmp_path):
-    done = subprocess.run(demo_run.again("--out", "out"), capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(demo_run.replay("--out", "out"), capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert CONTROL.search(done.stdout) is None and CONTROL.search(done.stderr) is None
     assert f"page: {tmp_path / 'out' / 'index.html'}" in done.stdout.splitlines()

@@ -1,13 +1,13 @@
-"""Models of transformers on flashtile: register() once, then from_pretrained(..., attn_implementation="tiled").
+"""transformers' models on flashtile: register() once, then from_pretrained(..., attn_implementation="tiled").
 
-transformers takes any name with "flash" in it for flash_attn, so ours has none.
+transformers takes any name that contains "flash" for flash_attn, so this one does not.
 """
 
 from __future__ import annotations
 
 from flashtile.compat.transformers.layer import forward
 from flashtile.compat.transformers.masks import mask
-from flashtile.compat.transformers.models import watch
+from flashtile.compat.transformers.models import check_models
 
 NAME = "tiled"
 
@@ -15,9 +15,9 @@ __all__ = ["NAME", "forward", "mask", "register"]
 
 
 def register(name: str = NAME) -> None:
-    """Make it known by this name: what layers call, the masks for that, and a look at each model that asks for it."""
+    """Register the layer function, its masks, and a check of every model that asks for this name."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, mask)
-    watch(name)
+    check_models(name)

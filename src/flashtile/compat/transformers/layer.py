@@ -1,4 +1,4 @@
-"""What transformers calls for a layer: its arguments as options of attention(), and no argument dropped in silence."""
+"""The function transformers calls for a layer: converts its arguments to attention()'s, and rejects unknown ones."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 
 from flashtile.api import attention
 from flashtile.band import Band
-from flashtile.compat.errors import as_theirs
-from flashtile.compat.options import dropped, masked
+from flashtile.compat.errors import raise_runtime_errors
+from flashtile.compat.options import dropout_options, mask_options
 from flashtile.compat.transformers import packed, selection
-from flashtile.compat.transformers.masks import hides_nothing, is_unpadded
+from flashtile.compat.transformers.masks import is_unpadded, none_hides_nothing
 from flashtile.errors import ShapeError, UnsupportedError
 
-# Keywords that models hand to every layer and that say nothing about its attention. Any other is an error.
-ALREADY_DONE = frozenset(
+# Keywords that models pass to every layer but that do not affect its attention. Any other is an error.
+IGNORED = frozenset(
     {
-        # Already in q and k, or said by the mask.
+        # Already applied to q and k, or part of the mask.
         "input_ids",
         "cache_position",
         "position_embeddings",
@@ -26,7 +26,7 @@ ALREADY_DONE = frozenset(
         "token_type_ids",
         "mm_token_type_ids",
         "grid_thw",
-        # About the model's own results, not a layer's.
+        # About the model's results, not a layer's.
         "use_cache",
         "output_hidden_states",
         "output_router_logits",
@@ -35,7 +35,7 @@ ALREADY_DONE = frozenset(
         "logits_to_keep",
         "labels",
         "shift_labels",
-        # For generate(), which some models hand on whole.
+        # For generate(); some models pass all of its arguments on.
         "do_sample",
         "max_new_tokens",
         "max_length",
@@ -44,16 +44,16 @@ ALREADY_DONE = frozenset(
         "eos_token_id",
         "cache_implementation",
         "disable_compile",
-        # Hints for kernels: the longest of the sequences that cu_seq_lens_q and cu_seq_lens_k mark.
+        # Hints for kernels: the longest sequence in cu_seq_lens_q and cu_seq_lens_k.
         "max_length_q",
         "max_length_k",
-        # Documents for recurrent layers; attention has them from the mask or from cu_seq_lens_q.
+        # Documents for recurrent layers; attention gets them from the mask or from cu_seq_lens_q.
         "seq_idx",
     }
 )
 
 
-@as_theirs
+@raise_runtime_errors
 def forward(
     module: torch.nn.Module,
     query: Tensor,
@@ -77,19 +77,19 @@ def forward(
     output_attentions: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """(batch, heads, rows, dim) in, (batch, rows, heads, dim) out; no weights."""
+    """Take (batch, heads, rows, dim), return (batch, rows, heads, dim) and no weights."""
     for name, x in others.items():
-        if x is not None and name not in ALREADY_DONE:
-            raise UnsupportedError(f"{name}: expected None, because layers here know no such argument, got {_short(x)}")
+        if x is not None and name not in IGNORED:
+            raise UnsupportedError(f"{name}: expected None, because layers here do not support it, got {_short(x)}")
     if output_attentions:
         raise UnsupportedError(
             'output_attentions: expected False, because weights are never stored ("eager" does), got True'
         )
-    options: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0, **dropped(dropout, query)}
+    options: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0, **dropout_options(dropout, query)}
     if deterministic:
         options["deterministic"] = True
     if s_aux is not None:
-        options["sink"] = _beside(query, s_aux)
+        options["sink"] = _match_dtype(query, s_aux)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if (
@@ -101,54 +101,54 @@ def forward(
     ):
         cu_seq_lens_q = cu_seq_lens_k = packed.starts(position_ids, query, key)
     marked = cu_seq_lens_q is not None or cu_seq_lens_k is not None
-    if attention_mask is not None:  # all that a row may see, causal and window included
+    if attention_mask is not None:  # it includes causal and window
         options |= _masked(attention_mask, query, key)
-    elif is_causal and not hides_nothing(getattr(module, "config", None)):
+    elif is_causal and not none_hides_nothing(getattr(module, "config", None)):
         if marked:
             options["causal"] = True
             options["window"] = None if sliding_window is None else (sliding_window - 1, None)
         elif query.shape[2] > 1:
-            # The first query stands at the first key, and keys behind the last query are room of a cache.
+            # The first query is aligned with the first key, and keys after the last query are unused rows of a cache.
             options["band"] = Band(right=0) if sliding_window is None else Band(sliding_window - 1, 0)
     if position_bias is not None:
-        bias = _beside(query, position_bias[..., : key.shape[2]])
+        bias = _match_dtype(query, position_bias[..., : key.shape[2]])
         options["bias"] = bias + options["bias"] if "bias" in options else bias
     if indices is not None or block_indices is not None:
-        selection.narrow(options, selection.keep(indices, block_indices, module, query.shape[1], key.shape[2]))
+        selection.restrict(options, selection.selected(indices, block_indices, module, query.shape[1], key.shape[2]))
     if marked:
-        before = None
+        masked_by = None
         if indices is not None or block_indices is not None:
-            before = "keys that an indexer chose"
+            masked_by = "keys that an indexer chose"
         elif getattr(getattr(module, "config", None), "attention_chunk_size", None) is not None:
-            before = "attention in chunks"
+            masked_by = "attention in chunks"
         starts = (cu_seq_lens_q, cu_seq_lens_k)
-        out, lse = packed.attend(query, key, value, starts, before, sinks is not None, options)
+        out, lse = packed.attend(query, key, value, starts, masked_by, sinks is not None, options)
     elif sinks is None:
         out, lse = attention(query, key, value, layout="bhnd", **options), None
     else:
         out, lse = attention(query, key, value, layout="bhnd", return_lse=True, **options)
     if lse is not None and sinks is not None:
-        out = _sunk(out, lse, sinks)
+        out = _apply_sinks(out, lse, sinks)
     return out.transpose(1, 2).contiguous(), None
 
 
 def _masked(mask: Tensor, query: Tensor, key: Tensor) -> dict[str, Any]:
     if mask.ndim != 4:
         raise ShapeError(f"attention_mask: expected 4 axes, (batch, heads, queries, keys), got {tuple(mask.shape)}")
-    options = masked("attention_mask", mask[..., : key.shape[2]])
+    options = mask_options("attention_mask", mask[..., : key.shape[2]])
     if "bias" in options:
-        options["bias"] = _beside(query, options["bias"])
+        options["bias"] = _match_dtype(query, options["bias"])
     return options
 
 
-def _beside(query: Tensor, x: Tensor) -> Tensor:
-    """Numbers for scores, in a dtype that attention() takes beside these queries."""
+def _match_dtype(query: Tensor, x: Tensor) -> Tensor:
+    """Convert a bias or a sink to a dtype that attention() takes with these queries."""
     half = query.dtype in (torch.float16, torch.bfloat16)
     return x if x.dtype == query.dtype or (half and x.dtype == torch.float32) else x.to(query.dtype)
 
 
-def _sunk(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Beside one more logit a row that gives no value, (batch, heads, rows, 1): weights shrink by what it takes."""
+def _apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Apply one more logit per row, (batch, heads, rows, 1), that adds no value: it shrinks the other weights."""
     return (out * torch.sigmoid(lse.unsqueeze(-1) - sinks)).to(out.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Keys that an indexer chose for each query, as a mask beside the model's own."""
+"""Keys that an indexer selected for each query, as a mask added to the model's own."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 
-def narrow(options: dict[str, Any], keep: Tensor) -> None:
-    """Let the options hide all but these as well."""
+def restrict(options: dict[str, Any], keep: Tensor) -> None:
+    """Add a mask to the options that hides all other pairs too."""
     options["mask"] = options["mask"] & keep if "mask" in options else keep
 
 
-def keep(indices: Tensor | None, blocks: Tensor | None, module: Any, heads: int, keys: int) -> Tensor:
-    """True where chosen: keys, (batch, queries, chosen), for all heads; or blocks of keys, for each group of heads."""
+def selected(indices: Tensor | None, blocks: Tensor | None, module: Any, heads: int, keys: int) -> Tensor:
+    """True where selected: keys, (batch, queries, selected), for all heads; or blocks of keys, for groups of heads."""
     if blocks is None:
         assert indices is not None
         return _marked(indices, keys).unsqueeze(1)
@@ -24,7 +24,7 @@ def keep(indices: Tensor | None, blocks: Tensor | None, module: Any, heads: int,
 
 
 def _marked(chosen: Tensor, count: int) -> Tensor:
-    """What is no number below count stands for nothing."""
+    """One-hot of the chosen numbers; those outside [0, count) mark nothing."""
     chosen = chosen.long()
     chosen = chosen.where((chosen >= 0) & (chosen < count), count)
     found = torch.zeros((*chosen.shape[:-1], count + 1), dtype=torch.bool, device=chosen.device)

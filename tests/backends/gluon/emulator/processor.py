@@ -11,14 +11,14 @@ import torch
 
 from tests.backends.gluon.emulator.registers import TORCH, TRITON, Block, MisuseError
 from tests.backends.gluon.emulator.turns import Turns
-from tests.support.eight_bits import LOST, PRODUCTS
+from tests.support.eight_bits import LOST_PER_STEP, PRODUCTS
 
 LANES = 32
 _SHADOWS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 MBARRIER = object()  # a layout
 NAMED = 16  # barriers of a program
 WRITTEN, WAITED = "written", "waited"  # see Role
-KEPT = -int(LOST * 2**23)  # mask of the float32 bits that a sum of 8-bit products keeps
+KEPT = -int(LOST_PER_STEP * 2**23)  # mask of the float32 bits that a sum of 8-bit products keeps
 
 
 class Program:

@@ -1,4 +1,4 @@
-// The entry points, all that the library exports.
+// The entry points: everything that the library exports.
 #pragma GCC visibility push(default)
 #include "flashtile.h"
 #pragma GCC visibility pop
@@ -8,19 +8,19 @@
 
 namespace {
 
-// f(R, T): the type of sums, and what is multiplied.
-template <class F> int with_types(const ft_problem& p, F&& f) {
+// f(R, T): the type of sums and the type that products multiply.
+template <class F> int dispatch_types(const ft_problem& p, F&& f) {
 #if FT_PAIRS
-  // A decode is bound by memory, and the backward pass of few queries makes its scores as that does.
+  // Decoding is bound by memory, so pairs would not help; the backward pass of few queries must sum scores as it does.
   if (p.dtype == FT_BF16 && !decode_fits<float>(p)) return f(float{}, Pair{});
 #endif
   return p.dtype == FT_F64 ? f(double{}, double{}) : f(float{}, float{});
 }
-// No exception leaves the library. All that throws here is a request for memory, or for more than a vector holds.
+// No exception leaves the library. Only allocations throw, or requests for more than a std::vector can hold.
 template <class F> int run(const ft_problem* p, F&& f) {
   if (p->size != sizeof(ft_problem)) return FT_BAD_ABI;
   try {
-    return with_types(*p, f);
+    return dispatch_types(*p, f);
   } catch (...) {
     return FT_NO_MEMORY;
   }
@@ -31,7 +31,7 @@ template <class F> int run(const ft_problem* p, F&& f) {
 int ft_forward(const ft_problem* p) {
   return run(p, [=](auto real, auto factor) {
     using R = decltype(real);
-    // Few query rows to a key head leave most lanes of a vector empty: then vectors run along the head dim instead.
+    // With few query rows per key head most lanes would be empty, so decode's vectors run along the head dim instead.
     return decode_fits<R>(*p) ? decode<R>(*p) : forward<R, decltype(factor)>(*p);
   });
 }
@@ -51,10 +51,10 @@ void ft_keep(uint64_t seed, int64_t head, int64_t i, int64_t j, int64_t n, doubl
   p.seed = seed, p.dropout = dropout;
   Lanes<float> lanes;
   lanes.add(p, Sequence(p, 0), head, i);
-  lanes.close(Sequence(p, 0));
+  lanes.finish(Sequence(p, 0));
   for (int64_t from = 0; from < n; from += 1024) {
     const Block<float> block{p, lanes, j + from, (int)std::min<int64_t>(n - from, 1024)};
-    each_kept(block, [=](int64_t at, Mask<float> kept) { keep[from + at / lanes.padded] = kept[0] != 0; });
+    for_each_kept(block, [=](int64_t at, Mask<float> kept) { keep[from + at / lanes.padded] = kept[0] != 0; });
   }
 }
 

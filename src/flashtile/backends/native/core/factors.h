@@ -1,115 +1,117 @@
-// Factors: what a product multiplies. Numbers as they are; or, of bfloat16 and where the processor can, Pairs of them that
-// follow each other along the axis of the sum: one instruction multiplies both, and adds them to a float.
+// Factors: what a product multiplies, which are numbers of type R or, for bfloat16, pairs of numbers.
+// The two numbers of a Pair are neighbours along the axis of the sum. One instruction, where the processor has it,
+// multiplies both and adds them to a float.
 #pragma once
 #include "scores.h"
 
-template <class T> constexpr int64_t factors(int64_t n) { return (n + PER<T> - 1) / PER<T>; }
+template <class T> constexpr int64_t factors(int64_t n) { return (n + FACTOR_SIZE<T> - 1) / FACTOR_SIZE<T>; }
 
-// Keys from `from` to `to` of n, and those that share a factor with them. No one sees the latter: as the band hides them from
-// every lane, their weights are 0, and where there are none, past the last, the factor has a 0 too.
+// Keys `from` to `to` of n, extended by those that share a factor with them. The band hides the added keys from every
+// lane, so their weights are 0; past the last key the factor itself has a 0.
 struct Range {
   int from, to;
 };
 template <class T> Range whole_factors(int from, int to, int n) {
-  return {from - from % PER<T>, std::min(to + to % PER<T>, n)};
+  return {from - from % FACTOR_SIZE<T>, std::min(to + to % FACTOR_SIZE<T>, n)};
 }
 
 // ---- Rows as factors
 
-// Of sums over the rows: factors(n) x wide in `room`, wide being d, or up to whole vectors, with 0 in the columns past it.
-// Numbers that are real, and as wide as that, stay where they lie.
+// For sums over the rows: factors(n) x width in `buffer`, where width is d, or d rounded up to whole vectors with 0 in
+// the columns past d. Rows that already have the type and the width are used in place.
 template <class R, class T>
-Rows<T> over_rows(const void* x, int64_t dtype, int64_t row, int n, int d, int64_t wide, T* room) {
-  return with_type<R>(dtype, [=](auto t) -> Rows<T> {
+Rows<T> factors_over_rows(const void* x, int64_t dtype, int64_t row, int n, int d, int64_t width, T* buffer) {
+  return dispatch_type<R>(dtype, [=](auto t) -> Rows<T> {
     using E = decltype(t);
-    if (std::is_same_v<E, T> && d == wide) return {(const T*)x, row};
-    for (int i = 0; i < n; i += PER<T>) {
-      const E *from = (const E*)x + i * row, *next = PER<T> == 2 && i + 1 < n ? from + row : nullptr;
-      T* to = room + i / PER<T> * wide;
+    if (std::is_same_v<E, T> && d == width) return {(const T*)x, row};
+    for (int i = 0; i < n; i += FACTOR_SIZE<T>) {
+      const E *from = (const E*)x + i * row, *next = FACTOR_SIZE<T> == 2 && i + 1 < n ? from + row : nullptr;
+      T* to = buffer + i / FACTOR_SIZE<T> * width;
       const auto both = [=](auto get) {
-        if constexpr (PER<T> == 1) return get(from);
-        else return paired(get(from), next ? get(next) : Vec<R>{});
+        if constexpr (FACTOR_SIZE<T> == 1) return get(from);
+        else return make_pairs(get(from), next ? get(next) : Vec<R>{});
       };
       int c = 0;
       for (; c + W<R> <= d; c += W<R>) store(to + c, both([=](const E* p) { return load_as<R>(p + c); }));
-      if (c == wide) continue;
+      if (c == width) continue;
       const Vec<T> rest = both([=](const E* p) {
         Vec<R> x = {};
-        for (int k = c; k < d; k++) x[k - c] = as<R>(p[k]);
+        for (int k = c; k < d; k++) x[k - c] = to_real<R>(p[k]);
         return x;
       });
-      memcpy(to + c, &rest, sizeof(T) * (wide - c));
+      memcpy(to + c, &rest, sizeof(T) * (width - c));
     }
-    return {room, wide};
+    return {buffer, width};
   });
 }
-// Of sums along the rows: where they lie if they can stay there, else in `room`, n x factors(d).
-template <class R, class T> Rows<T> along_rows(const void* x, int64_t dtype, int64_t row, int n, int d, T* room) {
-  if constexpr (PER<T> == 1) {
-    return over_rows<R, T>(x, dtype, row, n, d, d, room);  // numbers are the same either way
+// For sums along the rows: in place if the layout allows it, else in `buffer`, n x factors(d).
+template <class R, class T>
+Rows<T> factors_along_rows(const void* x, int64_t dtype, int64_t row, int n, int d, T* buffer) {
+  if constexpr (FACTOR_SIZE<T> == 1) {
+    return factors_over_rows<R, T>(x, dtype, row, n, d, d, buffer);  // numbers are the same either way
   } else {
     if (((uintptr_t)x % sizeof(T) | row % 2 | d % 2) == 0) return {(const T*)x, row / 2};
-    const int64_t wide = factors<T>(d);
+    const int64_t width = factors<T>(d);
     for (int i = 0; i < n; i++) {
-      bf16* to = (bf16*)(room + i * wide);
+      bf16* to = (bf16*)(buffer + i * width);
       memcpy(to, (const bf16*)x + i * row, d * sizeof(bf16));
       if (d % 2) to[d] = {0};
     }
-    return {room, wide};
+    return {buffer, width};
   }
 }
-// Rows turned into lanes, to[factors(d)][lane], and multiplied by `by`; that of pairs has to be a power of two, or they would
-// be rounded. Lanes past the n rows repeat the last one.
+// Rows transposed into lanes, to[factors(d)][lane], and multiplied by `by`. For pairs `by` must be a power of two:
+// other factors would round them. Lanes past the n rows repeat the last row.
 template <class R, class T>
-void in_lanes(const void* x, int64_t dtype, int64_t row, int n, int lanes, int d, R by, T* to) {
-  with_type<R>(dtype, [=](auto t) {
+void pack_lanes(const void* x, int64_t dtype, int64_t row, int n, int lanes, int d, R by, T* to) {
+  dispatch_type<R>(dtype, [=](auto t) {
     using E = decltype(t);
     for (int l0 = 0; l0 < lanes; l0 += W<R>) {
       const E* rows[W<R>];
       for (int l = 0; l < W<R>; l++) rows[l] = (const E*)x + (l0 + l < n ? l0 + l : n - 1) * row;
       Vec<R> first = {};  // of a pair
-      each_column<R>(rows, 1, d, [&](int c, Vec<R> a) {
-        T* at = to + (int64_t)(c / PER<T>) * lanes + l0;
-        a *= all(by);
-        if constexpr (PER<T> == 1) store(at, a);
-        else if (c % 2) store(at, paired(first, a));
+      for_each_column<R>(rows, 1, d, [&](int c, Vec<R> a) {
+        T* at = to + (int64_t)(c / FACTOR_SIZE<T>) * lanes + l0;
+        a *= splat(by);
+        if constexpr (FACTOR_SIZE<T> == 1) store(at, a);
+        else if (c % 2) store(at, make_pairs(first, a));
         else if (c + 1 < d) first = a;
-        else store(at, paired(a, Vec<R>{}));
+        else store(at, make_pairs(a, Vec<R>{}));
       });
     }
   });
 }
-// score_scale(), in two: what q is multiplied by in the lanes, and the score afterwards. For pairs a power of two comes
-// first: that rounds nothing, and what would overflow without it does not.
+// score_scale() in two steps: a factor for q in the lanes and one for the score afterwards. For pairs the first is a
+// power of two, which rounds nothing and avoids overflow of the product.
 template <class R> struct Scale {
   R before, after;
 };
-template <class R, class T> Scale<R> scale_of(const ft_problem& p) {
+template <class R, class T> Scale<R> split_scale(const ft_problem& p) {
   const R scale = score_scale<R>(p);
-  if (PER<T> == 1 || scale == 0 || !std::isfinite(scale)) return {scale, R(1)};
+  if (FACTOR_SIZE<T> == 1 || scale == 0 || !std::isfinite(scale)) return {scale, R(1)};
   const R power = std::ldexp(R(1), std::ilogb(scale));
   return {power, scale / power};
 }
-// acc = by K q, of rows k .. k+M-1 and a sum of `length` factors. Both passes have their scores from here.
+// acc = by K q for rows k .. k+M-1, each a sum of `length` factors. Forward and backward share it, so scores are equal.
 template <class R, class T, int M, int N>
 INLINE void score_tile(Vec<R> (&acc)[M][N], Rows<T> K, int k, const T* q, int length, R by) {
   dot_tile<R>(acc, K.data + k * K.row, K.row, q, N * W<R>, length);
-  if constexpr (PER<T> > 1)
+  if constexpr (FACTOR_SIZE<T> > 1)
     UNROLL for (int i = 0; i < M; i++)
-      UNROLL for (int j = 0; j < N; j++) acc[i][j] = opaque(acc[i][j] * all(by));
+      UNROLL for (int j = 0; j < N; j++) acc[i][j] = opaque(acc[i][j] * splat(by));
 }
 // S[key][lane] = by K q
 template <class R, class T, int N> NOINLINE void scores(Rows<T> K, int n, const T* q, int length, R by, R* S) {
-  in_tiles<rows_for(N)>(0, n, [=](auto rows, int k) __attribute__((always_inline)) {
+  for_tiles<tile_rows(N)>(0, n, [=](auto rows, int k) __attribute__((always_inline)) {
     Vec<R> acc[rows][N];
     score_tile<R>(acc, K, k, q, length, by);
     store_tile<R>(acc, S + k * N * W<R>, N * W<R>);
   });
 }
-// A number as a factor has it.
-template <class R, class T> INLINE Vec<R> as_factor(Vec<R> x) {
-  if constexpr (PER<T> == 1) return x;
-  else return wide_bits<Vec<R>>(narrow_bits<bits32>(x, bf16{}), bf16{});
+// Numbers rounded as a factor rounds them.
+template <class R, class T> INLINE Vec<R> round_to_factor(Vec<R> x) {
+  if constexpr (FACTOR_SIZE<T> == 1) return x;
+  else return bits_to_float<Vec<R>>(float_to_bits<bits32>(x, bf16{}), bf16{});
 }
 
 inline bool all_finite(Rows<Pair> x, int n, int d) {
@@ -122,47 +124,47 @@ inline bool all_finite(Rows<Pair> x, int n, int d) {
   return !found;
 }
 
-// ---- Weights as factors: x[key][lane], of n keys and L lanes
+// ---- Weights as factors: x[key][lane], n keys and L lanes
 
-// Of sums over the keys, in the place of x.
-template <class R, class T> const T* over_keys(R* x, int n, int L) {
-  if constexpr (PER<T> == 1) {
+// For sums over the keys, stored over x.
+template <class R, class T> const T* factors_over_keys(R* x, int n, int L) {
+  if constexpr (FACTOR_SIZE<T> == 1) {
     return x;
   } else {
     T* to = (T*)x;
     for (int k = 0; k < n; k += 2)
       for (int l = 0; l < L; l += W<R>) {
         const R* from = x + k * L + l;
-        store(to + k / 2 * L + l, paired(load(from), k + 1 < n ? load(from + L) : Vec<R>{}));
+        store(to + k / 2 * L + l, make_pairs(load(from), k + 1 < n ? load(from + L) : Vec<R>{}));
       }
     return to;
   }
 }
-// Of sums over the first `real` lanes, in `room` where they must be rounded.
-template <class R, class T> const T* over_lanes(const R* x, int n, int L, int real, T* room) {
-  if constexpr (PER<T> == 1) {
+// For sums over the first `used` lanes, in `buffer` if they must be rounded.
+template <class R, class T> const T* factors_over_lanes(const R* x, int n, int L, int used, T* buffer) {
+  if constexpr (FACTOR_SIZE<T> == 1) {
     return x;
   } else {
-    bf16* to = (bf16*)room;
-    for (int at = 0; at < n * L; at += W<R>) put_rounded(to + at, load(x + at));
-    if (real % 2)
-      for (int k = 0; k < n; k++) to[k * L + real] = {0};
-    return room;
+    bf16* to = (bf16*)buffer;
+    for (int at = 0; at < n * L; at += W<R>) store_bf16(to + at, load(x + at));
+    if (used % 2)
+      for (int k = 0; k < n; k++) to[k * L + used] = {0};
+    return buffer;
   }
 }
-// Where weights are marked as hidden: what such a weight is multiplied by, see scores.h.
+// unless_hidden() of scores.h for factors.
 template <class T> INLINE Vec<T> factor_unless_hidden(Vec<T> weight, Vec<T> x) {
-  if constexpr (PER<T> == 1) {
+  if constexpr (FACTOR_SIZE<T> == 1) {
     return unless_hidden<T>(weight, x);
   } else {
-    return (Vec<T>)((halves)weight == halves{} + (uint16_t)0x8000 ? halves{} : (halves)x);
+    return (Vec<T>)((halfwords)weight == halfwords{} + (uint16_t)0x8000 ? halfwords{} : (halfwords)x);
   }
 }
-// Marked weights, of which those that are visible but round to 0 become it: a -0 would look hidden.
-template <class R, class T> void clear_small(R* x, int n, int L) {
-  if constexpr (PER<T> > 1)
+// Set visible weights that would round to 0 to +0, since a -0 would look hidden. x is marked as in scores.h.
+template <class R, class T> void flush_small(R* x, int n, int L) {
+  if constexpr (FACTOR_SIZE<T> > 1)
     for (int at = 0; at < n * L; at += W<R>) {
       const Vec<R> v = load(x + at), small = is_hidden<R>(v) ? v : Vec<R>{};
-      store(x + at, max(v, -v) < all(R(0x1p-126)) ? small : v);
+      store(x + at, max(v, -v) < splat(R(0x1p-126)) ? small : v);
     }
 }

@@ -1,8 +1,8 @@
 // The C ABI of the CPU core: one struct describes a call, one function runs it forward, one backward.
 //
 // A tensor is [sequence, head, row, column] with strides in elements; they may be zero or negative. The columns of
-// q, k, v, out, dout, dq, dk and dv are contiguous. "real" is float, or double where dtype is FT_F64: sums, statistics
-// and everything that is not said to have a dtype of its own are real.
+// q, k, v, out, dout, dq, dk and dv are contiguous. "real" is float, or double if dtype is FT_F64. Sums, statistics and
+// everything without a stated dtype are real.
 #pragma once
 #include <stdint.h>
 #ifdef __cplusplus
@@ -14,16 +14,16 @@ enum { FT_OK = 0, FT_BAD_ABI = 1, FT_NO_MEMORY = 2 };
 enum { FT_MAX_DIM = 512 };  // of dim and v_dim
 
 typedef struct {
-  void* data;  // null: not given
+  void* data;  // null if absent
   int64_t sequence, head, row, column;
 } ft_tensor;
 
 typedef struct {
   int64_t size;       // sizeof(ft_problem): caller and core must agree on this struct
-  int64_t threads;    // at most this many, the caller's among them
+  int64_t threads;    // at most this many, including the caller's
   int64_t dtype;      // of q, k, v, dq, dk, dv
-  int64_t out_dtype;  // of out and dout: dtype, or real
-  int64_t bias_dtype; // dtype, or real
+  int64_t out_dtype;  // of out and dout: dtype or real
+  int64_t bias_dtype; // dtype or real
   int64_t sequences, q_heads, kv_heads;
   int64_t q_len, kv_len;  // of the longest sequence
   int64_t dim, v_dim;     // of q and k; of v and out
@@ -32,14 +32,14 @@ typedef struct {
   double scale, softcap, dropout;
   uint64_t seed;
   const int64_t* cu_q;       // packed: sequence s has the rows cu_q[s] .. cu_q[s+1]-1 of q, out, lse, dout, dlse, dq
-  const int64_t* cu_k;       // likewise of k, v, dk, dv
-  const int64_t* kv_lengths; // keys in use of each sequence, from its first on
+  const int64_t* cu_k;       // the same for k, v, dk, dv
+  const int64_t* kv_lengths; // keys in use of each sequence: its first ones
   ft_tensor q, k, v, out;
   ft_tensor lse;             // real [sequence, head, row], natural logarithm; column unused. Forward: may be null
   ft_tensor bias;            // [sequence, head, query, key], counted within a sequence; any strides, 0 where broadcast
-  ft_tensor mask;            // bytes, likewise: nonzero where a query may attend
+  ft_tensor mask;            // bytes, indexed as bias: nonzero where a query may attend
   ft_tensor alibi;           // real [sequence, head]: adds -slope * |i + offset - j|
-  const void* sink;          // real [q_heads]: a logit that takes probability and gives no value
+  const void* sink;          // real [q_heads]: a logit that takes probability but adds no value
   // Backward only; out and lse are what forward returned.
   ft_tensor dout, dlse;      // dlse may be null
   ft_tensor dq, dk, dv;      // every element is written
@@ -49,12 +49,12 @@ typedef struct {
 
 int ft_forward(const ft_problem*);
 int ft_backward(const ft_problem*);
-// The twins of band.py's cuts() and of dropout.py's keep(), here so that tests can pin them.
+// Exported for tests, which compare them with band.py's cuts() and dropout.py's keep().
 void ft_cuts(int64_t left, int64_t right, int64_t offset, int64_t first, int64_t last, int64_t n_cols, int64_t block,
              int64_t cuts[4]);
 void ft_keep(uint64_t seed, int64_t head, int64_t i, int64_t j, int64_t n, double dropout,
              uint8_t* keep);  // of keys j .. j+n-1
-void ft_after_fork(void);  // for a process that was forked before the library was loaded, which later ones need not say
+void ft_after_fork(void);  // call this in a process that was forked before it loaded the library; later forks need not
 const char* ft_isa(void);  // "x86-64-v4-bf16", "x86-64-v4", "x86-64-v3", "aarch64", "generic"
 #ifdef __cplusplus
 }

@@ -1,13 +1,13 @@
-// Philox4x32-10: random bits that depend on seed, head, query and key alone. The twin of dropout.py, bit for bit.
+// Philox4x32-10: random bits that depend on seed, head, query and key only. Equal to dropout.py bit for bit.
 #pragma once
 #include <math.h>
 
 #include "vectors.h"
 
-// 32-bit words, each in the low half of a 64-bit lane; what the high halves hold does not matter.
+// 32-bit words, each in the low half of a 64-bit lane; the high halves are ignored.
 typedef uint64_t words __attribute__((vector_size(VECTOR_BYTES)));
 
-INLINE words multiply_low(words a, uint32_t by) {  // low half times low half, all 64 bits of it
+INLINE words multiply_low(words a, uint32_t by) {  // the 64-bit product of the low halves
 #if defined(__AVX512F__)
   return (words)_mm512_maskz_mul_epu32(0xff, (__m512i)a, _mm512_set1_epi64(by));
 #elif defined(__AVX2__)
@@ -34,8 +34,8 @@ inline uint32_t keep_threshold(double dropout) {
   return t > 4294967295. ? 0xffffffffu : (uint32_t)t;
 }
 
-// kept[r]: which lanes keep their weight for key 4 * quad + r. `query` and `head` hold 32-bit numbers in lanes of real
-// width: two to a 64-bit lane for float, one for double.
+// kept[r]: which lanes keep their weight for key 4 * quad + r. `query` and `head` hold 32-bit numbers in lanes of R's
+// width: two per 64-bit lane for float, one for double.
 template <class R>
 INLINE void keep_four(uint64_t seed, uint32_t threshold, uint32_t quad, Mask<R> query, Mask<R> head,
                       Mask<R> (&kept)[4]) {

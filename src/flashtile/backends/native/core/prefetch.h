@@ -1,11 +1,11 @@
-// prefetch(): sends for a cache line that is read soon, into the cache that suits the processor.
+// prefetch(): fetch a cache line that is read soon into L1 or L2, whichever is faster on this processor.
 #pragma once
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
 
-// A Zen 4 (of AMD's family 25) has few requests for L1 under way at a time, and reads that wait need them too: there lines
-// that come into L2 make a decode up to 1.5 times as fast. A Zen 5 is up to a third slower so; others were not measured.
+// A Zen 4 (AMD family 25) can have few L1 requests in flight, and waiting reads need them too: prefetching into L2
+// makes a decode up to 1.5 times as fast there. A Zen 5 gets up to a third slower; others were not measured.
 inline bool prefers_l2() {
 #if defined(__x86_64__)
   unsigned a, b, c, d;

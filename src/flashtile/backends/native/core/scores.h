@@ -1,36 +1,37 @@
-// The passes over a block of scores. S is [key][lane], n keys of L lanes, and stays in L1: whatever an option does to a
-// score (softcap, bias, ALiBi, mask, band, dropout) it does here, to S or to P in its place, and nowhere else.
+// The passes over a block of scores, one per option: softcap, bias, ALiBi, mask, band and dropout.
+// S is [key][lane], n keys of L lanes, and stays in L1. A pass changes S, or P in its place; options act nowhere else.
 #pragma once
 #include "elements.h"
 #include "philox.h"
 #include "sequence.h"
 
-// What q is multiplied by before the product with k: S comes out as the scaled score, or as that over the softcap c.
+// What q is multiplied by before the product with k: S is then the scaled score, divided by the softcap if there is
+// one.
 template <class R> R score_scale(const ft_problem& p) { return (R)(p.softcap > 0 ? p.scale / p.softcap : p.scale); }
 
-// The queries in the lanes of a group: each lane has a query of its sequence and a head of its own. The lanes past the
-// real ones, up to a whole vector, repeat the last.
+// The queries in the lanes of a group, all of one sequence; each lane has its own query and head. Lanes past the last
+// used one, up to a whole vector, repeat it.
 template <class R> class Lanes {
  public:
-  int real = 0, padded = 0;     // lanes in use; a multiple of W
-  int64_t first = 0, last = 0;  // the queries are among first..last-1
-  Cuts seen;                    // keys: any lane sees begin..end-1, every lane (band alone) full_begin..full_end-1
-  int64_t begin[LANES<R>], end[LANES<R>];  // keys within the band of each lane
-  int64_t position[LANES<R>];              // key that ALiBi measures from
-  R slope[LANES<R>];                       // of ALiBi
+  int used = 0, padded = 0;     // lanes in use, and rounded up to a multiple of W
+  int64_t first = 0, last = 0;  // the queries are within first..last-1
+  Cuts seen;                    // some lane sees keys begin..end-1; by the band, all see full_begin..full_end-1
+  int64_t begin[LANES<R>], end[LANES<R>];  // keys within each lane's band
+  int64_t position[LANES<R>];              // the key that ALiBi measures distance from
+  R slope[LANES<R>];                       // ALiBi slope
   const char* bias[LANES<R>];              // address of key 0
   const uint8_t* mask[LANES<R>];
-  MaskInt<R> query[LANES<R>], head[LANES<R>];  // as dropout counts them
+  MaskInt<R> query[LANES<R>], head[LANES<R>];  // counters of dropout
 
   // n consecutive queries of one head
   Lanes(const ft_problem& p, const Sequence& s, int64_t head, int64_t first_query, int n) {
     for (int l = 0; l < n; l++) add(p, s, head, first_query + l);
-    close(s);
+    finish(s);
   }
-  // Or lane by lane: add() each, then close().
+  // Or lane by lane: add() each, then finish().
   Lanes() = default;
   void add(const ft_problem& p, const Sequence& s, int64_t h, int64_t i) {
-    const int l = real++;
+    const int l = used++;
     first = l ? std::min(first, i) : i;
     last = l ? std::max(last, i + 1) : i + 1;
     begin[l] = s.band.begin(i);
@@ -45,8 +46,8 @@ template <class R> class Lanes {
     if (m.data) mask[l] = (const uint8_t*)m.data + (s.index * m.sequence + h * m.head + i * m.row);
     if (a.data) slope[l] = ((const R*)a.data)[s.index * a.sequence + h * a.head];
   }
-  void close(const Sequence& s) {
-    for (padded = real; padded % W<R>; padded++) {
+  void finish(const Sequence& s) {
+    for (padded = used; padded % W<R>; padded++) {
       const int l = padded;
       begin[l] = begin[l - 1], end[l] = end[l - 1], position[l] = position[l - 1], slope[l] = slope[l - 1];
       query[l] = query[l - 1], head[l] = head[l - 1], bias[l] = bias[l - 1], mask[l] = mask[l - 1];
@@ -63,26 +64,26 @@ template <class R> struct Block {
   int n;
 
   bool cut_by_band() const { return j < lanes.seen.full_begin || j + n > lanes.seen.full_end; }
-  bool partial() const { return cut_by_band() || p.mask.data; }  // some pair may be hidden
+  bool partial() const { return cut_by_band() || p.mask.data; }  // pairs may be hidden
 };
 
-// S <- c * tanh(S), as score_scale() prepared it; slope[key][lane], where asked for, is 1 - tanh^2.
+// S <- c * tanh(S), where score_scale() has divided by c; slope[key][lane], if not null, is 1 - tanh^2.
 template <class R> NOINLINE void softcap(const Block<R>& b, R* S, R* slope = nullptr) {
-  const Vec<R> c = all((R)b.p.softcap);
+  const Vec<R> c = splat((R)b.p.softcap);
   for (int x = 0; x < b.n * b.lanes.padded; x += W<R>) {
     const Vec<R> t = tanh_of<R>(load(S + x));
-    if (slope) store(slope + x, all(R(1)) - t * t);
+    if (slope) store(slope + x, splat(R(1)) - t * t);
     store(S + x, c * t);
   }
 }
 template <class R> NOINLINE void add_bias(const Block<R>& b, R* S) {
   const int L = b.lanes.padded;
-  with_type<R>(b.p.bias_dtype, [&](auto t) {
+  dispatch_type<R>(b.p.bias_dtype, [&](auto t) {
     using T = decltype(t);
     for (int l0 = 0; l0 < L; l0 += W<R>) {
       const T* rows[W<R>];
       for (int l = 0; l < W<R>; l++) rows[l] = (const T*)b.lanes.bias[l0 + l] + b.j * b.p.bias.column;
-      each_column<R>(rows, b.p.bias.column, b.n, [=](int k, Vec<R> a) {
+      for_each_column<R>(rows, b.p.bias.column, b.n, [=](int k, Vec<R> a) {
         R* s = S + k * L + l0;
         store(s, load(s) + a);
       });
@@ -96,13 +97,13 @@ template <class R> NOINLINE void add_alibi(const Block<R>& b, R* S) {
     for (int l = 0; l < W<R>; l++) position[l] = (R)(b.lanes.position[l0 + l] - b.j);
     for (int k = 0; k < b.n; k++) {
       R* s = S + k * L + l0;
-      const Vec<R> distance = position - all((R)k);
+      const Vec<R> distance = position - splat((R)k);
       store(s, load(s) - slope * max(distance, -distance));
     }
   }
 }
-// All that changes a score before it may be hidden.
-template <class R> INLINE void adjust(const Block<R>& b, R* S, R* slope = nullptr) {
+// Apply the options that change scores, before any is hidden.
+template <class R> INLINE void adjust_scores(const Block<R>& b, R* S, R* slope = nullptr) {
   if (b.p.softcap > 0) softcap(b, S, slope);
   if (b.p.bias.data) add_bias(b, S);
   if (b.p.alibi.data) add_alibi(b, S);
@@ -122,8 +123,8 @@ template <class R> NOINLINE void hide_band(const Block<R>& b, R* x, R value) {
     const auto hide = [=](int from, int to) {
       for (int k = from; k < to; k++) {
         R* at = x + k * L + l0;
-        const Mask<R> key = all_int<R>(k), hidden = (key < begin) | (key >= end);
-        store(at, hidden ? all(value) : load(at));
+        const Mask<R> key = splat_int<R>(k), hidden = (key < begin) | (key >= end);
+        store(at, hidden ? splat(value) : load(at));
       }
     };
     hide(0, full_begin);
@@ -135,27 +136,27 @@ template <class R> NOINLINE void hide_mask(const Block<R>& b, R* x, R value) {
   for (int l0 = 0; l0 < L; l0 += W<R>) {
     const uint8_t* rows[W<R>];
     for (int l = 0; l < W<R>; l++) rows[l] = b.lanes.mask[l0 + l] + b.j * b.p.mask.column;
-    each_column<R>(rows, b.p.mask.column, b.n, [=](int k, Vec<R> a) {
+    for_each_column<R>(rows, b.p.mask.column, b.n, [=](int k, Vec<R> a) {
       R* at = x + k * L + l0;
-      store(at, (Mask<R>)a == Mask<R>{} ? all(value) : load(at));
+      store(at, (Mask<R>)a == Mask<R>{} ? splat(value) : load(at));
     });
   }
 }
-// x[key][lane] <- value wherever the lane may not see the key.
+// x[key][lane] <- value where the band or the mask hides the key from the lane.
 template <class R> INLINE void hide(const Block<R>& b, R* x, R value) {
   if (b.cut_by_band()) hide_band(b, x, value);
   if (b.p.mask.data) hide_mask(b, x, value);
 }
-// Where values are not finite, 0 * x is no longer 0, so pairs that are hidden must be left out of a product, not
-// weighted by 0. hide(b, P, HIDDEN) marks them: no visible weight is -0 (one that might be is first added to 0).
+// Where values are not finite, 0 * x is not 0, so hidden pairs must be left out of a product, not weighted by 0.
+// hide(b, P, HIDDEN) marks them: no visible weight is -0, since 0 is first added to weights that might be.
 template <class R> constexpr R HIDDEN = R(-0.0);
-template <class R> INLINE Mask<R> is_hidden(Vec<R> x) { return (Mask<R>)x == (Mask<R>)all(HIDDEN<R>); }
-// What such a weight is multiplied by: x, or 0 where hidden. The sum then has the same steps, and the same bits, as one
-// over finite values.
+template <class R> INLINE Mask<R> is_hidden(Vec<R> x) { return (Mask<R>)x == (Mask<R>)splat(HIDDEN<R>); }
+// What a weight is multiplied by: x, or 0 where hidden. The sum then has the same steps and the same bits as one over
+// finite values.
 template <class R> INLINE Vec<R> unless_hidden(Vec<R> weight, Vec<R> x) { return is_hidden<R>(weight) ? Vec<R>{} : x; }
 
-// f(place in a [key][lane] array, which of W lanes keep their weight): dropout, the same bits for any tiling.
-template <class R, class F> INLINE void each_kept(const Block<R>& b, F&& f) {
+// f(offset in a [key][lane] array, which of W lanes keep their weight): dropout has the same bits for any tiling.
+template <class R, class F> INLINE void for_each_kept(const Block<R>& b, F&& f) {
   const int L = b.lanes.padded;
   const uint32_t threshold = keep_threshold(b.p.dropout);
   for (int l0 = 0; l0 < L; l0 += W<R>) {
@@ -170,11 +171,4 @@ template <class R, class F> INLINE void each_kept(const Block<R>& b, F&& f) {
       }
     }
   }
-}
-
-// Weights are at most 1, and a sum of them with values near the largest number may not be finite where their mean is. Such
-// rows are made once more, of weights so much smaller.
-template <class R> constexpr R SHRINK = R(0x1p-32);
-template <class R> NOINLINE void multiply_all(R* x, int n, R by) {
-  for (int at = 0; at < n; at += W<R>) store(x + at, load(x + at) * all(by));
 }

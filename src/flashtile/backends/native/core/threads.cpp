@@ -1,5 +1,6 @@
-// Threads. An OpenMP runtime that is already in the process (torch brings one) lends its own: two sets of workers that
-// both spin after each call would fight for the cores. Otherwise a pool, whose workers spin briefly and then sleep.
+// Threads from an OpenMP runtime that is already in the process (torch loads one), else from a pool.
+// Two sets of workers that both spin after each call would compete for the cores. The pool's workers spin briefly, then
+// sleep.
 #include "threads.h"
 
 #include <dlfcn.h>
@@ -27,17 +28,17 @@ struct Job {
   int64_t tasks;
   void (*body)(void*, int64_t, int64_t);
   void* context;
-  std::atomic<int64_t> seat{0}, next{0};
+  std::atomic<int64_t> next_thread{0}, next_task{0};
 
   Job(int64_t tasks, void (*body)(void*, int64_t, int64_t), void* context)
       : tasks(tasks), body(body), context(context) {}
   void work() {
-    const int64_t thread = seat.fetch_add(1, std::memory_order_relaxed);
-    for (int64_t t; (t = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) body(context, thread, t);
+    const int64_t thread = next_thread.fetch_add(1, std::memory_order_relaxed);
+    for (int64_t t; (t = next_task.fetch_add(1, std::memory_order_relaxed)) < tasks;) body(context, thread, t);
   }
 };
 
-// All signals, blocked for as long as this lives: threads started meanwhile are born with them so.
+// Block all signals in a scope: threads started in it inherit that.
 class BlockedSignals {
  public:
   BlockedSignals() {
@@ -61,26 +62,26 @@ class Pool {
       std::lock_guard<std::mutex> lock(mutex_);
       job_ = &job;
       busy_.store(helpers, std::memory_order_relaxed);
-      wanted_.store(helpers, std::memory_order_release);
+      unclaimed_.store(helpers, std::memory_order_release);
       generation_.fetch_add(1, std::memory_order_release);
       wake = sleeping_ > 0;
     }
     if (wake) awake_.notify_all();
     job.work();
-    // Places that nobody took before the work ran out are taken back, so a sleeping worker is never waited for.
-    const int64_t left = wanted_.exchange(0, std::memory_order_acq_rel);
+    // Take back the places that no worker has claimed, so that no sleeping worker is waited for.
+    const int64_t left = unclaimed_.exchange(0, std::memory_order_acq_rel);
     if (left > 0) busy_.fetch_sub(left, std::memory_order_acq_rel);
     while (busy_.load(std::memory_order_acquire) > 0) pause_thread();
   }
 
  private:
-  // As many workers as can be had, with all signals blocked: they are for the program's own threads.
+  // Start as many workers as possible, with all signals blocked: signals are for the program's own threads.
   int64_t start(int64_t wanted) {
     if (workers_ >= wanted) return wanted;
     const BlockedSignals blocked;
     try {
       for (; workers_ < wanted; workers_++) std::thread([this] { serve(); }).detach();
-    } catch (const std::system_error&) {  // no more threads to be had: those there are will do
+    } catch (const std::system_error&) {  // no more threads can be started: make do with those there are
     }
     return std::min(workers_, wanted);
   }
@@ -95,44 +96,44 @@ class Pool {
         sleeping_--;
       }
       seen = generation_.load(std::memory_order_acquire);
-      if (take_place()) {
+      if (claim_place()) {
         job_->work();
         busy_.fetch_sub(1, std::memory_order_acq_rel);
       }
     }
   }
-  bool take_place() {
-    int64_t n = wanted_.load(std::memory_order_acquire);
+  bool claim_place() {
+    int64_t n = unclaimed_.load(std::memory_order_acquire);
     while (n > 0)
-      if (wanted_.compare_exchange_weak(n, n - 1, std::memory_order_acq_rel)) return true;
+      if (unclaimed_.compare_exchange_weak(n, n - 1, std::memory_order_acq_rel)) return true;
     return false;
   }
 
   std::mutex mutex_;
   std::condition_variable awake_;
-  std::atomic<uint32_t> generation_{0};             // one more for each job; workers wait for it to move
-  std::atomic<int64_t> wanted_{0}, busy_{0};        // helpers the job still wants, and has
+  std::atomic<uint32_t> generation_{0};             // incremented for each job; workers wait for a change
+  std::atomic<int64_t> unclaimed_{0}, busy_{0};  // places no helper has claimed yet; helpers at work
   Job* job_ = nullptr;
   int64_t workers_ = 0, sleeping_ = 0;
 };
 
-// What OpenMP compilers call to open a parallel region, and how many threads one has unless it says; LLVM's and Intel's
+// The function that compilers call to open a parallel region, and the default number of its threads. LLVM's and Intel's
 // runtimes have both too.
 struct OpenMP {
   void (*parallel)(void (*)(void*), void*, unsigned, unsigned) = nullptr;
-  int (*most_threads)() = nullptr;
+  int (*max_threads)() = nullptr;
 };
 
-OpenMP in_library(const char* path) {
+OpenMP load_openmp(const char* path) {
   OpenMP found;
   if (void* library = dlopen(path, RTLD_NOLOAD | RTLD_LAZY)) {
     found.parallel = (decltype(found.parallel))dlsym(library, "GOMP_parallel");
-    found.most_threads = (decltype(found.most_threads))dlsym(library, "omp_get_max_threads");
+    found.max_threads = (decltype(found.max_threads))dlsym(library, "omp_get_max_threads");
   }
-  return found.most_threads ? found : OpenMP();
+  return found.max_threads ? found : OpenMP();
 }
 #if defined(__linux__)
-// By the names of what is loaded, since wheels add a hash to them; again only after something more was loaded.
+// Search the loaded libraries by name, since wheels add a hash to it; search again only after more were loaded.
 OpenMP find_openmp() {
   static struct {
     unsigned long long loaded;
@@ -153,48 +154,49 @@ OpenMP find_openmp() {
   dl_iterate_phdr(count, &loaded);
   if (loaded == seen.loaded) return {};
   seen.loaded = loaded;
-  return dl_iterate_phdr(look, nullptr) ? in_library(seen.path) : OpenMP();
+  return dl_iterate_phdr(look, nullptr) ? load_openmp(seen.path) : OpenMP();
 }
 #else
 OpenMP find_openmp() {
   for (const char* name : {"libomp.dylib", "libiomp5.dylib"})
-    if (const OpenMP found = in_library(name); found.parallel) return found;
+    if (const OpenMP found = load_openmp(name); found.parallel) return found;
   return {};
 }
 #endif
 
-// Whether so many threads can be started, by starting them: an OpenMP runtime that cannot ends the process.
+// Whether this many threads can be started, by starting them: an OpenMP runtime that cannot ends the process.
 bool can_start(int64_t wanted) {
   const BlockedSignals blocked;
-  std::mutex all_there;
-  std::unique_lock<std::mutex> not_yet(all_there);
+  std::mutex start_gate;
+  std::unique_lock<std::mutex> closed(start_gate);
   std::vector<std::thread> started;
   try {
     started.reserve(wanted);
-    while ((int64_t)started.size() < wanted) started.emplace_back([&] { std::lock_guard<std::mutex> wait(all_there); });
+    while ((int64_t)started.size() < wanted)
+      started.emplace_back([&] { std::lock_guard<std::mutex> wait(start_gate); });
   } catch (const std::exception&) {  // no more threads, or no more memory
   }
-  not_yet.unlock();
+  closed.unlock();
   for (std::thread& each : started) each.join();
   return (int64_t)started.size() == wanted;
 }
-// The most threads that OpenMP was asked for, the caller's among them. It has a set of its own for each caller.
-thread_local int64_t asked_for = 1;
+// The most threads that OpenMP was asked for, including the caller's. It keeps a team for each calling thread.
+thread_local int64_t largest_team = 1;
 
-std::mutex one_at_a_time;
+std::mutex call_mutex;
 Pool* pool = nullptr;
 OpenMP openmp;
 bool forked = false;
-const int fork_watched = pthread_atfork(nullptr, nullptr, after_fork);
+const int fork_handler = pthread_atfork(nullptr, nullptr, after_fork);
 
-// The block that waits for the next call: its size is kept in its first bytes.
-std::atomic<char*> spare{nullptr};
-constexpr size_t LINE = 64, PAGE = 4096, KEEP_AT_MOST = size_t(64) << 20;
+// The block kept for the next call; its first bytes hold its size.
+std::atomic<char*> spare_block{nullptr};
+constexpr size_t LINE = 64, PAGE = 4096, MAX_KEPT = size_t(64) << 20;
 
 }  // namespace
 
 void after_fork() {
-  new (&one_at_a_time) std::mutex;
+  new (&call_mutex) std::mutex;
   pool = nullptr;
   openmp = {};
   forked = true;
@@ -203,13 +205,15 @@ void after_fork() {
 void run_tasks(int64_t threads, int64_t tasks, void (*body)(void*, int64_t, int64_t), void* context) {
   threads = std::min(threads, tasks);
   Job job(tasks, body, context);
-  std::unique_lock<std::mutex> lock(one_at_a_time, std::defer_lock);
-  if (threads <= 1 || !lock.try_lock()) return job.work();  // a second caller works alone rather than wait or crowd
+  std::unique_lock<std::mutex> lock(call_mutex, std::defer_lock);
+  if (threads <= 1 || !lock.try_lock()) return job.work();  // a second caller works alone: no waiting, no crowding
   if (!openmp.parallel && !forked) openmp = find_openmp();
-  // Asked for more threads than there can be, an OpenMP runtime ends the process; the pool makes do with fewer. So it
-  // gets no more than whoever brought it has it use, and than could be started when it was first asked for so many.
-  if (openmp.parallel && threads <= openmp.most_threads() && (threads <= asked_for || can_start(threads - asked_for))) {
-    asked_for = std::max(asked_for, threads);
+  // An OpenMP runtime that cannot start the threads it is asked for ends the process, while the pool makes do with
+  // fewer. So OpenMP is asked for no more threads than its default, and for more than before only after as many could
+  // be started.
+  if (openmp.parallel && threads <= openmp.max_threads() &&
+      (threads <= largest_team || can_start(threads - largest_team))) {
+    largest_team = std::max(largest_team, threads);
     return openmp.parallel([](void* j) { ((Job*)j)->work(); }, &job, (unsigned)threads, 0);
   }
   if (!pool) pool = new (std::nothrow) Pool;
@@ -217,10 +221,10 @@ void run_tasks(int64_t threads, int64_t tasks, void (*body)(void*, int64_t, int6
   pool->run(job, threads);
 }
 
-// Pieces end a line past a page, so that they do not fall on the same cache sets.
+// A piece ends one cache line past a page, so that pieces do not fall on the same cache sets.
 Scratch::Scratch(int64_t pieces, size_t bytes_each) : each_((bytes_each + PAGE - 1) / PAGE * PAGE + LINE) {
   size_ = (LINE + each_ * (size_t)pieces + PAGE - 1) / PAGE * PAGE;
-  char* start = spare.exchange(nullptr);
+  char* start = spare_block.exchange(nullptr);
   if (start && *(size_t*)start < size_) {
     free(start);
     start = nullptr;
@@ -231,6 +235,6 @@ Scratch::Scratch(int64_t pieces, size_t bytes_each) : each_((bytes_each + PAGE -
 Scratch::~Scratch() {
   if (!block_) return;
   char* start = block_ - LINE;
-  if (*(size_t*)start <= KEEP_AT_MOST) start = spare.exchange(start);
+  if (*(size_t*)start <= MAX_KEPT) start = spare_block.exchange(start);
   free(start);
 }

@@ -1,4 +1,4 @@
-// parallel_for on borrowed or own threads, and scratch memory for them.
+// parallel_for, and scratch memory for its threads.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -11,19 +11,19 @@ inline void pause_thread() { asm volatile("yield"); }
 inline void pause_thread() {}
 #endif
 
-// body(context, thread, task) for every task in [0, tasks), handed out in order, on at most `threads` threads, the
-// caller's among them; thread numbers are below `threads`. A task may wait for earlier ones.
-// A forked child has no workers, neither ours nor OpenMP's: it starts a pool of its own.
+// For a forked child: it has no workers, neither the pool's nor OpenMP's, and starts a pool of its own.
 void after_fork();
 
+// Run body(context, thread, task) for every task in [0, tasks), started in order, on at most `threads` threads
+// including the caller's; thread numbers are below `threads`. A task may wait for earlier ones.
 void run_tasks(int64_t threads, int64_t tasks, void (*body)(void*, int64_t, int64_t), void* context);
 
 template <class F> void parallel_for(int64_t threads, int64_t tasks, F&& f) {
   run_tasks(threads, tasks, [](void* c, int64_t thread, int64_t task) { (*(F*)c)(thread, task); }, &f);
 }
 
-// `pieces` pieces of memory, each on cache lines of its own. The last block given back is kept for the next call, since
-// fresh pages cost more than a small call computes.
+// Memory in `pieces` pieces, each on its own cache lines. The last block freed is kept for the next call, since fresh
+// pages cost more than the computation of a small call.
 class Scratch {
  public:
   Scratch(int64_t pieces, size_t bytes_each);

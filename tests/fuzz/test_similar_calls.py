@@ -1,4 +1,4 @@
-"""Calls that resemble each other, one after the other: a call that was cached for one must not answer another."""
+"""Similar calls, one after another: a call cached for one must not answer another."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 import flashtile as ft
-from flashtile import calls as again
-from flashtile.pytorch import calls as prepared
+from flashtile import calls as array_calls
+from flashtile.pytorch import calls as tensor_calls
 from flashtile.pytorch.bridge import to_numpy
 
-Call = tuple[list[Tensor], dict[str, Any], dict[str, Any]]  # q, k, v; options; how it is called
+Call = tuple[list[Tensor], dict[str, Any], dict[str, Any]]  # q, k, v; options; keywords such as return_lse
 
 
 def family(seed: int) -> Iterator[Call]:
-    """Calls that differ from the first of them in one respect each, or in none but the numbers."""
+    """Calls that each differ from the first in one respect, or only in their numbers."""
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     batch, heads, n_q, n_k, dim = 2, 4, int(rng.choice([1, 3, 24])), 24, int(rng.choice([8, 24]))
@@ -32,7 +32,7 @@ def family(seed: int) -> Iterator[Call]:
     def tensors(dtype: torch.dtype = torch.float32, kv_heads: int = 2, n: int = n_k) -> list[Tensor]:
         return [torch.randn(batch, h, m, dim).to(dtype) for h, m in ((heads, n_q), (kv_heads, n), (kv_heads, n))]
 
-    one, eyes = tensors(), torch.rand(batch, 1, n_q, n_k) < 0.7
+    one, mask = tensors(), torch.rand(batch, 1, n_q, n_k) < 0.7
     options: tuple[dict[str, Any], ...] = (
         {},
         {"causal": True},
@@ -52,11 +52,11 @@ def family(seed: int) -> Iterator[Call]:
         {"dropout": 0.25, "seed": 1},
         {"dropout": 0.25, "seed": 2**63 + 5},
         {"dropout": 0.5, "seed": 1},
-        {"mask": eyes},
-        {"mask": ~eyes},
-        {"mask": eyes[:1]},
-        {"bias": eyes.float()},
-        {"bias": eyes.float()[:, :, :1]},
+        {"mask": mask},
+        {"mask": ~mask},
+        {"mask": mask[:1]},
+        {"bias": mask.float()},
+        {"bias": mask.float()[:, :, :1]},
         {"alibi": torch.rand(heads)},
         {"alibi": torch.rand(batch, heads)},
         {"sink": torch.rand(heads)},
@@ -71,9 +71,17 @@ def family(seed: int) -> Iterator[Call]:
         yield tensors(), o, {"return_lse": True}
     gaps = [torch.randn(*x.shape[:-1], dim + 5)[..., :dim] for x in one]
     apart = [torch.randn(*x.shape, 2)[..., 0] for x in one]
-    turned = [torch.randn(batch, x.shape[2], x.shape[1], dim).transpose(1, 2) for x in one]
+    transposed = [torch.randn(batch, x.shape[2], x.shape[1], dim).transpose(1, 2) for x in one]
     shifted = [torch.randn(x.numel() + 1)[1:].view(x.shape) for x in one]
-    for given in (gaps, apart, turned, shifted, [gaps[0], *one[1:]], [one[0], one[1], one[1]], [one[0], *turned[1:]]):
+    for given in (
+        gaps,
+        apart,
+        transposed,
+        shifted,
+        [gaps[0], *one[1:]],
+        [one[0], one[1], one[1]],
+        [one[0], *transposed[1:]],
+    ):
         yield given, {}, {}
         yield given, {"causal": True}, {}
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
@@ -87,7 +95,7 @@ def family(seed: int) -> Iterator[Call]:
 
 
 def answers(call: Call, arrays: bool) -> list[Any]:
-    """Output, lse if it is asked for, and the gradients that are."""
+    """Output, and the lse and gradients if wanted."""
     tensors, options, how = call
     if arrays:
         given = [to_numpy(x) for x in tensors]
@@ -104,7 +112,7 @@ def answers(call: Call, arrays: bool) -> list[Any]:
 
 
 def same(found: list[Any], wanted: list[Any]) -> bool:
-    """To the bit."""
+    """Whether the results are bitwise equal."""
     return len(found) == len(wanted) and all(
         x.dtype == y.dtype and x.shape == y.shape and np.asarray(_bytes(x) == _bytes(y)).all()
         for x, y in zip(found, wanted, strict=True)
@@ -115,20 +123,20 @@ def _bytes(x: Any) -> bytes:
     return (x.contiguous().view(torch.uint8).numpy() if isinstance(x, Tensor) else np.ascontiguousarray(x)).tobytes()
 
 
-def forget() -> None:
-    again.KNOWN.clear()
-    prepared._known.clear()
+def clear_caches() -> None:
+    array_calls.KNOWN.clear()
+    tensor_calls._known.clear()
 
 
-def mix_up(seed: int) -> None:
-    """Each call of a family answers as it does alone, in whatever order they come, and again."""
+def check_mixed(seed: int) -> None:
+    """Check that each call of a family, in random order and repeated, gives the result that it gives alone."""
     rng, calls = np.random.default_rng(seed), list(family(seed))
     arrays = bool(rng.random() < 0.4)
     alone = []
     for call in calls:
-        forget()
+        clear_caches()
         alone.append(answers(call, arrays))
-    forget()
+    clear_caches()
     for n in rng.permutation(np.repeat(np.arange(len(calls)), 3)):
         _, options, how = calls[n]
         assert same(answers(calls[n], arrays), alone[n]), f"seed {seed}, call {n}: {options} {how}"
@@ -136,12 +144,12 @@ def mix_up(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_look_alikes(seed: int) -> None:
-    mix_up(seed)
+    check_mixed(seed)
 
 
 @pytest.mark.slow
 def test_look_alikes_for_hours() -> None:
     end, seed = time.monotonic() + 60 * float(os.environ.get("FLASHTILE_FUZZ_MINUTES", "30")), int(time.time())
     while time.monotonic() < end:
-        mix_up(seed)
+        check_mixed(seed)
         seed += 1

@@ -1,4 +1,4 @@
-"""Strange tensors through every door, in forked children: no crash, no hang, no error that is not told in words."""
+"""Unusual tensors for every entry point, in forked children: no crash, no hang, no error without a message."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ import torch
 
 import flashtile as ft
 from flashtile.compat import flash_attn, sdpa
-from tests.fuzz.strange import STRANGE
+from tests.fuzz.unusual_tensors import UNUSUAL
 
 SECONDS = 60
-# Errors in words: ours, those of torch's refusals, and what Python says of a wrong call.
-TOLD = (ft.ShapeError, ft.DTypeError, ft.UnsupportedError, RuntimeError, NotImplementedError, TypeError)
+# Errors with a message: flashtile's, torch's refusals, and Python's for a wrong call.
+EXPECTED_ERRORS = (ft.ShapeError, ft.DTypeError, ft.UnsupportedError, RuntimeError, NotImplementedError, TypeError)
 
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 
 
-def doors() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
-    """Calls with arguments that are right."""
+def entry_points() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
+    """Functions with valid arguments."""
     q, k, v = (torch.randn(2, 4, n, 8) for n in (6, 9, 9))
     rows = [x.transpose(1, 2) for x in (q, k, v)]
     flat = [x.flatten(0, 1) for x in rows]
@@ -47,33 +47,33 @@ def doors() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     }
 
 
-def try_all(name: str, tell: Callable[[str], None]) -> None:
-    """Each strange thing in the place of each argument of a door, also when the right call before it is cached."""
-    call, right = doors()[name]
+def try_all(name: str, report: Callable[[str], None]) -> None:
+    """Replace each argument by each unusual tensor, also after a valid call was cached."""
+    call, right = entry_points()[name]
     for argument, x in right.items():
-        for kind, make in STRANGE.items():
+        for kind, make in UNUSUAL.items():
             try:
-                strange = make(x)
-            except Exception:  # there is no such thing of this argument
+                unusual = make(x)
+            except Exception:  # this argument has no such form
                 continue
-            tell(f"trying {argument}: {kind}")
+            report(f"trying {argument}: {kind}")
             for known in (False, True):
                 if known:
                     call(**right)
                 try:
-                    call(**right | {argument: strange})
-                except TOLD as error:
+                    call(**right | {argument: unusual})
+                except EXPECTED_ERRORS as error:
                     if not str(error):
-                        tell(f"{argument}, {kind}: {type(error).__name__} without a word")
+                        report(f"{argument}, {kind}: {type(error).__name__} without a message")
                 except Exception as error:
-                    tell(f"{argument}, {kind}: {type(error).__name__}: {error}")
+                    report(f"{argument}, {kind}: {type(error).__name__}: {error}")
 
 
 def in_a_child(name: str) -> str:
-    """What was wrong, and how it ended if not well."""
+    """Run try_all() in a child; return its errors, and the signal if it was killed."""
     read, write = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of forking a process that has threads
+        warnings.simplefilter("ignore")  # forking a process with threads
         child = os.fork()
     if child == 0:
         os.close(read)
@@ -91,11 +91,11 @@ def in_a_child(name: str) -> str:
     wrong = [line for line in lines if not line.startswith("trying ")]
     if status:
         wrong.append(f"{lines[-1]}: ended by {signal.Signals(-status).name}")
-    assert len(lines) > 20, "hardly anything was tried"
+    assert len(lines) > 20, "too few arguments were tried"
     return "\n".join(wrong)
 
 
 @forks
-@pytest.mark.parametrize("name", doors())
+@pytest.mark.parametrize("name", entry_points())
 def test_strange_arguments(name: str) -> None:
     assert not in_a_child(name)

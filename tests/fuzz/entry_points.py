@@ -1,4 +1,4 @@
-"""A problem through every public function that takes it, each result against the oracle."""
+"""Run a problem by every public function that takes it, and check each result against the oracle."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from torch import Tensor
 import flashtile as ft
 from flashtile.pytorch.bridge import to_numpy, to_torch
 from tests.fuzz import oracle
-from tests.fuzz.problems import Fuzzed
+from tests.fuzz.problems import RandomProblem
 
 Results = dict[str, Tensor]
 GRADIENTS = ("q", "k", "v", "bias", "sink")
 
 
-def leaves(p: Fuzzed, kind: torch.dtype | None = None) -> dict[str, Tensor]:
-    """What has a gradient, each a tensor of its own that lies as it did; of another dtype, for the oracle."""
+def differentiable(p: RandomProblem, kind: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The inputs with gradients, as leaf tensors of the same layout; in another dtype for the oracle."""
     given = {name: getattr(p, name, None) if name in "qkv" else p.options.get(name) for name in GRADIENTS}
     found = {name: x for name, x in given.items() if x is not None}
     return {name: (x.detach() if kind is None else x.detach().to(kind)).requires_grad_() for name, x in found.items()}
 
 
-def through(p: Fuzzed, call: Callable[..., tuple[Tensor, Tensor]], kind: torch.dtype | None = None) -> Results:
-    """Output, lse, and gradients, by this call of tensors."""
-    x = leaves(p, kind)
+def results_of(
+    p: RandomProblem, call: Callable[..., tuple[Tensor, Tensor]], kind: torch.dtype | None = None
+) -> Results:
+    """Output, lse and gradients of a call on tensors."""
+    x = differentiable(p, kind)
     out, lse = call(x["q"], x["k"], x["v"], **p.options | {name: x[name] for name in ("bias", "sink") if name in x})
     seen = torch.isfinite(lse)
     loss = (out * p.dout.to(out.dtype)).sum() + (lse.masked_fill(~seen, 0) * p.dlse.to(lse.dtype)).sum()
@@ -36,21 +38,23 @@ def through(p: Fuzzed, call: Callable[..., tuple[Tensor, Tensor]], kind: torch.d
     return {"out": out.detach(), "lse": lse.detach(), **grads}
 
 
-def exact(p: Fuzzed) -> tuple[Results, dict[str, float]]:
-    """The oracle's results in float64, and how far from them its float32 is."""
-    found, single = (through(p, partial(oracle.attention, kind=kind), kind) for kind in (torch.float64, torch.float32))
+def exact(p: RandomProblem) -> tuple[Results, dict[str, float]]:
+    """The oracle's results in float64, and the errors of its results in float32."""
+    found, single = (
+        results_of(p, partial(oracle.attention, kind=kind), kind) for kind in (torch.float64, torch.float32)
+    )
     return found, {name: distance(single[name], x) for name, x in found.items()}
 
 
 def distance(x: Tensor, y: Tensor) -> float:
-    """The largest; infinite where one of them is not finite and the other is not the same."""
+    """The largest difference; infinite where a value is not finite and the two are not the same."""
     x, y = x.double().reshape(y.shape), y.double()
     apart = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, (x - y).abs())
     return float(apart.nan_to_num(nan=torch.inf).max()) if apart.numel() else 0.0
 
 
-def by_numpy(p: Fuzzed, **more: Any) -> Results:
-    """attention() and attention_backward() of NumPy arrays."""
+def with_numpy(p: RandomProblem, **more: Any) -> Results:
+    """attention() and attention_backward() on NumPy arrays."""
     q, k, v, dout, dlse = (to_numpy(x) for x in (p.q, p.k, p.v, p.dout, p.dlse))
     options = {name: to_numpy(x) if isinstance(x, Tensor) else x for name, x in p.options.items()} | more
     out, lse = ft.attention(q, k, v, return_lse=True, **options)
@@ -59,12 +63,12 @@ def by_numpy(p: Fuzzed, **more: Any) -> Results:
     return {name: to_torch(x) for name, x in found.items() if x is not None}
 
 
-def by_tensors(p: Fuzzed, **more: Any) -> Results:
-    return through(p, lambda q, k, v, **o: ft.attention(q, k, v, return_lse=True, **o, **more))
+def with_tensors(p: RandomProblem, **more: Any) -> Results:
+    return results_of(p, lambda q, k, v, **o: ft.attention(q, k, v, return_lse=True, **o, **more))
 
 
-def by_packing(p: Fuzzed, **more: Any) -> Results:
-    """attention_packed() of the sequences laid back to back."""
+def with_packing(p: RandomProblem, **more: Any) -> Results:
+    """attention_packed() on the sequences, packed."""
     (batch, _, n_q, _), n_k = p.q.shape, p.k.shape[2]
 
     def call(q: Tensor, k: Tensor, v: Tensor, **o: Any) -> tuple[Tensor, Tensor]:
@@ -73,19 +77,21 @@ def by_packing(p: Fuzzed, **more: Any) -> Results:
         out, lse = ft.attention_packed(*rows, *starts, return_lse=True, **o, **more)
         return out.unflatten(0, (batch, n_q)).transpose(1, 2), lse.unflatten(0, (batch, n_q)).transpose(1, 2)
 
-    return through(p, call)
+    return results_of(p, call)
 
 
-DOORS = {"numpy": by_numpy, "tensors": by_tensors, "packed": by_packing}
+ENTRY_POINTS = {"numpy": with_numpy, "tensors": with_tensors, "packed": with_packing}
 
 
-def check(p: Fuzzed, found: Results, wanted: Results, single: dict[str, float]) -> None:
-    """Each result as near to the oracle as its dtype lets it be."""
+def check(p: RandomProblem, found: Results, wanted: Results, single: dict[str, float]) -> None:
+    """Check each result against the oracle, within the rounding of its dtype."""
     assert found.keys() == wanted.keys()
-    grain = {torch.float64: 1e-12, torch.float32: 2e-6}.get(p.q.dtype, 8 * torch.finfo(p.q.dtype).eps)
+    rounding = {torch.float64: 1e-12, torch.float32: 2e-6}.get(p.q.dtype, 8 * torch.finfo(p.q.dtype).eps)
     largest = {name: float(x[x.isfinite()].abs().max()) if x.isfinite().any() else 0.0 for name, x in wanted.items()}
-    among = max(1.0, *(x for name, x in largest.items() if name != "lse"))  # what cancels is of the size of the others
+    scale = max(
+        1.0, *(x for name, x in largest.items() if name != "lse")
+    )  # terms that cancel are as large as the other results
     for name, x in wanted.items():
-        error, size = distance(found[name], x), max(1.0, largest[name]) if name == "lse" else among
-        bound = (0 if p.q.dtype is torch.float64 else 10 * single[name]) + grain * size
+        error, size = distance(found[name], x), max(1.0, largest[name]) if name == "lse" else scale
+        bound = (0 if p.q.dtype is torch.float64 else 10 * single[name]) + rounding * size
         assert error <= bound, f"{name}: {error:.3g} from the oracle, expected at most {bound:.3g}"

@@ -1,4 +1,4 @@
-"""Strange things in the place of a tensor: each is to give an answer or an error in words, and to end no process."""
+"""Unusual objects in place of a tensor: each must give a result or an error with a message, not a crash."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from torch import Tensor
 Maker = Callable[[Tensor], Any]
 
 
-def shrunk(x: Tensor) -> Tensor:
-    """As FSDP frees what it does not need: the shape stays, the memory goes."""
+def freed(x: Tensor) -> Tensor:
+    """As FSDP frees parameters: the shape stays, the storage is freed."""
     x = x.clone()
     x.untyped_storage().resize_(0)
     return x
 
 
 def cut_short(x: Tensor) -> Tensor:
-    """Memory of which half went."""
+    """Half of the storage is freed."""
     x = x.clone()
     x.untyped_storage().resize_(x.untyped_storage().nbytes() // 2)
     return x
 
 
-class Loud(Tensor):
-    """A subclass that hears of every call, and knows none."""
+class RejectingSubclass(Tensor):
+    """A subclass whose __torch_function__ rejects every call."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise NotImplementedError(f"{func} is not for this tensor")
 
 
-class Quiet(Tensor):
-    """A subclass in name."""
+class PlainSubclass(Tensor):
+    """A subclass without any behaviour of its own."""
 
 
-class Thing:
-    """Like a tensor as far as one looks."""
+class LooksLikeTensor:
+    """Has a tensor's dtype and shape, and nothing else."""
 
     dtype = torch.float32
     shape = (2, 4, 6, 8)
@@ -49,17 +49,17 @@ def _quantized(x: Tensor) -> Tensor:
     return torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8)
 
 
-STRANGE: dict[str, Maker] = {
+UNUSUAL: dict[str, Maker] = {
     "strided nested": lambda x: torch.nested.nested_tensor([*x.unbind()]),
     "jagged nested": lambda x: torch.nested.nested_tensor([*x.unbind()], layout=torch.jagged),
     "sparse": lambda x: x.to_sparse(),
     "sparse rows": lambda x: x.flatten(0, -2).to_sparse_csr(),
-    "shrunk": shrunk,
+    "freed": freed,
     "cut short": cut_short,
     "on no device": lambda x: x.to("meta"),
     "quantized": _quantized,
-    "loud subclass": lambda x: x.as_subclass(Loud),
-    "quiet subclass": lambda x: x.as_subclass(Quiet),
+    "rejecting subclass": lambda x: x.as_subclass(RejectingSubclass),
+    "plain subclass": lambda x: x.as_subclass(PlainSubclass),
     "parameter": lambda x: torch.nn.Parameter(x) if x.is_floating_point() else x,
     "complex": lambda x: x.to(torch.complex64),
     "conjugate": lambda x: torch.complex(x.float(), x.float()).conj(),
@@ -79,16 +79,14 @@ STRANGE: dict[str, Maker] = {
     "masked array": lambda x: np.ma.masked_array(x.detach().numpy()),
     "matrix": lambda x: np.matrix(x.detach().numpy().reshape(-1, x.shape[-1])),
     "objects": lambda x: x.detach().numpy().astype(object),
-    "other bytes": lambda x: x.detach().numpy().astype(">f4"),
-    "between bytes": lambda x: np.frombuffer(b"\0" + x.detach().numpy().tobytes(), np.float32, offset=1).reshape(
-        x.shape
-    ),
+    "other byte order": lambda x: x.detach().numpy().astype(">f4"),
+    "misaligned": lambda x: np.frombuffer(b"\0" + x.detach().numpy().tobytes(), np.float32, offset=1).reshape(x.shape),
     "list": lambda x: x.tolist(),
     "memory view": lambda x: memoryview(x.detach().numpy()),
     "dtype": lambda x: torch.float32,
     "none": lambda x: None,
-    "a word": lambda x: "tensor",
-    "a thing": lambda x: Thing(),
+    "string": lambda x: "tensor",
+    "looks like a tensor": lambda x: LooksLikeTensor(),
     "NaN": lambda x: torch.full_like(x.float(), torch.nan),
 }
 

@@ -10,10 +10,10 @@ from jinja2 import UndefinedError
 from flashtile.lab import studies
 from flashtile.lab.bench.peers import NAIVE_NUMPY, NAIVE_TORCH, OURS, SDPA
 from flashtile.lab.bench.showcase import Speed
-from flashtile.lab.report import mathml, page, topics
-from flashtile.lab.report.content import Result, Told
+from flashtile.lab.report import mathml, page
+from flashtile.lab.report.content import Result, LessonResult
 from flashtile.lab.report.figures import Drawing
-from flashtile.lab.report.topics import targets
+from flashtile.lab.studies import targets
 from flashtile.lab.studies.study import to_dict
 from tests.lab.report.markup import Markup
 from tests.tools.tree import SOURCE
@@ -50,7 +50,7 @@ def test_every_section_is_there_and_in_the_contents(markup, demo_run):
 def test_every_result_and_lesson_is_there(markup, demo_run):
     results = {f"study-{r.study.name}" for r in demo_run.content.results if r.study.name != "arithmetic"}
     assert results | {f"lesson-{told.lesson.name}" for told in demo_run.content.lessons} <= set(markup.ids)
-    assert len(results) == len(studies.STUDIES) + len(topics.TOPICS) - 1
+    assert len(results) == len(studies.STUDIES) - 1
     page_text = demo_run.page.read_text(encoding="utf-8")
     assert page_text.count('<figure class="wide">') == len(results) + 1
     for told in demo_run.content.lessons:
@@ -144,17 +144,17 @@ def test_titles_hold_no_numbers_but_names():
 def bare(demo_run):
     """The page of a machine without torch and triton: what it says of both depends on the records."""
     content = demo_run.content
-    run = {result.study.name: result for result in content.topics}
+    run = {result.study.name: result for result in content.results}
     sides = replace(run["speed"].record.cpu, rows=tuple(map(alone, run["speed"].record.cpu.rows)))
     records = {
         "speed": Speed(1, dict.fromkeys((SDPA, NAIVE_TORCH), "no torch"), sides, None, "no torch"),
         "targets": targets.Record("k", (), "no triton"),
     }
     changed = tuple(Result(study.study, records.get(name, study.record)) for name, study in run.items())
-    told = tuple(Told(t.lesson, "", {}, "no torch") if t.lesson.needs else t for t in content.lessons)
+    told = tuple(LessonResult(t.lesson, "", {}, "no torch") if t.lesson.needs else t for t in content.lessons)
     drawings = {name: Drawing("<svg></svg>", "", None, 60) for name in (r.study.name for r in content.results)}
     del drawings["targets"]
-    return Markup.of(page.render(replace(content, topics=changed, lessons=told), drawings))
+    return Markup.of(page.render(replace(content, results=changed, lessons=told), drawings))
 
 
 def alone(row):
@@ -170,7 +170,7 @@ def test_without_torch_the_page_claims_nothing_of_it(bare, markup, demo_run):
 
 
 def _ratio(demo_run):
-    return page._ratio(next(r.record for r in demo_run.content.topics if r.study.name == "speed"))
+    return page._ratio(next(r.record for r in demo_run.content.results if r.study.name == "speed"))
 
 
 def test_what_has_nothing_to_draw_has_no_figure(bare, markup):
@@ -178,12 +178,14 @@ def test_what_has_nothing_to_draw_has_no_figure(bare, markup):
     assert (
         "Nothing was compiled: no triton." in bare.words and "One kernel for every maker. The numbers" not in bare.words
     )
-    assert bare.words.count(captions) == len(studies.STUDIES) + len(topics.TOPICS) - 1
+    assert bare.words.count(captions) == len(studies.STUDIES) - 1
 
 
 def test_tables_under_a_figure_are_folded(demo_run):
     text = demo_run.page.read_text(encoding="utf-8")
-    for result in demo_run.content.studies:
+    for result in demo_run.content.results:
+        if not result.study.numbered:
+            continue
         after = text[text.index(f'id="study-{result.study.name}"') :]
         assert after.index("<figure") < after.index("<details>") < after.index("<table")
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from flashtile.lab.lessons.lesson import Lesson
 from flashtile.lab.report import tables
-from flashtile.lab.report.content import Told
+from flashtile.lab.report.content import LessonResult
 from flashtile.lab.studies.study import Table
 
 
@@ -51,11 +51,11 @@ def test_the_two_orders(demo_run):
 def test_what_needs_what_and_how_it_ran(demo_run):
     gpu = Lesson("x", "X", "", needs=("triton",), kernel="x.py")
     lessons = (
-        Told(gpu, "", {"device": "cuda"}, None),
-        Told(gpu, "", {"device": "cpu"}, None),
-        Told(gpu, "", {"device": ""}, None),
-        Told(gpu, "", {}, "no moon"),
-        Told(Lesson("y", "Y", ""), "", {}, None),
+        LessonResult(gpu, "", {"device": "cuda"}, None),
+        LessonResult(gpu, "", {"device": "cpu"}, None),
+        LessonResult(gpu, "", {"device": ""}, None),
+        LessonResult(gpu, "", {}, "no moon"),
+        LessonResult(Lesson("y", "Y", ""), "", {}, None),
     )
     assert [row[1:] for row in tables.needed(replace(demo_run.content, lessons=lessons)).rows] == [
         ("triton", "ran on the GPU"),

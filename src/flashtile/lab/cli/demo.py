@@ -12,7 +12,7 @@ from flashtile.host import machine
 from flashtile.lab.cli import DOES_NOT_HOLD, MISSING, output
 
 if TYPE_CHECKING:
-    from flashtile.lab.report.content import Content, Result, Told
+    from flashtile.lab.report.content import Content, Result, LessonResult
 
 EXTRA = ("jinja2", "matplotlib")  # what the page is made with
 LINES = 8  # of a lesson's output; `flashtile lesson` prints all of it
@@ -105,7 +105,7 @@ def _show_result(result: Result, tables: bool) -> None:
         output.say(f"- {sentence}")
 
 
-def _show_lesson(told: Told) -> None:
+def _show_lesson(told: LessonResult) -> None:
     out = output.out()
     out.print()
     out.rule(f"Lesson: {told.lesson.title}", align="left", characters="=")

@@ -9,7 +9,6 @@ from multiprocessing import get_context
 from types import TracebackType
 from typing import Any
 
-from flashtile.lab.report import topics
 from flashtile.lab.report.figures import Drawing, draw
 from flashtile.lab.studies import STUDIES
 
@@ -51,5 +50,5 @@ def _begin() -> None:
 
 
 def _drawn(name: str, record: Any, png: bool) -> Drawing | None:
-    study = next(study for study in (*STUDIES, *topics.TOPICS) if study.name == name)
+    study = next(study for study in STUDIES if study.name == name)
     return draw(name, partial(study.draw, record), png)

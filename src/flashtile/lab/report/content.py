@@ -1,4 +1,4 @@
-"""Content: everything the page and the terminal show, computed now: studies, topics, lessons and scenes."""
+"""Content: everything the page and the terminal show, computed now: studies, lessons and scenes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashtile import dispatch
 from flashtile.host import machine
 from flashtile.lab import lessons, studies
 from flashtile.lab.lessons.lesson import Lesson, answer, source
-from flashtile.lab.report import topics, viewer
+from flashtile.lab.report import viewer
 from flashtile.lab.report.artist import Artist
 from flashtile.lab.studies.study import Study, Table, to_dict
 
@@ -41,7 +41,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Told:
+class LessonResult:
     """A lesson: what it printed and recorded, or why it could not run here."""
 
     lesson: Lesson
@@ -67,14 +67,9 @@ class Content:
     machine: dict[str, Any]
     devices: list[dict[str, Any]]
     backends: list[dict[str, Any]]
-    studies: tuple[Result, ...]
-    topics: tuple[Result, ...]
-    lessons: tuple[Told, ...]
+    results: tuple[Result, ...]
+    lessons: tuple[LessonResult, ...]
     scenes: dict[str, Any]
-
-    @property
-    def results(self) -> tuple[Result, ...]:
-        return self.studies + self.topics
 
     @property
     def broken(self) -> list[str]:
@@ -103,7 +98,7 @@ def collect(
     quick: bool = False, progress: Progress = lambda what, done, total: None, artist: Artist | None = None
 ) -> Content:
     """Run everything, one thing after another. An artist draws beside it, but not while time is measured."""
-    total, done = len(studies.STUDIES) + len(topics.TOPICS) + len(lessons.LESSONS) + 1, count()
+    total, done = len(studies.STUDIES) + len(lessons.LESSONS) + 1, count()
 
     def compute(study: Study[Any]) -> Result:
         progress(study.title, next(done), total)
@@ -114,17 +109,17 @@ def collect(
             artist.draw(result.study.name, result.record)
 
     results = []
-    for study in (*studies.STUDIES, *topics.COUNTED):
+    for study in (study for study in studies.STUDIES if not study.timed):
         results.append(compute(study))
         draw(results[-1])
     devices = machine.devices()
     if artist is not None:
         artist.rest()
-    timed = [compute(study) for study in topics.TIMED]
+    timed = [compute(study) for study in studies.STUDIES if study.timed]
     told = []
     for lesson in lessons.LESSONS:
         progress(f"lesson: {lesson.title}", next(done), total)
-        told.append(tell(lesson))
+        told.append(run_lesson(lesson))
     for result in timed:
         draw(result)
     progress("the viewer", next(done), total)
@@ -134,14 +129,13 @@ def collect(
         machine=machine.describe(),
         devices=devices,
         backends=[{"backend": row.name, "device": row.device, "why_not": row.missing()} for row in dispatch.TABLE],
-        studies=tuple(results[: len(studies.STUDIES)]),
-        topics=(*results[len(studies.STUDIES) :], *timed),
+        results=(*results, *timed),
         lessons=tuple(told),
         scenes=viewer.scenes(quick),
     )
 
 
-def tell(lesson: Lesson) -> Told:
+def run_lesson(lesson: Lesson) -> LessonResult:
     """Run a lesson in its short form."""
     said = answer(lesson, quick=True)
-    return Told(lesson, said.get("text", ""), said.get("record", {}), said.get("unavailable"))
+    return LessonResult(lesson, said.get("text", ""), said.get("record", {}), said.get("unavailable"))

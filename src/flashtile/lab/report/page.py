@@ -10,7 +10,7 @@ from flashtile.lab.bench.peers import OURS, SDPA
 from flashtile.lab.report import mathml, palette, tables, viewer
 from flashtile.lab.report.content import Content, Result
 from flashtile.lab.report.figures import Drawing
-from flashtile.lab.report.topics import speed
+from flashtile.lab.studies import speed
 from flashtile.lab.studies.study import SEED
 from flashtile.lab.units import quantity, seconds, size
 
@@ -49,9 +49,8 @@ WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "
 def render(content: Content, drawings: dict[str, Drawing]) -> str:
     """The whole page. `drawings` has one for each result that has anything to draw, by the name of its study."""
     shown = {result.study.name: Shown(result, drawings.get(result.study.name)) for result in content.results}
-    topics = {result.study.name: shown[result.study.name] for result in content.topics}
-    side = topics["speed"].record.sides[-1]
-    fastest = speed.longest(side)
+    timed = shown["speed"].record
+    fastest = speed.longest(timed.sides[-1])
     gpus = [device["name"] for device in content.devices if device["device"] != "cpu"]
     return str(
         environment()
@@ -64,18 +63,15 @@ def render(content: Content, drawings: dict[str, Drawing]) -> str:
             quick=content.quick,
             created=content.created.replace("T", " ").replace("+00:00", " UTC"),
             machine=content.machine,
-            threads=topics["speed"].record.threads,
+            threads=timed.threads,
             gpu=", ".join(gpus),
             seed=SEED,
-            studies=[shown[result.study.name] for result in content.studies],
-            equivalence=shown["equivalence"].record,
-            topic=topics,
-            arithmetic=topics["arithmetic"],
+            studies=shown,
             lessons=content.lessons,
             lesson={told.lesson.name: told for told in content.lessons},
             best=fastest.runs[OURS],
             standard=fastest.runs[speed.standard_of(fastest)],
-            ratio=_ratio(topics["speed"].record),
+            ratio=_ratio(timed),
             broken=content.broken,
             available=tables.available(content),
             needed=tables.needed(content),

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from flashtile.lab.report.content import Content, Told
+from flashtile.lab.report.content import Content, LessonResult
 from flashtile.lab.studies.study import Table
 from flashtile.lab.units import size
 
@@ -91,7 +91,7 @@ def needed(content: Content) -> Table:
     )
 
 
-def _ran(told: Told) -> str:
+def _ran(told: LessonResult) -> str:
     where = {"cuda": "ran on the GPU", "cpu": "ran, its kernel interpreted on the CPU"}
     return where.get(told.record.get("device", ""), "ran without its kernel" if told.lesson.kernel else "ran")
 

@@ -168,4 +168,5 @@ STUDY = Study(
     draw,
     tables,
     findings,
+    numbered=True,
 )

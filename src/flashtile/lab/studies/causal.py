@@ -169,4 +169,5 @@ STUDY = Study(
     draw,
     tables,
     findings,
+    numbered=True,
 )

@@ -235,4 +235,5 @@ STUDY = Study(
     draw,
     tables,
     findings,
+    numbered=True,
 )

@@ -288,4 +288,5 @@ STUDY = Study(
     draw,
     tables,
     findings,
+    numbered=True,
 )

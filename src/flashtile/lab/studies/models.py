@@ -218,4 +218,5 @@ STUDY = Study(
     draw,
     tables,
     findings,
+    numbered=True,
 )

@@ -36,6 +36,8 @@ class Study(Generic[R]):
     draw: Callable[[R], Figure | None]  # None where the record has nothing to draw
     tables: Callable[[R], list[Table]]
     findings: Callable[[R], list[str]]
+    numbered: bool = False  # shown in the page's section of studies; the others belong to other sections
+    timed: bool = False  # measures time, so nothing else may run beside it
 
 
 def to_dict(record: Any) -> Any:

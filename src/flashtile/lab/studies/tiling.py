@@ -233,4 +233,5 @@ STUDY = Study(
     draw,
     tables,
     findings,
+    numbered=True,
 )

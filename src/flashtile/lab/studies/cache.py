@@ -15,8 +15,7 @@ from flashtile.lab.bench.peers import NAIVE_NUMPY, OURS
 from flashtile.lab.bench.suite import time_all
 from flashtile.lab.bench.timing import Call, alternate
 from flashtile.lab.catalogue import chips, models
-from flashtile.lab.report.topics import hierarchy
-from flashtile.lab.studies import canvas
+from flashtile.lab.studies import canvas, hierarchy
 from flashtile.lab.studies.study import Study, Table, samples
 from flashtile.lab.units import quantity, seconds, size
 from flashtile.numerics.dtypes import Array
@@ -232,4 +231,5 @@ STUDY = Study(
     draw,
     tables,
     findings,
+    timed=True,
 )

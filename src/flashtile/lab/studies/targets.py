@@ -78,7 +78,7 @@ def _compiled_apart(names: tuple[str, ...]) -> list[Built]:
     """In a process of its own, which compiles whatever the caller's Triton does, and leaves nothing behind."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {k: x for k, x in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": folder}
-        command = [sys.executable, "-m", "flashtile.lab.report.topics.targets", *names]
+        command = [sys.executable, "-m", "flashtile.lab.studies.targets", *names]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"compiling for {', '.join(names)}: {done.stderr.strip()}")

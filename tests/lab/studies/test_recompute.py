@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import flashtile
-from flashtile.lab.report.topics import recompute
+from flashtile.lab.studies import recompute
 
 
 def test_the_gradients_hold():

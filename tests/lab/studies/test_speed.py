@@ -8,7 +8,7 @@ from flashtile.cost.hardware import Rates
 from flashtile.lab.bench.cases import FORWARD, TRAINING
 from flashtile.lab.bench.peers import NAIVE_NUMPY, NAIVE_TORCH, OURS, SDPA
 from flashtile.lab.bench.showcase import Row, Run, Side, Speed
-from flashtile.lab.report.topics import speed
+from flashtile.lab.studies import speed
 
 
 def run(seconds, grown=None):

@@ -9,8 +9,7 @@ from flashtile.lab.bench import showcase
 from flashtile.lab.bench.cases import FORWARD
 from flashtile.lab.bench.peers import NAIVE_NUMPY, NAIVE_TORCH, OURS, SDPA
 from flashtile.lab.bench.showcase import Row, Side, Speed
-from flashtile.lab.report.topics import hierarchy
-from flashtile.lab.studies import canvas
+from flashtile.lab.studies import canvas, hierarchy
 from flashtile.lab.studies.study import Study, Table
 from flashtile.lab.units import quantity, seconds, size
 
@@ -176,4 +175,5 @@ STUDY = Study(
     draw,
     tables,
     findings,
+    timed=True,
 )

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from flashtile.lab.report.topics import overlap
+from flashtile.lab.studies import overlap
 
 
 def test_the_newer_the_gpu_the_more_there_is_to_hide():

@@ -133,4 +133,5 @@ STUDY = Study(
     draw,
     tables,
     findings,
+    timed=True,
 )

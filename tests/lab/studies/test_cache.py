@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import flashtile
-from flashtile.lab.report.topics import cache
+from flashtile.lab.studies import cache
 from flashtile.lab.studies.study import samples
 
 

@@ -9,7 +9,7 @@ from flashtile.lab import lessons, studies
 from flashtile.lab.lessons.lesson import Lesson
 from flashtile.lab.report import content
 from flashtile.lab.report.artist import Artist
-from flashtile.lab.report.content import Result, LessonResult
+from flashtile.lab.report.content import LessonResult, Result
 from flashtile.lab.studies import targets
 from flashtile.lab.studies.study import Study, Table
 

@@ -11,7 +11,7 @@ from flashtile.lab import studies
 from flashtile.lab.bench.peers import NAIVE_NUMPY, NAIVE_TORCH, OURS, SDPA
 from flashtile.lab.bench.showcase import Speed
 from flashtile.lab.report import mathml, page
-from flashtile.lab.report.content import Result, LessonResult
+from flashtile.lab.report.content import LessonResult, Result
 from flashtile.lab.report.figures import Drawing
 from flashtile.lab.studies import targets
 from flashtile.lab.studies.study import to_dict

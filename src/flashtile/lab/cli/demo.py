@@ -12,7 +12,7 @@ from flashtile.host import machine
 from flashtile.lab.cli import DOES_NOT_HOLD, MISSING, output
 
 if TYPE_CHECKING:
-    from flashtile.lab.report.content import Content, Result, LessonResult
+    from flashtile.lab.report.content import Content, LessonResult, Result
 
 EXTRA = ("jinja2", "matplotlib")  # what the page is made with
 LINES = 8  # of a lesson's output; `flashtile lesson` prints all of it

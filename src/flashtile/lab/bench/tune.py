@@ -21,8 +21,8 @@ from flashtile.lab.bench.gpu.peers import brief
 from flashtile.lab.bench.gpu.suite import difference
 from flashtile.lab.bench.records import Record
 from flashtile.lab.bench.suite import Progress
+from flashtile.lab.bench.tables.tune import short
 from flashtile.lab.bench.timing import Call, Timing, alternate, geometric_mean
-from flashtile.lab.bench.tuned import short
 
 TOKENS, HIDDEN = 16384, 2048
 LENGTHS = (1024, 4096)  # of a training sequence: a tile that is good at both

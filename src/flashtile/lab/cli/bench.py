@@ -10,10 +10,11 @@ from typing import Annotated
 import typer
 
 from flashtile.backends.triton.tuning import KERNELS
-from flashtile.lab.bench import candidates, records, suite, table, tune, tuned
+from flashtile.lab.bench import candidates, records, suite, table, tune
 from flashtile.lab.bench.cases import GROUPS
 from flashtile.lab.bench.gpu import device, moved, ncu, peers, rows, warm
 from flashtile.lab.bench.gpu import suite as gpu_suite
+from flashtile.lab.bench.tables.tune import rows as tuning_rows
 from flashtile.lab.cli import DOES_NOT_HOLD, MISSING, output
 
 SUITES = (*rows.SUITES, "all")
@@ -172,7 +173,7 @@ def search(
     if json:
         output.print_json(record)
     else:
-        print(tuned.rows(record), end="\n\n")
+        print(tuning_rows(record), end="\n\n")
     _leave(record, path, shown=not json)
 
 

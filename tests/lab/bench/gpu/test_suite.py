@@ -13,9 +13,9 @@ torch = pytest.importorskip("torch")
 from flashtile.lab.bench.gpu import ceilings, device, suite  # noqa: E402
 from flashtile.lab.bench.gpu.peers import CUDNN, FLEX, OURS, PORTABLE, WIDE, Peer, UnfitError  # noqa: E402
 from flashtile.lab.bench.gpu.suite import Bench  # noqa: E402
-from flashtile.lab.bench.gpu.table import caption, details  # noqa: E402
 from flashtile.lab.bench.records import UnlikeError  # noqa: E402
 from flashtile.lab.bench.table import render  # noqa: E402
+from flashtile.lab.bench.tables.gpu import caption, details  # noqa: E402
 from tests.lab.bench.gpu.fakes import FakeDevice, one_thread, row_of, small_ceilings  # noqa: E402
 
 COSTS = {OURS: 1e-3, CUDNN: 2e-3, FLEX: 3e-3}

@@ -6,14 +6,27 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from flashtile.lab.bench import markdown
-from flashtile.lab.bench.gpu.measures import best_peer
-from flashtile.lab.bench.gpu.peers import NAMES, OURS, WIDE
+from flashtile.lab.bench.gpu.measures import OVER_BEST, best_peer
+from flashtile.lab.bench.gpu.peers import NAMES, OURS, OURSELVES, WIDE
 from flashtile.lab.bench.gpu.rows import DECODE, DTYPE, MEMORY, SMALL, TRAIN
+from flashtile.lab.bench.markdown import number
 from flashtile.lab.bench.records import Record
+from flashtile.lab.bench.tables.goals import goals, summary
+from flashtile.lab.bench.timing import geometric_mean
 from flashtile.numerics.dtypes import EIGHT_BITS
 
 Row = dict[str, Any]
+FIELDS: dict[str, type] = {"rounds": int, "device": dict, "failed": dict, "unfit": dict, "left_out": list}
+DIRECTIONS = {"forward": "forward", "backward": "backward", "step": "a training step"}
 SAID = {TRAIN, DECODE, SMALL, MEMORY, DTYPE, EIGHT_BITS}  # by the heading of a table, or by all rows alike
+
+
+def parts(record: Record) -> Iterable[str]:
+    return caption(record), summary(record), *_sections(record)
+
+
+def brief(record: Record) -> Iterable[str]:
+    return f"{machine(record)}.", _speeds(record), goals(record)
 
 
 def machine(record: Record) -> str:
@@ -43,11 +56,11 @@ def caption(record: Record) -> str:
     return said
 
 
-def sections(record: Record) -> Iterable[str]:
+def _sections(record: Record) -> Iterable[str]:
     """The tables that this record has rows for."""
-    yield rates([row for row in _of(record, TRAIN) if row["dtype"] == DTYPE], "TFLOP/s", 0)
-    yield rates([row for row in _of(record, TRAIN) if row["dtype"] == EIGHT_BITS], f"TFLOP/s, {EIGHT_BITS}", 0)
-    yield rates(_of(record, DECODE), "TB/s of K and V", 2)
+    yield _rates([row for row in _of(record, TRAIN) if row["dtype"] == DTYPE], "TFLOP/s", 0)
+    yield _rates([row for row in _of(record, TRAIN) if row["dtype"] == EIGHT_BITS], f"TFLOP/s, {EIGHT_BITS}", 0)
+    yield _rates(_of(record, DECODE), "TB/s of K and V", 2)
     hosts = [row for row in record["measurements"] if row.get("host")]
     yield _table("host time a call, us", hosts, lambda row: _micros(row["host"]))
     yield _table("time until the result is there, us", _of(record, SMALL), lambda row: _micros(row["times"]))
@@ -58,17 +71,17 @@ def sections(record: Record) -> Iterable[str]:
     )
 
 
-def rates(rows: Sequence[Row], unit: str, digits: int) -> str:
+def _rates(rows: Sequence[Row], unit: str, digits: int) -> str:
     """How fast everyone was, and our rate over that of the best peer, of the copy, and of ourselves in 16 bits."""
 
     def told(row: Row) -> dict[str, str]:
         best = best_peer(row)
-        cells = {name: markdown.number(rate / 1e12, digits) for name, rate in row["rates"].items()}
-        cells["/ best peer"] = "" if best is None else markdown.number(row["ratios"][best]["value"])
+        cells = {name: number(rate / 1e12, digits) for name, rate in row["rates"].items()}
+        cells["/ best peer"] = "" if best is None else number(row["ratios"][best]["value"])
         if "shares" in row:
-            cells["/ copy"] = markdown.number(row["shares"].get(OURS))
+            cells["/ copy"] = number(row["shares"].get(OURS))
         if WIDE in row["ratios"]:
-            cells[f"/ {DTYPE}"] = markdown.number(row["ratios"][WIDE]["value"])
+            cells[f"/ {DTYPE}"] = number(row["ratios"][WIDE]["value"])
         return cells
 
     extra = ["/ best peer", *(["/ copy"] if any("shares" in row for row in rows) else [])]
@@ -118,3 +131,28 @@ def _micros(times: dict[str, Any]) -> dict[str, str]:
 def _range(ordered: Sequence[float]) -> str:
     first, last = f"{ordered[0]:.3g}", f"{ordered[-1]:.3g}"
     return first if first == last else f"{first} to {last}"
+
+
+def _speeds(record: Record) -> str:
+    """One row a direction: means over the shapes that all peers ran, and the shape where the fastest is nearest."""
+    measured = [row for row in record["measurements"] if row["suite"] == TRAIN and row["dtype"] == DTYPE]
+    peers = [name for name in NAMES if name not in OURSELVES and any(name in row["ratios"] for row in measured)]
+    rows = [
+        (f"{title}, {_shapes(some)}", *(number(_mean(name, some)) for name in peers), number(_nearest(some), 3))
+        for direction, title in DIRECTIONS.items()
+        if (some := [row for row in measured if row["direction"] == direction and row["ratios"].keys() >= {*peers}])
+    ]
+    head = ("on a GPU, times as fast as", *peers, "the fastest peer, at worst")
+    return markdown.table([head, *rows]) if rows and peers else ""
+
+
+def _shapes(rows: list[Row]) -> str:
+    return f"{len(rows)} shape{'s' if len(rows) > 1 else ''}"
+
+
+def _mean(peer: str, rows: Iterable[Row]) -> float:
+    return geometric_mean(row["ratios"][peer]["value"] for row in rows)
+
+
+def _nearest(rows: Iterable[Row]) -> float | None:
+    return min((x for row in rows if (x := OVER_BEST.of(row)) is not None), default=None)

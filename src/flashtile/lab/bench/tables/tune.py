@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from flashtile.backends.gpu.config import Config
@@ -11,6 +11,16 @@ from flashtile.backends.triton.tuning import KERNELS
 from flashtile.lab.bench import markdown
 from flashtile.lab.bench.candidates import DTYPES, ITEMSIZE
 from flashtile.lab.bench.records import Record
+
+FIELDS: dict[str, type] = {"rounds": int, "device": dict, "fields": list, "left_out": list}
+
+
+def parts(record: Record) -> Iterable[str]:
+    return caption(record), _table(record)
+
+
+def brief(record: Record) -> Iterable[str]:
+    return (caption(record),)
 
 
 def rows(record: Record) -> str:
@@ -64,7 +74,7 @@ def caption(record: Record) -> str:
     return said + (f" Left out for want of time: {', '.join(record['left_out'])}." if record["left_out"] else "")
 
 
-def table(record: Record) -> str:
+def _table(record: Record) -> str:
     """One row a target: the best tile, and what it saves."""
     shown = [("kernel", "dtype", "D", "best", "us", "today", "us", "time / today's", "passed")]
     for m in record["measurements"]:

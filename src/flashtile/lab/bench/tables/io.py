@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from flashtile.lab.bench import markdown
@@ -11,6 +12,15 @@ from flashtile.lab.bench.gpu.rows import DTYPE
 from flashtile.lab.bench.records import Record
 
 Row = dict[str, Any]
+FIELDS: dict[str, type] = {"device": dict, "failed": dict}
+
+
+def parts(record: Record) -> Iterable[str]:
+    return caption(record), _table(record)
+
+
+def brief(record: Record) -> Iterable[str]:
+    return (caption(record),)
 
 
 def caption(record: Record) -> str:
@@ -21,7 +31,7 @@ def caption(record: Record) -> str:
     return said + "".join(f" Not measured: {name} ({reason})." for name, reason in record["failed"].items())
 
 
-def table(record: Record) -> str:
+def _table(record: Record) -> str:
     """One row a call: what passed between memory and L2, and between L2 and processors, and what was expected."""
     shown: list[tuple[str, ...]] = [
         ("forward", "way", "tile", "from and to memory", "least", "ratio", "from and to the L2", "by tiles", "ratio")

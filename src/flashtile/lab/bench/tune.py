@@ -16,9 +16,9 @@ from flashtile.backends.triton import tuning
 from flashtile.backends.triton.tuning import DECODES
 from flashtile.lab.bench import records, workers
 from flashtile.lab.bench.candidates import ITEMSIZE, Limits, Target, candidates
+from flashtile.lab.bench.gpu.bench import difference
 from flashtile.lab.bench.gpu.device import Device
 from flashtile.lab.bench.gpu.peers import brief
-from flashtile.lab.bench.gpu.suite import difference
 from flashtile.lab.bench.records import Record
 from flashtile.lab.bench.suite import Progress
 from flashtile.lab.bench.tables.tune import short

@@ -12,8 +12,8 @@ import typer
 from flashtile.backends.triton.tuning import KERNELS
 from flashtile.lab.bench import candidates, records, suite, table, tune
 from flashtile.lab.bench.cases import GROUPS
+from flashtile.lab.bench.gpu import bench as gpu_bench
 from flashtile.lab.bench.gpu import device, moved, ncu, peers, rows, warm
-from flashtile.lab.bench.gpu import suite as gpu_suite
 from flashtile.lab.bench.tables.tune import rows as tuning_rows
 from flashtile.lab.cli import DOES_NOT_HOLD, MISSING, output
 
@@ -93,10 +93,10 @@ def gpu(
     start = time.monotonic()
     warm.keep_on_disk()
     here, absent = peers.present(peer or ())
-    bench = gpu_suite.Bench(device.Cuda(), here, min(rounds, 3) if quick else rounds)
+    bench = gpu_bench.Bench(device.Cuda(), here, min(rounds, 3) if quick else rounds)
     if earlier is not None:
         try:
-            records.demand_alike(gpu_suite.begun(bench, quick), earlier)
+            records.demand_alike(gpu_bench.empty_record(bench, quick), earlier)
         except records.UnlikeError as error:
             raise typer.BadParameter(f"--resume: {error}") from None
     chosen, unfit = rows.measurable(chosen, bench.device.name)
@@ -104,9 +104,9 @@ def gpu(
         bench.sample /= 5
     with output.progress_bar() as progress:
         half = None if seconds is None else start + seconds / 2
-        left = gpu_suite.unmeasured(chosen, earlier)
+        left = gpu_bench.unmeasured(chosen, earlier)
         late = warm.compile_ahead(left, here, count=workers, end=half, progress=progress)
-        record = gpu_suite.run(
+        record = gpu_bench.run(
             bench,
             chosen,
             absent=absent,
@@ -119,7 +119,7 @@ def gpu(
         )
     for what, reason in late.items():
         output.err().print(f"not compiled ahead: {what}: {reason}", soft_wrap=True)
-    for (name, reason), cases in gpu_suite.absences(record).items():
+    for (name, reason), cases in gpu_bench.absences(record).items():
         where = cases[0] if len(cases) == 1 else f"{cases[0]} and {len(cases) - 1} more"
         output.err().print(f"{where}: {name} is absent: {reason}", soft_wrap=True)
     for what, reason in record["failed"].items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import count
@@ -11,12 +10,11 @@ from typing import Any
 from flashtile import dispatch
 from flashtile.host import machine
 from flashtile.lab import lessons, studies
+from flashtile.lab.bench.suite import Progress
 from flashtile.lab.lessons.lesson import Lesson, answer, source
 from flashtile.lab.report import viewer
 from flashtile.lab.report.artist import Artist
 from flashtile.lab.studies.study import Study, Table, to_dict
-
-Progress = Callable[[str, int, int], None]  # what comes next, how many are done, of how many
 
 
 @dataclass(frozen=True)

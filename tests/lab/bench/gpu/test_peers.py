@@ -16,9 +16,9 @@ from torch._functorch import config  # noqa: E402
 
 from flashtile.backends import gluon  # noqa: E402
 from flashtile.lab.bench.gpu import peers  # noqa: E402
+from flashtile.lab.bench.gpu.bench import difference  # noqa: E402
 from flashtile.lab.bench.gpu.peers import CUDNN, FA2, FA3, FA4, FLEX, ORDERED, OURS, PEERS, PORTABLE, SDPA_FLASH, WIDE  # noqa: E402
 from flashtile.lab.bench.gpu.rows import Row  # noqa: E402
-from flashtile.lab.bench.gpu.suite import difference  # noqa: E402
 from tests.lab.bench.gpu.fakes import one_thread, row_of  # noqa: E402
 
 # Uncompiled FlexAttention warns that it is slow.

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import flashtile
 from flashtile.lab.bench.gpu.rows import DECODE, DTYPE, STEP, TRAIN, Row
 from flashtile.lab.bench.memory import BACKWARD
+from flashtile.lab.bench.peers import OURS as OURS
 from flashtile.lab.bench.timing import Call
 
-OURS, CUDNN, SDPA_FLASH, FLEX = "flashtile", "cuDNN", "SDPA flash", "FlexAttention"
+CUDNN, SDPA_FLASH, FLEX = "cuDNN", "SDPA flash", "FlexAttention"
 PORTABLE = "flashtile, Triton"  # its portable kernels, where it has others
 ORDERED = "flashtile, deterministic"  # where that costs time
 WIDE = "flashtile, bfloat16"  # on the numbers of 8-bit tensors

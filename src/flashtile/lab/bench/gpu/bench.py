@@ -57,28 +57,29 @@ class Bench:
         return {**row.to_dict(), "backend": row.backend(self.device.name), **kinds[row.suite](row)}
 
     def _train(self, row: Row) -> dict[str, Any]:
-        entered, absent = self._enter(row)
-        calls: Calls = {name: contender.repeated for name, contender in entered.items()}
+        contenders, absent = self._contenders(row)
+        calls: Calls = {name: contender.repeated for name, contender in contenders.items()}
         calls[PRODUCT] = _repeated(self.product.call)
         if row.window is not None:
-            plain, _ = self._enter(row.unwindowed(), [peer for peer in self.peers if peer.name in (OURS, PORTABLE)])
+            ours = [peer for peer in self.peers if peer.name in (OURS, PORTABLE)]
+            plain, _ = self._contenders(row.unwindowed(), ours)
             calls |= {UNWINDOWED[name]: contender.repeated for name, contender in plain.items()}
         times = self._device_times(calls)
-        found = _compared(entered, absent, times)
+        found = _compared(contenders, absent, times)
         product = times.pop(PRODUCT)
         found |= {"flops": row.flops, "ceiling": self.product.amount / product.median}
         if row.window is not None:
             whole = {name: times.pop(UNWINDOWED[name]) for name in plain}
-            found |= {"unwindowed": _plain(whole), "window": row.window}
+            found |= {"unwindowed": _to_dicts(whole), "window": row.window}
         found["rates"] = {name: row.flops / timing.median for name, timing in times.items()}
         return found
 
     def _decode(self, row: Row) -> dict[str, Any]:
         """Through graphs, so that the host does not hide the kernel; beside it, what a call costs the host."""
-        entered, absent = self._enter(row, copies=copies(row.kv_bytes, self.device.cache))
+        contenders, absent = self._contenders(row, sets=input_sets(row.kv_bytes, self.device.cache))
         calls: Calls = {COPY: _repeated(self.copy.call)}
         sizes, eager = {COPY: 1}, {}
-        for name, contender in entered.items():
+        for name, contender in contenders.items():
             enough = self._filling(contender.repeated, GRAPH_CALLS, samples=2)
             n = max(1, enough // len(contender.calls)) * len(contender.calls)
             try:
@@ -86,7 +87,7 @@ class Bench:
             except Exception as error:
                 calls[name], sizes[name], eager[name] = contender.repeated, 1, brief(error)
         times = {name: timing.over(sizes[name]) for name, timing in self._device_times(calls).items()}
-        found = _compared(entered, absent, times)
+        found = _compared(contenders, absent, times)
         ceiling = self.copy.amount / times.pop(COPY).median
         rates = {name: row.kv_bytes / timing.median for name, timing in times.items()}
         return found | {
@@ -95,21 +96,21 @@ class Bench:
             "rates": rates,
             "shares": {name: rate / ceiling for name, rate in rates.items()},
             "eager": eager,  # who could not be captured, and why
-            "host": _plain(self._host_times(entered)),
+            "host": _to_dicts(self._host_times(contenders)),
         }
 
     def _small(self, row: Row) -> dict[str, Any]:
         """What a call costs the host, and how long its result takes to be there."""
-        entered, absent = self._enter(row)
-        host = self._host_times(entered)
-        whole = {name: self._then_wait(contender.repeated(1)) for name, contender in entered.items()}
+        contenders, absent = self._contenders(row)
+        host = self._host_times(contenders)
+        whole = {name: self._then_wait(contender.repeated(1)) for name, contender in contenders.items()}
         waited = alternate(whole, seconds=0, min_rounds=self.rounds, max_rounds=self.rounds, shuffle=self.rng)
-        return _compared(entered, absent, waited) | {"host": _plain(host)}
+        return _compared(contenders, absent, waited) | {"host": _to_dicts(host)}
 
     def _memory(self, row: Row) -> dict[str, Any]:
-        entered, absent = self._enter(row)
+        contenders, absent = self._contenders(row)
         grown = {}
-        for name, contender in entered.items():
+        for name, contender in contenders.items():
             with contender.context():
                 grown[name] = self.device.growth(contender.calls[0])
         c = row.case
@@ -119,15 +120,15 @@ class Bench:
         needed = statistics + (queries if row.differentiates else 0)
         return {"absent": absent, "grown": grown, "needed": needed, "scores": 2 * n * c.n_k}
 
-    def _enter(
-        self, row: Row, peers: Sequence[Peer] | None = None, copies: int = 1
+    def _contenders(
+        self, row: Row, peers: Sequence[Peer] | None = None, sets: int = 1
     ) -> tuple[dict[str, Contender], dict[str, str]]:
         """Everyone who can do this row, warmed up; and why the others cannot."""
-        sets = [tensors(row, self.device.name, SEED + n) for n in range(copies)]
-        entered, absent = {}, {}
+        inputs = [tensors(row, self.device.name, SEED + n) for n in range(sets)]
+        found, absent = {}, {}
         for peer in self.peers if peers is None else peers:
             try:
-                contender = peer.prepare(row, sets)
+                contender = peer.prepare(row, inputs)
                 contender.repeated(len(contender.calls))()
                 self.device.synchronize()
             except UnfitError as error:
@@ -135,35 +136,25 @@ class Bench:
             except Exception as error:
                 absent[peer.name] = brief(error)
             else:
-                entered[peer.name] = contender
-        return entered, absent
+                found[peer.name] = contender
+        return found, absent
 
     def _device_times(self, calls: Calls) -> dict[str, Timing]:
-        """By the device's clock; each sample is as many calls as fill it, and to count them warms up enough."""
+        """Device time per call, from samples long enough to fill `self.sample`. Counting the calls also warms up."""
         sizes = {name: self._filling(repeated, 1000) for name, repeated in calls.items()}
-        times = alternate(
-            {name: repeated(sizes[name]) for name, repeated in calls.items()},
-            seconds=0,
-            min_rounds=self.rounds,
-            max_rounds=self.rounds,
-            warm_up=0,
-            clock=self.device.seconds,
-            shuffle=self.rng,
-        )
-        return {name: timing.over(sizes[name]) for name, timing in times.items()}
+        return self._times(calls, sizes, clock=self.device.seconds)
 
-    def _host_times(self, entered: Mapping[str, Contender]) -> dict[str, Timing]:
+    def _host_times(self, contenders: Mapping[str, Contender]) -> dict[str, Timing]:
         """Seconds until a call returns to the host, which does not wait for the device."""
-        sizes = {name: self._filling(contender.repeated, ENQUEUED, samples=2) for name, contender in entered.items()}
-        times = alternate(
-            {name: contender.repeated(sizes[name]) for name, contender in entered.items()},
-            seconds=0,
-            min_rounds=self.rounds,
-            max_rounds=self.rounds,
-            warm_up=0,
-            before=self.device.synchronize,
-            shuffle=self.rng,
-        )
+        calls: Calls = {name: contender.repeated for name, contender in contenders.items()}
+        sizes = {name: self._filling(repeated, ENQUEUED, samples=2) for name, repeated in calls.items()}
+        return self._times(calls, sizes, before=self.device.synchronize)
+
+    def _times(self, calls: Calls, sizes: Mapping[str, int], **more: Any) -> dict[str, Timing]:
+        """Seconds per call, one sample of `sizes` calls in each round, in random order."""
+        samples = {name: repeated(sizes[name]) for name, repeated in calls.items()}
+        more |= {"min_rounds": self.rounds, "max_rounds": self.rounds, "shuffle": self.rng}
+        times = alternate(samples, seconds=0, warm_up=0, **more)
         return {name: timing.over(sizes[name]) for name, timing in times.items()}
 
     def _filling(self, repeated: Callable[[int], Call], most: int, samples: int = 1) -> int:
@@ -197,7 +188,7 @@ def run(
     `absent` are peers, and `unfit` rows, that this machine cannot do, each with its reason. Rows that were measured
     `earlier`, by the same code on the same machine, are kept and not measured again.
     """
-    record = begun(bench, quick) | {"absent": dict(absent or {}), "unfit": dict(unfit or {})}
+    record = empty_record(bench, quick) | {"absent": dict(absent or {}), "unfit": dict(unfit or {})}
     places = {row.name: n for n, row in enumerate(rows)}
     if earlier is not None:  # what it says of rows that are not among these still holds
         records.demand_alike(record, earlier)
@@ -217,19 +208,19 @@ def run(
             record["measurements"].sort(key=lambda found: places.get(found["case"], -1))
         except Exception as error:
             record["failed"][row.name] = brief(error)
-        save(judged(record))
-    save(judged(record))
+        save(with_summary(record))
+    save(with_summary(record))
     progress("done", len(turns), len(turns))
     return record
 
 
-def begun(bench: Bench, quick: bool) -> Record:
+def empty_record(bench: Bench, quick: bool) -> Record:
     """A record of what these measurements will have to be read with."""
     record = records.new("gpu", quick, rounds=bench.rounds, device=bench.device.describe())
     return record | {"peers": [peer.name for peer in bench.peers], "failed": {}, "unfit": {}, "left_out": []}
 
 
-def judged(record: Record) -> Record:
+def with_summary(record: Record) -> Record:
     """The record, and how it stands to its bars by now."""
     record["summary"] = bars.judge(record["measurements"], record["failed"])
     return record
@@ -250,7 +241,7 @@ def absences(record: Record) -> dict[tuple[str, str], list[str]]:
     return found
 
 
-def copies(size: int, cache: int) -> int:
+def input_sets(size: int, cache: int) -> int:
     """Sets of inputs to go round, so that none is still in the cache when its turn comes again."""
     return max(1, min(GRAPH_CALLS, -(-4 * cache // size)))
 
@@ -267,19 +258,19 @@ def _repeated(call: Call) -> Callable[[int], Call]:
 
 
 def _compared(
-    entered: Mapping[str, Contender], absent: Mapping[str, str], times: Mapping[str, Timing]
+    contenders: Mapping[str, Contender], absent: Mapping[str, str], times: Mapping[str, Timing]
 ) -> dict[str, Any]:
     """Times of everyone, their time over ours, and how far their results are from ours."""
-    found: dict[str, Any] = {"absent": dict(absent), "times": _plain({name: times[name] for name in entered})}
+    found: dict[str, Any] = {"absent": dict(absent), "times": _to_dicts({name: times[name] for name in contenders})}
     found |= {"ratios": {}, "differences": {}}
-    if OURS not in entered:
+    if OURS not in contenders:
         return found
-    ours = entered[OURS].result()
-    for name in entered:
+    ours = contenders[OURS].result()
+    for name in contenders:
         if name != OURS:
             ratio = Ratio.of(times[name], times[OURS])
             found["ratios"][name] = {"value": ratio.value, "q1": ratio.q1, "q3": ratio.q3}
-            found["differences"][name] = difference(ours, entered[name].result())
+            found["differences"][name] = difference(ours, contenders[name].result())
     return found
 
 
@@ -292,5 +283,5 @@ def difference(ours: Iterable[Any], theirs: Iterable[Any]) -> float:
     return worst
 
 
-def _plain(times: Mapping[str, Timing]) -> dict[str, Any]:
+def _to_dicts(times: Mapping[str, Timing]) -> dict[str, Any]:
     return {name: timing.to_dict() for name, timing in times.items()}

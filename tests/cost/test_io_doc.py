@@ -12,7 +12,7 @@ from flashtile.backends.native import blocks
 from flashtile.band import Band
 from flashtile.cost import traffic
 from flashtile.lab.catalogue import chips, models
-from flashtile.lab.catalogue.chip import SRAM_BYTES_A_CLOCK
+from flashtile.lab.catalogue.chip import SRAM_BYTES_PER_CLOCK
 from flashtile.problem import MAX_DIM
 from tests.tools.tree import ROOT
 
@@ -46,7 +46,7 @@ def test_what_else_it_says():
     deepseek = models()["deepseek-v3"]
     assert f"({deepseek.cached_numbers})" in TEXT and f"({deepseek.latent})" in TEXT
     assert f"the\n  {MAX_DIM} that the kernels here support" in TEXT and deepseek.cached_numbers > MAX_DIM
-    assert f"{SRAM_BYTES_A_CLOCK} bytes per clock" in TEXT
+    assert f"{SRAM_BYTES_PER_CLOCK} bytes per clock" in TEXT
     assert f"up to {blocks.MAX_GROUPS} groups" in TEXT and f"x {blocks.FORWARD_KEYS} keys; for few" in TEXT
     assert f"all of them x {blocks.DECODE_KEYS} keys" in TEXT
     assert f"| tiles | {tiles.BLOCK} x {tiles.BLOCK} |" in TEXT

@@ -12,7 +12,7 @@ from flashtile.cost.hardware import Hardware, Level, Rates
 from flashtile.numerics.dtypes import EIGHT_BITS
 
 OTHER_CARDS = {"pcie", "nvl", "laptop", "mig", "d"}  # slower ones of the same name
-SRAM_BYTES_A_CLOCK = 128  # that one processor can read: 32 banks of 4 bytes, on every GPU listed
+SRAM_BYTES_PER_CLOCK = 128  # that one processor can read: 32 banks of 4 bytes, on every GPU listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Chip:
         l2_rate = None if self.l2_bytes_a_clock is None else self.l2_bytes_a_clock * hertz
         found = [
             Level("registers", self.processors * self.registers_kib << 10, None),
-            Level("SRAM", self.processors * self.sram_kib << 10, self.processors * SRAM_BYTES_A_CLOCK * hertz),
+            Level("SRAM", self.processors * self.sram_kib << 10, self.processors * SRAM_BYTES_PER_CLOCK * hertz),
             Level("L2", self.l2_mib << 20, l2_rate),
         ]
         if self.l3_mib is not None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 GPUS = ("a100-40", "h100", "b200")
 DRAWN = "h100"
 BLOCK, DIM = 128, 128
-EXPONENTIALS_A_CLOCK = 16  # of one processor, by NVIDIA's tables of arithmetic throughput
+EXPONENTIALS_PER_CLOCK = 16  # of one processor, by NVIDIA's tables of arithmetic throughput
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def compute(quick: bool = False) -> Record:
 def _tile(gpu: str) -> Tile:
     chip, pairs = chips()[gpu], BLOCK * BLOCK
     flops_a_processor = chip.rates().flops / chip.processors
-    exponentials_a_second = EXPONENTIALS_A_CLOCK * chip.clock_mhz * 1e6
+    exponentials_a_second = EXPONENTIALS_PER_CLOCK * chip.clock_mhz * 1e6
     products = pairs * traffic.forward_flops_a_pair(DIM, DIM) / flops_a_processor
     return Tile(gpu, chip.name, products, pairs / exponentials_a_second)
 

@@ -162,11 +162,11 @@ def alone(row):
 
 
 def test_without_torch_the_page_claims_nothing_of_it(bare, markup, demo_run):
-    assert "timed beside it on this page" not in bare.words and "Each was run for this page" not in bare.words
+    assert "this page compares their speed" not in bare.words and "Each was run for this page" not in bare.words
     assert "Those that can run here were run for this page." in bare.words
     assert bare.words.count("pip install 'flashtile[torch]'") == 1
     if _ratio(demo_run):
-        assert "timed beside it on this page" in markup.words and "flashtile[torch]" not in markup.words
+        assert "this page compares their speed" in markup.words and "flashtile[torch]" not in markup.words
 
 
 def _ratio(demo_run):

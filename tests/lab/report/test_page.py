@@ -55,8 +55,8 @@ def test_every_result_and_lesson_is_there(markup, demo_run):
     assert page_text.count('<figure class="wide">') == len(results) + 1
     for told in demo_run.content.lessons:
         shown = told.reason or told.text
-        assert " ".join(shown.split()) in markup.words
-        assert " ".join(told.source.split()) in markup.words
+        assert " ".join(shown.split()) in markup.text
+        assert " ".join(told.source.split()) in markup.text
 
 
 def test_the_equations_shown_are_numbered_as_in_the_document(markup):
@@ -77,7 +77,7 @@ def test_the_page_shows_what_was_computed_and_the_records_hold_it(markup, demo_r
         written = json.loads((demo_run.folder / "records" / f"{result.study.name}.json").read_text())
         assert written == json.loads(json.dumps(to_dict(result.record)))
         for sentence in result.findings:
-            assert " ".join(sentence.split()) in markup.words
+            assert " ".join(sentence.split()) in markup.text
         shown = result.tables[len(result.record.examples) :] if result.study.name == "arithmetic" else result.tables
         for table in shown:
             assert markup.tables[table.title] == [list(table.head), *map(list, table.rows)], table.title
@@ -102,7 +102,7 @@ def test_a_record_that_is_another_would_be_seen(markup, demo_run):
     ],
 )
 def test_what_the_sources_describe_is_on_the_page(markup, what):
-    assert what in markup.words
+    assert what in markup.text
 
 
 def stripped(text):
@@ -162,11 +162,11 @@ def alone(row):
 
 
 def test_without_torch_the_page_claims_nothing_of_it(bare, markup, demo_run):
-    assert "this page compares their speed" not in bare.words and "Each was run for this page" not in bare.words
-    assert "Those that can run here were run for this page." in bare.words
-    assert bare.words.count("pip install 'flashtile[torch]'") == 1
+    assert "this page compares their speed" not in bare.text and "Each was run for this page" not in bare.text
+    assert "Those that can run here were run for this page." in bare.text
+    assert bare.text.count("pip install 'flashtile[torch]'") == 1
     if _ratio(demo_run):
-        assert "this page compares their speed" in markup.words and "flashtile[torch]" not in markup.words
+        assert "this page compares their speed" in markup.text and "flashtile[torch]" not in markup.text
 
 
 def _ratio(demo_run):
@@ -176,9 +176,9 @@ def _ratio(demo_run):
 def test_what_has_nothing_to_draw_has_no_figure(bare, markup):
     captions = "The numbers are in the tables below"
     assert (
-        "Nothing was compiled: no triton." in bare.words and "One kernel for every maker. The numbers" not in bare.words
+        "Nothing was compiled: no triton." in bare.text and "One kernel for every maker. The numbers" not in bare.text
     )
-    assert bare.words.count(captions) == len(studies.STUDIES) - 1
+    assert bare.text.count(captions) == len(studies.STUDIES) - 1
 
 
 def test_tables_under_a_figure_are_folded(demo_run):
@@ -200,6 +200,6 @@ def test_a_name_that_is_not_there_is_an_error():
         page.environment().from_string("{{ nothing }}").render()
 
 
-def test_words():
-    assert [page.words(n) for n in (1, 3, 12, 1000)] == ["one", "three", "twelve", "1,000"]
+def test_small_numbers_are_spelled():
+    assert [page.spelled(n) for n in (1, 3, 12, 1000)] == ["one", "three", "twelve", "1,000"]
     assert page.counted(1, "thread") == "1 thread" and page.counted(2, "thread") == "2 threads"

@@ -14,8 +14,8 @@ def told(demo_run, name):
 
 def test_columns_of_numbers_line_up():
     table = Table("t", ("a", "b", "c"), (("1", "2 KiB", "x"), ("2", "none", "3")))
-    assert tables.kinds(table) == ["words", "number", "words"]
-    assert tables.kinds(Table("t", ("a", "b"), ())) == ["words", "number"]
+    assert tables.kinds(table) == ["text", "number", "text"]
+    assert tables.kinds(Table("t", ("a", "b"), ())) == ["text", "number"]
 
 
 def test_the_worked_examples_are_one_table(demo_run):

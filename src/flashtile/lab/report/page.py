@@ -97,7 +97,7 @@ def environment() -> Environment:
         loader=templates, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     env.filters |= {"size": size, "seconds": seconds, "quantity": quantity, "number": "{:,}".format}
-    env.filters |= {"words": words, "by": by, "counted": counted, "kinds": tables.kinds}
+    env.filters |= {"spelled": spelled, "by": by, "counted": counted, "kinds": tables.kinds}
     env.globals |= {
         **{name: _markup(function) for name, function in MATHS.items()},
         "followed": tables.followed,
@@ -115,7 +115,7 @@ def _markup(function: Callable[..., str]) -> Callable[..., str]:
     return lambda *given: Markup(function(*given))
 
 
-def words(n: int) -> str:
+def spelled(n: int) -> str:
     """Spell out small numbers."""
     return WORDS[n] if n < len(WORDS) else f"{n:,}"
 

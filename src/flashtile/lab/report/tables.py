@@ -107,5 +107,5 @@ def versions(content: Content) -> Table:
 def kinds(table: Table) -> list[str]:
     """For each column whether it holds numbers, which line up on the right, or words."""
     columns: Iterable[tuple[str, ...]] = zip(*table.rows, strict=True) if table.rows else [()] * len(table.head)
-    _, *others = ("number" if all(_NUMBER.match(cell) for cell in column) else "words" for column in columns)
-    return ["words", *others]  # the first column says what a row is
+    _, *others = ("number" if all(_NUMBER.match(cell) for cell in column) else "text" for column in columns)
+    return ["text", *others]  # the first column says what a row is

@@ -24,8 +24,8 @@ LENS = {
     "P": "The scores of row {row} are read from HBM, become weights, and are written to HBM.",
     "O": "The weights of row {row} are read from HBM: the output is the average of the values, weighted by them.",
     "none": "Nothing of row {row} has been computed yet.",
-    "recomputed": "The weights of row {row} are recomputed from its scores, exp(S \u2212 L) with L = {L}: none was kept. "
-    "Those seen so far add up to {sum}.",
+    "recomputed": "The weights of row {row} are recomputed from its scores, exp(S \u2212 L) with L = {L}: none was "
+    "kept. Those seen so far add up to {sum}.",
     "unseen": "Row {row} may see none of these keys: they add nothing to its dQ.",
     "cuts": "The tiles of row {row}: begin {begin}, full from {full_begin} to {full_end}, end {end}.",
     "no_gradient": "Row {row} has accumulated nothing yet: its dQ is 0.",
@@ -62,7 +62,7 @@ def _tile(grid: Grid, band: Band, i: int, j: int, kind: Kind) -> str:
         return f"{met}: all {pairs} pairs count, no mask."
     seen = visible_pairs(band.shifted(rows.start - cols.start), rows.stop - rows.start, cols.stop - cols.start)
     if seen == pairs:
-        return f"{met}: the tile is ragged, and all of its {pairs} pairs count."
+        return f"{met}: the tile is ragged, and all {pairs} pairs in it count."
     return f"{met}: {seen} of {pairs} pairs count, the mask hides the rest."
 
 

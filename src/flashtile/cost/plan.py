@@ -127,7 +127,7 @@ def plan(
         owner = _but_for_this_machine(asked, device, tensors, capability)
     tile = _tile(_as_given_to(owner, problem, device), owner, capability)
     counts = _Counts.of(problem, tile)
-    flops = counts.pairs * traffic.forward_flops_a_pair(problem.dim, problem.dim_v)
+    flops = counts.pairs * traffic.forward_flops_per_pair(problem.dim, problem.dim_v)
     return Plan(
         backend=None if chosen is None else chosen.name,
         reasons=reasons,
@@ -145,7 +145,7 @@ def plan(
         band=problem.band_for(problem.n_q, problem.n_k),
         pairs=counts.pairs,
         flops=flops,
-        backward_flops=counts.pairs * traffic.backward_flops_a_pair(problem.dim, problem.dim_v),
+        backward_flops=counts.pairs * traffic.backward_flops_per_pair(problem.dim, problem.dim_v),
         tile_bytes=counts.tile_bytes,
         least_bytes=counts.least_bytes,
         standard_bytes=counts.standard_bytes,

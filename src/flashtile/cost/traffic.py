@@ -101,10 +101,10 @@ class Traffic:
     def _compute(self, br: int, bc: int) -> None:
         d, dv = self.layout.dim, self.layout.dim_v
         if "dO" in self.sram:
-            self.flops += br * bc * backward_flops_a_pair(d, dv)
+            self.flops += br * bc * backward_flops_per_pair(d, dv)
             self.sram |= dict.fromkeys(("S", "P", "dP", "dS"), br * bc)
         else:
-            self.flops += br * bc * forward_flops_a_pair(d, dv)
+            self.flops += br * bc * forward_flops_per_pair(d, dv)
             self.sram |= {"S": br * bc, "P": br * bc, "factor": br}
 
     def _size(self, name: str, n: int) -> int:
@@ -120,12 +120,12 @@ def count(events: Iterable[Event], grid: Grid, layout: Layout) -> Traffic:
     return traffic
 
 
-def forward_flops_a_pair(d: int, dv: int) -> int:
+def forward_flops_per_pair(d: int, dv: int) -> int:
     """Of one query and one key: q.k, and the weight times v. A multiplication and an addition are two."""
     return 2 * d + 2 * dv
 
 
-def backward_flops_a_pair(d: int, dv: int) -> int:
+def backward_flops_per_pair(d: int, dv: int) -> int:
     """S again, dP, dV, dQ and dK: eq. 9 to 14."""
     return 6 * d + 4 * dv
 

@@ -8,7 +8,7 @@ from typing import Any
 from flashtile.band import ceil_div
 from flashtile.cost.hardware import Hardware
 from flashtile.cost.plan import Floor, Plan, plan
-from flashtile.cost.traffic import forward_flops_a_pair
+from flashtile.cost.traffic import forward_flops_per_pair
 from flashtile.errors import ShapeError
 from flashtile.lab.catalogue import Model
 from flashtile.numerics.dtypes import ITEMSIZE, accumulator
@@ -106,7 +106,7 @@ def budget(
 def _latent(model: Model, latent: int, count: int, context: int, dtype: str) -> Layers:
     """One token against latent vectors: all heads read the same one of each token, and its front part is the value."""
     wide, size = latent + model.rope, ITEMSIZE[dtype]
-    flops = model.heads * context * forward_flops_a_pair(wide, latent)
+    flops = model.heads * context * forward_flops_per_pair(wide, latent)
     rows = model.heads * ((wide + latent) * size + ITEMSIZE[accumulator(dtype)])  # q, out and lse
     return Layers(count, None, flops, context * wide * size + rows, None)
 

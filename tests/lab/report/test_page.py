@@ -96,7 +96,7 @@ def test_a_record_that_is_another_would_be_seen(markup, demo_run):
         *("multiplied by 0.27", "three operations", "six trips", "one launch", "two trips"),
         *("20.25 MiB at 19.49 TB/s", "40 GiB at 1.555 TB/s"),
         *("8.25 MiB against 272 KiB, or 280 KiB", "241x", "6 tiles are skipped, 10 are processed"),
-        *("32 GiB a head a layer", "34 MB", "262,144 scores"),
+        *("32 GiB per head and layer", "34 MB", "262,144 scores"),
         *("vLLM", "TensorRT-LLM", "transformers", "TGI", "scaled_dot_product_attention"),
         *("Is it approximate?", "Wrong:", "Right.", "FlashAttention-3", "Grouped heads", "gfx942"),
     ],
@@ -176,7 +176,7 @@ def _ratio(demo_run):
 def test_what_has_nothing_to_draw_has_no_figure(bare, markup):
     captions = "The numbers are in the tables below"
     assert (
-        "Nothing was compiled: no triton." in bare.text and "One kernel for every maker. The numbers" not in bare.text
+        "Nothing was compiled: no triton." in bare.text and "One kernel for every vendor. The numbers" not in bare.text
     )
     assert bare.text.count(captions) == len(studies.STUDIES) - 1
 

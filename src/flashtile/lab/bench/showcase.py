@@ -38,7 +38,7 @@ class Run:
     q1: float
     q3: float
     rounds: int
-    flops_a_second: float
+    flops_per_second: float
     utilisation: float  # of the best that was measured on this device
     intensity: float  # FLOPs a byte moved in the forward pass, as plan() counts them without the help of a cache
     grown: int | None = None  # bytes of device memory beyond inputs and results, where the device tells

@@ -31,7 +31,7 @@ class Chip:
     sram_kib: int  # a processor, shared memory and L1 together where they are one
     block_kib: int  # of it that one tile may have
     registers_kib: int  # a processor
-    l2_bytes_a_clock: int | None = None  # None: the maker does not say
+    l2_bytes_per_clock: int | None = None  # None: the maker does not say
     l3_mib: int | None = None
     l3_gb_s: float | None = None
 
@@ -50,7 +50,7 @@ class Chip:
     @property
     def levels(self) -> tuple[Level, ...]:
         hertz = self.clock_mhz * 1e6
-        l2_rate = None if self.l2_bytes_a_clock is None else self.l2_bytes_a_clock * hertz
+        l2_rate = None if self.l2_bytes_per_clock is None else self.l2_bytes_per_clock * hertz
         found = [
             Level("registers", self.processors * self.registers_kib << 10, None),
             Level("SRAM", self.processors * self.sram_kib << 10, self.processors * SRAM_BYTES_PER_CLOCK * hertz),

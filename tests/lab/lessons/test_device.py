@@ -53,5 +53,5 @@ def test_the_oracle_can_say_no(off: float, holds: bool) -> None:
 
     out = standard_attention(q, k, v, causal=True)
     out[0, 3, 2] += off
-    verdict = oracle.judge(out, q, k, v, causal=True)
+    verdict = oracle.check(out, q, k, v, causal=True)
     assert verdict["holds"] is holds and verdict["error"] == pytest.approx(off, abs=1e-12)

@@ -38,7 +38,7 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unavailable, match="without its interpreter"):
         device.for_triton()
     monkeypatch.setattr(device, "TOO_NEW", (1, 0))
-    with pytest.raises(Unavailable, match=f"wants numpy < 1.0, not {np.__version__}"):
+    with pytest.raises(Unavailable, match=f"needs numpy < 1.0, not {np.__version__}"):
         device.for_triton()
     monkeypatch.setattr(device.machine, "has", lambda package: package == "torch")
     with pytest.raises(Unavailable, match=r"triton is not installed; run: pip install 'flashtile\[gpu\]'"):

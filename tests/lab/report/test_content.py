@@ -1,4 +1,4 @@
-"""content.py and artist.py: everything is computed in order, the artist rests while time is measured."""
+"""content.py and artist.py: everything is computed in order, the artist waits while time is measured."""
 
 import json
 from dataclasses import replace
@@ -21,7 +21,7 @@ def study(name, record=0, **more):
 
 
 class Watch:
-    """An artist that writes down when it is asked for what."""
+    """An artist that records its calls."""
 
     def __init__(self, log):
         self.log = log
@@ -29,8 +29,8 @@ class Watch:
     def draw(self, name, record):
         self.log.append(f"draw {name}")
 
-    def rest(self):
-        self.log.append("rest")
+    def wait(self):
+        self.log.append("wait")
 
 
 @pytest.fixture
@@ -40,12 +40,12 @@ def small(monkeypatch):
     monkeypatch.setattr(content, "run_lesson", lambda lesson: LessonResult(lesson, "text", {"holds": False}, None))
 
 
-def test_the_artist_rests_while_time_is_measured(small):
+def test_the_artist_waits_while_time_is_measured(small):
     log = []
     found = content.collect(True, lambda what, done, total: log.append(f"{what} {done}/{total}"), Watch(log))
     assert log == [
         *("About one 0/5", "draw one", "About two 1/5", "draw two"),
-        *("rest", "About three 2/5", "lesson: Four 3/5", "draw three", "the viewer 4/5"),
+        *("wait", "About three 2/5", "lesson: Four 3/5", "draw three", "the viewer 4/5"),
     ]
     assert [r.study.name for r in found.results] == ["one", "two", "three"]
     assert found.broken == ["four"]
@@ -83,7 +83,7 @@ def test_the_artist_draws_what_the_study_draws(demo_run):
     with Artist(png=False) as artist:
         artist.draw("overlap", result.record)
         artist.draw("targets", targets.Record("k", (), "no triton"))
-        artist.rest()
+        artist.wait()
         drawing = artist.drawings()["overlap"]
     assert drawing.png is None and list(artist.drawings()) == ["overlap"]
     assert drawing.svg == (demo_run.folder / "figures" / "overlap.svg").read_text(encoding="utf-8")

@@ -44,7 +44,7 @@ def test_every_launch_has_a_row(demo_run):
 def test_the_two_orders(demo_run):
     rows = {name: values for name, *values in tables.ordered(told(demo_run, "fa1-vs-fa2")).rows}
     assert rows["writes of a block of O"][1] == "1" != rows["writes of a block of O"][0]
-    assert rows["walks that can go side by side, a head"][0] == "1"
+    assert rows["independent loops per head"][0] == "1"
     assert rows["numbers that warps exchange"][1] == "0" != rows["numbers that warps exchange"][0]
 
 
@@ -59,7 +59,7 @@ def test_what_needs_what_and_how_it_ran(demo_run):
     )
     assert [row[1:] for row in tables.needed(replace(demo_run.content, lessons=lessons)).rows] == [
         ("triton", "ran on the GPU"),
-        ("triton", "ran, its kernel interpreted on the CPU"),
+        ("triton", "ran, with its kernel interpreted on the CPU"),
         ("triton", "ran without its kernel"),
         ("triton", "no moon"),
         ("nothing", "ran"),

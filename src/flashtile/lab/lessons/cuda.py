@@ -1,6 +1,6 @@
 """CUDA C at run time: NVRTC compiles it, the driver loads and launches it; both through ctypes.
 
-NVRTC comes with the CUDA builds of torch, as the package nvidia-cuda-nvrtc, or with the CUDA toolkit. No nvcc is needed.
+NVRTC comes with the CUDA builds of torch, as the package nvidia-cuda-nvrtc, or with the CUDA toolkit. nvcc is not used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Content: everything the page and the terminal show, computed now: studies, lessons and scenes."""
+"""Content: everything the page and the terminal show, computed in one run: studies, lessons and scenes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashtile.lab.studies.study import Study, Table, to_dict
 
 @dataclass(frozen=True)
 class Result:
-    """A study and its record; the rest follows from them."""
+    """A study and its record, from which everything else follows."""
 
     study: Study[Any]
     record: Any
@@ -34,13 +34,13 @@ class Result:
 
     @property
     def holds(self) -> bool:
-        """Whether what was measured is as it must be; a study without such a bar holds."""
+        """Whether the measured results are within their bounds; a study without bounds holds."""
         return bool(getattr(self.record, "holds", True))
 
 
 @dataclass(frozen=True)
 class LessonResult:
-    """A lesson: what it printed and recorded, or why it could not run here."""
+    """A lesson with its output and record, or the reason why it could not run here."""
 
     lesson: Lesson
     text: str
@@ -71,12 +71,12 @@ class Content:
 
     @property
     def broken(self) -> list[str]:
-        """The names of what does not hold."""
-        named = {r.study.name: r.holds for r in self.results} | {t.lesson.name: t.holds for t in self.lessons}
+        """The names of studies and lessons that do not hold."""
+        named = {r.study.name: r.holds for r in self.results} | {x.lesson.name: x.holds for x in self.lessons}
         return [name for name, holds in named.items() if not holds]
 
     def records(self) -> dict[str, Any]:
-        """Plain values for JSON, one a file."""
+        """Plain values for JSON, one entry per file."""
         about = {
             "created": self.created,
             "quick": self.quick,
@@ -85,17 +85,16 @@ class Content:
             "backends": self.backends,
             "broken": self.broken,
         }
-        told = {
-            told.lesson.name: {"record": to_dict(told.record), "text": told.text, "unavailable": told.reason}
-            for told in self.lessons
+        outputs = {
+            x.lesson.name: {"record": to_dict(x.record), "text": x.text, "unavailable": x.reason} for x in self.lessons
         }
-        return {"about": about, **{r.study.name: to_dict(r.record) for r in self.results}, "lessons": told}
+        return {"about": about, **{r.study.name: to_dict(r.record) for r in self.results}, "lessons": outputs}
 
 
 def collect(
     quick: bool = False, progress: Progress = lambda what, done, total: None, artist: Artist | None = None
 ) -> Content:
-    """Run everything, one thing after another. An artist draws beside it, but not while time is measured."""
+    """Run everything in sequence. An artist draws meanwhile, but not while time is measured."""
     total, done = len(studies.STUDIES) + len(lessons.LESSONS) + 1, count()
 
     def compute(study: Study[Any]) -> Result:
@@ -112,12 +111,12 @@ def collect(
         draw(results[-1])
     devices = machine.devices()
     if artist is not None:
-        artist.rest()
+        artist.wait()
     timed = [compute(study) for study in studies.STUDIES if study.timed]
-    told = []
+    outputs = []
     for lesson in lessons.LESSONS:
         progress(f"lesson: {lesson.title}", next(done), total)
-        told.append(run_lesson(lesson))
+        outputs.append(run_lesson(lesson))
     for result in timed:
         draw(result)
     progress("the viewer", next(done), total)
@@ -128,12 +127,12 @@ def collect(
         devices=devices,
         backends=[{"backend": row.name, "device": row.device, "why_not": row.missing()} for row in dispatch.TABLE],
         results=(*results, *timed),
-        lessons=tuple(told),
+        lessons=tuple(outputs),
         scenes=viewer.scenes(quick),
     )
 
 
 def run_lesson(lesson: Lesson) -> LessonResult:
     """Run a lesson in its short form."""
-    said = answer(lesson, quick=True)
-    return LessonResult(lesson, said.get("text", ""), said.get("record", {}), said.get("unavailable"))
+    found = answer(lesson, quick=True)
+    return LessonResult(lesson, found.get("text", ""), found.get("record", {}), found.get("unavailable"))

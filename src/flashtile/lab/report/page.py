@@ -68,7 +68,7 @@ def render(content: Content, drawings: dict[str, Drawing]) -> str:
             seed=SEED,
             studies=shown,
             lessons=content.lessons,
-            lesson={told.lesson.name: told for told in content.lessons},
+            lesson={result.lesson.name: result for result in content.lessons},
             best=fastest.runs[OURS],
             standard=fastest.runs[speed.standard_of(fastest)],
             ratio=_ratio(timed),

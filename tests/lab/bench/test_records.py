@@ -147,12 +147,12 @@ def test_a_record_of_any_suite_is_read_but_not_all_have_a_table(tmp_path):
 
 def test_records_of_one_run_are_alike():
     record = records.new("cpu", quick=False, threads=2)
-    records.demand_alike(record, json.loads(json.dumps(record)) | {"created": "later", "measurements": [1]})
+    records.check_alike(record, json.loads(json.dumps(record)) | {"created": "later", "measurements": [1]})
     other = record | {"machine": record["machine"] | {"commit": "0123"}}
     with pytest.raises(records.UnlikeError, match=r"^measured with another machine, commit: 0123, and here "):
-        records.demand_alike(record, other)
+        records.check_alike(record, other)
     with pytest.raises(records.UnlikeError, match=r"^measured with another threads: 3, and here 2"):
-        records.demand_alike(record, record | {"threads": 3})
+        records.check_alike(record, record | {"threads": 3})
 
 
 def test_tables():

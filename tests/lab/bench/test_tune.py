@@ -117,7 +117,7 @@ def test_a_launch_that_ignores_the_candidate_is_noticed(monkeypatch: pytest.Monk
         yield []
 
     monkeypatch.setattr(tune, "loading", nothing)
-    assert tune.check(job(16, 16, 4, 2, False))["rejected"] == "no launch took it up"
+    assert tune.check(job(16, 16, 4, 2, False))["rejected"] == "no launch used it"
     assert tune.check(job(*config_of(FORWARD), today=True))["rejected"] is None
 
 

@@ -45,7 +45,7 @@ def test_the_two_orders(demo_run):
     rows = {name: values for name, *values in tables.ordered(told(demo_run, "fa1-vs-fa2")).rows}
     assert rows["writes of a block of O"][1] == "1" != rows["writes of a block of O"][0]
     assert rows["independent loops per head"][0] == "1"
-    assert rows["numbers that warps exchange"][1] == "0" != rows["numbers that warps exchange"][0]
+    assert rows["numbers exchanged between warps"][1] == "0" != rows["numbers exchanged between warps"][0]
 
 
 def test_what_needs_what_and_how_it_ran(demo_run):

@@ -1,4 +1,4 @@
-"""Records as markdown: the tables of README and docs are made here and nowhere else."""
+"""Records as markdown: reads records, and writes the tables of README and docs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashtile.lab.bench import markdown, records
 from flashtile.lab.bench.records import Record
 from flashtile.lab.bench.tables import cpu, gpu, io, tune
 
-WHOLE, BRIEF = "bench", "brief"  # how a place in a document is marked: for all tables of a record, or for its brief
+WHOLE, BRIEF = "bench", "brief"  # the marks of places in documents: for all tables of a record, or a brief
 _MARKED = re.compile(
     rf"<!-- (?P<kind>{WHOLE}|{BRIEF}): (?P<path>[^\n>]*?) -->\n(?P<body>.*?)<!-- end of (?P=kind) -->", re.DOTALL
 )
@@ -38,11 +38,11 @@ SUITES: dict[str, Tables] = {"cpu": cpu, "gpu": gpu, "tune": tune, "io": io}
 
 
 def read(path: Path) -> Record:
-    """A record that can be shown; else a ValueError that names the file."""
+    """Read a record that can be shown, or raise a ValueError that names the file."""
     record = records.read(path)
     if record["suite"] not in SUITES:
         raise ValueError(f"{path}: expected a record of the suite {' or '.join(SUITES)}, got {record['suite']!r}")
-    records.demand_fields(record, SUITES[record["suite"]].FIELDS, path)
+    records.check_fields(record, SUITES[record["suite"]].FIELDS, path)
     try:
         for kind in (WHOLE, BRIEF):
             render(record, kind)
@@ -55,7 +55,7 @@ def read(path: Path) -> Record:
 
 
 class Place(NamedTuple):
-    """Where a document shows a record, by its path; "" waits for its first one. A brief may be one of several."""
+    """The place of a record in a document, by its path; "" before the first. A brief may have several paths."""
 
     kind: str
     path: str
@@ -66,14 +66,14 @@ class Place(NamedTuple):
 
 
 def render(record: Record, kind: str = WHOLE, *more: Record) -> str:
-    """What documents show of a record, or in brief of several."""
+    """Render what documents show of a record, or in brief of several."""
     suite, found = SUITES[record["suite"]], [markdown.plain(each) for each in (record, *more)]
     parts = suite.brief(*found) if kind == BRIEF else suite.parts(found[0])
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def details(record: Record) -> str:
-    """One row a measurement."""
+    """Render one row per measurement."""
     return SUITES[record["suite"]].details(markdown.plain(record))
 
 
@@ -83,10 +83,7 @@ def marked(text: str) -> list[Place]:
 
 
 def put_into(document: Path, record: Path) -> None:
-    """Make what a document shows of this record anew, or put it where a place waits.
-
-    Its path is relative to the document.
-    """
+    """Renew what a document shows of this record, or put it into an empty place. Paths are relative to the document."""
     path = Path(relpath(record.resolve(), document.resolve().parent)).as_posix()
     text = document.read_text()
     places = marked(text)

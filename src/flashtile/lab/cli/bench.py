@@ -98,7 +98,7 @@ def gpu(
     bench = gpu_bench.Bench(device.Cuda(), here, min(rounds, 3) if quick else rounds)
     if earlier is not None:
         try:
-            records.demand_alike(gpu_bench.empty_record(bench, quick), earlier)
+            records.check_alike(gpu_bench.empty_record(bench, quick), earlier)
         except records.UnlikeError as error:
             raise typer.BadParameter(f"--resume: {error}") from None
     chosen, unfit = rows.measurable(chosen, bench.device.name)

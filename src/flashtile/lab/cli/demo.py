@@ -31,7 +31,7 @@ def demo(
     json: Annotated[bool, typer.Option("--json", help="Print the records as plain JSON.")] = False,
     no_page: Annotated[bool, typer.Option("--no-page", help="Write nothing, only print.")] = False,
 ) -> None:
-    """Show on this machine that tiled attention is exact, and write a page about it.
+    """Check and time tiled attention here, and write a page about it.
 
     The result of tiled attention, its memory and its speed are computed on this machine; the page explains them.
     """

@@ -246,7 +246,7 @@ def test_time_runs_out_between_rows(fake: FakeDevice) -> None:
     record = bench.run(bench_of(fake), rows, seconds=10, now=lambda: next(clock))
     assert [m["case"] for m in record["measurements"]] == [rows[1].name, rows[2].name]  # as given
     assert record["left_out"] == [rows[0].name]  # the most to do
-    assert "Left out for want of time: 1 rows." in render(record)
+    assert "Left out for lack of time: 1 rows." in render(record)
 
 
 def test_what_was_left_out_can_follow(fake: FakeDevice) -> None:

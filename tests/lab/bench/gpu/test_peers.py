@@ -237,7 +237,7 @@ def test_what_8_bits_stand_beside(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "fits", "asked", "others", "reason"),
     [
-        (PORTABLE, "train forward D64 causal", {"backend": "triton"}, ["decode B16"], "it is what flashtile runs here"),
+        (PORTABLE, "train forward D64 causal", {"backend": "triton"}, ["decode B16"], "flashtile runs the same here"),
         (
             ORDERED,
             "train backward D64 causal",

@@ -1,1 +1,1 @@
-"""How the records of each suite look as markdown: what a document shows, in whole or in brief, and all details."""
+"""The markdown of each suite's records: what a document shows, a brief, and all details."""

@@ -22,7 +22,7 @@ def brief(*found: Record) -> Iterable[str]:
 
 
 def details(record: Record) -> str:
-    """One row a case of the CPU suite: the time of everyone who was timed."""
+    """One row per case, with the times of all contenders."""
     names = list(dict.fromkeys(name for row in record["measurements"] for name in row.get("times", {})))
     rows: list[tuple[str, ...]] = [
         ("group", "case", "direction", *(f"{name}, ms" for name in names), "ratio", "GFLOP/s")
@@ -37,7 +37,7 @@ def details(record: Record) -> str:
 
 
 def _memory(record: Record) -> str:
-    """One row a pass: how far a process grew."""
+    """One row per pass, with the memory growth of a process."""
     rows: list[tuple[str, ...]] = [("case", "pass", "flashtile, MiB", "torch SDPA, MiB")]
     for m in record["measurements"]:
         if "grown" in m:
@@ -56,18 +56,18 @@ def caption(record: Record) -> str:
 
 
 def _captions(*found: Record) -> str:
-    """Of one record; of several a list, with how many goals each of them reaches."""
+    """The caption of one record, or a list for several, each with its number of goals reached."""
     if len(found) == 1:
         return caption(found[0])
     return "\n".join(f"- {caption(record)} {goals(record).partition(' Not yet')[0]}" for record in found)
 
 
 def _speeds(*found: Record) -> str:
-    """One row a group, of those that say most: from the least to the most that a record has."""
+    """One row for each of the most informative groups, with the range over the records."""
     rows = []
     for name in BRIEFLY:
         group = [s for record in found for s in record["summary"] if s["group"] == name and s["value"]]
         if group:
             ends = [number(1 / of(s["value"] for s in group), 1) for of in (max, min)]
             rows.append((group[0]["title"], " to ".join(dict.fromkeys(ends))))
-    return markdown.table([("on a CPU", "times as fast as torch's SDPA"), *rows]) if rows else ""
+    return markdown.table([("on a CPU", "speedup over torch's SDPA"), *rows]) if rows else ""

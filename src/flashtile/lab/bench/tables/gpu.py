@@ -1,4 +1,4 @@
-"""A GPU record as markdown: rates of everyone row by row, host time, memory, and the ceilings of the run."""
+"""A GPU record as markdown: rates row by row, host time, memory, and the ceilings of the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flashtile.numerics.dtypes import EIGHT_BITS
 Row = dict[str, Any]
 FIELDS: dict[str, type] = {"rounds": int, "device": dict, "failed": dict, "unfit": dict, "left_out": list}
 DIRECTIONS = {"forward": "forward", "backward": "backward", "step": "a training step"}
-SAID = {TRAIN, DECODE, SMALL, MEMORY, DTYPE, EIGHT_BITS}  # by the heading of a table, or by all rows alike
+OMITTED = {TRAIN, DECODE, SMALL, MEMORY, DTYPE, EIGHT_BITS}  # words of a case that its table's heading implies
 
 
 def parts(record: Record) -> Iterable[str]:
@@ -30,7 +30,7 @@ def brief(record: Record) -> Iterable[str]:
 
 
 def machine(record: Record) -> str:
-    """Which GPU, and which versions."""
+    """The GPU and the versions."""
     m, d = record["machine"], record["device"]
     versions = [f"{name} {m['versions'][name]}" for name in ("flashtile", "torch", "triton") if m["versions"][name]]
     commit = [f"commit {m['commit'][:12]}"] if m["commit"] else []
@@ -38,22 +38,22 @@ def machine(record: Record) -> str:
 
 
 def caption(record: Record) -> str:
-    said = f"{machine(record)}. "
+    text = f"{machine(record)}. "
     dtypes = dict.fromkeys(row["dtype"] for row in record["measurements"])
-    said += f"{' and '.join(dtypes)}, medians of {record['rounds']} rounds in random order."
+    text += f"{' and '.join(dtypes)}, medians of {record['rounds']} rounds in random order."
     for suite, what, unit, scale in (
         (TRAIN, "An 8192^3 matrix product", "TFLOP/s", 1e-12),
         (DECODE, "A device copy", "TB/s, read and written", 1e-12),
     ):
         rates = sorted(row["ceiling"] * scale for row in _of(record, suite))
         if rates:
-            said += f" {what} in the same rounds: {_range(rates)} {unit}."
+            text += f" {what} in the same rounds: {_range(rates)} {unit}."
     if record["left_out"]:
-        said += f" Left out for want of time: {len(record['left_out'])} rows."
+        text += f" Left out for lack of time: {len(record['left_out'])} rows."
     if record["absent"]:
-        away = (f"{name} ({reason.partition(': ')[0]})" for name, reason in record["absent"].items())
-        said += f" Not compared: {', '.join(away)}."
-    return said
+        absent = (f"{name} ({reason.partition(': ')[0]})" for name, reason in record["absent"].items())
+        text += f" Not compared: {', '.join(absent)}."
+    return text
 
 
 def _sections(record: Record) -> Iterable[str]:
@@ -72,9 +72,9 @@ def _sections(record: Record) -> Iterable[str]:
 
 
 def _rates(rows: Sequence[Row], unit: str, digits: int) -> str:
-    """How fast everyone was, and our rate over that of the best peer, of the copy, and of ourselves in 16 bits."""
+    """The rates of all contenders, and ours over the best peer's, the copy's, and our own in 16 bits."""
 
-    def told(row: Row) -> dict[str, str]:
+    def cells_of(row: Row) -> dict[str, str]:
         best = best_peer(row)
         cells = {name: number(rate / 1e12, digits) for name, rate in row["rates"].items()}
         cells["/ best peer"] = "" if best is None else number(row["ratios"][best]["value"])
@@ -86,24 +86,24 @@ def _rates(rows: Sequence[Row], unit: str, digits: int) -> str:
 
     extra = ["/ best peer", *(["/ copy"] if any("shares" in row for row in rows) else [])]
     extra += [f"/ {DTYPE}"] if any(WIDE in row["ratios"] for row in rows) else []
-    return _table(unit, rows, told, extra)
+    return _table(unit, rows, cells_of, extra)
 
 
 def details(record: Record) -> str:
-    """One row a case: milliseconds of everyone, and their quartiles."""
+    """One row per case, with the milliseconds and quartiles of all contenders."""
 
-    def told(row: Row) -> dict[str, str]:
+    def cells_of(row: Row) -> dict[str, str]:
         return {
             name: f"{t['median_s'] * 1e3:.4g} ({t['q1_s'] * 1e3:.4g} to {t['q3_s'] * 1e3:.4g})"
             for name, t in row["times"].items()
         }
 
-    return _table("ms", [row for row in record["measurements"] if row.get("times")], told)
+    return _table("ms", [row for row in record["measurements"] if row.get("times")], cells_of)
 
 
-def _table(what: str, rows: Sequence[Row], told: Callable[[Row], dict[str, str]], extra: Sequence[str] = ()) -> str:
-    """A column for everyone who is in some row."""
-    cells = [told(row) for row in rows]
+def _table(what: str, rows: Sequence[Row], cells_of: Callable[[Row], dict[str, str]], extra: Sequence[str] = ()) -> str:
+    """A table with a column for every contender that is in some row."""
+    cells = [cells_of(row) for row in rows]
     names = [name for name in NAMES if any(name in each for each in cells)]
     if not names:
         return ""
@@ -121,7 +121,7 @@ def _of(record: Record, suite: str) -> list[Row]:
 
 
 def _name(row: Row) -> str:
-    return " ".join(word for word in row["case"].split() if word not in SAID)
+    return " ".join(word for word in row["case"].split() if word not in OMITTED)
 
 
 def _micros(times: dict[str, Any]) -> dict[str, str]:
@@ -134,7 +134,7 @@ def _range(ordered: Sequence[float]) -> str:
 
 
 def _speeds(record: Record) -> str:
-    """One row a direction: means over the shapes that all peers ran, and the shape where the fastest is nearest."""
+    """One row per direction: means over the shapes that all peers ran, and the worst ratio to the fastest peer."""
     measured = [row for row in record["measurements"] if row["suite"] == TRAIN and row["dtype"] == DTYPE]
     peers = [name for name in NAMES if name not in OURSELVES and any(name in row["ratios"] for row in measured)]
     rows = [
@@ -142,7 +142,7 @@ def _speeds(record: Record) -> str:
         for direction, title in DIRECTIONS.items()
         if (some := [row for row in measured if row["direction"] == direction and row["ratios"].keys() >= {*peers}])
     ]
-    head = ("on a GPU, times as fast as", *peers, "the fastest peer, at worst")
+    head = ("on a GPU, speedup over", *peers, "the fastest peer, at worst")
     return markdown.table([head, *rows]) if rows and peers else ""
 
 

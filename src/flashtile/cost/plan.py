@@ -96,8 +96,8 @@ def plan(
     """Return what attention() would do with arrays of these shapes, without the arrays.
 
     Takes every option of attention(); mask, bias, alibi and sink may be given as shapes. With `hardware`, the plan also
-    has the least time there, and the tile of that GPU. A device is "cpu", "cuda" or a torch device, whose index does not
-    matter. On a CPU, a torch device or dtype means tensors, any other NumPy arrays.
+    has the least time there, and the tile of that GPU. A device is "cpu", "cuda" or a torch device, whose index is
+    ignored. On a CPU, a torch device or dtype means tensors, any other NumPy arrays.
     """
     check_keywords("plan", options, Options.__annotations__)
     tensors = any(type(x).__module__.partition(".")[0] == "torch" for x in (dtype, device))

@@ -87,7 +87,7 @@ def run(
     done: Callable[[Job, Job], None] = lambda job, answer: None,
     end: float | None = None,
 ) -> list[Job]:
-    """Return the answers in the order of the jobs. `seconds`: the limit of one. No job starts after `end` (monotonic)."""
+    """Return the answers in the order of the jobs. `seconds`: the limit per job. None starts after `end`."""
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     for n in range(len(jobs)):
         waiting.put(n)

@@ -1,4 +1,4 @@
-"""flashtile explain: the cost of a call or a model before it runs: scores never built, bytes, FLOPs, least time."""
+"""flashtile explain: the cost of a call or a model before it runs: memory, bytes, FLOPs, least time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The score matrix that is never built, drawn to scale in text, enlarged step by step until one tile is visible."""
+"""The score matrix that is never built, drawn to scale in text and enlarged until one tile is visible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches: six trips through memory or two, counted; and why a Python loop of array calls is not flash attention.
+"""Launches: six trips through memory or two, and why a Python loop of array calls is not flash attention.
 
 On a GPU every operation is a separate kernel: it is launched, reads its inputs from the large memory (HBM) and writes
 its result there. What counts is how often the numbers travel. Nothing here is estimated: Traffic records each block

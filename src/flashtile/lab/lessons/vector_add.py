@@ -1,4 +1,4 @@
-"""Vector addition on a GPU: a block of elements per program, a mask for the last block, and the cost of a launch.
+"""Vector addition on a GPU: a block per program, a mask for the last block, and the cost of a launch.
 
 A CPU iterates over the vector. A GPU starts many programs, and each computes its elements from its program id.
 program() is such a program in NumPy, where they run one after another; kernels/vector_add.py is the same in Triton,

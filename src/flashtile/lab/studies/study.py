@@ -1,4 +1,4 @@
-"""Study: a question, the computation that answers it, and the tables, figure and sentences made from its record."""
+"""Study: a question, the computation that answers it, and the tables, figure and sentences of its record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run the GPU suites row by row, ours and the peers in turns, and make the record; a failing row does not end it."""
+"""Run the GPU suites row by row, flashtile and its peers in turns, and make the record."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def run(
     save: Callable[[Record], None] = lambda record: None,
     now: Callable[[], float] = time.monotonic,
 ) -> Record:
-    """Measure rows until all are done or `seconds` have passed, and list the rest. `save` gets the record of every step.
+    """Measure rows until all are done or `seconds` have passed, and list the rest. `save` gets every step's record.
 
     `absent` are peers, and `unfit` rows, that this machine cannot run, each with its reason. Rows that were measured
     `earlier`, by the same code on the same machine, are kept.

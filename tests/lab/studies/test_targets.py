@@ -9,7 +9,7 @@ from flashtile.lab.studies import targets
 def test_it_compiles_for_amd():
     pytest.importorskip("triton")
     record = targets.compute(quick=True)
-    assert record.holds and {target.maker for target in targets.TARGETS.values()} == {"NVIDIA", "AMD"}
+    assert record.holds and {target.vendor for target in targets.TARGETS.values()} == {"NVIDIA", "AMD"}
     (amd,) = record.built
     assert "mfma" in amd.instruction and amd.bytes > 1000
     assert "gfx942" in targets.findings(record)[0] and targets.tables(record)[0].rows

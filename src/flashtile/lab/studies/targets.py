@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Target(NamedTuple):
     """A GPU as Triton names it."""
 
-    maker: str
+    vendor: str
     chips: str
     backend: str
     arch: int | str
@@ -48,7 +48,7 @@ class Built:
     """The kernel as compiled for one target."""
 
     target: str
-    maker: str
+    vendor: str
     chips: str
     seconds: float
     bytes: int
@@ -99,7 +99,7 @@ def _compile(name: str) -> Built:
     taken = time.perf_counter() - start
     text, binary = ("ptx", "cubin") if t.backend == "cuda" else ("amdgcn", "hsaco")
     found = MATRIX.search(built[text])
-    return Built(name, t.maker, t.chips, taken, len(built[binary]), found[0] if found else "")
+    return Built(name, t.vendor, t.chips, taken, len(built[binary]), found[0] if found else "")
 
 
 def tables(r: Record) -> list[Table]:
@@ -109,7 +109,7 @@ def tables(r: Record) -> list[Table]:
         Table(
             f"{r.kernel}, compiled here",
             ("target", "GPUs", "compiled in", "matrix instruction"),
-            tuple((b.target, f"{b.maker} {b.chips}", seconds(b.seconds), b.instruction) for b in r.built),
+            tuple((b.target, f"{b.vendor} {b.chips}", seconds(b.seconds), b.instruction) for b in r.built),
         )
     ]
 
@@ -117,9 +117,9 @@ def tables(r: Record) -> list[Table]:
 def findings(r: Record) -> list[str]:
     if r.reason:
         return [f"Nothing was compiled: {r.reason}."]
-    makers = " and ".join(dict.fromkeys(b.maker for b in r.built))
+    vendors = " and ".join(dict.fromkeys(b.vendor for b in r.built))
     return [
-        f"The same source was compiled unchanged for {', '.join(b.target for b in r.built)} of {makers}, without a "
+        f"The same source was compiled unchanged for {', '.join(b.target for b in r.built)} of {vendors}, without a "
         "GPU.",
         "It uses the matrix units of every target." if r.holds else "It does not use the matrix units of every target.",
     ]
@@ -129,8 +129,8 @@ def draw(r: Record) -> Figure | None:
     if not r.built:
         return None
     figure, (ax,) = canvas.panels(1, 1, height=2.4)
-    names = [f"{b.target} ({b.maker} {b.chips})" for b in r.built]
-    colours = [canvas.GREEN if b.maker == "NVIDIA" else canvas.ORANGE for b in r.built]
+    names = [f"{b.target} ({b.vendor} {b.chips})" for b in r.built]
+    colours = [canvas.GREEN if b.vendor == "NVIDIA" else canvas.ORANGE for b in r.built]
     bars = ax.barh(names, [b.seconds for b in r.built], color=colours, height=0.6)
     ax.bar_label(bars, [seconds(b.seconds) for b in r.built], padding=5, fontsize=9, color=canvas.INK)
     ax.grid(axis="y", visible=False)

@@ -62,8 +62,8 @@ def _sections(record: Record) -> Iterable[str]:
     yield _rates([row for row in _of(record, TRAIN) if row["dtype"] == EIGHT_BITS], f"TFLOP/s, {EIGHT_BITS}", 0)
     yield _rates(_of(record, DECODE), "TB/s of K and V", 2)
     hosts = [row for row in record["measurements"] if row.get("host")]
-    yield _table("host time a call, us", hosts, lambda row: _micros(row["host"]))
-    yield _table("time until the result is there, us", _of(record, SMALL), lambda row: _micros(row["times"]))
+    yield _table("host time per call, us", hosts, lambda row: _micros(row["host"]))
+    yield _table("time until the result is available, us", _of(record, SMALL), lambda row: _micros(row["times"]))
     yield _table(
         "peak memory beyond inputs and results, MiB",
         _of(record, MEMORY),

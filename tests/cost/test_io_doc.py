@@ -13,7 +13,7 @@ from flashtile.band import Band
 from flashtile.checks.shapes import MAX_DIM
 from flashtile.cost import traffic
 from flashtile.lab.catalogue import chips, models
-from flashtile.lab.catalogue.chip import SRAM_BYTES_A_CLOCK
+from flashtile.lab.catalogue.chip import SRAM_BYTES_PER_CLOCK
 from tests.tools.tree import ROOT
 
 TEXT = (ROOT / "docs" / "io.md").read_text()
@@ -45,8 +45,8 @@ def test_flops_a_byte():
 def test_what_else_it_says():
     deepseek = models()["deepseek-v3"]
     assert f"({deepseek.cached_numbers})" in TEXT and f"({deepseek.latent})" in TEXT
-    assert f"the\n  {MAX_DIM} that the kernels here take" in TEXT and deepseek.cached_numbers > MAX_DIM
-    assert f"{SRAM_BYTES_A_CLOCK} bytes a clock" in TEXT
+    assert f"the\n  {MAX_DIM} that the kernels here support" in TEXT and deepseek.cached_numbers > MAX_DIM
+    assert f"{SRAM_BYTES_PER_CLOCK} bytes per clock" in TEXT
     assert f"up to {blocks.MAX_GROUPS} groups" in TEXT and f"x {blocks.FORWARD_KEYS} keys; for few" in TEXT
     assert f"all of them x {blocks.DECODE_KEYS} keys" in TEXT
     assert f"| tiles | {tiles.BLOCK} x {tiles.BLOCK} |" in TEXT

@@ -87,7 +87,7 @@ def test_the_fold_of_standard_attention_equals_its_closed_form(n_q, n_k, br):
     grid = Grid(n_q, n_k, br, max(n_k, 1))
     total = count(standard_forward(grid), grid, Layout(6, 10))
     assert total.elements == traffic.standard_elements(n_q, 6, n_k, 10)
-    assert total.flops == n_q * n_k * traffic.forward_flops_a_pair(6, 10)
+    assert total.flops == n_q * n_k * traffic.forward_flops_per_pair(6, 10)
     assert total.launches == len(STANDARD) and total.stored == n_q * (2 * n_k + 10)
 
 

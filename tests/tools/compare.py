@@ -28,7 +28,7 @@ from flashtile.backends.native import library
 from flashtile.lab.bench import peers as on_cpu
 from flashtile.lab.bench.cases import CPU, TRAINING, Case, Group
 from flashtile.lab.bench.gpu import device, peers, rows
-from flashtile.lab.bench.gpu.suite import Bench
+from flashtile.lab.bench.gpu.bench import Bench
 from flashtile.lab.bench.timing import Call, alternate, geometric_mean
 from tests.tools.tree import ROOT
 

@@ -1,1 +1,1 @@
-"""What a call costs, without running it: its plan, its memory traffic, its trace."""
+"""The cost of a call without running it: its plan, its memory traffic, its trace."""

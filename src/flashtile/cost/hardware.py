@@ -1,4 +1,4 @@
-"""Hardware: what a machine can do at best a second, and its levels of memory, fastest first."""
+"""Hardware: a machine's peak rates, and its levels of memory, fastest first."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a machine can do at best, per second: for the floor under a call's time."""
+    """A machine's peak rates per second, which bound the time of a call from below."""
 
     flops: float
     bytes: float
 
     @property
     def ridge(self) -> float:
-        """FLOPs a byte at which a call stops being bound by memory."""
+        """The FLOPs per byte above which a call is not bound by memory."""
         return self.flops / self.bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One kind of memory, that of all processors together."""
+    """One kind of memory, over all processors."""
 
     name: str
     bytes: int
-    rate: float | None  # bytes a second; None: nobody says
+    rate: float | None  # bytes per second; None: unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A GPU by its maker's figures, or this machine as measured."""
+    """A GPU by published figures, or this machine as measured."""
 
     name: str
     rates: Rates
     measured: bool = False
-    memory: int | None = None  # bytes for keys and values and everything else; None: not said
+    memory: int | None = None  # total bytes; None: unknown
     levels: tuple[Level, ...] = ()
     capability: tuple[int, int] | None = None  # of NVIDIA's GPUs
-    sram_a_tile: int | None = None  # bytes that one tile may have
+    sram_a_tile: int | None = None  # bytes that one tile may use

@@ -1,4 +1,4 @@
-"""plan(): what a call would do, from its shapes alone: backend, tiles, FLOPs, bytes, and the least time it can take."""
+"""plan(): what a call would do, from its shapes alone: backend, tiles, FLOPs, bytes, and its least time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Floor:
     """No schedule on a machine of these rates can be faster than `seconds`."""
 
     seconds: float
-    bound: str  # what sets it: "compute" or "memory"
+    bound: str  # "compute" or "memory"
     rates: Rates
 
     @classmethod
@@ -43,10 +43,10 @@ class Floor:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One forward call, all sequences and heads together. Bytes and FLOPs are counts, not measurements."""
+    """One forward call, over all sequences and heads. Bytes and FLOPs are counts, not measurements."""
 
     backend: str | None  # None: no row of the dispatch table can run it
-    reasons: dict[str, str]  # for every other row, why not that one
+    reasons: dict[str, str]  # why not, for every other row
     device: str
     dtype: str
     q_shape: tuple[int, ...]
@@ -54,16 +54,16 @@ class Plan:
     v_shape: tuple[int, ...]
     tile: tuple[int, int]  # query rows and keys
     tile_heads: int  # query heads that share a tile, each with its own rows
-    rows_at_once: int  # of scores, that exist at a time
-    tile_of: str | None  # whose tile: the backend, or the one that would run on the hardware given; None: no one
-    blocks: dict[str, int]  # bytes of what meets in a tile: Q, K and V as they travel, S and O as they are summed
+    rows_at_once: int  # rows of scores that exist at a time
+    tile_of: str | None  # the backend with this tile, or the one that would run on the hardware given; None: no one
+    blocks: dict[str, int]  # bytes of the blocks of a tile: Q, K and V as they travel, S and O as accumulated
     tiles: dict[str, int]  # skipped, partial, full
     band: Band  # of the longest sequence
-    pairs: int  # of query and key that see each other
+    pairs: int  # visible pairs of query and key
     flops: int
     backward_flops: int
-    tile_bytes: int  # moved between memory and tiles in FlashAttention-2 order, if no cache helped
-    least_bytes: int  # q, the keys and values that anyone sees, out and lse, each moved once
+    tile_bytes: int  # moved between memory and tiles in FlashAttention-2 order, without a cache
+    least_bytes: int  # q, the visible keys and values, out and lse, each moved once
     standard_bytes: int  # moved by standard attention: scores and weights written and read
     score_bytes: int  # the score matrix that is never built
     lse_bytes: int
@@ -72,11 +72,11 @@ class Plan:
 
     @property
     def intensity(self) -> float:
-        """FLOPs a byte, if every byte is moved once."""
+        """FLOPs per byte, if every byte is moved once."""
         return self.flops / self.least_bytes if self.least_bytes else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; a band without a limit has none."""
+        """Plain values for JSON; an unlimited side of the band is None."""
         band = {key: None if n == FAR else n for key, n in asdict(self.band).items()}
         return {**asdict(self), "band": band, "intensity": self.intensity}
 
@@ -94,11 +94,11 @@ def plan(
     hardware: Hardware | None = None,
     **options: Unpack[Options],
 ) -> Plan:
-    """What attention() would do with arrays of these shapes, without the arrays.
+    """Return what attention() would do with arrays of these shapes, without the arrays.
 
-    Takes every option of attention(); mask, bias, alibi and sink may be given as shapes. With `hardware` it also says
-    what the least time is there, and which tile that GPU would get. A device is "cpu", "cuda" or torch's own, whose
-    number does not matter. On a CPU a device or dtype of torch's stands for tensors, any other for NumPy arrays.
+    Takes every option of attention(); mask, bias, alibi and sink may be given as shapes. With `hardware`, the plan also
+    has the least time there, and the tile of that GPU. A device is "cpu", "cuda" or a torch device, whose index is
+    ignored. On a CPU, a torch device or dtype means tensors, any other NumPy arrays.
     """
     check_keywords("plan", options, DEFAULTS.keys() - {"layout", "key_padding_mask"})
     tensors = any(type(x).__module__.partition(".")[0] == "torch" for x in (dtype, device))
@@ -118,7 +118,7 @@ def plan(
         owner = _but_for_this_machine(asked, device, tensors, capability)
     tile = _tile(_as_given_to(owner, problem, device), owner, capability)
     counts = _Counts.of(problem, tile)
-    flops = counts.pairs * traffic.forward_flops_a_pair(problem.dim, problem.dim_v)
+    flops = counts.pairs * traffic.forward_flops_per_pair(problem.dim, problem.dim_v)
     return Plan(
         backend=None if chosen is None else chosen.name,
         reasons=reasons,
@@ -136,7 +136,7 @@ def plan(
         band=problem.band_for(problem.n_q, problem.n_k),
         pairs=counts.pairs,
         flops=flops,
-        backward_flops=counts.pairs * traffic.backward_flops_a_pair(problem.dim, problem.dim_v),
+        backward_flops=counts.pairs * traffic.backward_flops_per_pair(problem.dim, problem.dim_v),
         tile_bytes=counts.tile_bytes,
         least_bytes=counts.least_bytes,
         standard_bytes=counts.standard_bytes,
@@ -164,7 +164,7 @@ def _stand_ins(options: dict[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def stand_in(shape: Sequence[int], dtype: str) -> Array:
-    """An array of any size that takes a few bytes: every element is the same zero."""
+    """An array of any size in a few bytes: every element is the same zero."""
     zero: Array = np.zeros((), np.bool_ if dtype == "bool" else carrier(dtype))
     return np.broadcast_to(zero, tuple(shape))
 
@@ -186,7 +186,7 @@ class _Counts:
     def of(cls, p: Problem, tile: Tiling) -> _Counts:
         counts = cls(Counter(dict.fromkeys(Kind, 0)))
         size, wide, width = ITEMSIZE[p.dtype], ITEMSIZE[p.accumulator], p.dim + p.dim_v
-        # Sequences of one length cost the same: each length is counted once.
+        # Sequences of the same length cost the same: each length is counted once.
         for (n_q, n_k), times in Counter(zip(p.q_lengths, p.k_lengths, strict=True)).items():
             band, heads, kv_heads = p.band_for(n_q, n_k), times * p.heads, times * p.kv_heads
             grids = kv_heads * ceil_div(p.group, tile.heads)
@@ -208,7 +208,7 @@ class _Counts:
 
 @dataclass(frozen=True, slots=True)
 class _Outline:
-    """A contiguous tensor without its memory, for backends that ask in torch's words how tensors lie."""
+    """A contiguous tensor without memory, for backends that inspect tensors through torch's methods."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -228,7 +228,7 @@ class _Outline:
 
 
 def _outlined(problem: Problem) -> Problem:
-    """The problem with tensors for q, k and v."""
+    """The problem with outlines of tensors for q, k and v."""
     q, k, v = (_Outline(x.shape, ITEMSIZE[problem.dtype]) for x in (problem.q, problem.k, problem.v))
     return replace(problem, q=q, k=k, v=v)
 
@@ -236,10 +236,10 @@ def _outlined(problem: Problem) -> Problem:
 def _choose(
     problem: Problem, backend: str, device: str, tensors: bool
 ) -> tuple[dispatch.Backend | None, dict[str, str]]:
-    """The row that would run, and for every other row the reason why it would not."""
+    """The row that would run, and the reason against every other row."""
     dispatch.check_name(backend)
-    said = {row.name: row.why_not(problem, device, tensors) for row in dispatch.TABLE}
-    able = [row for row in dispatch.TABLE if said[row.name] is None]
+    reasons = {row.name: row.why_not(problem, device, tensors) for row in dispatch.TABLE}
+    able = [row for row in dispatch.TABLE if reasons[row.name] is None]
     chosen = (
         dispatch.preferred(problem, able) if backend == "auto" else dispatch.choose(problem, backend, device, tensors)
     )
@@ -247,14 +247,14 @@ def _choose(
     for row in able:
         later = later or row is chosen
         why = "comes later in the table" if later else "another suits this better"
-        said[row.name] = f"it could, but {why if backend == 'auto' else 'another was asked for'}"
-    return chosen, {name: str(reason) for name, reason in said.items() if chosen is None or name != chosen.name}
+        reasons[row.name] = f"it could, but {why if backend == 'auto' else 'another was requested'}"
+    return chosen, {name: str(reason) for name, reason in reasons.items() if chosen is None or name != chosen.name}
 
 
 def _but_for_this_machine(
     problem: Problem, device: str, tensors: bool, capability: tuple[int, int] | None
 ) -> dispatch.Backend | None:
-    """The row that would run on such a GPU, if that and all else it needs were here."""
+    """The row that would run on such a GPU, if everything it needs were here."""
     able = (
         row for row in dispatch.TABLE if row.made_for(capability) and row.objection(problem, device, tensors) is None
     )
@@ -262,18 +262,18 @@ def _but_for_this_machine(
 
 
 def _as_given_to(owner: dispatch.Backend | None, problem: Problem, device: str) -> Problem:
-    """8-bit tensors are widened for a backend that does not multiply them as they are."""
+    """The problem as the backend gets it: 8-bit tensors are widened unless it multiplies them as they are."""
     if problem.dtype != EIGHT_BITS or (owner is not None and owner.eight_bits):
         return problem
     return replace(problem, dtype=fallback_dtype(device))
 
 
 def _tile(problem: Problem, owner: dispatch.Backend | None, capability: tuple[int, int] | None) -> Tiling:
-    """The backend's own; that of the NumPy tiles where it has none to tell of."""
-    of_backend = None if owner is None else getattr(owner.load(), "tile", None)
-    if of_backend is None:
+    """The backend's tile, or that of the NumPy tiles if it has none."""
+    tile_of = None if owner is None else getattr(owner.load(), "tile", None)
+    if tile_of is None:
         return Tiling(tiles.BLOCK, tiles.BLOCK)
-    tile: Tiling = of_backend(problem, capability)
+    tile: Tiling = tile_of(problem, capability)
     return tile
 
 

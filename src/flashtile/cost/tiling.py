@@ -1,4 +1,4 @@
-"""Tiling: how a backend cuts the scores of a head, as plan() shows and counts it."""
+"""Tiling: a backend's tiles of the scores of a head, as plan() shows and counts them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class Tiling(NamedTuple):
-    """A tile of `rows` queries, of each of `heads` query heads, by `keys` keys that are loaded once for all of them."""
+    """A tile of `rows` queries from each of `heads` query heads, by `keys` keys that are loaded once for all heads."""
 
     rows: int
     keys: int
     heads: int = 1
-    at_once: int | None = None  # rows of scores that exist at a time; None: all of them
+    at_once: int | None = None  # rows of scores that exist at a time; None: all
 
     @property
     def rows_at_once(self) -> int:

@@ -1,4 +1,4 @@
-"""trace(): a real attention, event by event, with the numbers that every event left in SRAM."""
+"""trace(): a real attention call, event by event, with the numbers that every event left in SRAM."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TILE_NUMBERS = ("S", "P", "factor", "m", "l", "O", "dP", "dS", "dQ", "dK", "dV")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One event, and copies of the blocks it read, made or changed."""
+    """One event, and copies of the blocks it read, created or changed."""
 
     event: Event
     numbers: dict[str, Array]
@@ -47,7 +47,7 @@ class Trace:
         return iter(self.steps)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers for JSON; what is not finite becomes "inf", "-inf" or "nan"."""
+        """Plain lists and numbers for JSON; non-finite numbers become "inf", "-inf" or "nan"."""
         return {
             "order": self.order,
             "grid": asdict(self.grid),
@@ -70,9 +70,9 @@ def trace(
     dout: Any = None,
     **options: Unpack[Options],
 ) -> Trace:
-    """Run one head, (n, d) NumPy arrays, tile by tile, and keep every event with its numbers.
+    """Run one head, (n, d) NumPy arrays, tile by tile, and record every event with its numbers.
 
-    order is "standard" (whole rows: block_k is not asked), "fa1", "fa2", or "backward" (which takes the gradient of the
+    order is "standard" (whole rows, ignoring block_k), "fa1", "fa2", or "backward" (which takes the gradient of the
     output as `dout`).
     """
     check_keywords("trace", options, Options.__annotations__)

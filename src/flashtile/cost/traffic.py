@@ -1,4 +1,4 @@
-"""Elements, bytes, FLOPs and peak SRAM: a fold over the events of schedule.py, with the closed forms beside it."""
+"""Elements, bytes, FLOPs and peak SRAM: a sum over the events of schedule.py, and the closed forms."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from flashtile.band import Band, Kind, ceil_div, cuts
 from flashtile.numerics.dtypes import ITEMSIZE, accumulator
 from flashtile.numerics.schedule import Event, Grid, Launch, Load, Make, Store, Tile, Zero
 
-COLUMN_VECTORS = ("m", "l", "L", "D", "factor")  # one number a row
+COLUMN_VECTORS = ("m", "l", "L", "D", "factor")  # one number per row
 OF_WIDTH_V = ("V", "O", "dV", "dO")  # the others are as wide as q
-IN_ACCUMULATOR = (*COLUMN_VECTORS, "dQ")  # dQ is summed in memory, so it stays unrounded there
+IN_ACCUMULATOR = (*COLUMN_VECTORS, "dQ")  # dQ is accumulated in memory, so it stays unrounded there
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How wide the arrays of one head are, and in which type they travel."""
+    """The widths of the arrays of one head, and the type in which they travel."""
 
     dim: int
     dim_v: int
@@ -33,7 +33,7 @@ class Layout:
 
 @dataclass(slots=True)
 class Traffic:
-    """What one head moves and computes, and what lies in SRAM at the moment (all counts in elements but *_bytes)."""
+    """What one head moves and computes, and what is in SRAM now (counts are in elements, except *_bytes)."""
 
     grid: Grid
     layout: Layout
@@ -41,15 +41,15 @@ class Traffic:
     stored: int = 0
     loaded_bytes: int = 0
     stored_bytes: int = 0
-    flops: int = 0  # of the tiles as computed: a partial tile costs as much as a full one
-    begun: int = 0  # kernels that the stream names
+    flops: int = 0  # as computed: a partial tile costs as much as a full one
+    named_launches: int = 0  # kernels that the stream names
     tiles: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys((Kind.PARTIAL, Kind.FULL), 0))
     sram: dict[str, int] = field(default_factory=dict)
     peak_sram: int = 0
 
     @property
     def elements(self) -> int:
-        """Moved through HBM, both ways."""
+        """Elements moved through HBM, in both directions."""
         return self.loaded + self.stored
 
     @property
@@ -58,21 +58,21 @@ class Traffic:
 
     @property
     def launches(self) -> int:
-        """Kernels: a stream that names none is one."""
-        return max(self.begun, 1)
+        """The number of kernels: a stream that names none is one."""
+        return max(self.named_launches, 1)
 
     @property
     def largest_block(self) -> int:
-        """Elements of the largest array in SRAM: it does not know the sequence length."""
+        """Elements of the largest array in SRAM, which does not depend on the sequence length."""
         return max(self.sram.values(), default=0)
 
     @property
     def sram_bytes(self) -> dict[str, int]:
-        """What lies in SRAM, each array in the type that it has there."""
+        """The bytes of each array in SRAM."""
         return {name: n * self.layout.itemsize(name) for name, n in self.sram.items()}
 
     def see(self, event: Event) -> None:
-        """Take one event into the account."""
+        """Count one event."""
         match event:
             case Load(name, n):
                 moved = self.sram[name] = self._size(name, n)
@@ -83,14 +83,14 @@ class Traffic:
                 self.stored += moved
                 self.stored_bytes += moved * self.layout.itemsize(name)
             case Zero(name, n):
-                # A block of O is born with its running maximum and sum.
+                # A block of O starts with its running maximum and sum.
                 for part in ("O", "m", "l") if name == "O" else (name,):
                     self.sram[part] = self._size(part, n)
             case Tile(i, j, kind):
                 self.tiles[kind] += 1
                 self._compute(_length(self.grid.rows(i)), _length(self.grid.cols(j)))
             case Launch():
-                self.begun += 1
+                self.named_launches += 1
                 self.sram.clear()
             case Make(name, n):
                 self.sram[name] = self._size(name, n)
@@ -101,10 +101,10 @@ class Traffic:
     def _compute(self, br: int, bc: int) -> None:
         d, dv = self.layout.dim, self.layout.dim_v
         if "dO" in self.sram:
-            self.flops += br * bc * backward_flops_a_pair(d, dv)
+            self.flops += br * bc * backward_flops_per_pair(d, dv)
             self.sram |= dict.fromkeys(("S", "P", "dP", "dS"), br * bc)
         else:
-            self.flops += br * bc * forward_flops_a_pair(d, dv)
+            self.flops += br * bc * forward_flops_per_pair(d, dv)
             self.sram |= {"S": br * bc, "P": br * bc, "factor": br}
 
     def _size(self, name: str, n: int) -> int:
@@ -113,25 +113,25 @@ class Traffic:
 
 
 def count(events: Iterable[Event], grid: Grid, layout: Layout) -> Traffic:
-    """The sum of a stream of events."""
+    """Count a stream of events."""
     traffic = Traffic(grid, layout)
     for event in events:
         traffic.see(event)
     return traffic
 
 
-def forward_flops_a_pair(d: int, dv: int) -> int:
-    """Of one query and one key: q.k, and the weight times v. A multiplication and an addition are two."""
+def forward_flops_per_pair(d: int, dv: int) -> int:
+    """FLOPs of one query and one key: q.k, and the weight times v. A multiplication and an addition are two."""
     return 2 * d + 2 * dv
 
 
-def backward_flops_a_pair(d: int, dv: int) -> int:
-    """S again, dP, dV, dQ and dK: eq. 9 to 14."""
+def backward_flops_per_pair(d: int, dv: int) -> int:
+    """FLOPs of S, recomputed, dP, dV, dQ and dK: eq. 9 to 14."""
     return 6 * d + 4 * dv
 
 
 def visible_pairs(band: Band, n_q: int, n_k: int) -> int:
-    """How many (query, key) pairs the band lets see each other; no loop over queries."""
+    """The number of (query, key) pairs that the band makes visible, without a loop over queries."""
     if band.left + band.right < 0:
         return 0
 
@@ -145,7 +145,7 @@ def visible_pairs(band: Band, n_q: int, n_k: int) -> int:
 
 
 def causal_flops(n: int, d: int) -> int:
-    """Forward, by the field's convention: half of the square, the diagonal not counted extra."""
+    """Forward FLOPs by the usual convention: half of the square, without the diagonal."""
     return 2 * n * n * d
 
 
@@ -164,25 +164,25 @@ def fa1_block(sram: int, d: int) -> int:
 
 
 def fa1_elements(n: int, d: int, bc: int) -> int:
-    """K and V once; for each column of tiles Q, and O, m and l there and back: Theta(n^2 d^2 / sram)."""
+    """K and V once; for each column of tiles Q once, and O, m and l both ways: Theta(n^2 d^2 / sram)."""
     return 2 * n * d + ceil_div(n, bc) * (3 * n * d + 4 * n)
 
 
 def fa1_band_elements(n_q: int, n_k: int, d: int, dv: int, br: int, bc: int, band: Band) -> int:
-    """The same for any band: a column of tiles in which anyone sees anything, and the rows of its tiles."""
+    """The same for any band: only columns of tiles with a visible pair, and only the rows of their tiles."""
     columns = columns_visited(band, n_q, n_k, br, bc)
     return sum((d + dv) * keys + (d + 2 * dv + 4) * len(rows) for keys, rows in columns if rows)
 
 
 def fa2_elements(n_q: int, n_k: int, d: int, dv: int, br: int, bc: int, band: Band) -> int:
-    """Q, O and L once; for each row of tiles the keys and values in sight."""
+    """Q, O and L once; for each row of tiles its visible keys and values."""
     return n_q * (d + dv + 1) + (d + dv) * keys_visited(band, n_q, n_k, br, bc)
 
 
 def backward_elements(n_q: int, n_k: int, d: int, dv: int, br: int, bc: int, band: Band) -> int:
     """K, V, dK and dV once; a column of tiles moves Q, dO, L, D and dQ of its rows, dQ both ways.
 
-    But dQ is not read the first time, and a row that sees no key still has its 0 written.
+    dQ is not read the first time, and the 0 of a row that sees no key is still written.
     """
     columns = [rows for _, rows in columns_visited(band, n_q, n_k, br, bc) if rows]
     moved = sum(len(rows) for rows in columns)
@@ -191,12 +191,12 @@ def backward_elements(n_q: int, n_k: int, d: int, dv: int, br: int, bc: int, ban
 
 
 def least_elements(n: int, d: int) -> int:
-    """Q, K, V, O and L once: what no order of tiles can go below."""
+    """Q, K, V, O and L once: the minimum for every order of tiles."""
     return 4 * n * d + n
 
 
 def keys_visited(band: Band, n_q: int, n_k: int, br: int, bc: int) -> int:
-    """Keys loaded, summed over the rows of tiles."""
+    """The keys loaded, summed over the rows of tiles."""
     total = 0
     for first in range(0, n_q, br):
         c = cuts(band, first, min(first + br, n_q), n_k, bc)
@@ -205,7 +205,7 @@ def keys_visited(band: Band, n_q: int, n_k: int, br: int, bc: int) -> int:
 
 
 def columns_visited(band: Band, n_q: int, n_k: int, br: int, bc: int) -> list[tuple[int, range]]:
-    """For each column of tiles, how many keys it has and the rows of its tiles."""
+    """For each column of tiles, its number of keys and the rows of its tiles."""
     columns = []
     for first in range(0, n_k, bc):
         last = min(first + bc, n_k)
@@ -215,7 +215,7 @@ def columns_visited(band: Band, n_q: int, n_k: int, br: int, bc: int) -> list[tu
 
 
 def tile_counts(band: Band, n_q: int, n_k: int, br: int, bc: int) -> dict[Kind, int]:
-    """How many tiles are skipped, partial and full; one step a row of tiles."""
+    """The number of skipped, partial and full tiles, in one step per row of tiles."""
     counts = dict.fromkeys(Kind, 0)
     across = ceil_div(n_k, bc)
     for first in range(0, n_q, br):
@@ -230,7 +230,7 @@ def tile_counts(band: Band, n_q: int, n_k: int, br: int, bc: int) -> dict[Kind, 
 
 
 def trips(launches: tuple[Launch, ...]) -> int:
-    """Journeys through HBM: one in and one out for every launch."""
+    """Trips through HBM: one in and one out for every launch."""
     return sum(bool(launch.reads) + bool(launch.writes) for launch in launches)
 
 

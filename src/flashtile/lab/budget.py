@@ -1,4 +1,4 @@
-"""Budget: what the attention of a whole model takes: KV cache, FLOPs, bytes, the least time, and how many GPUs."""
+"""Budget: the cost of a whole model's attention: KV cache, FLOPs, bytes, least time, and number of GPUs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from flashtile.band import ceil_div
 from flashtile.cost.hardware import Hardware
 from flashtile.cost.plan import Floor, Plan, plan
-from flashtile.cost.traffic import forward_flops_a_pair
+from flashtile.cost.traffic import forward_flops_per_pair
 from flashtile.errors import ShapeError
 from flashtile.lab.catalogue import Model
 from flashtile.numerics.dtypes import ITEMSIZE, accumulator
@@ -16,7 +16,7 @@ from flashtile.numerics.dtypes import ITEMSIZE, accumulator
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Layers of one kind, and what one of them takes."""
+    """Layers of one kind, and the cost of one of them."""
 
     count: int
     window: int | None  # keys that a query sees; None: all before it
@@ -27,7 +27,7 @@ class Layers:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """One sequence. Attention only: no weights, no projections, no other layers."""
+    """The cost of one sequence, attention only: no weights, no projections, no other layers."""
 
     model: Model
     context: int
@@ -37,19 +37,19 @@ class Budget:
     kv_bytes: int
     flops: int
     least_bytes: int
-    seconds: float | None  # no less than this, layer after layer
-    gpus: int | None  # of that memory, to hold the KV cache alone
+    seconds: float | None  # the least time of all layers in sequence
+    gpus: int | None  # needed for the KV cache alone
 
     @property
     def tokens_a_second(self) -> float | None:
-        """At most."""
+        """The highest possible rate."""
         if self.seconds is None:
             return None
         return (1 if self.decode else self.context) / self.seconds
 
     @property
     def shared_seconds(self) -> float | None:
-        """No less than this where that many GPUs share the keys evenly, their links being free."""
+        """The least time if that many GPUs share the keys evenly, not counting communication."""
         return None if self.seconds is None or self.gpus is None else self.seconds / max(self.gpus, 1)
 
     def to_dict(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def budget(
     device: str = "cpu",
     backend: str = "auto",
 ) -> Budget:
-    """What `model` takes for one sequence of `context` tokens: for all of them, or for the next one."""
+    """Compute the cost of one sequence of `context` tokens: of all of them, or of the next one."""
     if context < 1:
         raise ShapeError(f"context: expected 1 token or more, got {context}")
     kinds = []
@@ -104,9 +104,9 @@ def budget(
 
 
 def _latent(model: Model, latent: int, count: int, context: int, dtype: str) -> Layers:
-    """One token against latent vectors: all heads read the same one of each token, and its front part is the value."""
+    """One token against latent vectors: all heads read the same vector per token, and its front part is the value."""
     wide, size = latent + model.rope, ITEMSIZE[dtype]
-    flops = model.heads * context * forward_flops_a_pair(wide, latent)
+    flops = model.heads * context * forward_flops_per_pair(wide, latent)
     rows = model.heads * ((wide + latent) * size + ITEMSIZE[accumulator(dtype)])  # q, out and lse
     return Layers(count, None, flops, context * wide * size + rows, None)
 

@@ -1,10 +1,10 @@
-"""Quantities for people: bytes, lengths, counts with a prefix, seconds."""
+"""Human-readable quantities: bytes, lengths, counts with a prefix, seconds."""
 
 from __future__ import annotations
 
 
 def size(n: float) -> str:
-    """Bytes for people."""
+    """Format bytes: 1.5 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(n) < 1024 or unit == "TiB":
             break
@@ -13,7 +13,7 @@ def size(n: float) -> str:
 
 
 def short(n: int) -> str:
-    """8K for 8192, 1M for 1048576; as it is below 4096."""
+    """Format a length: 8K for 8192, 1M for 1048576; unchanged below 4096."""
     for unit, factor in (("M", 1 << 20), ("K", 1 << 10)):
         if n >= 4096 and n % factor == 0:
             return f"{n // factor}{unit}"
@@ -21,7 +21,7 @@ def short(n: int) -> str:
 
 
 def quantity(n: float, unit: str) -> str:
-    """1.2 GFLOP, 3 kFLOP/s; 13.1 M of what has no unit."""
+    """Format with a prefix: 1.2 GFLOP, 3 kFLOP/s; 13.1 M without a unit."""
     for prefix in ("", "k", "M", "G", "T", "P"):
         if abs(n) < 1000 or prefix == "P":
             break
@@ -30,7 +30,7 @@ def quantity(n: float, unit: str) -> str:
 
 
 def seconds(t: float) -> str:
-    """2.5 ms, 12 s; from a hundred seconds on 20 min, 1.9 h."""
+    """Format seconds: 2.5 ms, 12 s; from a hundred seconds on 20 min, 1.9 h."""
     if t >= 100:
         unit, t = ("min", t / 60) if t < 6000 else ("h", t / 3600)
         return f"{t:.1f} {unit}" if t < 10 else f"{t:,.0f} {unit}"
@@ -41,5 +41,5 @@ def seconds(t: float) -> str:
 
 
 def _four(n: float) -> str:
-    """Four digits, or all of them where there is no larger unit to take."""
+    """Format with four digits, or all digits if there is no larger unit."""
     return f"{n:.4g}" if abs(n) < 10_000 else f"{n:,.0f}"

@@ -1,4 +1,4 @@
-"""tune.py and tuned.py: each candidate judged by what it does, and rows that tuning.py can take as they are."""
+"""tune.py and tables/tune.py: each candidate judged by what it does, and rows that tuning.py can take as they are."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ pytest.importorskip("triton")
 from flashtile.backends.gpu import device as gpu  # noqa: E402
 from flashtile.backends.gpu.config import Config  # noqa: E402
 from flashtile.backends.triton import tuning  # noqa: E402
-from flashtile.lab.bench import candidates, records, table, tune, tuned, workers  # noqa: E402
+from flashtile.lab.bench import candidates, records, table, tune, workers  # noqa: E402
 from flashtile.lab.bench.candidates import Limits, Target  # noqa: E402
+from flashtile.lab.bench.tables import tune as tables  # noqa: E402
 from tests.lab.bench.gpu.fakes import FakeDevice  # noqa: E402
 from tests.tools.tree import ROOT  # noqa: E402
 
@@ -116,7 +117,7 @@ def test_a_launch_that_ignores_the_candidate_is_noticed(monkeypatch: pytest.Monk
         yield []
 
     monkeypatch.setattr(tune, "loading", nothing)
-    assert tune.check(job(16, 16, 4, 2, False))["rejected"] == "no launch took it up"
+    assert tune.check(job(16, 16, 4, 2, False))["rejected"] == "no launch used it"
     assert tune.check(job(*config_of(FORWARD), today=True))["rejected"] is None
 
 
@@ -193,7 +194,7 @@ def test_a_run_leaves_a_record(record: records.Record) -> None:
 
 
 def test_its_rows_are_those_of_the_table(record: records.Record) -> None:
-    measured = eval("{" + tuned.rows(record) + "}", {"Config": Config})
+    measured = eval("{" + tables.rows(record) + "}", {"Config": Config})
     best = {(m["kernel"], m["dim"]): Config(*m["best"]) for m in record["measurements"] if m["dtype"] == "bfloat16"}
     assert measured[9, 2] == {"forward": {dim: best["forward", dim] for dim in candidates.DIMS}}
     assert set(measured[9, 4]) == {"dq"} and set(measured) == {(9, 2), (9, 4)}
@@ -202,15 +203,15 @@ def test_its_rows_are_those_of_the_table(record: records.Record) -> None:
 def test_programs_a_processor_are_told(record: records.Record) -> None:
     best = Config(16, 64, 2, 3, programs=2)
     record["measurements"] = [record["measurements"][0] | {"kernel": "decode-short", "dim": 128, "best": list(best)}]
-    measured = eval("{" + tuned.rows(record) + "}", {"Config": Config})
+    measured = eval("{" + tables.rows(record) + "}", {"Config": Config})
     assert measured == {(9, 2): {"decode-short": {128: best}}}
-    assert tuned.short(best) == "16x64 w2 s3 p2" and tuned.short(Config(16, 64, 2, 3, True)) == "16x64 w2 s3 tma"
+    assert tables.short(best) == "16x64 w2 s3 p2" and tables.short(Config(16, 64, 2, 3, True)) == "16x64 w2 s3 tma"
 
 
 def test_fields_that_tiles_had_once_come_by_name() -> None:
     fields = ("block_q", "block_k", "warps", "stages", "descriptors", "registers")
-    assert tuned.short([64, 64, 4, 3, True, 128], fields) == "64x64 w4 s3 tma registers=128"
-    assert tuned.short([64, 64, 4, 3, True, None], fields) == "64x64 w4 s3 tma"
+    assert tables.short([64, 64, 4, 3, True, 128], fields) == "64x64 w4 s3 tma registers=128"
+    assert tables.short([64, 64, 4, 3, True, None], fields) == "64x64 w4 s3 tma"
 
 
 STORED = sorted((ROOT / "benchmarks" / "records").glob("tune*.json"))
@@ -220,7 +221,7 @@ STORED = sorted((ROOT / "benchmarks" / "records").glob("tune*.json"))
 def test_stored_records_are_read_by_their_fields(path: Path) -> None:
     record = records.read(path)
     assert "None" not in table.render(record) + table.details(record)
-    assert eval("{" + tuned.rows(record) + "}", {"Config": Config})
+    assert eval("{" + tables.rows(record) + "}", {"Config": Config})
 
 
 def test_it_can_be_shown(record: records.Record) -> None:

@@ -120,7 +120,7 @@ def test_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     """A device, two peers of which one is slower than we are, and two tiny rows."""
     fake = FakeDevice()
-    monkeypatch.setenv(peers.FA4_KEEPS, "0")
+    monkeypatch.setenv(peers.FA4_CACHE, "0")
     monkeypatch.setattr(device, "missing", lambda: None)
     monkeypatch.setattr(device, "Cuda", lambda: fake)
     here = [fake.peer(OURS, 1e-3), fake.peer(CUDNN, 2e-3), fake.peer(FLEX, 3e-3, fails="no kernel")]
@@ -157,7 +157,7 @@ def test_gpu_prints_json(gpu: FakeDevice, tmp_path: Any) -> None:
 
 def test_gpu_stops_when_time_is_up(gpu: FakeDevice, tmp_path: Any) -> None:
     result = run("gpu", "--seconds", "0", "--output", str(tmp_path / "gpu.json"))
-    assert f"{rows.ROWS[1].name}: left out, the time was up" in result.stderr
+    assert f"{rows.ROWS[1].name}: left out, no time was left" in result.stderr
 
 
 def test_gpu_goes_on_where_a_run_ended(gpu: FakeDevice, tmp_path: Any) -> None:

@@ -48,7 +48,7 @@ def test_the_package_names_every_command_and_exit_code():
     first, _, codes = cli.__doc__.partition("\n")
     assert set(COMMANDS) <= set(re.findall(r"\w+", first))
     assert [int(code) for code in re.findall(r"\b\d\b", codes)] == [0, cli.DOES_NOT_HOLD, 2, cli.MISSING]
-    assert "a package or a GPU that is needed is missing" in " ".join(codes.split())
+    assert "a required package or GPU is missing" in " ".join(codes.split())
     assert "exit code" not in output.__doc__ and not hasattr(output, "DOES_NOT_HOLD")
 
 

@@ -147,7 +147,7 @@ def test_what_does_not_hold_is_exit_code_1(kept, monkeypatch):
     class Broken:
         holds = False
 
-    broken = replace(kept, topics=(*kept.topics, Result(study("moon"), Broken())))
+    broken = replace(kept, results=(*kept.results, Result(study("moon"), Broken())))
     monkeypatch.setattr(report_content, "collect", lambda *given: broken)
     monkeypatch.setattr("flashtile.lab.report.content.to_dict", lambda record: None)
     assert "does not hold: moon" in run("--json", "--no-page", code=1).stderr

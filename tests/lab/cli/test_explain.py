@@ -92,10 +92,10 @@ def test_what_a_reader_sees(a_tile):
         "score matrix never built │ 1 TiB",
         "statistics kept (lse) │ 16 MiB",
         "140.7 TFLOP; backward 351.8 TFLOP",
-        "limited by │ arithmetic: above 206.1 FLOPs a byte",
+        "limited by │ arithmetic: above 206.1 FLOPs per byte",
         "16,760,832 skipped",
-        "prompt tokens a second, at most",
-        "KV cache a token │ 128 KiB",
+        "prompt tokens per second, at most",
+        "KV cache per token │ 128 KiB",
         "KV cache │ 16 GiB",
         "11.3% of 141 GiB",
         "SRAM │ 33 MiB │ 30.92 TB/s │ 6.44",
@@ -111,7 +111,7 @@ def test_decoding():
     assert call["intensity"] == pytest.approx(4, rel=0.01)  # query heads on a key head
     assert told["model"]["tokens_a_second"] == pytest.approx(4.8e12 / GIB, rel=0.01)
     text = said("--model", "llama-3-8b", "--decode", "--gpu", "h200")
-    assert "least time of a token" in text and "new tokens a second, at most" in text and "floor" not in text.lower()
+    assert "least time per token" in text and "new tokens per second, at most" in text and "floor" not in text.lower()
 
 
 @pytest.mark.parametrize(("gpu", "dtype"), [("a100-80", "bfloat16"), ("h200", "float32"), ("mi300x", "bfloat16")])
@@ -144,7 +144,7 @@ def test_what_is_missing_here_says_nothing_of_a_gpu_that_was_named(monkeypatch):
 
 
 def test_long_times_are_minutes():
-    assert "least time of the prompt │ 19 min" in said("--model", "llama-3-8b", "--context", "2m", "--gpu", "h200")
+    assert "least time for the prompt │ 19 min" in said("--model", "llama-3-8b", "--context", "2m", "--gpu", "h200")
 
 
 def test_a_name_that_is_nearly_right():
@@ -158,7 +158,7 @@ def test_here_is_measured():
     assert told["hardware"]["measured"] and told["hardware"]["levels"][0]["name"] == "L1"
     assert told["call"]["device"] == "cpu" and told["call"]["floor"]["rates"] == {"flops": 2e11, "bytes": 4e10}
     text = said("--q", "1,8,256,64", "--gpu", "cpu")
-    assert "best seen here" in text and "L1 │ 64 KiB │ 400 GB/s │ 10" in text
+    assert "best rates just measured" in text and "L1 │ 64 KiB │ 400 GB/s │ 10" in text
 
 
 def test_here_is_the_gpu_where_there_is_one(monkeypatch):
@@ -180,7 +180,7 @@ def test_numbers_instead_of_a_name():
 
 def test_a_cache_that_outgrows_a_gpu():
     text = said("--model", "llama-3-70b", "--context", "1m", "--decode", "--gpu", "h200")
-    assert "it takes 3 of them" in text and "merge() joins these exactly" in text
+    assert "it takes 3 of them" in text and "merge() merges these exactly" in text
     assert "was made for 131,072 tokens" in text
     assert "merge()" not in said("--model", "llama-3-70b", "--context", "128k", "--decode", "--gpu", "h200")
 
@@ -189,7 +189,7 @@ def test_latent_attention_is_told_as_it_is():
     args = ("--model", "deepseek-v3", "--context", "64k", "--gpu", "h200")
     told = found(*args, "--decode")
     assert told["call"] is None and told["picture"] == [] and told["model"]["layers"][0]["plan"] is None
-    assert "576 numbers a token" in said(*args) and "no kernel here takes" in said(*args, "--decode")
+    assert "576 numbers per token" in said(*args) and "no kernel here supports" in said(*args, "--decode")
 
 
 def test_the_picture_is_in_the_json(a_tile):

@@ -32,9 +32,9 @@ def test_the_list() -> None:
 
 
 def test_a_run() -> None:
-    assert run(NAME, "--quick").stdout.startswith("Who is written when")
+    assert run(NAME, "--quick").stdout.startswith("The order of writes")
     found = json.loads(run(NAME, "--quick", "--json").stdout)
-    assert found["lesson"] == NAME and found["record"]["holds"] and found["text"].startswith("Who is written when")
+    assert found["lesson"] == NAME and found["record"]["holds"] and found["text"].startswith("The order of writes")
 
 
 def test_the_source() -> None:

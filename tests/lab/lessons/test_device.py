@@ -38,7 +38,7 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unavailable, match="without its interpreter"):
         device.for_triton()
     monkeypatch.setattr(device, "TOO_NEW", (1, 0))
-    with pytest.raises(Unavailable, match=f"wants numpy < 1.0, not {np.__version__}"):
+    with pytest.raises(Unavailable, match=f"needs numpy < 1.0, not {np.__version__}"):
         device.for_triton()
     monkeypatch.setattr(device.machine, "has", lambda package: package == "torch")
     with pytest.raises(Unavailable, match=r"triton is not installed; run: pip install 'flashtile\[gpu\]'"):
@@ -53,5 +53,5 @@ def test_the_oracle_can_say_no(off: float, holds: bool) -> None:
 
     out = standard_attention(q, k, v, causal=True)
     out[0, 3, 2] += off
-    verdict = oracle.judge(out, q, k, v, causal=True)
+    verdict = oracle.check(out, q, k, v, causal=True)
     assert verdict["holds"] is holds and verdict["error"] == pytest.approx(off, abs=1e-12)

@@ -59,14 +59,14 @@ def test_numpy_is_timed_apart(together: list[set[str]]) -> None:
     assert together[0] <= {"flashtile"} and together[1:] == [{"standard"}, {"tiled loop"}]
 
 
-def test_a_watch_sees_each_calculation() -> None:
-    watch = lesson.Watch()
-    x, y = lesson.watched(watch, np.ones((4, 2)), np.ones((2, 4)))
+def test_every_operation_is_counted() -> None:
+    calls = lesson.Calls()
+    x, y = lesson.counting(calls, np.ones((4, 2)), np.ones((2, 4)))
     z = x @ y  # 64 + 64 in, 128 out
-    assert (watch.calls, watch.bytes) == (1, 256)
+    assert (calls.calls, calls.bytes) == (1, 256)
     z += 1.0  # 128 in, 128 out
     z.max(axis=1)  # 128 in, 32 out
-    assert (watch.calls, watch.bytes) == (3, 256 + 256 + 160)
+    assert (calls.calls, calls.bytes) == (3, 256 + 256 + 160)
 
 
 def test_with_torch() -> None:

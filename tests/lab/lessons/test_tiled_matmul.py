@@ -31,11 +31,11 @@ def test_uses_a_load() -> None:
 
 def test_the_walk() -> None:
     lines: list[str] = []
-    walked = lesson.walk(lines.append)
+    walked = lesson.walk_through(lines.append)
     assert walked["equal"] and (np.array(walked["A"]) @ walked["B"] == walked["C"]).all()
     assert walked["used"] == {"A": {"loads": 2, "uses": 6}, "B": {"loads": 2, "uses": 4}}
     text = " ".join(lines)
-    assert "3 times a load: BLOCK_N = 3" in text and "2 times a load: BLOCK_M = 2" in text
+    assert "3 times per load: BLOCK_N = 3" in text and "2 times per load: BLOCK_M = 2" in text
 
 
 def test_loads_fall_as_tiles_grow() -> None:

@@ -61,9 +61,9 @@ def test_where_the_work_outweighs_the_launch(monkeypatch: pytest.MonkeyPatch) ->
         return {"NumPy": Timing((1e-5 + 1e-6 * n,))}
 
     monkeypatch.setattr(lesson, "alternate", timed)
-    (worker,) = lesson.price("", (1, 5, 20, 100))
+    (worker,) = lesson.overhead("", (1, 5, 20, 100))
     assert worker["overhead_s"] == pytest.approx(1.1e-5) and worker["work_outweighs_from"] == 20
-    assert "From about n = 20 on" in lesson._told(worker)
+    assert "From about n = 20 on" in lesson._described(worker)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""An HTML page taken apart: ids, links, headings, tables and text; a tag that is not closed is an error."""
+"""Parse an HTML page into ids, links, headings, tables and text; an unclosed tag is an error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "met
 
 
 class Markup(HTMLParser):
-    """What the tests ask a page for."""
+    """What the tests need of a page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -18,7 +18,7 @@ class Markup(HTMLParser):
         self.links: list[str] = []
         self.headings: list[int] = []
         self.tables: dict[str, list[list[str]]] = {}  # by caption; the head is the first row
-        self.text: list[str] = []
+        self.parts: list[str] = []
         self.rows: list[list[str]] = []
         self.caption = ""
 
@@ -31,9 +31,9 @@ class Markup(HTMLParser):
         return parsed
 
     @property
-    def words(self) -> str:
-        """All that can be read, with single spaces."""
-        return " ".join(" ".join(self.text).split())
+    def text(self) -> str:
+        """The readable text, with single spaces."""
+        return " ".join(" ".join(self.parts).split())
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         given = dict(attrs)
@@ -65,7 +65,7 @@ class Markup(HTMLParser):
     def handle_data(self, data: str) -> None:
         if "script" in self.open or "style" in self.open:
             return
-        self.text.append(data)
+        self.parts.append(data)
         if "caption" in self.open:
             self.caption += data
         elif self.open and {"th", "td"} & set(self.open[-2:]) and self.rows:

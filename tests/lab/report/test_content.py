@@ -1,4 +1,4 @@
-"""content.py and artist.py: everything is computed in order, the artist rests while time is measured."""
+"""content.py and artist.py: everything is computed in order, the artist waits while time is measured."""
 
 import json
 from dataclasses import replace
@@ -7,19 +7,21 @@ import pytest
 
 from flashtile.lab import lessons, studies
 from flashtile.lab.lessons.lesson import Lesson
-from flashtile.lab.report import content, topics
+from flashtile.lab.report import content
 from flashtile.lab.report.artist import Artist
-from flashtile.lab.report.content import Result, Told
-from flashtile.lab.report.topics import targets
+from flashtile.lab.report.content import LessonResult, Result
+from flashtile.lab.studies import targets
 from flashtile.lab.studies.study import Study, Table
 
 
-def study(name, record=0):
-    return Study(name, f"About {name}", "Why?", lambda quick: record, lambda r: None, lambda r: [], lambda r: [])
+def study(name, record=0, **more):
+    return Study(
+        name, f"About {name}", "Why?", lambda quick: record, lambda r: None, lambda r: [], lambda r: [], **more
+    )
 
 
 class Watch:
-    """An artist that writes down when it is asked for what."""
+    """An artist that records its calls."""
 
     def __init__(self, log):
         self.log = log
@@ -27,28 +29,25 @@ class Watch:
     def draw(self, name, record):
         self.log.append(f"draw {name}")
 
-    def rest(self):
-        self.log.append("rest")
+    def wait(self):
+        self.log.append("wait")
 
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(studies, "STUDIES", (study("one"),))
-    monkeypatch.setattr(topics, "COUNTED", (study("two"),))
-    monkeypatch.setattr(topics, "TIMED", (study("three"),))
-    monkeypatch.setattr(topics, "TOPICS", (*topics.COUNTED, *topics.TIMED))
+    monkeypatch.setattr(studies, "STUDIES", (study("one"), study("two"), study("three", timed=True)))
     monkeypatch.setattr(lessons, "LESSONS", (Lesson("four", "Four", ""),))
-    monkeypatch.setattr(content, "tell", lambda lesson: Told(lesson, "text", {"holds": False}, None))
+    monkeypatch.setattr(content, "run_lesson", lambda lesson: LessonResult(lesson, "text", {"holds": False}, None))
 
 
-def test_the_artist_rests_while_time_is_measured(small):
+def test_the_artist_waits_while_time_is_measured(small):
     log = []
     found = content.collect(True, lambda what, done, total: log.append(f"{what} {done}/{total}"), Watch(log))
     assert log == [
         *("About one 0/5", "draw one", "About two 1/5", "draw two"),
-        *("rest", "About three 2/5", "lesson: Four 3/5", "draw three", "the viewer 4/5"),
+        *("wait", "About three 2/5", "lesson: Four 3/5", "draw three", "the viewer 4/5"),
     ]
-    assert [r.study.name for r in found.studies] == ["one"] and [r.study.name for r in found.topics] == ["two", "three"]
+    assert [r.study.name for r in found.results] == ["one", "two", "three"]
     assert found.broken == ["four"]
 
 
@@ -66,7 +65,7 @@ def test_what_does_not_hold_is_named(demo_run):
     class Broken:
         holds = False
 
-    assert replace(found, topics=(Result(study("bad"), Broken()),)).broken == ["bad"]
+    assert replace(found, results=(Result(study("bad"), Broken()),)).broken == ["bad"]
 
 
 def test_names_are_unique_and_make_good_file_names(demo_run):
@@ -76,7 +75,7 @@ def test_names_are_unique_and_make_good_file_names(demo_run):
 
 def test_a_lesson_that_cannot_run_says_why(monkeypatch):
     monkeypatch.setattr(content, "answer", lambda lesson, quick: {"lesson": "x", "unavailable": "no moon"})
-    assert content.tell(Lesson("x", "X", "")) == Told(Lesson("x", "X", ""), "", {}, "no moon")
+    assert content.run_lesson(Lesson("x", "X", "")) == LessonResult(Lesson("x", "X", ""), "", {}, "no moon")
 
 
 def test_the_artist_draws_what_the_study_draws(demo_run):
@@ -84,7 +83,7 @@ def test_the_artist_draws_what_the_study_draws(demo_run):
     with Artist(png=False) as artist:
         artist.draw("overlap", result.record)
         artist.draw("targets", targets.Record("k", (), "no triton"))
-        artist.rest()
+        artist.wait()
         drawing = artist.drawings()["overlap"]
     assert drawing.png is None and list(artist.drawings()) == ["overlap"]
     assert drawing.svg == (demo_run.folder / "figures" / "overlap.svg").read_text(encoding="utf-8")

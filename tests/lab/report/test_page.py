@@ -10,10 +10,10 @@ from jinja2 import UndefinedError
 from flashtile.lab import studies
 from flashtile.lab.bench.peers import NAIVE_NUMPY, NAIVE_TORCH, OURS, SDPA
 from flashtile.lab.bench.showcase import Speed
-from flashtile.lab.report import mathml, page, topics
-from flashtile.lab.report.content import Result, Told
+from flashtile.lab.report import mathml, page
+from flashtile.lab.report.content import LessonResult, Result
 from flashtile.lab.report.figures import Drawing
-from flashtile.lab.report.topics import targets
+from flashtile.lab.studies import targets
 from flashtile.lab.studies.study import to_dict
 from tests.lab.report.markup import Markup
 from tests.tools.tree import SOURCE
@@ -50,13 +50,13 @@ def test_every_section_is_there_and_in_the_contents(markup, demo_run):
 def test_every_result_and_lesson_is_there(markup, demo_run):
     results = {f"study-{r.study.name}" for r in demo_run.content.results if r.study.name != "arithmetic"}
     assert results | {f"lesson-{told.lesson.name}" for told in demo_run.content.lessons} <= set(markup.ids)
-    assert len(results) == len(studies.STUDIES) + len(topics.TOPICS) - 1
+    assert len(results) == len(studies.STUDIES) - 1
     page_text = demo_run.page.read_text(encoding="utf-8")
     assert page_text.count('<figure class="wide">') == len(results) + 1
     for told in demo_run.content.lessons:
         shown = told.reason or told.text
-        assert " ".join(shown.split()) in markup.words
-        assert " ".join(told.source.split()) in markup.words
+        assert " ".join(shown.split()) in markup.text
+        assert " ".join(told.source.split()) in markup.text
 
 
 def test_the_equations_shown_are_numbered_as_in_the_document(markup):
@@ -77,7 +77,7 @@ def test_the_page_shows_what_was_computed_and_the_records_hold_it(markup, demo_r
         written = json.loads((demo_run.folder / "records" / f"{result.study.name}.json").read_text())
         assert written == json.loads(json.dumps(to_dict(result.record)))
         for sentence in result.findings:
-            assert " ".join(sentence.split()) in markup.words
+            assert " ".join(sentence.split()) in markup.text
         shown = result.tables[len(result.record.examples) :] if result.study.name == "arithmetic" else result.tables
         for table in shown:
             assert markup.tables[table.title] == [list(table.head), *map(list, table.rows)], table.title
@@ -96,13 +96,13 @@ def test_a_record_that_is_another_would_be_seen(markup, demo_run):
         *("multiplied by 0.27", "three operations", "six trips", "one launch", "two trips"),
         *("20.25 MiB at 19.49 TB/s", "40 GiB at 1.555 TB/s"),
         *("8.25 MiB against 272 KiB, or 280 KiB", "241x", "6 tiles are skipped, 10 are processed"),
-        *("32 GiB a head a layer", "34 MB", "262,144 scores"),
+        *("32 GiB per head and layer", "34 MB", "262,144 scores"),
         *("vLLM", "TensorRT-LLM", "transformers", "TGI", "scaled_dot_product_attention"),
         *("Is it approximate?", "Wrong:", "Right.", "FlashAttention-3", "Grouped heads", "gfx942"),
     ],
 )
 def test_what_the_sources_describe_is_on_the_page(markup, what):
-    assert what in markup.words
+    assert what in markup.text
 
 
 def stripped(text):
@@ -144,17 +144,17 @@ def test_titles_hold_no_numbers_but_names():
 def bare(demo_run):
     """The page of a machine without torch and triton: what it says of both depends on the records."""
     content = demo_run.content
-    run = {result.study.name: result for result in content.topics}
+    run = {result.study.name: result for result in content.results}
     sides = replace(run["speed"].record.cpu, rows=tuple(map(alone, run["speed"].record.cpu.rows)))
     records = {
         "speed": Speed(1, dict.fromkeys((SDPA, NAIVE_TORCH), "no torch"), sides, None, "no torch"),
         "targets": targets.Record("k", (), "no triton"),
     }
     changed = tuple(Result(study.study, records.get(name, study.record)) for name, study in run.items())
-    told = tuple(Told(t.lesson, "", {}, "no torch") if t.lesson.needs else t for t in content.lessons)
+    told = tuple(LessonResult(t.lesson, "", {}, "no torch") if t.lesson.needs else t for t in content.lessons)
     drawings = {name: Drawing("<svg></svg>", "", None, 60) for name in (r.study.name for r in content.results)}
     del drawings["targets"]
-    return Markup.of(page.render(replace(content, topics=changed, lessons=told), drawings))
+    return Markup.of(page.render(replace(content, results=changed, lessons=told), drawings))
 
 
 def alone(row):
@@ -162,28 +162,30 @@ def alone(row):
 
 
 def test_without_torch_the_page_claims_nothing_of_it(bare, markup, demo_run):
-    assert "timed beside it on this page" not in bare.words and "Each was run for this page" not in bare.words
-    assert "Those that can run here were run for this page." in bare.words
-    assert bare.words.count("pip install 'flashtile[torch]'") == 1
+    assert "this page compares their speed" not in bare.text and "Each was run for this page" not in bare.text
+    assert "Those that can run here were run for this page." in bare.text
+    assert bare.text.count("pip install 'flashtile[torch]'") == 1
     if _ratio(demo_run):
-        assert "timed beside it on this page" in markup.words and "flashtile[torch]" not in markup.words
+        assert "this page compares their speed" in markup.text and "flashtile[torch]" not in markup.text
 
 
 def _ratio(demo_run):
-    return page._ratio(next(r.record for r in demo_run.content.topics if r.study.name == "speed"))
+    return page._ratio(next(r.record for r in demo_run.content.results if r.study.name == "speed"))
 
 
 def test_what_has_nothing_to_draw_has_no_figure(bare, markup):
     captions = "The numbers are in the tables below"
     assert (
-        "Nothing was compiled: no triton." in bare.words and "One kernel for every maker. The numbers" not in bare.words
+        "Nothing was compiled: no triton." in bare.text and "One kernel for every vendor. The numbers" not in bare.text
     )
-    assert bare.words.count(captions) == len(studies.STUDIES) + len(topics.TOPICS) - 1
+    assert bare.text.count(captions) == len(studies.STUDIES) - 1
 
 
 def test_tables_under_a_figure_are_folded(demo_run):
     text = demo_run.page.read_text(encoding="utf-8")
-    for result in demo_run.content.studies:
+    for result in demo_run.content.results:
+        if not result.study.numbered:
+            continue
         after = text[text.index(f'id="study-{result.study.name}"') :]
         assert after.index("<figure") < after.index("<details>") < after.index("<table")
 
@@ -198,6 +200,6 @@ def test_a_name_that_is_not_there_is_an_error():
         page.environment().from_string("{{ nothing }}").render()
 
 
-def test_words():
-    assert [page.words(n) for n in (1, 3, 12, 1000)] == ["one", "three", "twelve", "1,000"]
+def test_small_numbers_are_spelled():
+    assert [page.spelled(n) for n in (1, 3, 12, 1000)] == ["one", "three", "twelve", "1,000"]
     assert page.counted(1, "thread") == "1 thread" and page.counted(2, "thread") == "2 threads"

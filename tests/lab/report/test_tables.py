@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from flashtile.lab.lessons.lesson import Lesson
 from flashtile.lab.report import tables
-from flashtile.lab.report.content import Told
+from flashtile.lab.report.content import LessonResult
 from flashtile.lab.studies.study import Table
 
 
@@ -14,8 +14,8 @@ def told(demo_run, name):
 
 def test_columns_of_numbers_line_up():
     table = Table("t", ("a", "b", "c"), (("1", "2 KiB", "x"), ("2", "none", "3")))
-    assert tables.kinds(table) == ["words", "number", "words"]
-    assert tables.kinds(Table("t", ("a", "b"), ())) == ["words", "number"]
+    assert tables.kinds(table) == ["text", "number", "text"]
+    assert tables.kinds(Table("t", ("a", "b"), ())) == ["text", "number"]
 
 
 def test_the_worked_examples_are_one_table(demo_run):
@@ -44,22 +44,22 @@ def test_every_launch_has_a_row(demo_run):
 def test_the_two_orders(demo_run):
     rows = {name: values for name, *values in tables.ordered(told(demo_run, "fa1-vs-fa2")).rows}
     assert rows["writes of a block of O"][1] == "1" != rows["writes of a block of O"][0]
-    assert rows["walks that can go side by side, a head"][0] == "1"
-    assert rows["numbers that warps exchange"][1] == "0" != rows["numbers that warps exchange"][0]
+    assert rows["independent loops per head"][0] == "1"
+    assert rows["numbers exchanged between warps"][1] == "0" != rows["numbers exchanged between warps"][0]
 
 
 def test_what_needs_what_and_how_it_ran(demo_run):
     gpu = Lesson("x", "X", "", needs=("triton",), kernel="x.py")
     lessons = (
-        Told(gpu, "", {"device": "cuda"}, None),
-        Told(gpu, "", {"device": "cpu"}, None),
-        Told(gpu, "", {"device": ""}, None),
-        Told(gpu, "", {}, "no moon"),
-        Told(Lesson("y", "Y", ""), "", {}, None),
+        LessonResult(gpu, "", {"device": "cuda"}, None),
+        LessonResult(gpu, "", {"device": "cpu"}, None),
+        LessonResult(gpu, "", {"device": ""}, None),
+        LessonResult(gpu, "", {}, "no moon"),
+        LessonResult(Lesson("y", "Y", ""), "", {}, None),
     )
     assert [row[1:] for row in tables.needed(replace(demo_run.content, lessons=lessons)).rows] == [
         ("triton", "ran on the GPU"),
-        ("triton", "ran, its kernel interpreted on the CPU"),
+        ("triton", "ran, with its kernel interpreted on the CPU"),
         ("triton", "ran without its kernel"),
         ("triton", "no moon"),
         ("nothing", "ran"),

@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from flashtile.lab.studies import ARITHMETIC, STUDIES
-from flashtile.lab.studies.study import Study
+from flashtile.lab.studies import STUDIES, Study
 
-ALL = {study.name: study for study in (*STUDIES, ARITHMETIC)}
+ALL = {study.name: study for study in STUDIES if study.numbered or study.name == "arithmetic"}
 
 
 def record(name: str, quick: bool = True) -> Any:

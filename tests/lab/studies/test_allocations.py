@@ -1,4 +1,4 @@
-"""allocations.py: no array escapes the watch, and the watch leaves nothing behind."""
+"""allocations.py: no array escapes tracking, and tracking leaves nothing behind."""
 
 import importlib
 import tracemalloc
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from flashtile.lab.studies import allocations
-from flashtile.lab.studies.allocations import watched
+from flashtile.lab.studies.allocations import tracked
 
 N = 200
 BIG = 8 * N * N
@@ -36,21 +36,21 @@ MAKERS = {
 @pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")
 @pytest.mark.parametrize("maker", MAKERS)
 def test_it_sees(maker):
-    with watched() as seen:
+    with tracked() as seen:
         MAKERS[maker]()
     assert max(seen.sizes) >= BIG
     assert seen.peak >= BIG
 
 
 def test_it_sees_small_ones_too_and_views_are_not_arrays():
-    with watched() as seen:
+    with tracked() as seen:
         small = np.zeros(3)
         view = x[3:7].T
     assert seen.sizes == [24] and view.base is not None and small.nbytes == 24
 
 
 def test_peak_and_what_lives():
-    with watched() as seen:
+    with tracked() as seen:
         a = np.zeros(1000)
         b = np.zeros(500)
         del a
@@ -59,8 +59,8 @@ def test_peak_and_what_lives():
     assert seen.without(c) == [8000, 4000] and seen.without(b, c) == [8000]
 
 
-def test_results_must_be_of_the_watch():
-    with watched() as seen:
+def test_results_must_have_been_tracked():
+    with tracked() as seen:
         np.zeros(10)
     with pytest.raises(KeyError):
         seen.without(x)
@@ -73,7 +73,7 @@ def test_it_agrees_with_tracemalloc():
             total = total + np.exp(x) * 2
         return total
 
-    with watched() as seen:
+    with tracked() as seen:
         work()
     tracemalloc.start()
     try:
@@ -86,11 +86,11 @@ def test_it_agrees_with_tracemalloc():
     assert seen.peak <= peak < seen.peak + 20_000, "Python's own objects are the difference"
 
 
-def test_arrays_outlive_the_watch_and_the_next_one_does_not_count_them():
-    with watched() as first:
+def test_arrays_outlive_tracking_and_are_not_counted_the_next_time():
+    with tracked() as first:
         a = np.arange(1000.0)
     assert a.sum() == 499500
-    with watched() as second:
+    with tracked() as second:
         del a
         np.zeros(10)
     assert second.sizes == [80] and second.live == 0
@@ -102,25 +102,25 @@ def test_arrays_outlive_the_watch_and_the_next_one_does_not_count_them():
 def test_numpy_has_its_own_allocator_back():
     handler = importlib.import_module(allocations.numpy_core() + ".multiarray").get_handler_name
     own = handler()
-    with watched():
-        assert handler() == "flashtile_watch" != own
+    with tracked():
+        assert handler() == "flashtile_tracker" != own
     assert handler() == own
 
 
-def test_what_outlives_a_watch_is_freed_without_any_python():
+def test_arrays_that_outlive_tracking_are_freed_without_python():
     """Otherwise an array that lives to the end would call into an interpreter that is gone."""
-    watch = allocations._watch()
-    with watched():
-        assert watch.handler.free != watch.numpy.free
+    tracker = allocations._tracker()
+    with tracked():
+        assert tracker.handler.free != tracker.numpy.free
     for kind in ("malloc", "calloc", "realloc", "free"):
-        assert getattr(watch.handler, kind) == getattr(watch.numpy, kind)
+        assert getattr(tracker.handler, kind) == getattr(tracker.numpy, kind)
 
 
 def test_one_at_a_time_and_off_after_an_error():
-    with pytest.raises(RuntimeError, match="already"), watched(), watched():
+    with pytest.raises(RuntimeError, match="already"), tracked(), tracked():
         pass
-    with pytest.raises(ZeroDivisionError), watched():
+    with pytest.raises(ZeroDivisionError), tracked():
         1 / 0  # noqa: B018
-    with watched() as seen:
+    with tracked() as seen:
         np.zeros(5)
     assert seen.sizes == [40]

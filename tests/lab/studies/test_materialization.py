@@ -1,4 +1,4 @@
-"""Study 7: the largest intermediate does not grow; and the watch would catch an N x N one."""
+"""Study 7: the largest intermediate does not grow; and tracking would detect an N x N one."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def test_the_largest_intermediate_stays_1024_elements(found):
     assert "1,024 elements" in text and "4,096x" in text
 
 
-def test_standard_attention_is_caught_by_the_same_watch(found):
+def test_standard_attention_is_detected(found):
     assert [w.largest for w in found.ways[STANDARD]] == [n * n for n in (64, 128, 256, 512, 1024, 2048)]
     assert found.caught and found.holds
 
@@ -55,11 +55,11 @@ def test_an_array_that_lives_for_a_moment_would_show(monkeypatch, sneak, found):
 
     monkeypatch.setattr(tiles.Forward, "tile", sneaking)
     n = 256
-    seen = materialization._watch(lambda problem: tiles.forward(problem, "fa2", 32, 32), n, causal=False)
+    seen = materialization._track(lambda problem: tiles.forward(problem, "fa2", 32, 32), n, causal=False)
     assert seen.largest >= n * n / 8 > 1024
     assert not materialization.Materialization(32, 32, found.ways | {FA2: (seen,)}).holds
 
 
-def test_a_blind_watch_would_show(found):
-    blind = materialization.Watched(64, 10, 1024, ((1024, 10),))
+def test_failed_detection_does_not_hold(found):
+    blind = materialization.Tracked(64, 10, 1024, ((1024, 10),))
     assert not materialization.Materialization(32, 32, found.ways | {STANDARD: (blind,)}).holds

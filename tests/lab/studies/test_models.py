@@ -34,7 +34,7 @@ def test_tiles_at_128k(at):
     assert long.results == 34_078_720 and round(long.results / 1e6) == 34
     assert long.output == 32 * MIB and long.statistics == 512 * KIB
     text = told("models")
-    assert "32 GiB a head a layer" in text and "16 KiB of blocks" in text and "34 MB" in text
+    assert "32 GiB per head and layer" in text and "16 KiB of blocks" in text and "34 MB" in text
 
 
 def test_a_tile_does_not_know_the_context(found):

@@ -30,8 +30,10 @@ AXES = {
 }
 
 
-def test_there_are_seven_in_order():
-    assert [study.name for study in STUDIES] == list(AXES)[:7]
+def test_the_first_seven_are_numbered_and_those_that_measure_time_come_last():
+    assert [study.name for study in STUDIES if study.numbered] == list(AXES)[:7]
+    assert [study.numbered for study in STUDIES] == sorted((study.numbered for study in STUDIES), reverse=True)
+    assert [study.timed for study in STUDIES] == sorted(study.timed for study in STUDIES)
     assert all(study.question.endswith("?") for study in STUDIES)
 
 

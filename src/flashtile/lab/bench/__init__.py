@@ -1,1 +1,1 @@
-"""Benchmarks: cases, timing, peers, and the records they leave."""
+"""Benchmarks: cases, timing, peers, records and their tables."""

@@ -1,4 +1,4 @@
-"""The tiles worth trying for a Triton kernel: every candidate there is, and the arithmetic of which could fit."""
+"""The tiles worth trying for a Triton kernel: all candidates, and the arithmetic of which ones could fit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashtile.backends.triton.tuning import DECODES, KERNELS
 
 DTYPES, DIMS = ("bfloat16", "float32"), (64, 128, 256)
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
-# The candidates, all of them. Tiles of block_q x block_k by kernel; float32 has no room for the largest.
+# All candidates: tiles of block_q x block_k by kernel; float32 has no room for the largest.
 TILES = {
     "forward": ((64, 32), (64, 64), (64, 128), (128, 32), (128, 64), (128, 128)),
     "dkdv": ((32, 64), (32, 128), (64, 64), (64, 128), (128, 64), (128, 128)),
@@ -29,13 +29,13 @@ TILES_WIDE = {
 }
 WARPS = {"forward": (4, 8), "dkdv": (4, 8), "dq": (4, 8), "decode": (2, 4, 8), "decode-short": (1, 2, 4)}
 STAGES = {"forward": (2, 3), "dkdv": (2, 1, 3), "dq": (2, 1, 3), "decode": (2, 3, 4), "decode-short": (2, 3, 4)}
-PROGRAMS = {"decode-short": (1, 2)}  # a processor; elsewhere one
-REGISTERS = (40, 250)  # of accumulators a thread: fewer leave warps idle, more cannot fit
+PROGRAMS = {"decode-short": (1, 2)}  # per processor; one for other kernels
+REGISTERS = (40, 250)  # of accumulators per thread: fewer leave warps idle, more cannot fit
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One place in the table."""
+    """One entry of the table."""
 
     kernel: str
     dtype: str
@@ -48,14 +48,14 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of the device: the shared memory of one program, and whether it has a copy engine."""
+    """Limits of the device: the shared memory of one program, and whether it has a copy engine."""
 
     shared: int
     copy_engine: bool
 
 
 def targets(kernels: Collection[str] = (), dtypes: Collection[str] = (), dims: Collection[int] = ()) -> list[Target]:
-    """Those asked for; all of a kind where none of it is named."""
+    """The selected targets; an empty selection means all of a kind."""
     return [
         Target(kernel, dtype, dim)
         for dtype in dtypes or DTYPES
@@ -65,13 +65,13 @@ def targets(kernels: Collection[str] = (), dtypes: Collection[str] = (), dims: C
 
 
 def candidates(target: Target, limits: Limits) -> list[Config]:
-    """Every configuration that could fit, by arithmetic alone."""
+    """Every configuration that could fit, by arithmetic only."""
     item = ITEMSIZE[target.dtype]
     tiles = (TILES if item == 2 else TILES_WIDE)[target.kernel]
     depths = STAGES[target.kernel]
     decodes = target.kernel in DECODES
     with_engine = limits.copy_engine and item == 2 and not decodes
-    # Where there is a copy engine, one depth without it is enough to tell whether it pays.
+    # With a copy engine, one depth without it is enough to see whether it pays.
     fetched = [(depth, False) for depth in (depths[:1] if with_engine else depths)]
     fetched += [(depth, True) for depth in depths if with_engine]
     low, high = (0 if decodes else REGISTERS[0]), REGISTERS[1]
@@ -85,7 +85,7 @@ def candidates(target: Target, limits: Limits) -> list[Config]:
 
 
 def shared_bytes(target: Target, config: Config) -> int:
-    """What stays (one tile or two) and what streams by (two tiles a stage), at least."""
+    """The least shared memory: resident tiles (one or two) and streamed tiles (two per stage)."""
     wide, item = target.dim, ITEMSIZE[target.dtype]
     stays, streams = (
         (config.block_k * 2, config.block_q * 2) if target.kernel == "dkdv" else (config.block_q, config.block_k * 2)
@@ -94,7 +94,7 @@ def shared_bytes(target: Target, config: Config) -> int:
 
 
 def accumulators(target: Target, config: Config) -> float:
-    """32-bit numbers a thread holds: the sums, and one or two tiles of scores."""
+    """32-bit numbers per thread: the accumulators, and one or two tiles of scores."""
     scores = config.block_q * config.block_k
     held = {
         **dict.fromkeys(("forward", *DECODES), config.block_q * target.dim + scores),
@@ -105,7 +105,7 @@ def accumulators(target: Target, config: Config) -> float:
 
 
 def limits() -> Limits:
-    """Of the current CUDA device."""
+    """The limits of the current CUDA device."""
     import torch
 
     about: Any = torch.cuda.get_device_properties()

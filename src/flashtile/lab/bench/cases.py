@@ -1,4 +1,4 @@
-"""What is measured on a CPU, and the bar each group of cases has to clear."""
+"""The cases of the CPU suite, and the bar of each group."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Case:
     batch: int = 1
     dtype: str = "float32"
     direction: str = FORWARD
-    options: dict[str, Any] = field(default_factory=dict)  # of attention(); bias=True means one is made
-    entry: str = "torch"  # what we are called with, where torch is installed; "packed": sequences back to back
+    options: dict[str, Any] = field(default_factory=dict)  # of attention(); bias=True creates one
+    entry: str = "torch"  # the type of our inputs, if torch is installed; "packed": sequences back to back
     beside_torch: bool = False  # torch has just run something on all threads
-    naive: bool = False  # also time standard attention in torch and NumPy: only where N x N fits easily
+    naive: bool = False  # also time standard attention in torch and NumPy: only if N x N fits easily
 
     @property
     def name(self) -> str:
@@ -128,11 +128,11 @@ CPU = (
 
 MEMORY = square(16384, 64, heads=2, kv_heads=2)
 SCALING = tuple(square(n << 10, 64, heads=2, kv_heads=2) for n in (1, 2, 4, 8, 16, 32))
-SCALING_BAR = 0.15  # how far the slowest may lie below the fastest, in GFLOP/s
+SCALING_BAR = 0.15  # how far the slowest may be below the fastest, in GFLOP/s
 GROUPS = (*(group.name for group in CPU), "memory", "scaling")
 
 
 def quick(group: Group) -> Group:
-    """The same group with its short cases only."""
+    """The same group with only its short cases."""
     short = tuple(case for case in group.cases if case.n_q <= 1024 or case.n_q == group.cases[0].n_q)
     return replace(group, cases=short)

@@ -1,4 +1,4 @@
-"""The memories of this machine, fastest first: their sizes by the system, their rates by copies that fit in them."""
+"""The memories of this machine, fastest first: sizes from the system, rates from copies that fit in them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from flashtile.numerics.dtypes import Array
 
 SYSTEM = Path("/sys/devices/system/cpu/cpu0/cache")
 LINE = 64  # bytes
-BATCH = 1 << 23  # bytes a thread copies before it is asked again
+BATCH = 1 << 23  # bytes that a thread copies per task
 LARGE = 1 << 26  # bytes: more than most caches hold
 
 
 class Cache(NamedTuple):
-    """One cache, as Linux tells of it."""
+    """One cache, as Linux reports it."""
 
     name: str
     bytes: int
@@ -32,7 +32,7 @@ class Cache(NamedTuple):
 
 
 def measure(memory_rate: float, seconds: float = 0.3) -> tuple[Level, ...]:
-    """Registers and caches of the cores that this process may use, and the memory behind them."""
+    """Measure registers and caches of the cores that this process may use, and the memory behind them."""
     threads, isa, memory = cores(), machine.isa(), machine.memory()
     found = [] if isa is None else [Level("registers", threads * LANES[isa].register_bytes, None)]
     known = list(caches())
@@ -44,7 +44,7 @@ def measure(memory_rate: float, seconds: float = 0.3) -> tuple[Level, ...]:
 
 
 def caches(folder: Path = SYSTEM) -> Iterator[Cache]:
-    """Of the first core, those that hold data; none where the system does not say."""
+    """The data caches of the first core; none if the system does not report them."""
     for index in sorted(folder.glob("index*")):
         level, kind, size, shared = ((index / name).read_text().strip() for name in _FILES)
         if kind != "Instruction" and size.endswith("K"):
@@ -55,16 +55,16 @@ _FILES = ("level", "type", "size", "shared_cpu_list")
 
 
 def _count(cores: str) -> int:
-    """4 for "0-2,8"."""
+    """Count the cores of a list: 4 for "0-2,8"."""
     ends = ([int(n) for n in part.split("-")] for part in cores.split(","))
     return sum(end[-1] - end[0] + 1 for end in ends)
 
 
 class Copies:
-    """Every thread copies a few bytes of its own, over and over."""
+    """Every thread repeatedly copies a few bytes of its own."""
 
     def __init__(self, size: int, threads: int) -> None:
-        self.pairs = [(_again(size), _again(size)) for _ in range(threads)]
+        self.pairs = [(_overlapping(size), _overlapping(size)) for _ in range(threads)]
         each = self.pairs[0][0].nbytes
         self.times = max(1, BATCH // each)
         self.moved = 2 * each * self.times * threads  # read and written
@@ -78,8 +78,8 @@ class Copies:
             np.copyto(*pair)
 
 
-def _again(size: int) -> Array:
-    """Rows that begin a cache line after each other, so that one call passes over the same bytes many times."""
+def _overlapping(size: int) -> Array:
+    """Rows that start one cache line apart, so that one call passes over the same bytes many times."""
     size = max(size, 2 * LINE)
     steps = max(1, min(size // 2 // LINE, BATCH // size))
     block = np.zeros(size + LINE, np.uint8)

@@ -1,4 +1,4 @@
-"""Rows of words as a markdown table, and how numbers look in one."""
+"""Markdown tables: rows of text, and the format of numbers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _MARKUP = re.compile(r"[\\`<>|\[\]]")
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """The first row is the head."""
+    """Format rows as a table; the first row is the head."""
     head, *body = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
 
 
 def plain(x: Any) -> Any:
-    """What was read from a file, its words such that they can neither end a cell or a place nor be markup."""
+    """Escape text from a file, so that it can neither end a cell or a place nor be markup."""
     if isinstance(x, str):
         return _MARKUP.sub(lambda found: f"\\{found[0]}", " ".join(x.split()))
     if isinstance(x, dict):

@@ -1,4 +1,4 @@
-"""Peak memory of one call, measured: how far a fresh process grows beyond its inputs while the call runs."""
+"""Peak memory of one call: the growth of a fresh process beyond its inputs while the call runs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ OURS_NUMPY = peers.OURS + " (NumPy)"
 
 
 def growth(contender: str, case: Case, direction: str, threads: int) -> int | None:
-    """Bytes that a process grew by; None where the system cannot tell.
+    """The growth of a process in bytes; None if the system does not report it.
 
-    "backward" is for torch only, and measured alone: the forward pass is done before.
+    "backward" is for torch only, and measured without the forward pass, which runs before.
     """
     job = {"contender": contender, "case": asdict(case), "direction": direction, "threads": threads}
     command = [sys.executable, "-m", "flashtile.lab.bench.memory", json.dumps(job)]
@@ -33,10 +33,10 @@ def growth(contender: str, case: Case, direction: str, threads: int) -> int | No
 
 
 def measure(call: Call) -> int | None:
-    """Growth of this process's peak resident memory while the call runs (Linux)."""
+    """The growth of this process's peak resident memory while the call runs (Linux)."""
     try:
-        ctypes.CDLL(None).malloc_trim(0)  # free memory goes back, so that the call cannot live on leftovers
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew at what is resident now
+        ctypes.CDLL(None).malloc_trim(0)  # return free memory, so that the call cannot reuse it
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak to the current resident memory
         before = _status("VmRSS")
         result = call()
         after = _status("VmHWM")
@@ -58,7 +58,7 @@ IN_NUMPY = {OURS_NUMPY: peers.ours_numpy, peers.NAIVE_NUMPY: peers.naive_numpy}
 
 
 def _prepared(contender: str, case: Case, direction: str, threads: int) -> Call:
-    """The call to be measured, with all that happens only once already behind it."""
+    """Prepare the call to be measured, after all one-time initialisation."""
     if contender in IN_TORCH:
         peers.set_threads(threads)
     make = (IN_TORCH | IN_NUMPY)[contender]

@@ -1,4 +1,4 @@
-"""Who is timed: flashtile, torch's scaled_dot_product_attention, and standard attention in torch and in NumPy."""
+"""Contenders on a CPU: flashtile, torch's SDPA, and standard attention in torch and in NumPy, as plain calls."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ OURS, SDPA, NAIVE_TORCH, NAIVE_NUMPY = "flashtile", "torch SDPA", "naive torch",
 
 
 def absent() -> dict[str, str]:
-    """The peers that cannot be timed here, and why."""
+    """The peers that are not installed, and why."""
     return {} if machine.has("torch") else dict.fromkeys((SDPA, NAIVE_TORCH), "torch is not installed")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The arrays of one case, in NumPy and, sharing memory where torch is on the CPU, in torch."""
+    """The arrays of one case, in NumPy and in torch; on the CPU they share memory."""
 
     case: Case
     threads: int
@@ -57,7 +57,7 @@ class Workload:
 
     @cached_property
     def visible(self) -> Array:
-        """The mask that a library without windows has to be given."""
+        """The mask for a library without windows."""
         c = self.case
         left, right = c.options["window"]
         band = flashtile.window(left, 0 if c.options.get("causal") else right).shifted(c.n_k - c.n_q)
@@ -69,13 +69,13 @@ class Workload:
         return self.case.direction == TRAINING
 
     def options(self, source: dict[str, Any]) -> dict[str, Any]:
-        """The options of the case, as attention() takes them."""
+        """The options of the case for attention()."""
         options = {**self.case.options, "threads": self.threads}
         return options | ({"bias": source["bias"]} if "bias" in source else {})
 
 
 def contenders(work: Workload, *, ours_alone: bool = False) -> dict[str, Call]:
-    """What to time for a case, ours first; peers that are absent are left out (absent() says why)."""
+    """The calls to time for a case, ours first, without absent peers."""
     with_torch = machine.has("torch")
     c = work.case
     calls = {OURS: ours_numpy(work) if c.entry == "numpy" or not with_torch else step(work, ours(work))}
@@ -91,7 +91,7 @@ def contenders(work: Workload, *, ours_alone: bool = False) -> dict[str, Call]:
 
 
 def step(work: Workload, forward: Call) -> Call:
-    """A forward pass in torch as it is in inference, or with its backward pass."""
+    """A forward pass in torch, followed by its backward pass if the case is training."""
     return (lambda: gradients(work, forward())) if work.training else forward
 
 
@@ -110,7 +110,7 @@ def ours(work: Workload) -> Call:
 
 
 def packed(work: Workload, options: dict[str, Any]) -> Call:
-    """The same sequences one after the other, as (rows, heads, dim)."""
+    """The same sequences packed, as (rows, heads, dim)."""
     import torch
 
     c = work.case
@@ -147,7 +147,7 @@ def sdpa(work: Workload) -> Call:
 
 
 def naive_torch(work: Workload) -> Call:
-    """Three operations, N x N in between."""
+    """Standard attention: three operations, with N x N in between."""
     import torch
 
     t = work.tensors
@@ -169,7 +169,7 @@ def naive_numpy(work: Workload) -> Call:
 
 
 def torch_work() -> Call:
-    """Something that keeps all of torch's threads busy for a moment."""
+    """A call that briefly keeps all of torch's threads busy."""
     import torch
 
     x = torch.randn(256, 256)
@@ -177,7 +177,7 @@ def torch_work() -> Call:
 
 
 def set_threads(threads: int) -> None:
-    """For torch; flashtile takes its number with each call."""
+    """Set torch's number of threads; flashtile takes its number with each call."""
     if machine.has("torch"):
         import torch
 

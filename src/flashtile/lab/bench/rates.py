@@ -1,4 +1,4 @@
-"""What this machine can do at best, measured in a moment: FLOPs and bytes a second, and its levels of memory."""
+"""The best rates of this machine, measured briefly: FLOPs and bytes per second, and its levels of memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from flashtile.numerics.dtypes import accumulator
 
 
 def here(dtype: str = "float32", seconds: float = 0.6) -> Hardware:
-    """This machine's CPU, for elements of this type; 16-bit ones are widened before they are multiplied."""
+    """Measure this machine's CPU for elements of this type; 16-bit ones are widened before they are multiplied."""
     rates = measure(accumulator(dtype), seconds)
     memories = levels.measure(rates.bytes, seconds / 2)
     return Hardware(machine.processor(), rates, measured=True, memory=machine.memory(), levels=memories)
 
 
 def measure(dtype: str = "float32", seconds: float = 0.6) -> Rates:
-    """The best seen of several ways to multiply and to move bytes, our own kernels among them.
+    """Measure several ways to multiply and to move bytes, our own kernels among them, and return the best.
 
     No single one is a ceiling: NumPy's product may be faster than our kernel on one machine, slower on another.
     """

@@ -1,4 +1,4 @@
-"""One JSON file a run of a suite: every measurement, what it was measured on, and how it stands to its bar."""
+"""Records: one JSON file per run of a suite, with every measurement, the machine, and the bars."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ FOLDER = Path("benchmarks/records")
 
 Record = dict[str, Any]
 
-FIELDS = {"suite": str, "machine": dict, "absent": dict, "measurements": list, "summary": list}  # every record has them
-FOUND = {"created", "absent", "measurements", "summary", "failed", "unfit", "left_out"}  # not given, but found by a run
+FIELDS = {"suite": str, "machine": dict, "absent": dict, "measurements": list, "summary": list}  # of every record
+FOUND = {"created", "absent", "measurements", "summary", "failed", "unfit", "left_out"}  # results of a run
 
 
 class UnlikeError(ValueError):
-    """Two records cannot be parts of one run."""
+    """Two records that cannot be parts of one run."""
 
 
 def new(suite: str, quick: bool, **more: Any) -> Record:
-    """A record with nothing measured yet. `more`: what else its numbers have to be read with."""
+    """Create an empty record. `more`: further conditions of the measurements."""
     return {
         "schema": SCHEMA,
         "suite": suite,
@@ -41,7 +41,7 @@ def new(suite: str, quick: bool, **more: Any) -> Record:
 
 
 def write(record: Record, path: Path) -> None:
-    """Whole or not at all: readers never see half a record."""
+    """Write atomically: readers never see half a record."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     try:
@@ -56,7 +56,7 @@ def write(record: Record, path: Path) -> None:
 
 
 def read(path: Path) -> Record:
-    """A ValueError that names the file where it holds no record."""
+    """Read a record, or raise a ValueError that names the file."""
     try:
         record: Record = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
@@ -65,27 +65,27 @@ def read(path: Path) -> Record:
         raise ValueError(f"{path}: expected a record, got a JSON {type(record).__name__}")
     if record.get("schema") != SCHEMA:
         raise ValueError(f"{path}: expected a record of schema {SCHEMA}, got {record.get('schema')}")
-    demand_fields(record, FIELDS, path)
+    check_fields(record, FIELDS, path)
     return record
 
 
-def demand_fields(record: Record, fields: Mapping[str, type], path: Path) -> None:
-    """A ValueError that names the file unless its record has these, of these types."""
+def check_fields(record: Record, fields: Mapping[str, type], path: Path) -> None:
+    """Raise a ValueError that names the file unless its record has these fields, of these types."""
     for name, kind in fields.items():
         if not isinstance(record.get(name), kind):
             raise ValueError(f"{path}: expected a record with {name!r} in it, a {kind.__name__}")
 
 
-def demand_alike(record: Record, other: Record) -> None:
-    """An UnlikeError unless both were measured in the same way, by the same code, on the same machine."""
+def check_alike(record: Record, other: Record) -> None:
+    """Raise an UnlikeError unless both were measured in the same way, by the same code, on the same machine."""
     for name, value in json.loads(json.dumps(record)).items():
         if name not in FOUND and value != (before := other.get(name)):
-            if isinstance(value, dict) and isinstance(before, dict):  # which of its parts
+            if isinstance(value, dict) and isinstance(before, dict):  # name the part that differs
                 part = next(key for key in value | before if value.get(key) != before.get(key))
                 name, value, before = f"{name}, {part}", value.get(part), before.get(part)
             raise UnlikeError(f"measured with another {name}: {before}, and here {value}")
 
 
 def default_path(suite: str) -> Path:
-    """Named by suite and time."""
+    """A path named by suite and time."""
     return FOLDER / f"{suite}-{datetime.now(timezone.utc):%Y%m%dT%H%M%S}.json"

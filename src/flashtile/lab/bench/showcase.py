@@ -1,4 +1,4 @@
-"""Speed in a few seconds, beside torch and NumPy, on the CPU and on a GPU: what `flashtile demo` measures."""
+"""The speed test of `flashtile demo`: a few seconds on the CPU and a GPU, compared with torch and NumPy."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ GPU = tuple(
     for direction in (FORWARD, TRAINING)
     for n in (1024, 4096)
 )
-STANDARD = (NAIVE_TORCH, NAIVE_NUMPY)  # those that store the scores
-SECONDS, QUICK_SECONDS = 1.0, 0.05  # of timing, a case
+STANDARD = (NAIVE_TORCH, NAIVE_NUMPY)  # these store the scores
+SECONDS, QUICK_SECONDS = 1.0, 0.05  # of timing per case
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +38,15 @@ class Run:
     q1: float
     q3: float
     rounds: int
-    flops_a_second: float
-    utilisation: float  # of the best that was measured on this device
-    intensity: float  # FLOPs a byte moved in the forward pass, as plan() counts them without the help of a cache
-    grown: int | None = None  # bytes of device memory beyond inputs and results, where the device tells
+    flops_per_second: float
+    utilisation: float  # of the best rate measured on this device
+    intensity: float  # FLOPs per byte moved in the forward pass, as plan() counts them without a cache
+    grown: int | None = None  # bytes of device memory beyond inputs and results, if the device reports them
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One case, by everyone who can run it."""
+    """One case, with all contenders that can run it."""
 
     case: str
     heads: int
@@ -61,7 +61,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One device: the best it can do, measured, and what each contender makes of that."""
+    """One device: its best measured rates, and the results of each contender."""
 
     device: str
     rates: Rates
@@ -82,11 +82,11 @@ class Speed:
 
 
 def run(best: Rates, quick: bool = False, threads: int | None = None) -> Speed:
-    """Time every case on the CPU, whose best is known, and on the GPU where there is one."""
+    """Time every case on the CPU, whose best rates are given, and on the GPU if there is one."""
     threads = threads or peers.default_threads()
     peers.set_threads(threads)
     native, triton = (next(row for row in dispatch.TABLE if row.name == name) for name in ("native", "triton"))
-    longest = 512 if quick else 1024 if native.missing() else 2048  # without the C++ core, none that take long
+    longest = 512 if quick else 1024 if native.missing() else 2048  # without the C++ core, longer ones are slow
     timed = []
     for case in CPU:
         if case.n_q <= longest:
@@ -97,7 +97,7 @@ def run(best: Rates, quick: bool = False, threads: int | None = None) -> Speed:
 
 
 def on_gpu(device: Device, cases: Sequence[Case], quick: bool = False) -> Side:
-    """In bfloat16, against torch's attention and three torch calls; with the memory that each call takes."""
+    """Time bfloat16 against torch's attention and three torch calls, with the memory that each call takes."""
     seconds = QUICK_SECONDS if quick else SECONDS
     product, copy = ceilings.product(device.name), ceilings.copy(device.name)
     times = alternate({"product": product.call, "copy": copy.call}, seconds=seconds, clock=device.seconds)
@@ -114,7 +114,7 @@ def on_gpu(device: Device, cases: Sequence[Case], quick: bool = False) -> Side:
 
 
 def _growth(device: Device, call: Call) -> int | None:
-    """Bytes of memory that a call takes; None where the device has not that much."""
+    """The bytes of memory that a call takes; None if the device runs out of memory."""
     import torch
 
     try:
@@ -125,7 +125,7 @@ def _growth(device: Device, call: Call) -> int | None:
 
 
 class Timed(NamedTuple):
-    """What was measured of one case."""
+    """The measurements of one case."""
 
     case: Case
     times: dict[str, Timing]
@@ -138,7 +138,7 @@ class Timed(NamedTuple):
 
 
 def _side(name: str, device: str, best: Rates, timed: Sequence[Timed]) -> Side:
-    """Nobody is above the roof: where a contender was once faster than the product, that is the best seen."""
+    """One device's rows. If a contender was faster than the product, its rate is the best: none is above the roof."""
     seen = [_flops(t.case, t.plan(device)) / min(timing.samples) for t in timed for timing in t.times.values()]
     best = Rates(max(best.flops, *seen), best.bytes)
     return Side(name, best, tuple(_row(t, t.plan(device), best) for t in timed))

@@ -1,4 +1,4 @@
-"""Runs the CPU suite: every group of cases.py, then memory, then scaling; makes the record."""
+"""Run the CPU suite, every group of cases.py, then memory, then scaling, and make the record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashtile.lab.bench.peers import OURS, SDPA, Workload
 from flashtile.lab.bench.records import Record
 from flashtile.lab.bench.timing import Call, Ratio, Timing, alternate, geometric_mean
 
-Progress = Callable[[str, int, int], None]  # what comes next, how many are done, of how many
+Progress = Callable[[str, int, int], None]  # what comes next, the number done, the total
 
 
 def run(
@@ -58,7 +58,7 @@ def run(
 
 
 def time_all(calls: dict[str, Call], seconds: float, **more: Any) -> dict[str, Timing]:
-    """Ours and SDPA in turn; then each naive one alone, because NumPy's BLAS keeps cores spinning after a call."""
+    """Time ours and SDPA in turns, then each naive one alone, because NumPy's BLAS keeps cores spinning."""
     times = alternate({name: call for name, call in calls.items() if name in (OURS, SDPA)}, seconds=seconds, **more)
     for name, call in calls.items():
         if name not in times:
@@ -89,7 +89,7 @@ def _timed(group: str, case: Case, threads: int, seconds: float, ours_alone: boo
 
 
 def _grown(direction: str, threads: int) -> dict[str, Any]:
-    """Peak growth of a fresh process, ours and SDPA's."""
+    """The memory growth of a fresh process, with ours and with SDPA."""
     row: dict[str, Any] = {"group": "memory", **MEMORY.to_dict(), "direction": direction, "grown": {}}
     able = (row for row in dispatch.TABLE if row.missing() is None and not (row.tensors_only and peers.absent()))
     row["backend"] = next(able).name

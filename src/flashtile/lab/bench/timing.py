@@ -1,4 +1,4 @@
-"""Fair timing: contenders take turns in one process, in one order or shuffled; medians and quartiles, no lucky run."""
+"""Fair timing: contenders take turns in one process, in a fixed or shuffled order; medians and quartiles."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 Call = Callable[[], Any]
-Clock = Callable[[Call], float]  # makes the call, says how many seconds it took
+Clock = Callable[[Call], float]  # makes the call and returns its seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one contender, one sample a round."""
+    """Seconds of one contender, one sample per round."""
 
     samples: tuple[float, ...]
 
@@ -30,7 +30,7 @@ class Timing:
         return quartiles(self.samples)
 
     def over(self, calls: int) -> Timing:
-        """Seconds of one call, where a sample was many."""
+        """Seconds per call, if a sample was several calls."""
         return Timing(tuple(t / calls for t in self.samples))
 
     def to_dict(self) -> dict[str, Any]:
@@ -39,7 +39,7 @@ class Timing:
 
 
 def host_seconds(call: Call) -> float:
-    """By the clock on the wall."""
+    """Time a call by wall clock."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
@@ -56,9 +56,9 @@ def alternate(
     clock: Clock = host_seconds,
     shuffle: random.Random | None = None,
 ) -> dict[str, Timing]:
-    """Time contenders in turn for about `seconds` in all. `before` runs ahead of every sample and is not timed.
+    """Time contenders in turns for about `seconds` in total. `before` runs ahead of every sample and is not timed.
 
-    With `shuffle` each round has an order of its own, so that nobody always runs after the same neighbour.
+    `shuffle` shuffles each round, so that no contender always runs after the same one.
     """
     for _ in range(warm_up):
         for call in contenders.values():
@@ -86,7 +86,7 @@ def alternate(
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Our time over theirs: of the medians, with the quartiles of the rounds (each round saw the same machine)."""
+    """Our time over theirs: the ratio of medians, with quartiles of the ratio in each round."""
 
     value: float
     q1: float

@@ -1,4 +1,4 @@
-"""Makes the rows of backends/triton/tuning.py: every candidate tile compiled, checked and timed on the GPU at hand."""
+"""Make the rows of backends/triton/tuning.py: compile, check and time every candidate tile on this GPU."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from flashtile.backends.triton import tuning
 from flashtile.backends.triton.tuning import DECODES
 from flashtile.lab.bench import records, workers
 from flashtile.lab.bench.candidates import ITEMSIZE, Limits, Target, candidates
+from flashtile.lab.bench.gpu.bench import difference
 from flashtile.lab.bench.gpu.device import Device
 from flashtile.lab.bench.gpu.peers import brief
-from flashtile.lab.bench.gpu.suite import difference
 from flashtile.lab.bench.records import Record
 from flashtile.lab.bench.suite import Progress
+from flashtile.lab.bench.tables.tune import short
 from flashtile.lab.bench.timing import Call, Timing, alternate, geometric_mean
-from flashtile.lab.bench.tuned import short
 
 TOKENS, HIDDEN = 16384, 2048
-LENGTHS = (1024, 4096)  # of a training sequence: a tile that is good at both
+LENGTHS = (1024, 4096)  # of a training sequence: a tile has to suit both
 # Batch and keys of a decoding step, with 32 heads on 8.
 CACHES = {"decode": ((1, 32768), (16, 8192)), "decode-short": ((1, 8192),)}
-SPILLS = 512  # words a thread: paths that are rarely taken may spill some, a loop that does so is not worth timing
+SPILLS = 512  # words per thread: rare paths may spill some; if a loop spills, it is not worth timing
 SAME = {"bfloat16": 1e-2, "float32": 1e-5}  # ||this - default|| / ||default|| that rounding explains
 LONGEST = 120.0  # seconds to compile and check one candidate
 SAMPLE = 0.005
@@ -36,7 +36,7 @@ JIT_NAMES = {"dkdv": "dkdv_kernel", "dq": "dq_kernel"}  # others are tiles of fo
 
 
 def calls(target: Target, device: str = "cuda") -> list[Call]:
-    """The passes that a candidate is timed by, each giving the tensors that the kernel makes."""
+    """The passes to time a candidate with, each returning the tensors that the kernel makes."""
     shapes: list[tuple[tuple[int, ...], tuple[int, ...], bool]]
     if target.kernel in DECODES:
         shapes = [((b, 32, 1, target.dim), (b, 8, keys, target.dim), False) for b, keys in CACHES[target.kernel]]
@@ -61,7 +61,7 @@ def _pass(target: Target, q_shape: Sequence[int], k_shape: Sequence[int], causal
     problem = describe(random_tensor(q_shape), random_tensor(k_shape), random_tensor(k_shape), causal=causal)
 
     def run() -> tuple[Any, Inputs]:
-        runner, laid_out = dispatch.named("triton").prepare(problem)  # each time, for the next may be another candidate
+        runner, laid_out = dispatch.named("triton").prepare(problem)  # each time: the candidate may have changed
         return runner, Inputs.of(laid_out)
 
     def forward() -> tuple[Any, Any]:
@@ -83,13 +83,13 @@ def _pass(target: Target, q_shape: Sequence[int], k_shape: Sequence[int], causal
 
 @contextmanager
 def loading() -> Iterator[list[dict[str, Any]]]:
-    """The kernels that Triton loads meanwhile: name, registers, spills, shared memory."""
+    """Record the kernels that Triton loads: name, registers, spills, shared memory."""
     from triton.compiler.compiler import CompiledKernel
 
     seen: list[dict[str, Any]] = []
     load = CompiledKernel._init_handles
 
-    def watched(self: Any) -> None:
+    def recorded(self: Any) -> None:
         fresh = self.module is None
         load(self)
         if fresh:
@@ -102,7 +102,7 @@ def loading() -> Iterator[list[dict[str, Any]]]:
                 }
             )
 
-    CompiledKernel._init_handles = watched
+    CompiledKernel._init_handles = recorded
     try:
         yield seen
     finally:
@@ -111,13 +111,13 @@ def loading() -> Iterator[list[dict[str, Any]]]:
 
 @lru_cache(maxsize=1)  # jobs come target by target, and a target's tensors take a gigabyte
 def _expected(target: Target) -> tuple[list[Call], list[Any]]:
-    """The passes, and what they give as the table stands."""
+    """The passes, and their results with the current table."""
     made = calls(target)
     return made, [call() for call in made]
 
 
 def check(job: workers.Job) -> dict[str, Any]:
-    """In a worker: compile a candidate, run it once, and compare. "rejected" says why it will not do."""
+    """Compile a candidate in a worker, run it once, and compare. "rejected" is the reason against it."""
     import torch
     from triton.errors import TritonError
 
@@ -128,18 +128,18 @@ def check(job: workers.Job) -> dict[str, Any]:
         with loading() as loaded, tuning.override(target.kernel, config):
             results = [call() for call in passes]
             torch.cuda.synchronize()
-    except TritonError as error:  # it cannot be compiled, or wants more than the device has
+    except TritonError as error:  # it cannot be compiled, or needs more than the device has
         return answer | {"rejected": brief(error)}
     found = [kernel for kernel in loaded if kernel["name"] == JIT_NAMES.get(target.kernel, "forward_kernel")]
     if not found and not job["today"]:
-        return answer | {"rejected": "no launch took it up"}
+        return answer | {"rejected": "no launch used it"}
     answer |= {key: max((k[key] for k in found), default=None) for key in ("registers", "spills", "shared")}
     answer["difference"] = max(difference(a, b) for a, b in zip(results, expected, strict=True))
     return answer | {"rejected": why_not(target, answer)}
 
 
 def why_not(target: Target, found: dict[str, Any]) -> str | None:
-    """A candidate that runs is refused for what it spills, and for a result that is not that of the others."""
+    """Why a candidate that runs is refused: too many spills, or a different result."""
     if found["spills"] is not None and found["spills"] > SPILLS:
         return f"it spills {found['spills']} words"
     if not found["difference"] <= SAME[target.dtype]:
@@ -150,7 +150,7 @@ def why_not(target: Target, found: dict[str, Any]) -> str | None:
 def times(
     target: Target, configs: Sequence[Config], device: Device, rounds: int, rng: random.Random
 ) -> dict[Config, float]:
-    """Seconds a pass with each candidate, the geometric mean over the shapes; they take turns."""
+    """Seconds per pass with each candidate, as the geometric mean over the shapes; candidates take turns."""
     made = calls(target, device.name)
     measured: dict[Config, list[Timing]] = {config: [] for config in configs}
     for call in made:
@@ -160,7 +160,7 @@ def times(
             for name, contender in contenders.items()
         }
         found = alternate(
-            {name: _often(contender, sizes[name]) for name, contender in contenders.items()},
+            {name: _repeated(contender, sizes[name]) for name, contender in contenders.items()},
             seconds=0,
             min_rounds=rounds,
             max_rounds=rounds,
@@ -173,7 +173,7 @@ def times(
 
 
 def _with(kernel: str, config: Config, call: Call, device: Device) -> Call:
-    """The pass with this candidate, as a graph: a decoding step is over before the host has launched it."""
+    """The pass with this candidate as a graph, because a decoding step is faster than its launch on the host."""
 
     def run() -> Any:
         with tuning.override(kernel, config):
@@ -182,7 +182,7 @@ def _with(kernel: str, config: Config, call: Call, device: Device) -> Call:
     return device.captured(run)
 
 
-def _often(call: Call, n: int) -> Call:
+def _repeated(call: Call, n: int) -> Call:
     def run() -> None:
         for _ in range(n):
             call()
@@ -201,7 +201,7 @@ def run(
     progress: Progress = lambda what, done, total: None,
     save: Callable[[Record], None] = lambda record: None,
 ) -> Record:
-    """Check every candidate in `count` processes, then time those that passed; the others come with a reason."""
+    """Check every candidate in `count` processes, then time those that passed; record why the others failed."""
     end = None if seconds is None else time.monotonic() + seconds
     about = device.describe()
     record = records.new("tune", False, rounds=rounds, device=about, fields=list(Config._fields)) | {"left_out": []}
@@ -235,7 +235,7 @@ def run(
 
 
 def _jobs(wanted: Sequence[Target], limits: Limits, capability: tuple[int, int]) -> list[workers.Job]:
-    """What is in the table today comes first: everything else is compared with it, and finds it on disk then."""
+    """The current entries come first: all others are compared with them, and find them compiled on disk."""
     today = {
         target: tuning.choose(target.kernel, target.dim, target.dim, ITEMSIZE[target.dtype], capability, False)
         for target in wanted
@@ -247,7 +247,7 @@ def _jobs(wanted: Sequence[Target], limits: Limits, capability: tuple[int, int])
 def _measured(
     target: Target, tried: Sequence[tuple[Config, workers.Job]], device: Device, rounds: int, rng: random.Random
 ) -> dict[str, Any]:
-    """One target: each candidate with its time or the reason why it has none, the best one, and today's, the first."""
+    """One target: each candidate with its time or the reason against it, the best, and today's, which comes first."""
     today = tried[0][0]
     reasons = {config: answer.get(workers.FAILED) or answer.get("rejected") for config, answer in tried}
     passed = [config for config, reason in reasons.items() if reason is None]

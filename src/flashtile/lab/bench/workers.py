@@ -1,4 +1,4 @@
-"""Processes for jobs that may crash or hang: a line of JSON in, a line out, and a process that died is replaced."""
+"""Worker processes for jobs that may crash or hang: one line of JSON in, one out; a dead process is replaced."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from importlib import import_module
 from typing import IO, Any
 
 Job = dict[str, Any]
-FAILED = "failed"  # in an answer: why there is no other
+FAILED = "failed"  # in an answer: the reason for the failure
 
 
 class Worker:
-    """One process, started when its first job comes, that runs module:function on every job."""
+    """One process, started for its first job, that runs module:function on every job."""
 
     def __init__(self, target: str, seconds: float, environment: Mapping[str, str]) -> None:
         self.target, self.seconds = target, seconds
-        # What can be imported here can be imported there.
+        # The worker can import what this process can.
         paths = os.pathsep.join(path for path in sys.path if path)
         self.environment = {**os.environ, "PYTHONPATH": paths, **environment}
         self.process: subprocess.Popen[bytes] | None = None
         self.errors: IO[bytes] | None = None
 
     def run(self, job: Job) -> Job:
-        """The answer; after a crash or a time-out the next job gets a fresh process."""
+        """Return the answer; after a crash or a timeout the next job gets a fresh process."""
         process = self.process or self._start()
         assert process.stdin is not None and process.stdout is not None
         try:
@@ -45,7 +45,7 @@ class Worker:
         if not line:
             return {FAILED: self._end("it died")}
         answer: Job = json.loads(line)
-        if FAILED in answer:  # after an error in CUDA a process can do no more
+        if FAILED in answer:  # after a CUDA error the process is unusable
             self._end("")
         return answer
 
@@ -62,7 +62,7 @@ class Worker:
         return self.process
 
     def _end(self, reason: str) -> str:
-        """The reason, with the last thing that the process said."""
+        """End the process and return the reason, with its last line of output."""
         process, errors = self.process, self.errors
         assert process is not None and errors is not None
         self.process = self.errors = None
@@ -72,9 +72,9 @@ class Worker:
             assert pipe is not None
             pipe.close()
         errors.seek(0)
-        said = errors.read().decode(errors="replace").strip().splitlines()
+        lines = errors.read().decode(errors="replace").strip().splitlines()
         errors.close()
-        return f"{reason}: {said[-1]}"[:200] if said else reason
+        return f"{reason}: {lines[-1]}"[:200] if lines else reason
 
 
 def run(
@@ -87,7 +87,7 @@ def run(
     done: Callable[[Job, Job], None] = lambda job, answer: None,
     end: float | None = None,
 ) -> list[Job]:
-    """The answers to jobs, in their order. `seconds`: the longest one may take. At `end` (monotonic) no more begin."""
+    """Return the answers in the order of the jobs. `seconds`: the limit per job. None starts after `end`."""
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     for n in range(len(jobs)):
         waiting.put(n)
@@ -116,15 +116,15 @@ def run(
 def main(target: str) -> None:
     """Answer jobs until there are no more; stop after the first that fails."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed is no answer
+    os.dup2(2, 1)  # other output must not look like an answer
     module, _, name = target.partition(":")
     function = getattr(import_module(module), name)
     for line in sys.stdin:
         try:
             answer = function(json.loads(line))
         except Exception as error:
-            said = str(error).strip().partition("\n")[0]
-            answer = {FAILED: f"{type(error).__name__}: {said}"[:200]}
+            message = str(error).strip().partition("\n")[0]
+            answer = {FAILED: f"{type(error).__name__}: {message}"[:200]}
         print(json.dumps(answer), file=answers, flush=True)
         if FAILED in answer:
             break

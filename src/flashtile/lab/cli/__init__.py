@@ -1,7 +1,6 @@
-"""The command line: demo, lesson, explain, doctor, bench; each a thin call into the package.
+"""The command line: demo, lesson, explain, doctor, bench; each is a thin call into the package.
 
-Exit codes: 0 all is well; 1 something measured does not hold; 2 wrong usage; 3 a package or a GPU that is needed is
-missing.
+Exit codes: 0 success; 1 a check does not hold; 2 wrong usage; 3 a required package or GPU is missing.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ MISSING = 3
 
 
 def main() -> None:
-    """What the `flashtile` script runs."""
+    """Run the `flashtile` script."""
     try:
         from flashtile.lab.cli.app import app
     except ModuleNotFoundError as error:

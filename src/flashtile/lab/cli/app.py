@@ -19,7 +19,7 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def options(version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False) -> None:
+def options(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     if version:
         print(__version__)
         raise typer.Exit

@@ -1,4 +1,4 @@
-"""flashtile bench: measure this machine beside its peers, and make tables of what was measured."""
+"""flashtile bench: measure this machine and compare with peers, and make tables of the records."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Annotated
 import typer
 
 from flashtile.backends.triton.tuning import KERNELS
-from flashtile.lab.bench import candidates, records, suite, table, tune, tuned
+from flashtile.lab.bench import candidates, records, suite, table, tune
 from flashtile.lab.bench.cases import GROUPS
+from flashtile.lab.bench.gpu import bench as gpu_bench
 from flashtile.lab.bench.gpu import device, moved, ncu, peers, rows, warm
-from flashtile.lab.bench.gpu import suite as gpu_suite
+from flashtile.lab.bench.tables.tune import rows as tuning_rows
 from flashtile.lab.cli import DOES_NOT_HOLD, MISSING, output
 
 SUITES = (*rows.SUITES, "all")
 AsJson = Annotated[bool, typer.Option("--json", help="Also print the record as plain JSON, and no table.")]
 
-app = typer.Typer(help="Measure, taking turns with the peers; every run leaves a record.", no_args_is_help=True)
+app = typer.Typer(help="Measure, taking turns with the peers; every run writes a record.", no_args_is_help=True)
 
 
 @app.command()
@@ -29,17 +30,17 @@ def cpu(
         list[str] | None, typer.Option(metavar="GROUP", help=f"Only these groups (repeatable): {_listed(GROUPS)}.")
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads, for us and for torch; torch's own number by default.")
+        int | None, typer.Option(min=1, help="CPU threads, for flashtile and torch; torch's own number by default.")
     ] = None,
     path: Annotated[
-        Path | None, typer.Option("--output", help=f"Where the record goes; {records.FOLDER}/ by default.")
+        Path | None, typer.Option("--output", help=f"Path of the record; in {records.FOLDER}/ by default.")
     ] = None,
     json: AsJson = False,
-    check: Annotated[bool, typer.Option(help="Exit with 1 where a bar does not hold.")] = False,
+    check: Annotated[bool, typer.Option(help="Exit with 1 if a goal is missed.")] = False,
 ) -> None:
     """Time this CPU.
 
-    Forward, backward, decode, half precision, options, small calls, memory, scaling.
+    Forward, backward, decoding, half precision, options, small calls, memory, scaling.
     """
     _known("--only", only, GROUPS)
     path = path or records.default_path("cpu")
@@ -54,7 +55,9 @@ def cpu(
 
 @app.command()
 def gpu(
-    which: Annotated[list[str] | None, typer.Option("--suite", help=f"Which (repeatable): {_listed(SUITES)}.")] = None,
+    which: Annotated[
+        list[str] | None, typer.Option("--suite", help=f"Only these (repeatable): {_listed(SUITES)}.")
+    ] = None,
     only: Annotated[
         list[str] | None,
         typer.Option(metavar="WORDS", help='Only rows with these words in their name (repeatable): "D128 backward".'),
@@ -62,24 +65,24 @@ def gpu(
     peer: Annotated[
         list[str] | None, typer.Option("--peers", help=f"Only these (repeatable): {_listed(peers.NAMES)}.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Samples of everyone, a row.")] = 15,
+    rounds: Annotated[int, typer.Option(min=1, help="Samples of each contender per row.")] = 15,
     quick: Annotated[bool, typer.Option(help="Short sequences, three rounds of short samples.")] = False,
     seconds: Annotated[
-        float | None, typer.Option(min=0, help="Begin no row after so long; what was left out is told.")
+        float | None, typer.Option(min=0, help="Start no row after this time; rows left out are listed.")
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(min=0, help="Processes that compile ahead; one a core by default, 0 for none.")
+        int | None, typer.Option(min=0, help="Processes that compile ahead; one per core by default, 0 for none.")
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="A record that was left unfinished: its rows are kept, the others measured.")
+        Path | None, typer.Option(help="An unfinished record: keep its rows, and measure the others.")
     ] = None,
-    path: Annotated[Path, typer.Option("--output", help="Where the record goes.")] = records.FOLDER / "gpu.json",
+    path: Annotated[Path, typer.Option("--output", help="Path of the record.")] = records.FOLDER / "gpu.json",
     json: AsJson = False,
-    check: Annotated[bool, typer.Option(help="Exit with 1 where a bar does not hold.")] = False,
+    check: Annotated[bool, typer.Option(help="Exit with 1 if a goal is missed.")] = False,
 ) -> None:
     """Time this GPU.
 
-    Training, decode, small calls and memory, beside cuDNN, SDPA, FlexAttention and FlashAttention.
+    Training, decoding, small calls and memory, compared with cuDNN, SDPA, FlexAttention and FlashAttention.
     """
     _known("--suite", which, SUITES)
     _known("--peers", peer, peers.NAMES)
@@ -92,10 +95,10 @@ def gpu(
     start = time.monotonic()
     warm.keep_on_disk()
     here, absent = peers.present(peer or ())
-    bench = gpu_suite.Bench(device.Cuda(), here, min(rounds, 3) if quick else rounds)
+    bench = gpu_bench.Bench(device.Cuda(), here, min(rounds, 3) if quick else rounds)
     if earlier is not None:
         try:
-            records.demand_alike(gpu_suite.begun(bench, quick), earlier)
+            records.check_alike(gpu_bench.empty_record(bench, quick), earlier)
         except records.UnlikeError as error:
             raise typer.BadParameter(f"--resume: {error}") from None
     chosen, unfit = rows.measurable(chosen, bench.device.name)
@@ -103,9 +106,9 @@ def gpu(
         bench.sample /= 5
     with output.progress_bar() as progress:
         half = None if seconds is None else start + seconds / 2
-        left = gpu_suite.unmeasured(chosen, earlier)
+        left = gpu_bench.unmeasured(chosen, earlier)
         late = warm.compile_ahead(left, here, count=workers, end=half, progress=progress)
-        record = gpu_suite.run(
+        record = gpu_bench.run(
             bench,
             chosen,
             absent=absent,
@@ -118,7 +121,7 @@ def gpu(
         )
     for what, reason in late.items():
         output.err().print(f"not compiled ahead: {what}: {reason}", soft_wrap=True)
-    for (name, reason), cases in gpu_suite.absences(record).items():
+    for (name, reason), cases in gpu_bench.absences(record).items():
         where = cases[0] if len(cases) == 1 else f"{cases[0]} and {len(cases) - 1} more"
         output.err().print(f"{where}: {name} is absent: {reason}", soft_wrap=True)
     for what, reason in record["failed"].items():
@@ -126,7 +129,7 @@ def gpu(
     for what, reason in record["unfit"].items():
         output.err().print(f"{what}: left out, {reason}", soft_wrap=True)
     for what in record["left_out"]:
-        output.err().print(f"{what}: left out, the time was up", soft_wrap=True)
+        output.err().print(f"{what}: left out, no time was left", soft_wrap=True)
     if json:
         output.print_json(record)
     _leave(record, path, shown=not json)
@@ -143,15 +146,15 @@ def search(
         list[int] | None,
         typer.Option(help=f"Only these head dims (repeatable): {_listed(candidates.DIMS)}."),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Samples of every candidate, a shape.")] = 7,
-    seconds: Annotated[float | None, typer.Option(min=0, help="Begin nothing after so long.")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes that compile; one a core by default.")] = None,
-    path: Annotated[Path, typer.Option("--output", help="Where the record goes.")] = records.FOLDER / "tune.json",
+    rounds: Annotated[int, typer.Option(min=1, help="Samples of each candidate per shape.")] = 7,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Start nothing after this time.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes that compile; one per core by default.")] = None,
+    path: Annotated[Path, typer.Option("--output", help="Path of the record.")] = records.FOLDER / "tune.json",
     json: AsJson = False,
 ) -> None:
     """Find the fastest tiles of the Triton kernels on this GPU.
 
-    They are printed as rows of backends/triton/tuning.py.
+    Print them as rows of backends/triton/tuning.py.
     """
     _known("--kernel", kernel, KERNELS)
     _known("--dtype", dtype, candidates.DTYPES)
@@ -172,25 +175,25 @@ def search(
     if json:
         output.print_json(record)
     else:
-        print(tuned.rows(record), end="\n\n")
+        print(tuning_rows(record), end="\n\n")
     _leave(record, path, shown=not json)
 
 
 @app.command("io")
 def bytes_moved(
-    program: Annotated[str | None, typer.Option("--ncu", help="NVIDIA's profiler; looked for by default.")] = None,
-    path: Annotated[Path, typer.Option("--output", help="Where the record goes.")] = records.FOLDER / "io.json",
+    program: Annotated[str | None, typer.Option("--ncu", help="Path of NVIDIA's profiler; found by default.")] = None,
+    path: Annotated[Path, typer.Option("--output", help="Path of the record.")] = records.FOLDER / "io.json",
     json: AsJson = False,
 ) -> None:
     """Count the bytes that the forward pass moves on this GPU.
 
-    By NVIDIA's ncu, beside what its tiles should move.
+    NVIDIA's ncu counts them; the table compares them with what the tiles should move.
     """
     _check(path)
     _need_gpu()
     program = program or ncu.find()
     if program is None:
-        output.err().print("flashtile: this needs NVIDIA's profiler ncu (Nsight Compute): none on the path")
+        output.err().print("flashtile: this needs NVIDIA's profiler ncu (Nsight Compute): none found on the path")
         raise typer.Exit(MISSING)
     try:
         record = moved.run(device.Cuda(), program)
@@ -204,13 +207,13 @@ def bytes_moved(
 
 @app.command("table")
 def show(
-    record: Annotated[Path, typer.Argument(help="A record that another of these wrote.", exists=True, dir_okay=False)],
-    details: Annotated[bool, typer.Option(help="One row a case.")] = False,
+    record: Annotated[Path, typer.Argument(help="A record of flashtile bench.", exists=True, dir_okay=False)],
+    details: Annotated[bool, typer.Option(help="One row per case.")] = False,
     into: Annotated[
-        Path | None, typer.Option(help="Put the table into this document, in the place it has marked for it.")
+        Path | None, typer.Option(help="Write the table into this document, at the place marked for it.")
     ] = None,
     json: Annotated[
-        bool, typer.Option("--json", help="Print its summary, or what was measured, as plain JSON.")
+        bool, typer.Option("--json", help="Print its summary, or its measurements, as plain JSON.")
     ] = False,
 ) -> None:
     """Show a record as markdown."""
@@ -242,7 +245,7 @@ def _known(option: str, given: list[str] | list[int] | None, names: tuple[str, .
 
 
 def _listed(names: Iterable[str | int]) -> str:
-    """Quoted, for some have commas."""
+    """List names in quotes, because some have commas."""
     return ", ".join(map(repr, names))
 
 
@@ -256,7 +259,7 @@ def _read(option: str, path: Path, read: Callable[[Path], records.Record] = reco
 
 
 def _check(path: Path) -> None:
-    """Whatever would stop the record from being written is said before anything is measured."""
+    """Report anything that would prevent writing the record before measuring anything."""
     output.check_writable("--output", path)
     if path.is_dir():
         raise typer.BadParameter(f"--output: expected a file, got a folder: {path}")
@@ -269,7 +272,7 @@ def _need_gpu() -> None:
 
 
 def _leave(record: records.Record, path: Path, shown: bool = True) -> None:
-    """Write the record, say where it is and who was not compared, and show its tables."""
+    """Write the record, report its path and the absent peers, and show its tables."""
     records.write(record, path)
     for name, reason in record["absent"].items():
         output.err().print(f"{name}: not compared, {reason}", soft_wrap=True)

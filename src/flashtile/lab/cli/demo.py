@@ -1,4 +1,4 @@
-"""flashtile demo: everything computed on this machine: what it found here, and a page to read and watch."""
+"""flashtile demo: run the studies, lessons and speed test on this machine, and write a page about them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from flashtile.host import machine
 from flashtile.lab.cli import DOES_NOT_HOLD, MISSING, output
 
 if TYPE_CHECKING:
-    from flashtile.lab.report.content import Content, Result, Told
+    from flashtile.lab.report.content import Content, LessonResult, Result
 
-EXTRA = ("jinja2", "matplotlib")  # what the page is made with
+EXTRA = ("jinja2", "matplotlib")  # required for the page
 LINES = 8  # of a lesson's output; `flashtile lesson` prints all of it
 NEXT = ("lesson online-softmax", "explain --model llama-3-8b --gpu h100")
 
@@ -25,22 +25,24 @@ def demo(
     ),
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Short measurements, figures as SVG only.")] = False,
-    tables: Annotated[bool, typer.Option("--tables", help="Print every table, and how each lesson begins.")] = False,
+    tables: Annotated[
+        bool, typer.Option("--tables", help="Print every table, and the beginning of each lesson.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the records as plain JSON.")] = False,
     no_page: Annotated[bool, typer.Option("--no-page", help="Write nothing, only print.")] = False,
 ) -> None:
-    """Show here that tiles give the same answer, and write a page.
+    """Check and time tiled attention here, and write a page about it.
 
-    The answer of tiled attention, its memory and its speed are computed on this machine; the page explains them.
+    The result of tiled attention, its memory and its speed are computed on this machine; the page explains them.
     """
-    from flashtile.lab.report import folder  # all of it is much to import for the other commands
+    from flashtile.lab.report import folder  # slow to import, so not for the other commands
     from flashtile.lab.report.artist import Artist
     from flashtile.lab.report.content import collect
 
     if no_page and open_page:
-        raise typer.BadParameter("--open: with --no-page there is none to open")
+        raise typer.BadParameter("--open: with --no-page there is no page to open")
     if json and tables:
-        raise typer.BadParameter("--tables: --json prints all that is in them")
+        raise typer.BadParameter("--tables: --json already prints their contents")
     if not no_page:
         _prepare(out)
     with output.progress_bar() as progress:
@@ -67,7 +69,7 @@ def demo(
 
 
 def _prepare(out: Path) -> None:
-    """Whatever would stop the page from being written is said before anything is computed."""
+    """Report anything that would prevent writing the page before computing anything."""
     from flashtile.lab.report import folder
 
     missing = [package for package in EXTRA if not machine.has(package)]
@@ -87,14 +89,14 @@ def _prepare(out: Path) -> None:
 def _show(content: Content, tables: bool) -> None:
     about = content.machine
     output.say(f"{about['processor']}, {about['isa'] or 'no C++ core'}, {about['cores']} cores")
-    for result in content.results:
-        _show_result(result, tables)
-    for told in content.lessons if tables else ():
-        _show_lesson(told)
+    for study in content.results:
+        _show_study(study, tables)
+    for result in content.lessons if tables else ():
+        _show_lesson(result)
     output.out().print()
 
 
-def _show_result(result: Result, tables: bool) -> None:
+def _show_study(result: Result, tables: bool) -> None:
     out = output.out()
     out.print()
     out.rule(result.study.title, align="left", characters="=")
@@ -105,19 +107,19 @@ def _show_result(result: Result, tables: bool) -> None:
         output.say(f"- {sentence}")
 
 
-def _show_lesson(told: Told) -> None:
+def _show_lesson(result: LessonResult) -> None:
     out = output.out()
     out.print()
-    out.rule(f"Lesson: {told.lesson.title}", align="left", characters="=")
-    if told.reason:
-        output.say(f"It did not run here: {told.reason}")
+    out.rule(f"Lesson: {result.lesson.title}", align="left", characters="=")
+    if result.reason:
+        output.say(f"It did not run here: {result.reason}")
         return
-    print(_beginning(told.text), end="\n\n")
-    output.say(f"All of it: {output.command()} lesson {told.lesson.name}")
+    print(_beginning(result.text), end="\n\n")
+    output.say(f"For all of it: {output.command()} lesson {result.lesson.name}")
 
 
 def _beginning(text: str) -> str:
-    """The first paragraphs and tables, whole."""
+    """The first complete paragraphs and tables."""
     parts = text.rstrip().split("\n\n")
     shown = parts[:1]
     while len(shown) < len(parts) and sum(part.count("\n") + 2 for part in shown) < LINES:

@@ -1,4 +1,4 @@
-"""flashtile doctor: what is installed, what this machine has, and which backends can run here, or why not."""
+"""flashtile doctor: installed versions, devices, and which backends can run here, or why not."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from flashtile.lab.cli import DOES_NOT_HOLD, output
 
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print plain JSON.")] = False,
-    brief: Annotated[bool, typer.Option("--brief", help="One line a backend, nothing else.")] = False,
+    brief: Annotated[bool, typer.Option("--brief", help="Print only one line per backend.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 unless every backend can run here.")] = False,
 ) -> None:
-    """Say what works on this machine, and why the rest does not."""
+    """Report what works on this machine, and why the rest does not."""
     found = backends() if brief else examine()
     if json:
         output.print_json(found)
@@ -31,7 +31,7 @@ def doctor(
 
 
 def backends() -> dict[str, Any]:
-    """The dispatch table: first row first."""
+    """The dispatch table, in order."""
     return {
         "backends": [
             {"backend": row.name, "device": row.device, "about": row.about, "why_not": row.missing()}
@@ -52,7 +52,7 @@ def examine() -> dict[str, Any]:
 
 
 def _setting(name: str, value: str | None) -> str:
-    """Of a variable that asks for threads."""
+    """Format the value of an environment variable for the number of threads."""
     if not value:
         return "(not set)"
     return value if threads.asked_for(name) else f"{value} (ignored: expected a number above 0)"
@@ -68,8 +68,8 @@ def _show(found: dict[str, Any]) -> None:
         about = ", ".join(f"{key} {value}" for key, value in device.items() if key != "device" and value is not None)
         output.say(f"{device['device']}: {about}")
     settings = ", ".join(f"{name}={_setting(name, found['threads'][name])}" for name in threads.VARIABLES)
-    output.say(f"threads: {found['threads']['cores']} cores to run on; {settings}")
-    out.print("Backends, the first that can is taken:", style="bold")
+    output.say(f"threads: {found['threads']['cores']} cores available; {settings}")
+    out.print("Backends; the first that can run a call is used:", style="bold")
     for row in found["backends"]:
         output.say(f"  {row['backend']} ({row['device']}): {row['about']}")
         output.say(f"    {'ready' if row['why_not'] is None else 'no: ' + row['why_not']}")

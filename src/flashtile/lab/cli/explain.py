@@ -1,4 +1,4 @@
-"""flashtile explain: what a call or a model costs before it runs: scores never built, bytes, FLOPs, least time."""
+"""flashtile explain: the cost of a call or a model before it runs: memory, bytes, FLOPs, least time."""
 
 from __future__ import annotations
 
@@ -28,38 +28,38 @@ def explain(
     k: Annotated[str | None, typer.Option(help="With --q: shape of k and v; like q unless given.")] = None,
     causal: Annotated[bool, typer.Option("--causal", help="With --q: no query sees a later key.")] = False,
     window: Annotated[
-        int | None, typer.Option(min=1, help="With --q: how many keys, up to its own, a query sees.")
+        int | None, typer.Option(min=1, help="With --q: the number of keys, up to its own, that a query sees.")
     ] = None,
     model: str = typer.Option(None, help=f"A named model instead of shapes: {', '.join(models())}."),
     context: Annotated[
-        str | None, typer.Option(help=f"With --model: how many tokens, such as 1m; {CONTEXT} by default.")
+        str | None, typer.Option(help=f"With --model: the number of tokens, such as 1m; {CONTEXT} by default.")
     ] = None,
     decode: Annotated[
         bool, typer.Option("--decode", help="With --model: one new token against the context, not the whole prompt.")
     ] = False,
     dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; float32, or bfloat16 with --model.")] = None,
-    backend: Annotated[str, typer.Option(help="Ask for a backend by name.")] = "auto",
+    backend: Annotated[str, typer.Option(help="The backend to use.")] = "auto",
     gpu: str = typer.Option(
         None,
         help="Where it would run: here (this machine's GPU, or its CPU, measured), cpu (measured), none, "
-        f"{', '.join(chips())}. here by default.",
+        f"{', '.join(chips())}. The default is here.",
     ),
     gpu_flops: Annotated[
-        str | None, typer.Option(help="FLOPs a second, such as 989T: of a GPU not listed, or instead of its own.")
+        str | None, typer.Option(help="FLOPs per second, such as 989T, of an unlisted GPU or to replace its own.")
     ] = None,
-    gpu_bandwidth: Annotated[str | None, typer.Option(help="Bytes a second, such as 4.8T, likewise.")] = None,
-    gpu_memory: Annotated[float | None, typer.Option(help="GiB, likewise.")] = None,
+    gpu_bandwidth: Annotated[str | None, typer.Option(help="The same for bytes per second, such as 4.8T.")] = None,
+    gpu_memory: Annotated[float | None, typer.Option(help="The same for memory in GiB.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print plain JSON.")] = False,
 ) -> None:
-    """Say what a call would cost, from shapes or a model's name."""
+    """Show what a call would cost, from shapes or a model's name."""
     if (q is None) == (model is None):
         raise typer.BadParameter("expected --q with a shape, or --model with a name")
     if model is not None and (causal or window is not None):
-        raise typer.BadParameter("--causal, --window: the model says who sees whom")
+        raise typer.BadParameter("--causal, --window: the model defines its mask")
     if model is not None and k is not None:
-        raise typer.BadParameter("--k: the model and --context say its shape")
+        raise typer.BadParameter("--k: the model and --context define its shape")
     if model is None and (decode or context is not None):
-        raise typer.BadParameter("--decode, --context: expected with --model; with --q the shapes say it")
+        raise typer.BadParameter("--decode, --context: expected with --model; with --q the shapes define them")
     kind = _one_of("--dtype", dtype or ("float32" if model is None else "bfloat16"), {name: name for name in DTYPES})
     given = _given(gpu_flops, gpu_bandwidth, gpu_memory)
     hardware, device = _hardware(gpu, kind, given)
@@ -102,7 +102,7 @@ def _given(flops: str | None, bandwidth: str | None, memory: float | None) -> di
 
 
 def _hardware(gpu: str | None, dtype: str, given: dict[str, float]) -> tuple[Hardware | None, str]:
-    """What sets the least time, and the device that tensors would be on."""
+    """The hardware that determines the least time, and the device of the tensors."""
     if gpu is None and given:
         if not {"flops", "bytes"} <= given.keys():
             raise typer.BadParameter("--gpu-flops, --gpu-bandwidth: expected both, or a --gpu to change")
@@ -115,7 +115,7 @@ def _hardware(gpu: str | None, dtype: str, given: dict[str, float]) -> tuple[Har
         here = machine.gpu() if gpu in (None, "here") else None
         name = known_as(here) if here else gpu
         if here and name is None:
-            output.err().print(f"{here} is not in the catalogue; give --gpu-flops and --gpu-bandwidth for it")
+            output.err().print(f"{here} is not in the catalogue; pass --gpu-flops and --gpu-bandwidth for it")
         if name in (None, "here", "cpu"):
             from flashtile.lab.bench import rates
 
@@ -151,7 +151,7 @@ def _show(
     if hardware is not None:
         if hardware.levels:
             out.print(_hierarchy(hardware))
-        output.say(_said_of(hardware))
+        output.say(_source_of(hardware))
     for note in _notes(call, whole, name, hardware, here):
         output.say(note)
 
@@ -163,8 +163,8 @@ def _of_call(p: Plan, hardware: Hardware | None) -> list[tuple[str, str]]:
         ("q; k", f"{_times(p.q_shape)}; {_times(p.k_shape)}"),
         ("dtype", p.dtype),
         ("tile", _tile(p)),
-        ("moved into a tile", _sizes(p.blocks, "QKV") + room),
-        ("summed in a tile", _sizes(p.blocks, "SO")),
+        ("loaded per tile", _sizes(p.blocks, "QKV") + room),
+        ("accumulated per tile", _sizes(p.blocks, "SO")),
         ("tiles", ", ".join(f"{n:,} {kind}" for kind, n in p.tiles.items())),
         ("FLOPs", f"{output.quantity(p.flops, 'FLOP')}; backward {output.quantity(p.backward_flops, 'FLOP')}"),
         ("score matrix never built", output.size(p.score_bytes)),
@@ -173,18 +173,18 @@ def _of_call(p: Plan, hardware: Hardware | None) -> list[tuple[str, str]]:
         ("standard attention moves", output.size(p.standard_bytes)),
         ("tiles move, no cache", output.size(p.tile_bytes)),
         ("least that must move", output.size(p.least_bytes)),
-        ("FLOPs a byte, at best", f"{p.intensity:,.0f}" if p.intensity >= 100 else f"{p.intensity:.3g}"),
+        ("FLOPs per byte, at best", f"{p.intensity:,.0f}" if p.intensity >= 100 else f"{p.intensity:.3g}"),
     ]
     if p.floor is not None:
         limit = "arithmetic: above" if p.floor.bound == "compute" else "memory: below"
-        rows.append(("limited by", f"{limit} {p.floor.rates.ridge:.4g} FLOPs a byte"))
+        rows.append(("limited by", f"{limit} {p.floor.rates.ridge:.4g} FLOPs per byte"))
         rows.append(("least time", output.seconds(p.floor.seconds)))
     return rows
 
 
 def _kernel(p: Plan) -> str:
     if p.tile_of is None or p.backend == p.tile_of:
-        return p.backend or "none can run it"
+        return p.backend or "no backend supports it"
     return f"{p.tile_of}, but {f'{p.backend} ' if p.backend else 'not '}on this machine"
 
 
@@ -201,22 +201,22 @@ def _sizes(blocks: dict[str, int], names: str) -> str:
 def _of_model(b: Budget, hardware: Hardware | None) -> list[tuple[str, str]]:
     rows = [
         ("layers", ", ".join(f"{kind.count} that see {kind.window or 'all'} keys" for kind in b.layers)),
-        ("KV cache a token", output.size(b.kv_bytes_a_token)),
+        ("KV cache per token", output.size(b.kv_bytes_a_token)),
         ("KV cache", output.size(b.kv_bytes)),
     ]
     if hardware is not None and hardware.memory is not None:
-        rows.append(("of all the memory", f"{b.kv_bytes / hardware.memory:.1%} of {output.size(hardware.memory)}"))
+        rows.append(("share of the memory", f"{b.kv_bytes / hardware.memory:.1%} of {output.size(hardware.memory)}"))
     rows.append(("FLOPs", output.quantity(b.flops, "FLOP")))
     rows.append(("least that must move", output.size(b.least_bytes)))
     if b.seconds is not None and b.tokens_a_second is not None:
-        rows.append(("least time of a token" if b.decode else "least time of the prompt", output.seconds(b.seconds)))
+        rows.append(("least time per token" if b.decode else "least time for the prompt", output.seconds(b.seconds)))
         tokens = "new tokens" if b.decode else "prompt tokens"
-        rows.append((f"{tokens} a second, at most", f"{b.tokens_a_second:,.0f}"))
+        rows.append((f"{tokens} per second, at most", f"{b.tokens_a_second:,.0f}"))
     return rows
 
 
 def _hierarchy(hardware: Hardware) -> Any:
-    """Fastest first; bandwidths as multiples of the slowest show what a tile gains."""
+    """The memories, fastest first; bandwidths as multiples of the slowest show what a tile gains."""
     slowest = hardware.levels[-1].rate
     rows = []
     for level in hardware.levels:
@@ -224,30 +224,30 @@ def _hierarchy(hardware: Hardware) -> Any:
         unknown = "not measured" if hardware.measured else "not published"
         rate = unknown if level.rate is None else output.quantity(level.rate, "B/s")
         rows.append((level.name, output.size(level.bytes), rate, times))
-    return output.table(f"Memories of {hardware.name}", ("level", "size, all", "bandwidth", "x memory"), rows)
+    return output.table(f"Memories of {hardware.name}", ("level", "total size", "bandwidth", "x memory"), rows)
 
 
-def _said_of(hardware: Hardware) -> str:
+def _source_of(hardware: Hardware) -> str:
     rates = f"{output.quantity(hardware.rates.flops, 'FLOP/s')}, {output.quantity(hardware.rates.bytes, 'B/s')}"
     if hardware.measured:
-        return f"Least times: by the best seen here just now, {rates}, of NumPy's product and copy and our own kernels."
-    return f"Least times: by the figures of {hardware.name}, {rates}. No kernel reaches them all the way."
+        return f"Least times use the best rates just measured, {rates}, of NumPy's product and copy and our kernels."
+    return f"Least times use the published rates of {hardware.name}, {rates}, which no kernel fully reaches."
 
 
 def _notes(
     call: Plan | None, whole: Budget | None, name: str | None, hardware: Hardware | None, here: bool
 ) -> list[str]:
-    """`here`: it would run on this machine, so that what is missing on it counts."""
+    """Remarks. `here`: the call would run on this machine, so backends missing on it are listed."""
     notes = []
     if whole is not None:
-        notes.append("Attention alone: weights, projections and the other layers come on top.")
+        notes.append("This is attention only, without weights, projections and other layers.")
         if whole.context > whole.model.context:
-            made_for, taken = f"{whole.model.context:,}", f"{whole.context:,}"
-            notes.append(f"{name} was made for {made_for} tokens; this is what {taken} would take.")
+            limit, asked = f"{whole.model.context:,}", f"{whole.context:,}"
+            notes.append(f"{name} was made for {limit} tokens; this is the cost of {asked}.")
         if hardware is not None and whole.gpus is not None and whole.gpus > 1 and whole.shared_seconds is not None:
             notes.append(
-                f"The KV cache alone outgrows {hardware.name}: it takes {whole.gpus} of them. Each attends to the keys "
-                "it holds and gives out and lse; flashtile.merge() joins these exactly, and the least time falls to "
+                f"The KV cache alone exceeds {hardware.name}: it takes {whole.gpus} of them. Each attends to its own "
+                "keys and returns out and lse; flashtile.merge() merges these exactly, and the least time falls to "
                 f"{output.seconds(whole.shared_seconds)}."
             )
         if whole.model.latent is not None:
@@ -262,11 +262,11 @@ def _notes(
 
 def _latent(whole: Budget) -> str:
     cached = whole.model.cached_numbers
-    said = f"Latent attention: the cache keeps {cached} numbers a token and layer for all heads."
+    cache = f"Latent attention: the cache keeps {cached} numbers per token and layer for all heads."
     if not whole.decode:
-        return f"{said} The layer above has the keys and values made from them, as a prompt needs them."
+        return f"{cache} The layer above has the keys and values made from them, as a prompt needs them."
     return (
-        f"{said} Decoding reads them as one key head of width {cached}, which no kernel here takes; "
+        f"{cache} Decoding reads them as one key head of width {cached}, which no kernel here supports; "
         "only its counts are given."
     )
 
@@ -275,7 +275,7 @@ def _times(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))
 
 
-# What was typed
+# Parsing options
 
 
 def _one_of(option: str, name: str, table: dict[str, T], *others: str) -> T:
@@ -293,7 +293,7 @@ def _length(option: str, text: str) -> int:
 
 
 def _shape(option: str, text: str) -> tuple[int, ...]:
-    """2 to 4 lengths, "2, 8, 1k, 64" or "2x8x1kx64"."""
+    """Parse 2 to 4 lengths, "2, 8, 1k, 64" or "2x8x1kx64"."""
     try:
         lengths = tuple(length(part.strip()) for part in text.replace("x", ",").split(","))
     except ValueError:
@@ -304,14 +304,14 @@ def _shape(option: str, text: str) -> tuple[int, ...]:
 
 
 def _memory(option: str, gib: float | None) -> float | None:
-    """Bytes, one or more."""
+    """Convert GiB to bytes, at least one."""
     if gib is not None and not 1 <= gib * (1 << 30) < float("inf"):
         raise typer.BadParameter(f"{option}: expected a number of GiB above 0, got {gib:g}")
     return None if gib is None else gib * (1 << 30)
 
 
 def _quantity(option: str, text: str | None) -> float | None:
-    """989e12 for "989T"."""
+    """Parse a number with a prefix: 989e12 for "989T"."""
     if text is None:
         return None
     factor = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}.get(text[-1:], 0)

@@ -14,10 +14,10 @@ from flashtile.lab.lessons.text import COLUMNS
 
 
 def lesson(
-    name: Annotated[str | None, typer.Argument(help="Which one; without it, they are listed.")] = None,
+    name: Annotated[str | None, typer.Argument(help="The lesson to run; without it, list them.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes and few rounds.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print plain JSON.")] = False,
-    show: Annotated[bool, typer.Option("--source", help="Print the files to read instead of running them.")] = False,
+    show: Annotated[bool, typer.Option("--source", help="Print the source instead of running it.")] = False,
 ) -> None:
     """Run a lesson, or list them all."""
     if name is None:
@@ -30,7 +30,7 @@ def lesson(
         text = source(found)
         output.print_json({"lesson": name, "source": text}) if json else print(text, end="")
         return
-    record = _as_json(found, quick) if json else _in_words(found, quick)
+    record = _as_json(found, quick) if json else _as_text(found, quick)
     if not record["holds"]:
         raise typer.Exit(DOES_NOT_HOLD)
 
@@ -55,7 +55,7 @@ def _as_json(lesson: Lesson, quick: bool) -> dict[str, Any]:
     return record
 
 
-def _in_words(lesson: Lesson, quick: bool) -> dict[str, Any]:
+def _as_text(lesson: Lesson, quick: bool) -> dict[str, Any]:
     try:
         return run(lesson, print, quick)
     except Unavailable as reason:

@@ -1,4 +1,4 @@
-"""Where output goes: results to stdout, progress and remarks to stderr, files where they can be written."""
+"""Output: results to stdout, progress and remarks to stderr, and checks that files can be written."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from flashtile.lab.units import size as size
 
 
 def out() -> Console:
-    """For results; rich honours NO_COLOR and drops all styling where stdout is not a terminal.
+    """The console for results; rich honours NO_COLOR and drops all styling if stdout is not a terminal.
 
-    Words in brackets are words, not styles: they belong to pip's extras, to paths, to what others say.
+    Text in brackets is text, not markup: it belongs to pip's extras, to paths and to other programs' messages.
     """
     return Console(highlight=False, markup=False)
 
@@ -38,13 +38,13 @@ def err() -> Console:
 
 
 def say(text: str) -> None:
-    """A sentence: wrapped where it goes to a terminal, one line where it does not."""
+    """Print a sentence: wrapped on a terminal, else on one line."""
     console = out()
     console.print(text, soft_wrap=not console.is_terminal)
 
 
 def markdown(text: str) -> None:
-    """Drawn where it goes to a terminal, plain where it does not."""
+    """Print markdown: rendered on a terminal, else plain."""
     console = out()
     if console.is_terminal:
         console.print(Markdown(text))
@@ -57,7 +57,7 @@ def print_json(value: Any) -> None:
 
 
 def command() -> str:
-    """How to start this program again from here: by its name where the shell finds that, or by its path."""
+    """The command that starts this program: its name if the shell finds it, else its path."""
     path = sys.argv[0]
     if shutil.which("flashtile") or not os.path.isfile(path):
         return "flashtile"
@@ -67,7 +67,7 @@ def command() -> str:
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Refuse a path that cannot be written, before anything is computed for it; leaves nothing there."""
+    """Refuse a path that cannot be written, before anything is computed for it, and leave nothing there."""
     try:
         nearest = next((folder for folder in path.absolute().parents if folder.exists()), path)
         with tempfile.TemporaryFile(dir=nearest):
@@ -77,17 +77,17 @@ def check_writable(option: str, path: Path) -> None:
 
 
 def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """The first column is words, the others are numbers."""
+    """Build a table whose first column is text and whose others are numbers."""
     shown = Table(title=title, title_justify="left", title_style="bold")
     for n, name in enumerate(head):
-        shown.add_column(name, justify="left" if n == 0 else "right", overflow="fold")  # no number loses its end
+        shown.add_column(name, justify="left" if n == 0 else "right", overflow="fold")  # never truncate a number
     for row in rows:
         shown.add_row(*row)
     return shown
 
 
 def facts(title: str, rows: Sequence[tuple[str, str]]) -> Table:
-    """What something is, and its value, a line each."""
+    """Build a table of names and values, one per line."""
     shown = Table(title=title, title_justify="left", title_style="bold", show_header=False)
     for row in rows:
         shown.add_row(*row)
@@ -96,9 +96,9 @@ def facts(title: str, rows: Sequence[tuple[str, str]]) -> Table:
 
 @contextmanager
 def progress_bar() -> Iterator[Report]:
-    """A bar on stderr; the caller says what comes next, how many are done, and of how many.
+    """Show a bar on stderr; the caller reports what comes next, how many are done, and of how many.
 
-    It is drawn then and at no other time: a thread that did so would take time from what is measured.
+    It is drawn only at those reports: a refresh thread would disturb the measurements.
     """
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=err(), transient=True, auto_refresh=False) as bar:

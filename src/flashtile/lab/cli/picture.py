@@ -1,4 +1,4 @@
-"""The score matrix that is never built, drawn to scale in text, enlarged step by step until one tile can be seen."""
+"""The score matrix that is never built, drawn to scale in text and enlarged until one tile is visible."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashtile.band import Band, cuts
 SIDE = 10  # cells along the longer side of a picture; the next picture is one cell of it
 COLUMNS = 80
 HIDDEN, SEEN, CELL, TILE = ".", "-", "+", "#"
-SHADES = {HIDDEN: "·", SEEN: "░", CELL: "▓", TILE: "█"}  # where the terminal has them
+SHADES = {HIDDEN: "·", SEEN: "░", CELL: "▓", TILE: "█"}  # if the terminal has them
 
 
 class Picture(NamedTuple):
@@ -23,7 +23,7 @@ class Picture(NamedTuple):
 
 
 def pictures(band: Band, n_q: int, n_k: int, tile: tuple[int, int]) -> list[Picture]:
-    """The matrix, then its last cell, then the last cell of that, until a tile is nearest to one cell or more."""
+    """Draw the matrix, then its last cell, then the last cell of that, until a tile is about one cell or more."""
     tile = max(1, min(tile[0], n_q)), max(1, min(tile[1], n_k))
     queries, keys, found = n_q, n_k, []
     while True:
@@ -50,17 +50,17 @@ def _lines(
         cells = [SEEN if a < seen.end and b > seen.begin else HIDDEN for a, b in pairwise(ends)]
         if i >= high - rows:
             cells[-columns:] = mark * min(columns, wide)
-        lines.append("".join(c * 2 for c in cells))  # a character is about twice as high as it is wide
+        lines.append("".join(c * 2 for c in cells))  # a character is about twice as high as wide
     return tuple(lines)
 
 
 def beside(found: Sequence[Picture], shades: bool) -> str:
-    """The pictures side by side, as many as a line holds, each over its size."""
+    """Lay the pictures side by side, as many as fit on a line, each with its size below."""
     gap, width = "   ", 2 * SIDE
-    a_line = (COLUMNS + len(gap)) // (width + len(gap))
+    per_line = (COLUMNS + len(gap)) // (width + len(gap))
     text = []
-    for n in range(0, len(found), a_line):
-        captioned = [[*p.lines, f"{p.queries} x {p.keys}"] for p in found[n : n + a_line]]
+    for n in range(0, len(found), per_line):
+        captioned = [[*p.lines, f"{p.queries} x {p.keys}"] for p in found[n : n + per_line]]
         text += [gap.join(f"{part:{width}}" for part in row).rstrip() for row in zip_longest(*captioned, fillvalue="")]
     drawn = "\n".join(text)
     for plain, shade in SHADES.items() if shades else ():
@@ -70,10 +70,10 @@ def beside(found: Sequence[Picture], shades: bool) -> str:
 
 def legend(found: Sequence[Picture], shades: bool) -> str:
     drawn = "".join(line for picture in found for line in picture.lines)
-    words = {
+    meanings = {
         TILE: "one tile",
-        CELL: "enlarged beside it",
-        SEEN: "made a tile at a time",
+        CELL: "enlarged in the next picture",
+        SEEN: "computed tile by tile",
         HIDDEN: "skipped",
     }
-    return ", ".join(f"{SHADES[c] if shades else c} {about}" for c, about in words.items() if c in drawn)
+    return ", ".join(f"{SHADES[c] if shades else c} {about}" for c, about in meanings.items() if c in drawn)

@@ -1,4 +1,4 @@
-"""The lessons: short files that run, print what they do, and measure it. Begin with online_softmax.py."""
+"""The lessons: short programs that print what they do, and measure it. Start with online_softmax.py."""
 
 from flashtile.lab.lessons.lesson import Lesson
 
@@ -6,28 +6,28 @@ LESSONS = (
     Lesson(
         "online-softmax",
         "Online softmax",
-        "One row of scores, seen tile by tile: a maximum and a sum are all there is to keep.",
+        "One row of scores, seen tile by tile: only a maximum and a sum have to be kept.",
     ),
     Lesson(
         "tiled-attention",
-        "Tiled attention beside standard attention",
-        "The whole algorithm in forty lines of NumPy: the same answer, and no N x N matrix.",
+        "Tiled and standard attention",
+        "The whole algorithm in forty lines of NumPy: the same result, and no N x N matrix.",
     ),
     Lesson(
         "launches",
-        "Three launches against one",
-        "Trips through memory, counted; and why a Python loop over array calls is not flash attention.",
+        "Three launches and one",
+        "Trips through memory, counted; and why a Python loop of array calls is not flash attention.",
     ),
     Lesson(
         "vector-add",
-        "The GPU's way to add two vectors",
-        "A block, a bounds mask, and how long a vector must be before a launch is worth its price.",
+        "Adding two vectors on a GPU",
+        "A block, a bounds mask, and the length from which a vector is worth a launch.",
         needs=("triton",),
         kernel="vector_add.py",
     ),
     Lesson(
         "tiled-matmul",
-        "Matrix product by tiles",
+        "A tiled matrix product",
         "A block is loaded once and used many times: with small numbers, counted, then in Triton.",
         needs=("triton",),
         kernel="tiled_matmul.py",
@@ -35,7 +35,7 @@ LESSONS = (
     Lesson(
         "fused-attention",
         "Flash attention in Triton",
-        "The tiled loop as one GPU kernel written in Python, causal included.",
+        "The tiled loop as one GPU kernel written in Python, with a causal mask.",
         needs=("triton",),
         kernel="fused_attention.py",
     ),
@@ -49,6 +49,6 @@ LESSONS = (
     Lesson(
         "fa1-vs-fa2",
         "FlashAttention 1 and 2",
-        "Columns of tiles against rows of tiles: scattered writes against one write a block.",
+        "Columns of tiles or rows of tiles: scattered writes, or one write per block.",
     ),
 )

@@ -1,6 +1,6 @@
-"""CUDA C at run time: NVRTC compiles it, the driver loads and launches it. Both are C libraries, called by ctypes.
+"""CUDA C at run time: NVRTC compiles it, the driver loads and launches it; both through ctypes.
 
-NVRTC comes with the CUDA builds of torch, as the package nvidia-cuda-nvrtc, or with the CUDA toolkit. No nvcc needed.
+NVRTC comes with the CUDA builds of torch, as the package nvidia-cuda-nvrtc, or with the CUDA toolkit. nvcc is not used.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 from flashtile.lab.lessons.lesson import Unavailable
 
-MAJOR, MINOR = 75, 76  # numbers of cuDeviceGetAttribute
-SHARED_BYTES, SPILLED_BYTES, REGISTERS = 1, 3, 4  # and of cuFuncGetAttribute
+MAJOR, MINOR = 75, 76  # for cuDeviceGetAttribute
+SHARED_BYTES, SPILLED_BYTES, REGISTERS = 1, 3, 4  # for cuFuncGetAttribute
 
 
 def compile_cuda(source: str, architecture: str, **defines: int) -> bytes:
-    """Machine code for an architecture such as "sm_90". What the compiler has to say against it becomes an error."""
+    """Compile for an architecture such as "sm_90". Raise the compiler's messages as an error."""
     nvrtc = _nvrtc()
     options = [f"--gpu-architecture={architecture}", *(f"-D{name}={value}" for name, value in defines.items())]
     program = c_void_p()
@@ -35,7 +35,7 @@ def compile_cuda(source: str, architecture: str, **defines: int) -> bytes:
 
 
 class Kernel:
-    """A compiled function on the first GPU, in the context that torch uses too: its tensors may be arguments."""
+    """A compiled function on the first GPU, in torch's context, so that its tensors may be arguments."""
 
     def __init__(self, source: str, name: str, **defines: int) -> None:
         device, context, module, self.function = c_int(), c_void_p(), c_void_p(), c_void_p()
@@ -47,7 +47,7 @@ class Kernel:
         _check(driver().cuModuleGetFunction(byref(self.function), module, name.encode()))
 
     def resources(self) -> dict[str, int]:
-        """Shared memory of a block; registers of a thread, and bytes that did not fit into them."""
+        """Shared memory per block, registers per thread, and bytes spilled from them."""
         found = {}
         for name, number in (("shared", SHARED_BYTES), ("registers", REGISTERS), ("spilled", SPILLED_BYTES)):
             value = c_int()
@@ -56,7 +56,7 @@ class Kernel:
         return found
 
     def launch(self, grid: tuple[int, int], threads: int, *arguments: Any, stream: int = 0) -> None:
-        """Arguments are ctypes values, a tensor's c_void_p(tensor.data_ptr()). The driver wants their addresses."""
+        """Launch with ctypes values, c_void_p(tensor.data_ptr()) for a tensor. The driver takes their addresses."""
         addresses = (c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         _check(driver().cuLaunchKernel(self.function, *grid, 1, threads, 1, 1, 0, stream, addresses, None))
 
@@ -67,7 +67,7 @@ def _nvrtc() -> Any:
     if path is None:
         raise Unavailable("NVRTC was not found; it comes with the CUDA builds of torch, or as nvidia-cuda-nvrtc")
     if Path(path).is_absolute():
-        for builtins in Path(path).parent.glob("libnvrtc-builtins.so*"):  # NVRTC asks for it by name alone
+        for builtins in Path(path).parent.glob("libnvrtc-builtins.so*"):  # NVRTC loads it by name only
             ctypes.CDLL(str(builtins))
     library = ctypes.CDLL(path)
     program = c_void_p
@@ -82,7 +82,7 @@ def _nvrtc() -> Any:
 
 
 def _find_nvrtc() -> str | None:
-    """In the packages of NVIDIA, beside torch, or where the system looks; the newest."""
+    """Find the newest NVRTC in NVIDIA's packages, in torch's, or on the system's path."""
     found: list[Path] = []
     for package, where in (("nvidia", "*/lib"), ("torch", "lib")):
         spec = importlib.util.find_spec(package)
@@ -93,7 +93,7 @@ def _find_nvrtc() -> str | None:
 
 @cache
 def driver() -> Any:
-    """libcuda, which comes with the GPU's driver."""
+    """Load libcuda, which comes with the GPU's driver."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -134,6 +134,6 @@ def _check_nvrtc(status: int) -> None:
 
 def _check(status: int) -> None:
     if status:
-        words = c_char_p()
-        driver().cuGetErrorString(status, byref(words))
-        raise RuntimeError(f"CUDA driver: {(words.value or b'').decode()} ({status})")
+        text = c_char_p()
+        driver().cuGetErrorString(status, byref(text))
+        raise RuntimeError(f"CUDA driver: {(text.value or b'').decode()} ({status})")

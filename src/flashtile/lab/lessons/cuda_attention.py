@@ -1,8 +1,8 @@
-"""Flash attention in CUDA C: the same loop by hand, compiled while Python runs.
+"""Flash attention in CUDA C: the same loop by hand, compiled at run time.
 
-kernels/cuda_attention.cu is the lesson; this file compiles it (cuda.py), checks it and times it. What Triton decides by
-itself is spelled out there: which thread owns which row, what lies in shared memory and what in registers, and where
-all threads wait for each other. It uses no matrix units: it shows where the numbers are, not how fast a GPU is.
+kernels/cuda_attention.cu is the lesson; this file compiles it (cuda.py), checks it and times it. It spells out what
+Triton decides by itself: which thread owns which row, what is in shared memory and what in registers, and where the
+threads synchronize. It uses no matrix units: it shows where the numbers are, not how fast a GPU is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SOURCE = HERE / "kernels" / "cuda_attention.cu"
 
 
 def defines(causal: bool) -> dict[str, int]:
-    """What the source leaves open."""
+    """The macros that the source leaves undefined."""
     return {"DIM": DIM, "BLOCK_Q": BLOCK_Q, "BLOCK_K": BLOCK_K, "CAUSAL": int(causal)}
 
 
@@ -36,7 +36,7 @@ def kernel(causal: bool) -> cuda.Kernel:
 
 
 def attention(q: Any, k: Any, v: Any, *, causal: bool = False) -> Any:
-    """Of float32 tensors [heads, n, DIM] on the GPU, in one launch."""
+    """Compute attention of float32 tensors [heads, n, DIM] on the GPU in one launch."""
     import torch
 
     heads, n, dim = q.shape
@@ -54,23 +54,23 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
         raise Unavailable(f"this lesson keeps its arrays in torch tensors, and {reason}")
     import torch
 
-    heading(say, "What a block of threads holds")
+    heading(say, "The resources of a block of threads")
     held = kernel(False).resources()
     paragraph(
         say,
-        f"{BLOCK_Q} threads, a query each. Tiles of {BLOCK_K} keys and values in shared memory,",
+        f"{BLOCK_Q} threads, one query each. Tiles of {BLOCK_K} keys and values in shared memory,",
         f"{size(held['shared'])}.",
-        f"A query, its output, m and l in registers: {held['registers']} a thread, {held['spilled']} bytes spilled.",
+        f"A query, its output, m and l in registers: {held['registers']} per thread, {held['spilled']} bytes spilled.",
     )
 
-    heading(say, "The same answer")
+    heading(say, "The same result")
     rng = np.random.default_rng(42)
     checks = []
     for n in (256, 300):
         for causal in (False, True):
             arrays = [rng.standard_normal((2, n, DIM)).astype(np.float32) for _ in range(3)]
             out = attention(*(torch.from_numpy(x).cuda() for x in arrays), causal=causal)
-            checks.append(oracle.judge(out.cpu().numpy(), *arrays, causal=causal))
+            checks.append(oracle.check(out.cpu().numpy(), *arrays, causal=causal))
     table(say, oracle.ROW, [oracle.row(check) for check in checks])
 
     heading(say, "Time")

@@ -1,9 +1,9 @@
-"""FlashAttention 1 against 2: the same tiles, columns first or rows first, and what that does to the writes.
+"""FlashAttention 1 and 2: the same tiles, columns first or rows first, and the effect on the writes.
 
-FlashAttention-1 holds a block of K and V and walks the queries: every block of O is fetched, brought up to date and
-written again once for each block of keys. FlashAttention-2 holds a block of Q and walks the keys: a block of O stays on
-the chip until it is finished and is written once; and since rows of tiles have nothing to tell each other, each may go
-to a processor of its own. schedule.py has both orders as events; here they are counted, run and timed.
+FlashAttention-1 holds a block of K and V and iterates over the queries: every block of O is read, updated and written
+back once for each block of keys. FlashAttention-2 holds a block of Q and iterates over the keys: a block of O stays on
+the chip until it is finished and is written once; and since rows of tiles are independent, each may go to a different
+processor. schedule.py has both orders as events; here they are counted, run and timed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ORDERS = ("fa1", "fa2")
 
 
 def run(say: Say, quick: bool = False) -> dict[str, Any]:
-    heading(say, "Who is written when")
+    heading(say, "The order of writes")
     grid = Grid(16, 16, 4, 4)
     written = {}
     for order in ORDERS:
@@ -45,8 +45,8 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
     paragraph(
         say,
         f"16 queries and keys in tiles of 4 x 4. In FA1 every block of O is written {each['fa1']} times, once for each",
-        "column of tiles, and the next write is always to another block: scattered. In FA2 it is written",
-        f"{each['fa2']} time, one block after the other: sequential.",
+        "column of tiles, and the next write is always to another block: the writes are scattered. In FA2 it is",
+        f"written {each['fa2']} time, one block after the other: the writes are sequential.",
     )
     moved = count(say, 1024 if quick else 4096)
     times, apart = race(say, *((256, 0.2) if quick else (1024, 2)))
@@ -54,9 +54,9 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
     paragraph(
         say,
         "A processor runs a block of threads as warps, which share its fast memory but not their registers. FA1 gives",
-        "each warp a slice of K and V. Then each has a part of every score row, and the parts of O must be added up",
-        "through shared memory, everyone waiting. FA2 gives each warp a slice of Q. Then each has whole rows, K and V",
-        "are read by all, and nobody has anything to tell the others.",
+        "each warp a slice of K and V. Then each has a part of every score row, and the parts of O must be summed",
+        "through shared memory, while all warps wait. FA2 gives each warp a slice of Q. Then each has whole rows, all",
+        "read K and V, and they exchange nothing.",
     )
     return {
         "written": written,
@@ -69,8 +69,8 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
 
 
 def count(say: Say, n: int) -> dict[str, Any]:
-    """What both orders move, by the events they are made of."""
-    heading(say, "What moves through memory")
+    """Count what both orders move, by their events."""
+    heading(say, "Memory traffic")
     block = 128
     grid, layout = Grid(n, n, block, block), traffic.Layout(DIM, DIM, "float16")
     found = {}
@@ -92,7 +92,7 @@ def count(say: Say, n: int) -> dict[str, Any]:
         }
     table(
         say,
-        ("order", "read", "written", "writes of an O block", "independent walks a head"),
+        ("order", "read", "written", "writes of an O block", "independent loops per head"),
         [
             (
                 order,
@@ -108,14 +108,14 @@ def count(say: Say, n: int) -> dict[str, Any]:
     paragraph(
         say,
         f"One head, N = {n}, D = {DIM}, float16, tiles of {block} x {block}. FA1 writes {ratio:.0f} times as much: O,",
-        "m and l for every column of tiles. And its columns all update the same O, so a head is one walk; the rows of",
-        "FA2 are walks of their own, which keep many processors busy even with one head.",
+        "m and l for every column of tiles. All its columns update the same O, so a head is one sequential loop; the",
+        "rows of FA2 are independent, and keep many processors busy even with one head.",
     )
     return {"n": n, "block": block, **found}
 
 
 def race(say: Say, n: int, seconds: float) -> tuple[dict[str, Any], float]:
-    """Both orders on the same machine, in NumPy: the same answer, and the time."""
+    """Time both orders on this machine, in NumPy, and check that the results agree."""
     heading(say, "Time")
     rng = np.random.default_rng(42)
     q, k, v = (rng.standard_normal((n, DIM)) for _ in range(3))
@@ -126,12 +126,12 @@ def race(say: Say, n: int, seconds: float) -> tuple[dict[str, Any], float]:
     apart = max(float(np.abs(way()[0][0, 0] - oracle).max()) for way in ways.values())
     what = f"tiles backend, N = {n}, tiles of {block} x {block}"
     times = timings(say, what, alternate(ways, seconds=seconds))
-    paragraph(say, f"Both are off the oracle by at most {apart:.1e}.")
+    paragraph(say, f"Both differ from the oracle by at most {apart:.1e}.")
     return times, apart
 
 
 def warps(say: Say) -> dict[str, dict[str, Any]]:
-    """One tile of 64 queries and 64 keys, split between warps by keys and by queries; what they had to exchange."""
+    """Split one tile of 64 queries and 64 keys between warps by keys and by queries, and count what they exchange."""
     heading(say, f"Work split between {WARPS} warps")
     rng = np.random.default_rng(42)
     q, k, v = (rng.standard_normal((64, DIM)) for _ in range(3))
@@ -142,7 +142,7 @@ def warps(say: Say) -> dict[str, dict[str, Any]]:
     exchanged = sum(state.m.size + state.l.size + state.O.size for state in others)  # all through shared memory
     for state in others:
         whole.merge(state)
-    # Whole rows each: laid side by side, nothing to merge.
+    # Each has whole rows: concatenated, with nothing to merge.
     by_queries = np.concatenate([absorbed(S[part], v).normalized() for part in parts])
     oracle = flashtile.standard_attention(q, k, v)
     found = {
@@ -151,7 +151,7 @@ def warps(say: Say) -> dict[str, dict[str, Any]]:
     }
     table(
         say,
-        ("split", "numbers exchanged", "off the oracle"),
+        ("split", "numbers exchanged", "from the oracle"),
         [(name, f"{way['exchanged']:,}", f"{way['error']:.1e}") for name, way in found.items()],
     )
     return found

@@ -1,8 +1,8 @@
 """Flash attention in Triton: the loop of tiled_attention.py as one GPU kernel, written in Python.
 
 kernels/fused_attention.py is the lesson; this file runs it. Product, mask, softmax and product are one launch: a tile
-of scores is made, used and forgotten on the chip. The package's own kernels, backends/triton/, are this one with every
-option, a mask only where a tile needs it, and tiles chosen for the GPU.
+of scores is computed, used and discarded on the chip. The package's own kernels, backends/triton/, add all options, use
+a mask only for the tiles that need it, and choose tiles for the GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DIM = 64
 
 
 def fused(q: Any, k: Any, v: Any, *, causal: bool = False, blocks: tuple[int, int] = (64, 64)) -> Any:
-    """Attention of tensors [heads, n, DIM] in one launch."""
+    """Compute attention of tensors [heads, n, DIM] in one launch."""
     import torch
 
     from flashtile.lab.lessons.kernels.fused_attention import attention_kernel
@@ -39,8 +39,8 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
     where = device.for_triton()
     import torch
 
-    heading(say, "The same answer")
-    # The interpreter is slow, and multiplies bfloat16 wrongly: there small tiles, and float32 alone.
+    heading(say, "The same result")
+    # The interpreter is slow, and multiplies bfloat16 wrongly: it gets small tiles, and float32 only.
     dtypes, blocks = (("float32",), (16, 32)) if where == "cpu" else (("float32", "float16", "bfloat16"), (64, 32))
     rng = np.random.default_rng(42)
     checks = []
@@ -53,14 +53,15 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
                 )
                 out = fused(*(x.to(where) for x in (q, k, v)), causal=causal, blocks=blocks)
                 arrays = (x.cpu().float().numpy() for x in (out, q, k, v))
-                checks.append(oracle.judge(*arrays, causal=causal, dtype=dtype))
+                checks.append(oracle.check(*arrays, causal=causal, dtype=dtype))
     table(say, oracle.ROW, [oracle.row(check) for check in checks])
     paragraph(
         say,
-        "Against the float64 oracle. Allowed: twice the error of standard attention in the same dtype, and a rounding.",
+        "Errors against the float64 oracle. Allowed: twice the error of standard attention in the same dtype, plus a",
+        "rounding.",
         "This ran on the GPU."
         if where == "cuda"
-        else "No GPU is used here: Triton interpreted the kernel in NumPy. Right, and slow.",
+        else "No GPU is used here: Triton interpreted the kernel in NumPy, which is correct but slow.",
     )
     times = on_gpu(say, quick) if where == "cuda" else interpreted(say, quick)
     return {
@@ -72,7 +73,7 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
 
 
 def interpreted(say: Say, quick: bool) -> dict[str, Any]:
-    """What interpreting costs: no measure of the kernel."""
+    """Time the interpreter; this says nothing about the kernel."""
     import torch
 
     torch.manual_seed(42)
@@ -86,7 +87,7 @@ def interpreted(say: Say, quick: bool) -> dict[str, Any]:
 
 
 def on_gpu(say: Say, quick: bool) -> dict[str, Any]:
-    """Beside standard attention in torch, torch's own fused attention, and flashtile's kernels."""
+    """Compare with standard attention in torch, torch's own fused attention, and flashtile's kernels."""
     import torch
 
     torch.manual_seed(42)
@@ -117,7 +118,7 @@ def on_gpu(say: Say, quick: bool) -> dict[str, Any]:
     held = torch.cuda.max_memory_allocated() - before
     paragraph(
         say,
-        f"One call of the kernel made {held:,} bytes. Its output is {q.nbytes:,}; the scores would be "
+        f"One call of the kernel allocated {held:,} bytes. Its output has {q.nbytes:,}; the scores would take "
         f"{2 * heads * n * n:,}.",
     )
     return found

@@ -1,8 +1,8 @@
-"""Launches: six trips through memory against two, counted; and why a Python loop of array calls is not flash attention.
+"""Launches: six trips through memory or two, and why a Python loop of array calls is not flash attention.
 
-On a GPU every operation is a kernel of its own: it is launched, reads its inputs from the large memory (HBM) and writes
-its result there. What counts is how often the numbers travel. Nothing here is estimated: Account writes down each block
-that a kernel moves, Watch every single NumPy or torch call, while they happen.
+On a GPU every operation is a separate kernel: it is launched, reads its inputs from the large memory (HBM) and writes
+its result there. What counts is how often the numbers travel. Nothing here is estimated: Traffic records each block
+that a kernel moves, Calls every single NumPy or torch call, while they run.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ SCALE = DIM**-0.5
 
 
 @dataclass
-class Account:
-    """What each kernel reads from HBM and writes there, by the events of a run of the tiles backend."""
+class Traffic:
+    """The bytes that each kernel reads from HBM and writes to it, by the events of a run of the tiles backend."""
 
     launches: list[dict[str, Any]] = field(default_factory=list)
 
@@ -54,7 +54,7 @@ class Account:
 
     @property
     def trips(self) -> int:
-        """One in for a kernel that read, one out for one that wrote."""
+        """One for each kernel that read, and one for each that wrote."""
         return sum((launch["read"] > 0) + (launch["written"] > 0) for launch in self.launches)
 
     @property
@@ -63,42 +63,42 @@ class Account:
 
 
 @dataclass
-class Watch:
-    """Calls of a library, seen from outside: each reads its arguments from memory and writes its result there."""
+class Calls:
+    """Calls of a library: each reads its arguments from memory and writes its result there."""
 
     calls: int = 0
     bytes: int = 0
 
-    def see(self, *arrays: Any) -> None:
+    def add(self, *arrays: Any) -> None:
         self.calls += 1
         self.bytes += sum(x.nbytes for x in arrays if hasattr(x, "nbytes"))
 
 
-def watched(watch: Watch, *arrays: Array) -> list[Array]:
-    """Arrays that report every calculation they take part in, and whose results do so too."""
+def counting(calls: Calls, *arrays: Array) -> list[Array]:
+    """Return views that count every operation on them and on their results."""
 
-    class Watched(np.ndarray):
+    class Counting(np.ndarray):
         def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
             if "out" in options:
                 options["out"] = tuple(x.view(np.ndarray) for x in options["out"])
-            inputs = tuple(x.view(np.ndarray) if isinstance(x, Watched) else x for x in inputs)
+            inputs = tuple(x.view(np.ndarray) if isinstance(x, Counting) else x for x in inputs)
             result = np.asarray(getattr(ufunc, method)(*inputs, **options))
-            watch.see(*inputs, result)
-            return result.view(Watched)
+            calls.add(*inputs, result)
+            return result.view(Counting)
 
-    return [x.view(Watched) for x in arrays]
+    return [x.view(Counting) for x in arrays]
 
 
 @contextmanager
-def watching_torch(watch: Watch) -> Iterator[None]:
-    """The same for torch, which passes every operation through here before it becomes a launch. Views move nothing."""
+def counting_torch(calls: Calls) -> Iterator[None]:
+    """Count torch operations, each of which becomes a launch. Views move nothing."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
             if not func.is_view:
-                watch.see(*args, *(result if isinstance(result, tuple) else (result,)))
+                calls.add(*args, *(result if isinstance(result, tuple) else (result,)))
             return result
 
     with Mode():  # type: ignore[no-untyped-call]
@@ -110,18 +110,18 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
     rng = np.random.default_rng(42)
     Q, K, V = (rng.standard_normal((n, DIM)).astype(np.float32) for _ in range(3))
 
-    heading(say, "Three launches against one")
-    problem, three, one = describe(Q, K, V), Account(), Account()
+    heading(say, "Three launches and one")
+    problem, three, one = describe(Q, K, V), Traffic(), Traffic()
     standard_out, _ = tiles.standard(problem, BLOCK, three.observe)
-    one.launch("attention")  # all that follows is inside one kernel
+    one.launch("attention")  # everything below is inside one kernel
     flash_out, _ = tiles.forward(problem, "fa2", BLOCK, BLOCK, one.observe)
     table(
         say,
         ("method", "kernel", "read", "written"),
         [
             (name, launch["kernel"], size(launch["read"]), size(launch["written"]))
-            for name, account in (("standard", three), ("flash", one))
-            for launch in account.launches
+            for name, traffic in (("standard", three), ("flash", one))
+            for launch in traffic.launches
         ],
     )
     apart = float(np.abs(standard_out - flash_out).max())
@@ -131,7 +131,7 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
         f"{three.trips} trips through memory, {size(three.moved)}. Flash: {len(one.launches)} launch, "
         f"{one.trips} trips, {size(one.moved)}, {three.moved / one.moved:.1f} times less. "
         f"The outputs differ by {apart:.1e}. "
-        "Most of what flash reads is K and V, again for each row of tiles; a cache holds much of that.",
+        "Flash mostly rereads K and V for each row of tiles; a cache holds much of that.",
     )
 
     heading(say, "A Python loop is not flash attention")
@@ -139,16 +139,16 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
     loop, naive = calls["tiled loop"], calls["standard"]
     paragraph(
         say,
-        f"The loop does what flash attention does, yet it makes {loop['calls']} calls instead of {naive['calls']} and "
-        f"moves {loop['bytes'] / naive['bytes']:.1f} times the bytes of the standard way: every S, P and factor is "
-        "written by one call to be read by the next. On a GPU each call is a launch and each of those bytes a trip "
-        "through HBM. The tile has to stay where it is made, so the loop must be inside one kernel.",
+        f"The loop follows the steps of flash attention, but it makes {loop['calls']} calls instead of "
+        f"{naive['calls']} and moves {loop['bytes'] / naive['bytes']:.1f} times the bytes of standard attention: every "
+        "S, P and factor is written by one call and read by the next. On a GPU each call is a launch, and these bytes "
+        "go through HBM. The tile has to stay on the chip, so the loop must be inside one kernel.",
     )
     on_gpu = on_torch(say, "cuda", quick) if machine.gpu() else None
     paragraph(
         say,
         "That kernel can still be written in Python. Triton and Gluon compile a Python function to one GPU kernel: the",
-        "lesson fused-attention is this loop in Triton, and so are this package's GPU kernels.",
+        "lesson fused-attention is this loop in Triton, and this package's GPU kernels are written that way.",
     )
     return {
         "n": n,
@@ -165,23 +165,23 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
 def on_cpu(say: Say, Q: Array, K: Array, V: Array, seconds: float) -> tuple[dict[str, Any], dict[str, Any]]:
     """Standard attention, the tiled loop, and one call of the C++ core: calls, bytes and time."""
     ways: dict[str, Callable[..., Any]] = {"standard": standard, "tiled loop": lambda q, k, v: tiled(q, k, v, BLOCK)}
-    watches = {name: Watch() for name in ways}
+    counts = {name: Calls() for name in ways}
     for name, way in ways.items():
-        way(*watched(watches[name], Q, K, V))
+        way(*counting(counts[name], Q, K, V))
     native = dispatch.TABLE[0]
     if reason := native.missing():
         paragraph(say, f"The C++ core is not compared: {reason}.")
     else:
         ways[OURS] = partial(flashtile.attention, backend=native.name)
-        watches[OURS] = Watch()
-        watches[OURS].see(Q, K, V, ways[OURS](Q, K, V))
-    calls = _show(say, watches)
+        counts[OURS] = Calls()
+        counts[OURS].add(Q, K, V, ways[OURS](Q, K, V))
+    calls = _show(say, counts)
     contenders: dict[str, Call] = {name: partial(way, Q, K, V) for name, way in ways.items()}
     return calls, timings(say, f"N = {len(Q)}, CPU", time_all(contenders, seconds))
 
 
 def on_torch(say: Say, where: str, quick: bool = False) -> dict[str, Any]:
-    """The same with torch on a device, where every call is a launch, if not more."""
+    """The same with torch on a device, where every call is at least one launch."""
     import torch
 
     n = 512 if quick else 4096
@@ -192,17 +192,17 @@ def on_torch(say: Say, where: str, quick: bool = False) -> dict[str, Any]:
         "tiled loop": lambda: tiled(Q, K, V, BLOCK, xp=torch),
         OURS: lambda: flashtile.attention(Q, K, V),
     }
-    watches = {name: Watch() for name in ways}
+    counts = {name: Calls() for name in ways}
     for name, way in ways.items():
-        with watching_torch(watches[name]):
+        with counting_torch(counts[name]):
             way()
-    calls = _show(say, watches)
+    calls = _show(say, counts)
     contenders = {name: device.finished(way, where) for name, way in ways.items()}
     times = timings(say, f"N = {n}, torch on {where}", alternate(contenders, seconds=0.1 if quick else 1))
     return {"n": n, "device": where, "calls": calls, "times": times}
 
 
-def _show(say: Say, watches: dict[str, Watch]) -> dict[str, dict[str, int]]:
-    rows = [(name, str(watch.calls), size(watch.bytes)) for name, watch in watches.items()]
+def _show(say: Say, counts: dict[str, Calls]) -> dict[str, dict[str, int]]:
+    rows = [(name, str(count.calls), size(count.bytes)) for name, count in counts.items()]
     table(say, ("way", "calls", "bytes in and out of calls"), rows)
-    return {name: {"calls": watch.calls, "bytes": watch.bytes} for name, watch in watches.items()}
+    return {name: {"calls": count.calls, "bytes": count.bytes} for name, count in counts.items()}

@@ -1,4 +1,4 @@
-"""Lesson: how a lesson is listed, read and run."""
+"""Lesson: its description, its source, and how to run it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Unavailable(Exception):  # noqa: N818
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """A file of this folder with run(say, quick) -> record. `needs` is what it uses beyond NumPy: triton, gpu."""
+    """A file of this folder with run(say, quick) -> record. `needs` lists what it uses beyond NumPy: triton, gpu."""
 
     name: str
     title: str
@@ -32,24 +32,24 @@ class Lesson:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """What there is to read: the lesson, and its kernel."""
+        """The files to read: the lesson and its kernel."""
         lesson = HERE / f"{self.name.replace('-', '_')}.py"
         return (lesson,) if self.kernel is None else (lesson, HERE / "kernels" / self.kernel)
 
 
 def source(lesson: Lesson) -> str:
-    """The text of the lesson's file, and of its kernel's after it."""
+    """The source of the lesson, followed by that of its kernel."""
     return "\n\n".join(path.read_text() for path in lesson.files)
 
 
 def run(lesson: Lesson, say: Say, quick: bool = False) -> dict[str, Any]:
-    """Run a lesson in this process; returns its record in plain values. Raises Unavailable with the reason."""
+    """Run a lesson in this process and return its record in plain values. Raise Unavailable with the reason."""
     record: dict[str, Any] = importlib.import_module(lesson.module).run(say, quick)
     return record
 
 
 def answer(lesson: Lesson, quick: bool = False) -> dict[str, Any]:
-    """A lesson's text and record, or the reason why there are none, as one value for JSON."""
+    """Return a lesson's text and record, or the reason why there are none, as one value for JSON."""
     lines: list[str] = []
     try:
         record = run(lesson, lines.append, quick)

@@ -1,20 +1,20 @@
-"""Online softmax: one row of scores, seen tile by tile, and nothing kept but a maximum and a sum.
+"""Online softmax: one row of scores, seen tile by tile, keeping only a maximum and a sum.
 
 softmax(s)_j = exp(s_j) / sum_i exp(s_i) seems to need the whole row twice: once for the sum, once to divide. And exp
 of a large score overflows, so the row's maximum m is subtracted first; that seems to need the row a third time.
 
-One pass is enough. Keep, for the scores seen so far,
+One pass is enough. For the scores seen so far, keep
 
     m = max s_j        l = sum exp(s_j - m)        o = sum exp(s_j - m) v_j
 
-A new tile may bring a larger maximum m_new. Each term of the old sums is exp(s_j - m), and should be exp(s_j - m_new).
+A new tile may have a larger maximum m_new. Each term of the old sums is exp(s_j - m), and should be exp(s_j - m_new).
 But
 
     exp(s_j - m) * exp(m - m_new) = exp(s_j - m_new)
 
-with a factor that does not depend on j. So it comes out of the sum: l * exp(m - m_new) is exactly what the sum would
-have been, had m_new been known from the start, and the same holds for o. No term is lost and none is approximated. By
-induction l and o are right after every tile, and at the end o / l is the softmax times v: exp(-m) cancels.
+with a factor that does not depend on j, so it comes out of the sum: l * exp(m - m_new) is exactly the sum as if m_new
+had been known from the start, and the same holds for o. No term is lost and none is approximated. By induction l and o
+are right after every tile, and at the end o / l is the softmax times v: exp(-m) cancels.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ PEAKS = (2.1, 3.4, 2.9, 3.1)  # the largest score of each tile
 
 
 def plain(s: Array, v: Array) -> Array:
-    """The whole row at once."""
+    """Softmax times v, over the whole row at once."""
     p = np.exp(s - s.max())
     out: Array = p / p.sum() @ v
     return out
 
 
 def online(s: Array, v: Array, tile: int) -> tuple[Array, list[dict[str, float]]]:
-    """A tile at a time; also returns what happened in each."""
+    """Softmax times v, one tile at a time; also return the state after each tile."""
     m, l, o = -np.inf, 0.0, np.zeros(v.shape[1])
     steps = []
     for j in range(0, len(s), tile):
         scores, values = s[j : j + tile], v[j : j + tile]
         m_new = max(m, scores.max())
-        factor = np.exp(m - m_new)  # brings what was summed so far to the new maximum; 1 where it stays
+        factor = np.exp(m - m_new)  # rescales the sums so far to the new maximum; 1 if it is unchanged
         p = np.exp(scores - m_new)
         l = l * factor + p.sum()
         o = o * factor + p @ values
@@ -58,7 +58,7 @@ def online(s: Array, v: Array, tile: int) -> tuple[Array, list[dict[str, float]]
 
 def run(say: Say, quick: bool = False) -> dict[str, Any]:
     rng = np.random.default_rng(42)
-    # Random scores of one token, moved so that each tile's largest is the one we chose.
+    # Random scores of one token, shifted so that the largest of each tile is the chosen one.
     s = np.concatenate([x + peak - x.max() for x, peak in zip(rng.standard_normal((4, TILE)), PEAKS, strict=True)])
     v = rng.standard_normal((N, 4))
 
@@ -67,7 +67,7 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
         say,
         f"{N:,} tokens have {N * N:,} scores: {N * N * 2 / 1e6:.0f} MB in 16 bits. Here is one token's row, seen "
         f"{TILE} keys at a time. m is the largest score so far, l the sum of exp(score - m), o[0] the first "
-        "number of the output before the division. The first factor is 0: before it there was nothing.",
+        "number of the output before the division. The first factor is 0, because the sums are still empty.",
     )
     out, steps = online(s, v, TILE)
     table(
@@ -84,14 +84,14 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
     rise = steps[1]
     paragraph(
         say,
-        f"The second tile brings a larger score, {rise['m']:.1f} after {rise['m_old']:.1f}. All that was summed "
-        f"before is multiplied by exp({rise['m_old']:.1f} - {rise['m']:.1f}) = {rise['factor']:.2f}: "
-        f"{rise['factor']:.4f} x {steps[0]['l']:.4f} + {rise['sum']:.4f} = {rise['l']:.4f}. The later tiles bring "
-        "nothing larger, so their factor is 1. At the end comes the only division: "
+        f"The second tile has a larger score, {rise['m']:.1f} after {rise['m_old']:.1f}. The sums so far are "
+        f"multiplied by exp({rise['m_old']:.1f} - {rise['m']:.1f}) = {rise['factor']:.2f}: "
+        f"{rise['factor']:.4f} x {steps[0]['l']:.4f} + {rise['sum']:.4f} = {rise['l']:.4f}. The later tiles have "
+        "no larger score, so their factor is 1. The only division comes at the end: "
         f"{steps[-1]['o']:.4f} / {steps[-1]['l']:.4f} = {out[0]:.6f}.",
     )
 
-    heading(say, "The same answer")
+    heading(say, "The same result")
     errors = {f"{tile}": float(np.abs(online(s, v, tile)[0] - plain(s, v)).max()) for tile in (1, 7, 500, N)}
     table(say, ("tile", "largest difference"), [(tile, f"{error:.1e}") for tile, error in errors.items()])
     late = s[::-1] + 1000
@@ -101,7 +101,7 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
     paragraph(
         say,
         f"Scores of 1000 and more, in the opposite order: difference {careful:.1e}. "
-        f"Without subtracting a maximum the answer would be {careless[0]}.",
+        f"Without subtracting a maximum, the result would be {careless[0]}.",
     )
 
     heading(say, "Time")
@@ -118,8 +118,8 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
     )
     paragraph(
         say,
-        "Nothing is gained here yet: a softmax has to write its row anyway. Attention does not. It wants o, and never",
-        "the row; tiled-attention goes on from here.",
+        "This alone gains nothing: a softmax has to write its row anyway. Attention does not: it needs only o, not the",
+        "row. The lesson tiled-attention continues from here.",
     )
     return {
         "n": N,

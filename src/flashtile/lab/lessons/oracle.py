@@ -1,4 +1,4 @@
-"""How far an attention kernel's result is from the float64 oracle, and how far it may be."""
+"""Compare an attention kernel's result with the float64 oracle: the error, and the error allowed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from flashtile.problem import describe
 EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
-def judge(out: Array, q: Array, k: Array, v: Array, *, causal: bool, dtype: str = "float32") -> dict[str, Any]:
-    """The largest error of [heads, n, d], beside twice that of standard attention in the same dtype and one rounding.
+def check(out: Array, q: Array, k: Array, v: Array, *, causal: bool, dtype: str = "float32") -> dict[str, Any]:
+    """Check the largest error of [heads, n, d]: at most twice that of standard attention in the dtype, plus a rounding.
 
-    q, k and v are float32, and so may `out` be, whatever the dtype they came from.
+    q, k and v are float32, and `out` may be, whatever dtype they came from.
     """
     problem = describe(q, k, v, causal=causal)
     exact = reference.forward(problem)[0][0]
@@ -36,7 +36,7 @@ def judge(out: Array, q: Array, k: Array, v: Array, *, causal: bool, dtype: str 
 ROW = ("dtype", "N", "mask", "largest error", "allowed")
 
 
-def row(check: dict[str, Any]) -> tuple[str, ...]:
-    """A verdict as a line of a table headed ROW."""
-    mask = "causal" if check["causal"] else "none"
-    return check["dtype"], str(check["n"]), mask, f"{check['error']:.1e}", f"{check['allowed']:.1e}"
+def row(found: dict[str, Any]) -> tuple[str, ...]:
+    """The cells of a check under the head ROW."""
+    mask = "causal" if found["causal"] else "none"
+    return found["dtype"], str(found["n"]), mask, f"{found['error']:.1e}", f"{found['allowed']:.1e}"

@@ -1,4 +1,4 @@
-"""What a lesson prints: paragraphs, tables and timings as plain text of at most 80 columns."""
+"""The output of a lesson: paragraphs, tables and timings as plain text of at most 80 columns."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ COLUMNS = 80
 
 
 def paragraph(say: Say, *sentences: str) -> None:
-    """Sentences, wrapped, and an empty line."""
+    """Print wrapped sentences and an empty line."""
     for line in textwrap.wrap(" ".join(sentences), COLUMNS):
         say(line)
     say("")
 
 
-def heading(say: Say, words: str) -> None:
-    say(words)
-    say("=" * len(words))
+def heading(say: Say, text: str) -> None:
+    say(text)
+    say("=" * len(text))
 
 
 def table(say: Say, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """The first column is words, the others are numbers; then an empty line."""
+    """Print a table whose first column is text and whose others are numbers, and an empty line."""
     cells = [tuple(head), *(tuple(row) for row in rows)]
     widths = [max(len(row[n]) for row in cells) for n in range(len(head))]
     cells.insert(1, tuple("-" * width for width in widths))
@@ -37,7 +37,7 @@ def table(say: Say, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def timings(say: Say, what: str, times: Mapping[str, Timing]) -> dict[str, Any]:
-    """A table of contenders that took turns; returns it as a record."""
+    """Print a table of contenders that took turns, and return it as a record."""
     rows = [
         (name, seconds(t.median), f"{seconds(t.quartiles[0])} to {seconds(t.quartiles[1])}", str(len(t.samples)))
         for name, t in times.items()

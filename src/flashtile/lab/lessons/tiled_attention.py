@@ -1,8 +1,8 @@
-"""Tiled attention beside standard attention: the same answer, and the N x N matrix is never made.
+"""Tiled attention and standard attention: the same result, but tiling never makes the N x N matrix.
 
-standard() is the formula as it is written down. tiled() walks the same scores in tiles of block x block with the three
+standard() is the formula taken literally. tiled() processes the same scores in tiles of block x block, with the three
 running statistics of the online softmax (see online_softmax.py): m, l and O for a block of rows. That is all of flash
-attention; what the kernels of this package add is speed and options.
+attention; the kernels of this package add speed and options.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ BLOCK, DIM = 128, 64
 
 
 def standard(Q: Array, K: Array, V: Array, causal: bool = False) -> Array:
-    """Three steps, two matrices of N x N between them."""
+    """Standard attention: three steps, with two N x N matrices in between."""
     S = Q @ K.T * Q.shape[1] ** -0.5  # [n, n]
     if causal:
-        S[np.tril(np.ones_like(S)) == 0] = -math.inf  # a later key is not seen
+        S[np.tril(np.ones_like(S)) == 0] = -math.inf  # later keys are hidden
     P = np.exp(S - S.max(axis=1, keepdims=True))  # [n, n]
     P /= P.sum(axis=1, keepdims=True)
     O: Array = P @ V
@@ -38,7 +38,7 @@ def standard(Q: Array, K: Array, V: Array, causal: bool = False) -> Array:
 
 
 def tiled(Q: Any, K: Any, V: Any, block: int = BLOCK, causal: bool = False, xp: Any = np) -> Any:
-    """The same, a tile at a time. xp is numpy or torch: the loop does not care whose arrays they are."""
+    """The same, one tile at a time. xp is numpy or torch: the loop works with either."""
     n, d = Q.shape
     out = xp.zeros_like(Q)
     for i in range(0, n, block):
@@ -48,7 +48,7 @@ def tiled(Q: Any, K: Any, V: Any, block: int = BLOCK, causal: bool = False, xp: 
         O = xp.zeros_like(Qi)  # [br, d]  running output, not yet divided
         for j in range(0, min(i + block, n) if causal else n, block):  # tiles above the diagonal are skipped
             S = Qi @ K[j : j + block].T * d**-0.5  # [br, bc]
-            if causal and j + block > i + 1:  # on the diagonal: a tile that is partly seen
+            if causal and j + block > i + 1:  # on the diagonal: a partial tile
                 S[xp.tril(xp.ones_like(S), i - j) == 0] = -math.inf
             m_new = xp.maximum(m, xp.amax(S, axis=1, keepdims=True))
             P = xp.exp(S - m_new)
@@ -61,7 +61,7 @@ def tiled(Q: Any, K: Any, V: Any, block: int = BLOCK, causal: bool = False, xp: 
 
 
 def peak(call: Callable[[], Any]) -> int:
-    """Bytes that NumPy held at once while the call ran, beyond what was there before."""
+    """The peak bytes that NumPy allocated during the call."""
     tracemalloc.start()
     try:
         result = call()
@@ -78,7 +78,7 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
     def inputs(n: int, dtype: type = np.float32) -> list[Array]:
         return [rng.standard_normal((n, DIM)).astype(dtype) for _ in range(3)]
 
-    heading(say, "The same answer")
+    heading(say, "The same result")
     errors: list[dict[str, Any]] = []
     for n, block, causal in ((256, 64, False), (256, 64, True), (301, 64, False), (301, 64, True), (301, 7, True)):
         Q, K, V = inputs(n, np.float64)
@@ -95,7 +95,7 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
         )
     table(
         say,
-        ("N", "block", "mask", "off standard()", "off the oracle"),
+        ("N", "block", "mask", "from standard()", "from the oracle"),
         [
             (
                 str(row["n"]),
@@ -109,8 +109,8 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
     )
     paragraph(
         say,
-        "float64. N need not be a multiple of the block. The differences are those of sums in another order: the",
-        "method approximates nothing.",
+        "Largest differences in float64. N need not be a multiple of the block. The differences come from the order of",
+        "the sums: the method approximates nothing.",
     )
 
     heading(say, "Memory")
@@ -122,14 +122,14 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
         memory.append({"n": n, "matrix": 4 * n * n, **held, "output": 4 * n * DIM})
     table(
         say,
-        ("N", "one N x N matrix", "standard() held", "tiled() held", "of which output"),
+        ("N", "one N x N matrix", "standard()", "tiled()", "of which output"),
         [(str(n), *map(size, others)) for n, *others in (row.values() for row in memory)],
     )
     first, last = memory[0], memory[-1]
     grown = last["n"] // first["n"]
     paragraph(
         say,
-        f"float32, measured. N became {grown} times as long: standard() holds "
+        f"Peak memory in float32, measured. With {grown} times the length, standard() holds "
         f"{last['standard'] / first['standard']:.0f} times as much, tiled() {last['tiled'] / first['tiled']:.1f} "
         f"times. At 128K tokens one matrix in float32 is 128K x 128K x 4 bytes = {size(4 * (128 << 10) ** 2)}, "
         f"for every head of every layer; the tile stays {size(4 * BLOCK * BLOCK)}.",
@@ -148,8 +148,8 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
     times = timings(say, f"N = {n}, D = {DIM}, float32", time_all(contenders, 0.2 if quick else 1))
     paragraph(
         say,
-        "A causal mask lets about half of the tiles be skipped. flashtile runs the same loop in one call;",
-        "why that matters is the lesson launches.",
+        "With a causal mask, about half of the tiles are skipped. flashtile runs the same loop in one call; the lesson",
+        "launches shows why that matters.",
     )
     worst = max(max(row["against_standard"], row["against_oracle"]) for row in errors)
     return {"errors": errors, "memory": memory, "times": times, "holds": worst < 1e-10}

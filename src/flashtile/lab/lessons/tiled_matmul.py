@@ -1,9 +1,9 @@
-"""Matrix product by tiles: a block is loaded once and used many times, which is what fast memory is for.
+"""A tiled matrix product: a block is loaded once and used many times, which is the purpose of fast memory.
 
-A product of [m, k] and [k, n] multiplies m*n*k times, and each time two numbers. Fetched one by one, that is 2*m*n*k
-trips to the large memory. A tile of C of BLOCK_M x BLOCK_N wants BLOCK_M rows of A and BLOCK_N columns of B. Once they
-are in fast memory, each element of A serves BLOCK_N products and each element of B serves BLOCK_M. tiled() is that loop
-in NumPy, with a place to count; kernels/tiled_matmul.py is the same in Triton.
+A product of [m, k] and [k, n] multiplies m*n*k pairs of numbers. Fetched one by one, that is 2*m*n*k trips to the large
+memory. A tile of C of BLOCK_M x BLOCK_N needs BLOCK_M rows of A and BLOCK_N columns of B. Once they are in fast memory,
+each element of A is used for BLOCK_N products and each element of B for BLOCK_M. tiled() is that loop in NumPy, with a
+hook for counting; kernels/tiled_matmul.py is the same in Triton.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Count:
         return cls(*(np.zeros(x.shape, np.int64) for x in (A, B, A, B)))
 
     def see(self, rows: slice, inner: slice, cols: slice) -> None:
-        """One step of a tile: its blocks come in, and every row of the one meets every column of the other."""
+        """Count one step of a tile: its blocks are loaded, and every row of one meets every column of the other."""
         self.loads_a[rows, inner] += 1
         self.loads_b[inner, cols] += 1
         for i in range(*rows.indices(len(self.uses_a))):
@@ -46,7 +46,7 @@ class Count:
 
 
 def tiled(A: Array, B: Array, blocks: tuple[int, int, int], step: Callable[..., None] = lambda *at: None) -> Array:
-    """C, a tile at a time. `step` hears of every step: rows, inner, columns, and the tile so far."""
+    """Compute C, one tile at a time. `step` is called at every step with rows, inner, columns, and the tile so far."""
     block_m, block_n, block_k = blocks
     C = np.empty((len(A), B.shape[1]), A.dtype)
     for i in range(0, len(A), block_m):
@@ -62,7 +62,7 @@ def tiled(A: Array, B: Array, blocks: tuple[int, int, int], step: Callable[..., 
 
 
 def on_triton(A: Any, B: Any, *, blocks: tuple[int, int, int]) -> Any:
-    """The kernel on two tensors; gives C."""
+    """Run the kernel on two tensors and return C."""
     import torch
 
     from flashtile.lab.lessons.kernels.tiled_matmul import matmul_kernel
@@ -75,7 +75,7 @@ def on_triton(A: Any, B: Any, *, blocks: tuple[int, int, int]) -> Any:
 
 
 def run(say: Say, quick: bool = False) -> dict[str, Any]:
-    walked = walk(say)
+    shown = walk_through(say)
     counted = reuse(say, 64)
     rng = np.random.default_rng(42)
 
@@ -88,7 +88,7 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
     }
     contenders["np.matmul"] = lambda: A @ B
     times = timings(say, f"{n} x {n} x {n}, float32", alternate(contenders, seconds=0.1 if quick else 1))
-    paragraph(say, "np.matmul is made of tiles too: sized for registers and caches, in machine code.")
+    paragraph(say, "np.matmul uses tiles too: sized for registers and caches, in machine code.")
     try:
         triton = in_triton(say, device.for_triton(), quick)
     except Unavailable as reason:
@@ -96,16 +96,16 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
         paragraph(say, f"The Triton kernel is left out: {reason}.")
     return {
         "device": "" if triton is None else triton["device"],
-        "walk": walked,
+        "walk": shown,
         "reuse": counted,
         "times": times,
         "triton": triton,
-        "holds": walked["equal"] and (triton is None or triton["holds"]),
+        "holds": shown["equal"] and (triton is None or triton["holds"]),
     }
 
 
-def walk(say: Say) -> dict[str, Any]:
-    """Small matrices, every step shown."""
+def walk_through(say: Say) -> dict[str, Any]:
+    """Multiply small matrices and show every step."""
     blocks = block_m, block_n, block_k = 2, 3, 2
     rng = np.random.default_rng(42)
     A, B = rng.integers(0, 5, (4, 4)), rng.integers(0, 5, (4, 6))
@@ -133,16 +133,16 @@ def walk(say: Say) -> dict[str, Any]:
     a, b = used["A"], used["B"]
     paragraph(
         say,
-        f"Counted on the way: each element of A was loaded {a['loads']} times and multiplied {a['uses']} times, "
-        f"{a['uses'] // a['loads']} times a load: BLOCK_N = {block_n}. Each of B was loaded {b['loads']} times and "
-        f"multiplied {b['uses']} times, {b['uses'] // b['loads']} times a load: BLOCK_M = {block_m}.",
+        f"Each element of A was loaded {a['loads']} times and multiplied {a['uses']} times, "
+        f"{a['uses'] // a['loads']} times per load: BLOCK_N = {block_n}. Each of B was loaded {b['loads']} times and "
+        f"multiplied {b['uses']} times, {b['uses'] // b['loads']} times per load: BLOCK_M = {block_m}.",
     )
     return {"A": A.tolist(), "B": B.tolist(), "C": C.tolist(), "steps": steps, "used": used, "equal": equal}
 
 
 def reuse(say: Say, n: int) -> list[dict[str, Any]]:
-    """What a product of n x n loads, by the size of its tiles; counted, not calculated."""
-    heading(say, f"What {n} x {n} x {n} loads from memory")
+    """Count what a product of n x n loads, by the size of its tiles."""
+    heading(say, f"Loads of a {n} x {n} x {n} product")
     rng = np.random.default_rng(42)
     A, B = (rng.standard_normal((n, n)).astype(np.float32) for _ in range(2))
     rows = []
@@ -153,7 +153,7 @@ def reuse(say: Say, n: int) -> list[dict[str, Any]]:
         rows.append({"block": block, "loads": loads, "uses": int(count.uses_a.sum() + count.uses_b.sum())})
     table(
         say,
-        ("tile", "loaded", "bytes", "multiplied", "uses a load"),
+        ("tile", "loaded", "bytes", "multiplied", "uses per load"),
         [
             (
                 f"{row['block']} x {row['block']}",
@@ -165,24 +165,24 @@ def reuse(say: Say, n: int) -> list[dict[str, Any]]:
             for row in rows
         ],
     )
-    paragraph(say, "Twice the tile, half the trips, as long as three blocks fit into fast memory.")
+    paragraph(say, "Tiles twice as wide need half the loads, as long as three blocks fit into fast memory.")
     return rows
 
 
 def in_triton(say: Say, where: str, quick: bool) -> dict[str, Any]:
-    """The kernel, checked; on a GPU also timed beside torch."""
+    """Check the kernel, and on a GPU compare its time with torch's."""
     import torch
 
     heading(say, "In Triton")
     rng = np.random.default_rng(42)
-    m, n, k = (300, 200, 100) if where == "cuda" else (50, 40, 60)  # no multiples of the tile
+    m, n, k = (300, 200, 100) if where == "cuda" else (50, 40, 60)  # not multiples of the tile
     A, B = rng.standard_normal((m, k)), rng.standard_normal((k, n))
     tensors = [torch.from_numpy(x.astype(np.float32)).to(where) for x in (A, B)]
     C = on_triton(*tensors, blocks=(32, 32, 32)).cpu().numpy()
     right = A.astype(np.float32).astype(np.float64) @ B.astype(np.float32).astype(np.float64)
     error, limit = float(np.abs(C - right).max()), 1e-4
-    how = "on the GPU" if where == "cuda" else "interpreted in NumPy, no GPU used"
-    paragraph(say, f"{m} x {k} times {k} x {n}, float32, {how}: off by {error:.1e} from float64.")
+    how = "on the GPU" if where == "cuda" else "interpreted in NumPy, without a GPU"
+    paragraph(say, f"{m} x {k} times {k} x {n}, float32, {how}: the error against float64 is {error:.1e}.")
     found: dict[str, Any] = {"device": where, "error": error, "holds": error < limit, "times": None}
     if where == "cuda":
         n = 1024 if quick else 4096
@@ -206,7 +206,7 @@ def in_triton(say: Say, where: str, quick: bool) -> dict[str, Any]:
 
 
 def _side_by_side(say: Say, matrices: dict[str, Array]) -> None:
-    """Small matrices of whole numbers, their names above them."""
+    """Print small integer matrices side by side, with their names above."""
     blocks = []
     for name, x in matrices.items():
         lines = [" ".join(f"{value:3d}" for value in row) for row in x.tolist()]

@@ -1,8 +1,8 @@
-"""Vector addition the GPU's way: a block of elements a program, a mask for the last block, and the price of a launch.
+"""Vector addition on a GPU: a block per program, a mask for the last block, and the cost of a launch.
 
-A CPU walks the vector. A GPU starts many programs, and each works out from its own number which elements are its own.
-program() is such a program in NumPy, run one after another; kernels/vector_add.py is the same in Triton, where they run
-at the same time. Everything larger, attention included, is built of the same parts: number, positions, mask.
+A CPU iterates over the vector. A GPU starts many programs, and each computes its elements from its program id.
+program() is such a program in NumPy, where they run one after another; kernels/vector_add.py is the same in Triton,
+where they run in parallel. Larger kernels, attention included, have the same parts: program id, positions, mask.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from flashtile.numerics.dtypes import Array
 BLOCK = 1024
 SIZES = (10_000, 1_000_000, 10_000_000)
 Call = Callable[[], Any]
-Way = tuple[Call, Callable[[], Array]]  # does it, and gives what it left
+Way = tuple[Call, Callable[[], Array]]  # the call, and a function that returns its result
 
 
 def loop(a: array[float], b: array[float], c: array[float]) -> None:
-    """One worker, one element after another."""
+    """One worker processes one element after another."""
     for i in range(len(a)):
         c[i] = a[i] + b[i]
 
 
 def program(number: int, a: Array, b: Array, c: Array, block: int) -> tuple[Array, Array]:
-    """One of many workers: its positions, and which of them are inside the vector."""
+    """One of many workers; return its positions, and which of them are inside the vector."""
     o = number * block + np.arange(block)
     inside = o < len(a)
     mine = o[inside]
@@ -43,13 +43,13 @@ def program(number: int, a: Array, b: Array, c: Array, block: int) -> tuple[Arra
 
 
 def programs(a: Array, b: Array, c: Array, block: int = BLOCK) -> None:
-    """As many workers as it takes. On a GPU they run at the same time, here one by one."""
+    """Run all workers. On a GPU they run in parallel, here one by one."""
     for number in range(-(-len(a) // block)):
         program(number, a, b, c, block)
 
 
 def on_triton(where: str, a: Array, b: Array) -> Way:
-    """The kernel on a device, the vectors being there already."""
+    """Prepare the kernel on a device, with the vectors already there."""
     import torch
 
     from flashtile.lab.lessons.kernels.vector_add import add_kernel
@@ -70,7 +70,7 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
         written = " ".join(f"{x:g}" for x in c[o[inside]])
         rows.append((str(number), " ".join(map(str, o)), " ".join("ny"[int(x)] for x in inside), written))
     table(say, ("program", "positions", "inside?", "writes"), rows)
-    paragraph(say, "The last program reaches past the end. Its mask holds it back: no reads there, no writes.")
+    paragraph(say, "The last program reaches past the end. Its mask prevents reads and writes there.")
 
     try:
         where = device.for_triton()
@@ -78,7 +78,7 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
             say,
             "Triton runs on the GPU here."
             if where == "cuda"
-            else "No GPU is used here: Triton interprets its kernel in NumPy. That shows what it does, not how fast.",
+            else "No GPU is used here: Triton interprets its kernel in NumPy, which says nothing about its speed.",
         )
     except Unavailable as reason:
         where = ""
@@ -96,14 +96,14 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
     wrong = {way: error for row in measured for way, error in row["errors"].items() if error}
     paragraph(say, f"Wrong: {wrong}." if wrong else "All ways give the same numbers, bit for bit.")
 
-    sweep = price(where, tuple(10**power for power in range(5 if quick else 9 if where == "cuda" else 8)))
+    sweep = overhead(where, tuple(10**power for power in range(5 if quick else 9 if where == "cuda" else 8)))
     for worker in sweep:
-        paragraph(say, _told(worker))
+        paragraph(say, _described(worker))
     return {"device": where, "block": BLOCK, "measured": measured, "sweep": sweep, "holds": not wrong}
 
 
 def measure(n: int, where: str, duration: float) -> dict[str, Any]:
-    """Every way to add two vectors of n elements: its time, and how far its result is off."""
+    """Time every way to add two vectors of n elements, and check its result."""
     rng = np.random.default_rng(42)
     a, b = rng.standard_normal(n, np.float32), rng.standard_normal(n, np.float32)
     c, d = np.full_like(a, np.nan), np.full_like(a, np.nan)
@@ -125,8 +125,8 @@ def measure(n: int, where: str, duration: float) -> dict[str, Any]:
     }
 
 
-def price(where: str, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
-    """What a call costs that has nothing to do, and the length from which on the work costs more than that."""
+def overhead(where: str, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Measure the overhead of a call, and the length from which the work costs more than that."""
     times: dict[str, dict[int, float]] = {}
     for n in sizes:
         a, b, c = (np.ones(n, np.float32) for _ in range(3))
@@ -151,15 +151,15 @@ def _shown(timing: dict[str, Any] | None) -> str:
     return "-" if timing is None else seconds(timing["median_s"])
 
 
-def _told(worker: dict[str, Any]) -> str:
+def _described(worker: dict[str, Any]) -> str:
     longest, last = list(worker["seconds"].items())[-1]
-    told = f"{worker['worker']}: a call for one element takes {seconds(worker['overhead_s'])}, all of it overhead. "
+    text = f"{worker['worker']}: a call for one element takes {seconds(worker['overhead_s'])}, all of it overhead. "
     if worker["work_outweighs_from"] is None:
-        told += f"Up to n = {int(longest):,} the work never outweighs that."
+        text += f"Up to n = {int(longest):,} the work never outweighs that."
     else:
-        told += f"From about n = {worker['work_outweighs_from']:,} on, the work outweighs that."
-    told += f" At n = {int(longest):,} it moves {quantity(12 * int(longest) / last, 'B/s')}."
+        text += f"From about n = {worker['work_outweighs_from']:,} on, the work outweighs that."
+    text += f" At n = {int(longest):,} it moves {quantity(12 * int(longest) / last, 'B/s')}."
     if worker["worker"] == "GPU":
         first = worker["faster_than_numpy_from"]
-        told += f" It is faster than NumPy from n = {first:,} on." if first else " NumPy was faster at every length."
-    return told
+        text += f" It is faster than NumPy from n = {first:,} on." if first else " NumPy was faster at every length."
+    return text

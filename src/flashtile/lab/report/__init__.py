@@ -1,1 +1,1 @@
-"""The page: records of studies, topics and lessons -> one HTML file that needs nothing else."""
+"""The page: records of studies and lessons -> one self-contained HTML file."""

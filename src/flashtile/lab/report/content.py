@@ -1,8 +1,7 @@
-"""Content: everything the page and the terminal show, computed now: studies, topics, lessons and scenes."""
+"""Content: everything the page and the terminal show, computed in one run: studies, lessons and scenes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import count
@@ -11,17 +10,16 @@ from typing import Any
 from flashtile import dispatch
 from flashtile.host import machine
 from flashtile.lab import lessons, studies
+from flashtile.lab.bench.suite import Progress
 from flashtile.lab.lessons.lesson import Lesson, answer, source
-from flashtile.lab.report import topics, viewer
+from flashtile.lab.report import viewer
 from flashtile.lab.report.artist import Artist
 from flashtile.lab.studies.study import Study, Table, to_dict
-
-Progress = Callable[[str, int, int], None]  # what comes next, how many are done, of how many
 
 
 @dataclass(frozen=True)
 class Result:
-    """A study and its record; the rest follows from them."""
+    """A study and its record, from which everything else follows."""
 
     study: Study[Any]
     record: Any
@@ -36,13 +34,13 @@ class Result:
 
     @property
     def holds(self) -> bool:
-        """Whether what was measured is as it must be; a study without such a bar holds."""
+        """Whether the measured results are within their bounds; a study without bounds holds."""
         return bool(getattr(self.record, "holds", True))
 
 
 @dataclass(frozen=True)
-class Told:
-    """A lesson: what it printed and recorded, or why it could not run here."""
+class LessonResult:
+    """A lesson with its output and record, or the reason why it could not run here."""
 
     lesson: Lesson
     text: str
@@ -67,23 +65,18 @@ class Content:
     machine: dict[str, Any]
     devices: list[dict[str, Any]]
     backends: list[dict[str, Any]]
-    studies: tuple[Result, ...]
-    topics: tuple[Result, ...]
-    lessons: tuple[Told, ...]
+    results: tuple[Result, ...]
+    lessons: tuple[LessonResult, ...]
     scenes: dict[str, Any]
 
     @property
-    def results(self) -> tuple[Result, ...]:
-        return self.studies + self.topics
-
-    @property
     def broken(self) -> list[str]:
-        """The names of what does not hold."""
-        named = {r.study.name: r.holds for r in self.results} | {t.lesson.name: t.holds for t in self.lessons}
+        """The names of studies and lessons that do not hold."""
+        named = {r.study.name: r.holds for r in self.results} | {x.lesson.name: x.holds for x in self.lessons}
         return [name for name, holds in named.items() if not holds]
 
     def records(self) -> dict[str, Any]:
-        """Plain values for JSON, one a file."""
+        """Plain values for JSON, one entry per file."""
         about = {
             "created": self.created,
             "quick": self.quick,
@@ -92,18 +85,17 @@ class Content:
             "backends": self.backends,
             "broken": self.broken,
         }
-        told = {
-            told.lesson.name: {"record": to_dict(told.record), "text": told.text, "unavailable": told.reason}
-            for told in self.lessons
+        outputs = {
+            x.lesson.name: {"record": to_dict(x.record), "text": x.text, "unavailable": x.reason} for x in self.lessons
         }
-        return {"about": about, **{r.study.name: to_dict(r.record) for r in self.results}, "lessons": told}
+        return {"about": about, **{r.study.name: to_dict(r.record) for r in self.results}, "lessons": outputs}
 
 
 def collect(
     quick: bool = False, progress: Progress = lambda what, done, total: None, artist: Artist | None = None
 ) -> Content:
-    """Run everything, one thing after another. An artist draws beside it, but not while time is measured."""
-    total, done = len(studies.STUDIES) + len(topics.TOPICS) + len(lessons.LESSONS) + 1, count()
+    """Run everything in sequence. An artist draws meanwhile, but not while time is measured."""
+    total, done = len(studies.STUDIES) + len(lessons.LESSONS) + 1, count()
 
     def compute(study: Study[Any]) -> Result:
         progress(study.title, next(done), total)
@@ -114,17 +106,17 @@ def collect(
             artist.draw(result.study.name, result.record)
 
     results = []
-    for study in (*studies.STUDIES, *topics.COUNTED):
+    for study in (study for study in studies.STUDIES if not study.timed):
         results.append(compute(study))
         draw(results[-1])
     devices = machine.devices()
     if artist is not None:
-        artist.rest()
-    timed = [compute(study) for study in topics.TIMED]
-    told = []
+        artist.wait()
+    timed = [compute(study) for study in studies.STUDIES if study.timed]
+    outputs = []
     for lesson in lessons.LESSONS:
         progress(f"lesson: {lesson.title}", next(done), total)
-        told.append(tell(lesson))
+        outputs.append(run_lesson(lesson))
     for result in timed:
         draw(result)
     progress("the viewer", next(done), total)
@@ -134,14 +126,13 @@ def collect(
         machine=machine.describe(),
         devices=devices,
         backends=[{"backend": row.name, "device": row.device, "why_not": row.missing()} for row in dispatch.TABLE],
-        studies=tuple(results[: len(studies.STUDIES)]),
-        topics=(*results[len(studies.STUDIES) :], *timed),
-        lessons=tuple(told),
+        results=(*results, *timed),
+        lessons=tuple(outputs),
         scenes=viewer.scenes(quick),
     )
 
 
-def tell(lesson: Lesson) -> Told:
+def run_lesson(lesson: Lesson) -> LessonResult:
     """Run a lesson in its short form."""
-    said = answer(lesson, quick=True)
-    return Told(lesson, said.get("text", ""), said.get("record", {}), said.get("unavailable"))
+    found = answer(lesson, quick=True)
+    return LessonResult(lesson, found.get("text", ""), found.get("record", {}), found.get("unavailable"))

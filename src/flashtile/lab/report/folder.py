@@ -1,4 +1,4 @@
-"""The folder that a run leaves: the page, its figures and its records; whole, or as it was before."""
+"""The folder that a run writes: the page, its figures and its records; replaced as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from flashtile.lab.report.content import Content
 from flashtile.lab.report.figures import Drawing
 
 PAGE, FIGURES, RECORDS = "index.html", "figures", "records"
-MARK = '<meta name="generator" content="flashtile">'  # how a folder is known to be ours
+MARK = '<meta name="generator" content="flashtile">'  # identifies a folder as ours
 
 
 def check(folder: Path) -> None:
-    """Refuse to write over what someone else put there."""
+    """Refuse to overwrite other files."""
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -28,7 +28,7 @@ def check(folder: Path) -> None:
 
 
 def write(content: Content, drawings: dict[str, Drawing], folder: Path) -> Path:
-    """Write everything beside the folder, then move it into place, the page last; returns the path of the page."""
+    """Write everything next to the folder, move it into place, the page last, and return the path of the page."""
     check(folder)
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)

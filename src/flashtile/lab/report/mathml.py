@@ -1,9 +1,9 @@
-"""Formulas in the plain notation of docs/algorithm.md -> MathML, which browsers draw without any help.
+"""Formulas in the plain notation of docs/algorithm.md -> MathML, which browsers render natively.
 
-The notation: names with subscripts (S_ij, m_new, sum_{j in T}), a space between things that are multiplied, . for the
-product of two vectors, * for that of two arrays element by element, or of the number scale and an array, + - = , and /
-which makes a fraction of the products on its two sides, or stays a slash in a line of text, where a fraction is too
-high. A quote stands for a prime.
+The notation: names with subscripts (S_ij, m_new, sum_{j in T}), a space for multiplication, . for the product of two
+vectors, * for the elementwise product of two arrays, or of the number scale and an array, + - = , and / which makes a
+fraction of the products on both sides, or stays a slash in a line of text, where a fraction is too high. A quote stands
+for a prime.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from html import escape
 
-# A formula a line; a number has as many lines as docs/algorithm.md gives it. A test holds the two together.
+# One formula per line, with the lines of docs/algorithm.md. A test compares the two.
 EQUATIONS: dict[int, tuple[str, ...]] = {
     1: ("S_ij = scale * q_i . k_j",),
     2: ("out_i = sum_j P_ij v_j,      P_ij = exp(S_ij) / sum_j' exp(S_ij')",),
@@ -45,27 +45,27 @@ _RELATIONS = ("=", ",", "+", "-")
 
 
 def equation(number: int) -> str:
-    """A numbered equation, its number beside it and a name that text can link to."""
+    """A numbered equation, with an id that text can link to."""
     lines = "".join(f"<div>{formula(line)}</div>" for line in EQUATIONS[number])
     return f'<div class="equation" id="eq-{number}"><div>{lines}</div><span class="number">({number})</span></div>'
 
 
 def reference(*numbers: int) -> str:
-    """eq. 4 and 5, each a link to the equation."""
+    """Return "eq. 4 and 5", each a link to the equation."""
     links = [f'<a href="#eq-{n}">{n}</a>' for n in numbers]
     listed = " and ".join([", ".join(links[:-1]), links[-1]] if links[1:] else links)
     return f"eq.&nbsp;{listed}"
 
 
 def formula(text: str, display: bool = True) -> str:
-    """One formula as a <math> element, which carries its plain text for those who do not see it drawn."""
+    """One formula as a <math> element, labelled with its plain text for screen readers."""
     block = ' display="block"' if display else ""
     body = _Parser(text, fractions=display).expression()
     return f'<math{block} aria-label="{escape(" ".join(text.split()))}">{body}</math>'
 
 
 class _Parser:
-    """expression: products with relations between them; product: factors, / among them; factor: a name and scripts."""
+    """expression: products separated by relations; product: factors and /; factor: a name with scripts."""
 
     def __init__(self, text: str, fractions: bool) -> None:
         self.fractions = fractions
@@ -135,7 +135,7 @@ class _Parser:
             self.take()
             return self.expression("}")
         name = self.take()
-        # Indices are letters side by side (ij, ij'); a word such as new is one name.
+        # Indices are adjacent letters (ij, ij'); a word such as "new" is one name.
         return _row([_name(x) for x in re.findall(r"[ij]'?", name)]) if re.fullmatch(r"[ij']+", name) else _name(name)
 
 
@@ -145,7 +145,7 @@ def _name(name: str) -> str:
     if name[0].isdigit():
         return f"<mn>{name}</mn>"
     if name.endswith("'"):
-        # Beside its letter, and larger: raised by msup in a subscript, it would be too small to be seen.
+        # Next to its letter, and larger: raised by msup in a subscript, it would be too small to see.
         return f'<mrow>{_name(name[:-1])}<mo lspace="0" rspace="0" mathsize="140%">&prime;</mo></mrow>'
     if re.fullmatch(r"d[A-Z]", name):  # a gradient: the d is upright and belongs to its letter
         return f'<mrow><mi mathvariant="normal">d</mi><mi>{name[1]}</mi></mrow>'

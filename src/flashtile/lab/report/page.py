@@ -1,4 +1,4 @@
-"""The page as text: a pure function of the content of a run and its drawings."""
+"""Render the page: a pure function of the content of a run and its drawings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flashtile.lab.bench.peers import OURS, SDPA
 from flashtile.lab.report import mathml, palette, tables, viewer
 from flashtile.lab.report.content import Content, Result
 from flashtile.lab.report.figures import Drawing
-from flashtile.lab.report.topics import speed
+from flashtile.lab.studies import speed
 from flashtile.lab.studies.study import SEED
 from flashtile.lab.units import quantity, seconds, size
 
@@ -26,7 +26,7 @@ class Section(NamedTuple):
 
 
 SECTIONS = (
-    Section("problem", "What hurts: a table of N by N"),
+    Section("problem", "The problem: a table of N by N"),
     Section("viewer", "Watch the tiles"),
     Section("trick", "The trick: softmax without the whole row"),
     Section("traffic", "Why it is faster: fewer trips through memory"),
@@ -35,7 +35,7 @@ SECTIONS = (
     Section("backward", "Training: the backward pass stores nothing either"),
     Section("versions", "FlashAttention 1, 2 and 3: one principle"),
     Section("serving", "Long contexts: the cache, grouped heads, many GPUs"),
-    Section("lives", "Where it lives"),
+    Section("lives", "Where it is used"),
     Section("lessons", "Lessons: from two vectors to a kernel"),
     Section("gpu", "What needs a GPU, and what does not"),
     Section("questions", "Can you answer these?"),
@@ -47,11 +47,10 @@ WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "
 
 
 def render(content: Content, drawings: dict[str, Drawing]) -> str:
-    """The whole page. `drawings` has one for each result that has anything to draw, by the name of its study."""
+    """Return the whole page. `drawings` maps the name of a study to its drawing, if it has one."""
     shown = {result.study.name: Shown(result, drawings.get(result.study.name)) for result in content.results}
-    topics = {result.study.name: shown[result.study.name] for result in content.topics}
-    side = topics["speed"].record.sides[-1]
-    fastest = speed.longest(side)
+    timed = shown["speed"].record
+    fastest = speed.longest(timed.sides[-1])
     gpus = [device["name"] for device in content.devices if device["device"] != "cpu"]
     return str(
         environment()
@@ -64,18 +63,15 @@ def render(content: Content, drawings: dict[str, Drawing]) -> str:
             quick=content.quick,
             created=content.created.replace("T", " ").replace("+00:00", " UTC"),
             machine=content.machine,
-            threads=topics["speed"].record.threads,
+            threads=timed.threads,
             gpu=", ".join(gpus),
             seed=SEED,
-            studies=[shown[result.study.name] for result in content.studies],
-            equivalence=shown["equivalence"].record,
-            topic=topics,
-            arithmetic=topics["arithmetic"],
+            studies=shown,
             lessons=content.lessons,
-            lesson={told.lesson.name: told for told in content.lessons},
+            lesson={result.lesson.name: result for result in content.lessons},
             best=fastest.runs[OURS],
             standard=fastest.runs[speed.standard_of(fastest)],
-            ratio=_ratio(topics["speed"].record),
+            ratio=_ratio(timed),
             broken=content.broken,
             available=tables.available(content),
             needed=tables.needed(content),
@@ -85,7 +81,7 @@ def render(content: Content, drawings: dict[str, Drawing]) -> str:
 
 
 class Shown:
-    """A result with its drawing, if there is one, as the templates take it."""
+    """A result with its drawing, if there is one, for the templates."""
 
     def __init__(self, result: Result, drawing: Drawing | None) -> None:
         self.study, self.record, self.drawing = result.study, result.record, drawing
@@ -93,7 +89,7 @@ class Shown:
 
 
 def environment() -> Environment:
-    """The templates of this folder, and what they may call. A name that is not there is an error, not empty text."""
+    """Return the templates of this folder with their filters and functions. An undefined name is an error."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     templates = FileSystemLoader(str(files("flashtile.lab.report")))
@@ -101,7 +97,7 @@ def environment() -> Environment:
         loader=templates, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     env.filters |= {"size": size, "seconds": seconds, "quantity": quantity, "number": "{:,}".format}
-    env.filters |= {"words": words, "by": by, "counted": counted, "kinds": tables.kinds}
+    env.filters |= {"spelled": spelled, "by": by, "counted": counted, "kinds": tables.kinds}
     env.globals |= {
         **{name: _markup(function) for name, function in MATHS.items()},
         "followed": tables.followed,
@@ -113,14 +109,14 @@ def environment() -> Environment:
 
 
 def _markup(function: Callable[..., str]) -> Callable[..., str]:
-    """What it returns is markup already."""
+    """Mark what a function returns as safe HTML."""
     from markupsafe import Markup
 
     return lambda *given: Markup(function(*given))
 
 
-def words(n: int) -> str:
-    """Small numbers as words."""
+def spelled(n: int) -> str:
+    """Spell out small numbers."""
     return WORDS[n] if n < len(WORDS) else f"{n:,}"
 
 
@@ -129,12 +125,12 @@ def counted(n: int, noun: str) -> str:
 
 
 def by(values: Iterable[Any], name: str) -> dict[Any, Any]:
-    """Values by one of their attributes."""
+    """Index values by one of their attributes."""
     return {getattr(value, name): value for value in values}
 
 
 def _ratio(record: Any) -> str | None:
-    """Our time over SDPA's, the range of all cases; None where torch was not there."""
+    """Our time over SDPA's, as a range over all cases; None without torch."""
     ratios = [
         row.runs[OURS].seconds / row.runs[SDPA].seconds
         for side in record.sides

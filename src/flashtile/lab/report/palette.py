@@ -1,4 +1,4 @@
-"""The colours of the page, light and dark. On light paper they are those of the figures (Okabe and Ito's)."""
+"""The colours of the page, light and dark. The light ones are those of the figures (Okabe and Ito's)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LIGHT = {
     "line": canvas.LINE,
     "panel": canvas.PANEL,
     "accent": canvas.BLUE,
-    "warm": "#a84a00",  # these three are darker than the figures' own, so that words in them can be read
+    "warm": "#a84a00",  # these three are darker than in figures, so that text in them is readable
     "good": "#00745a",
     "bad": "#b3263a",
     "orange": canvas.ORANGE,
@@ -43,7 +43,7 @@ DARK = {
 
 
 def css() -> str:
-    """The custom properties: as the reader's system asks, or as data-theme on the page does; paper is always light."""
+    """The custom properties, by the system's colour scheme or the page's data-theme; print is always light."""
     light, dark = (_declarations(colours) for colours in (LIGHT, DARK))
     return "\n".join(
         (
@@ -57,7 +57,7 @@ def css() -> str:
 
 
 def variables() -> dict[str, str]:
-    """Each colour a figure may use -> the custom property that stands for it on the page. White stays white."""
+    """Each colour a figure may use -> the page's custom property for it. White stays white."""
     return {value.lower(): f"var(--{name})" for name, value in reversed(LIGHT.items()) if name != "paper"}
 
 

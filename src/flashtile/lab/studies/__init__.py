@@ -1,10 +1,27 @@
-"""The seven studies, each computed anew: a question, a record, its tables, its figure, what it shows."""
+"""The list of studies: each asks a question, computes a record, and shows it in tables, a figure and sentences."""
 
 from typing import Any
 
-from flashtile.lab.studies import arithmetic, block_size, causal, equivalence, materialization, memory, models, tiling
-from flashtile.lab.studies.study import Study, Table
+from flashtile.lab.studies import (
+    arithmetic,
+    block_size,
+    cache,
+    causal,
+    equivalence,
+    hierarchy,
+    materialization,
+    memory,
+    models,
+    overlap,
+    recompute,
+    speed,
+    split,
+    targets,
+    tiling,
+)
+from flashtile.lab.studies.study import Study
 
+# In the order in which they run: those that measure time come last, when nothing else runs beside them.
 STUDIES: tuple[Study[Any], ...] = (
     equivalence.STUDY,
     memory.STUDY,
@@ -13,7 +30,14 @@ STUDIES: tuple[Study[Any], ...] = (
     causal.STUDY,
     models.STUDY,
     materialization.STUDY,
+    arithmetic.STUDY,
+    recompute.STUDY,
+    overlap.STUDY,
+    split.STUDY,
+    targets.STUDY,
+    hierarchy.STUDY,
+    speed.STUDY,
+    cache.STUDY,
 )
-ARITHMETIC: Study[Any] = arithmetic.STUDY  # worked examples beside them: a study in form, with nothing to find out
 
-__all__ = ["ARITHMETIC", "STUDIES", "Study", "Table"]
+__all__ = ["STUDIES", "Study"]

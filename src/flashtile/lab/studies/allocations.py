@@ -1,8 +1,8 @@
-"""Every array that NumPy allocates while a block of code runs, temporaries included, seen by its own allocator.
+"""Track every array that NumPy allocates in a block of code, temporaries included, through NumPy's allocator.
 
-NumPy lets a program replace the functions that get memory for the data of arrays (PyDataMem_SetHandler, NEP 49). Here
-they write down what is asked for and pass it on to the ones that were there before; after the watch they step aside.
-What is not an array is not seen: Python objects, buffers inside a BLAS.
+NumPy lets a program replace the functions that allocate the data of arrays (PyDataMem_SetHandler, NEP 49). Those here
+record each request and forward it to the previous ones; afterwards they are uninstalled. Memory outside arrays is not
+tracked: Python objects, buffers inside a BLAS.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import numpy as np
 
 from flashtile.numerics.dtypes import Array
 
-SET_HANDLER, GET_HANDLER = 304, 305  # places in NumPy's table of C functions, the same since NumPy 1.22
+SET_HANDLER, GET_HANDLER = 304, 305  # indices in NumPy's table of C functions, the same since NumPy 1.22
 CAPSULE = b"mem_handler"
 
 _address, _bytes = ctypes.c_void_p, ctypes.c_size_t
-# NumPy calls them, and they call NumPy's, with the interpreter locked: PYFUNCTYPE, which keeps the lock.
+# NumPy calls them, and they call NumPy's, with the GIL held, which PYFUNCTYPE keeps.
 _KINDS = {
     "malloc": ctypes.PYFUNCTYPE(_address, _address, _bytes),
     "calloc": ctypes.PYFUNCTYPE(_address, _address, _bytes, _bytes),
@@ -45,65 +45,65 @@ class _Handler(ctypes.Structure):
 
 @dataclass(slots=True)
 class Allocations:
-    """The data of every array made under a watch, in bytes."""
+    """The bytes of every array allocated while tracking."""
 
-    sizes: list[int] = field(default_factory=list)  # of all, in order
+    sizes: list[int] = field(default_factory=list)  # of all arrays, in order
     peak: int = 0  # the most that was alive at once
     live: int = 0
-    places: dict[int, int] = field(default_factory=dict)  # address -> which of sizes lives there
+    places: dict[int, int] = field(default_factory=dict)  # address -> index in sizes
 
-    def born(self, address: int, size: int) -> None:
+    def allocated(self, address: int, size: int) -> None:
         self.places[address] = len(self.sizes)
         self.sizes.append(size)
         self.live += size
         self.peak = max(self.peak, self.live)
 
-    def died(self, address: int) -> None:
-        if address in self.places:  # or it was made under an earlier watch
+    def freed(self, address: int) -> None:
+        if address in self.places:  # else it was allocated before
             self.live -= self.sizes[self.places.pop(address)]
 
     def without(self, *results: Array) -> list[int]:
-        """The sizes of all but these arrays, which must have been made under the watch and be alive."""
+        """The sizes of all but these arrays, which must have been allocated while tracking and be alive."""
         kept = {self.places[x.ctypes.data] for x in results}
         return [size for n, size in enumerate(self.sizes) if n not in kept]
 
 
 @contextmanager
-def watched() -> Iterator[Allocations]:
-    """Watch the arrays that this thread makes."""
-    watch = _watch()
-    if watch.seen is not None:
-        raise RuntimeError("a watch is on already")
-    watch.seen = seen = Allocations()
-    watch.step_in()
+def tracked() -> Iterator[Allocations]:
+    """Track the arrays that this thread allocates."""
+    tracker = _tracker()
+    if tracker.seen is not None:
+        raise RuntimeError("allocations are being tracked already")
+    tracker.seen = seen = Allocations()
+    tracker.install()
     try:
         yield seen
     finally:
-        watch.step_aside()
-        watch.seen = None
+        tracker.uninstall()
+        tracker.seen = None
 
 
-class _Watch:
-    """The handler that watches, in front of NumPy's. It lives as long as the process: arrays keep pointing to it."""
+class _Tracker:
+    """A handler in front of NumPy's. It lives as long as the process, because arrays keep pointing to it."""
 
     def __init__(self) -> None:
         table = _c_functions()
         self.swap = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)(table[SET_HANDLER])
         self.numpy = _read(ctypes.PYFUNCTYPE(ctypes.py_object)(table[GET_HANDLER])())
         self.handler = _Handler.from_buffer_copy(self.numpy)
-        self.handler.name = b"flashtile_watch"
+        self.handler.name = b"flashtile_tracker"
         self.capsule = _capsule(self.handler)
         self.before: Any = None
         self.seen: Allocations | None = None
         self.functions = self._functions()
 
-    def step_in(self) -> None:
+    def install(self) -> None:
         for kind, function in self.functions.items():
             setattr(self.handler, kind, ctypes.cast(function, _address))
         self.before = self.swap(self.capsule)
 
-    def step_aside(self) -> None:
-        """Arrays that are still alive will be freed by NumPy's own function, without any Python."""
+    def uninstall(self) -> None:
+        """Restore NumPy's handler. Its own function will free the arrays that are still alive, without any Python."""
         self.swap(self.before)
         for kind in self.functions:
             setattr(self.handler, kind, getattr(self.numpy, kind))
@@ -113,18 +113,18 @@ class _Watch:
 
         def noted(address: int | None, size: int) -> int | None:
             if address is not None and self.seen is not None:
-                self.seen.born(address, size)
+                self.seen.allocated(address, size)
             return address
 
         def moved(context: int, old: int | None, size: int) -> int | None:
             new = realloc(context, old, size)
             if old is not None and new is not None and self.seen is not None:
-                self.seen.died(old)
+                self.seen.freed(old)
             return noted(new, size)
 
         def freed(context: int, address: int, size: int) -> None:
             if self.seen is not None:
-                self.seen.died(address)
+                self.seen.freed(address)
             free(context, address, size)
 
         bodies: dict[str, Callable[..., Any]] = {
@@ -136,16 +136,16 @@ class _Watch:
         return {name: _KINDS[name](body) for name, body in bodies.items()}
 
 
-_watch = cache(_Watch)
+_tracker = cache(_Tracker)
 
 
 def numpy_core() -> str:
-    """Where NumPy keeps its C side."""
+    """The module with NumPy's C extension."""
     return "numpy._core" if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else "numpy.core"
 
 
 def _c_functions() -> Any:
-    """NumPy's table of C functions, as C extensions get it."""
+    """NumPy's table of C functions, as C extensions import it."""
     api = importlib.import_module(f"{numpy_core()}._multiarray_umath")._ARRAY_API
     return ctypes.cast(_pointer(api, None), ctypes.POINTER(_address))
 

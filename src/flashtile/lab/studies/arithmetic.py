@@ -1,4 +1,4 @@
-"""Worked examples: the sums that show why N x N hurts and why a tile fits, and how traffic falls as SRAM grows."""
+"""Worked examples: why N x N is expensive, why a tile fits, and how traffic falls as SRAM grows."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 SRAMS = tuple(1 << p for p in range(12, 19))  # elements
 SHAPES = ((1024, 64), (8192, 128))  # N, d
-LEADING = 12  # tiled is 2Nd + Tc (3Nd + 4N) with Tc = 4Nd / M columns of tiles: 12 N^2 d^2 / M and lesser terms
+LEADING = 12  # tiled is 2Nd + Tc (3Nd + 4N) with Tc = 4Nd / M columns of tiles: 12 N^2 d^2 / M and lower terms
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A product written out. Without a dtype it counts, and has no bytes."""
+    """A product written out. Without a dtype it is a count, not a number of bytes."""
 
     what: str
     sum: str
@@ -36,7 +36,7 @@ class Line:
 
 
 def line(what: str, *factors: int, dtype: str | None = None) -> Line:
-    """So many of these, so many bytes each: the words and the value come from the same factors."""
+    """Multiply the factors, and the bytes of an element; the text and the value come from the same factors."""
     words, value = [f"{factor:,}" for factor in factors], math.prod(factors)
     if dtype is not None:
         words, value = [*words, f"{ITEMSIZE[dtype]} B"], value * ITEMSIZE[dtype]
@@ -51,13 +51,13 @@ class Example:
 
     @property
     def total(self) -> int:
-        """Bytes of all lines that have any."""
+        """Bytes of all lines that have a dtype."""
         return sum(part.value for part in self.lines if part.dtype is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Elements through HBM for one head, forward, with an SRAM of so many elements."""
+    """Elements moved through HBM for one head, forward, with an SRAM of `sram` elements."""
 
     n: int
     d: int
@@ -65,7 +65,7 @@ class Moved:
     block: int  # columns of a tile, so that four blocks fit
     columns: int  # of tiles
     tiled: int  # FlashAttention-1, exactly
-    order: float  # N^2 d^2 / M, which it grows as
+    order: float  # N^2 d^2 / M, its order of growth
     standard: int
     least: int
 
@@ -77,12 +77,12 @@ class Arithmetic:
 
     @property
     def holds(self) -> bool:
-        """Where tiles are many, the exact count is its leading term and little more."""
+        """With many tiles, the exact count is close to its leading term."""
         return all(1 < m.tiled / (LEADING * m.order) < 1.2 for m in self.moved if m.columns >= 8)
 
 
 def compute(quick: bool = False) -> Arithmetic:
-    del quick  # nothing here is long
+    del quick  # always fast
     return Arithmetic(_examples(), tuple(_moved(n, d, sram) for n, d in SHAPES for sram in SRAMS))
 
 
@@ -91,7 +91,7 @@ def _examples() -> tuple[Example, ...]:
     return (
         Example(
             "long-context",
-            f"Why O(N²) hurts: {short(long)} tokens",
+            f"The cost of O(N²): {short(long)} tokens",
             (line("one table of scores", long, long, dtype="float32"),),
         ),
         Example(
@@ -180,12 +180,12 @@ def findings(record: Arithmetic) -> list[str]:
     small, large = record.moved[-len(SRAMS)], record.moved[-1]
     return [
         f"{found['long-context'].title}: {size(found['long-context'].total)} for one intermediate matrix.",
-        f"{two.title}: {size(two.lines[0].value)} a table, two tables {size(two.total)}.",
-        f"{tile.title}: {size(tile.lines[0].value)} a block, about {size(tile.total)} in all. It fits where the tables "
-        "never will.",
+        f"{two.title}: {size(two.lines[0].value)} per table, {size(two.total)} for both.",
+        f"{tile.title}: {size(tile.lines[0].value)} per block, about {size(tile.total)} in total. It fits where the "
+        "tables never will.",
         f"{found['article'].title}: {found['article'].lines[0].value:,} scores, {found['article'].total / 1e6:.0f} MB.",
-        f"N = {large.n}, d = {large.d}: with {large.sram // small.sram}x the SRAM, {small.tiled / large.tiled:.0f}x "
-        "less is moved.",
+        f"N = {large.n}, d = {large.d}: {large.sram // small.sram}x the SRAM reduces the traffic by "
+        f"{small.tiled / large.tiled:.0f}x.",
     ]
 
 
@@ -210,7 +210,7 @@ def draw(record: Arithmetic) -> Figure:
 STUDY = Study(
     "arithmetic",
     "Worked examples",
-    "What do the sums come to?",
+    "What are the numbers?",
     compute,
     draw,
     tables,

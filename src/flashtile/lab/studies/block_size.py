@@ -1,4 +1,4 @@
-"""Study 3: what the size of a tile changes, and what it does not."""
+"""Study 3: what the tile size changes, and what it does not."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ QUICK_BLOCKS = (16, 32, 64, 100, 128, 256, 512)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One run with tiles of block x block. Counts are in elements and come from the events as they happened."""
+    """One run with tiles of block x block. Counts are in elements, taken from the events of the run."""
 
     block: int
     formula: int  # 2 B^2: S and P of one tile
-    sram: int  # the most that lay in the fast memory at once: S, P, Q, K, V, O, m, l and the factor
+    sram: int  # the most that was in the fast memory at once: S, P, Q, K, V, O, m, l and the factor
     tiles: int
     tile_elements: int  # summed over all tiles
     moved: int  # through the slow memory, both ways
@@ -64,14 +64,14 @@ def _run(problem: Problem, exact: Array, block: int) -> Block:
     traffic = Traffic(grid, Layout(D, D, problem.dtype))
     elements = most = 0
 
-    def watch(event: Event, machine: tiles.Machine) -> None:
+    def observe(event: Event, machine: tiles.Machine) -> None:
         nonlocal elements, most
         traffic.see(event)
         if isinstance(event, Tile):
             elements += machine.sram["S"].size
             most = max(most, sum(x.size for x in machine.sram.values()))
 
-    out, _ = tiles.forward(problem, "fa2", block, block, watch)
+    out, _ = tiles.forward(problem, "fa2", block, block, observe)
     error = largest(out[0, 0] - exact)
     count = sum(traffic.tiles.values())
     return Block(block, block_floats(block), most, count, elements, traffic.elements, error)
@@ -105,13 +105,13 @@ def findings(record: BlockSize) -> list[str]:
     worth = min(b.block for b in record.blocks if b.moved < standard_elements(record.n, record.d))
     return [
         f"From blocks of {small.block} to {large.block}, {large.block // small.block}x as wide, S and P of a tile grow "
-        f"{large.formula // small.formula}x and the tiles get {small.tiles // large.tiles}x fewer "
+        f"{large.formula // small.formula}x, and there are {small.tiles // large.tiles}x fewer tiles "
         f"({small.tiles:,} to {large.tiles:,}).",
-        f"All tiles together always hold {small.tile_elements:,} scores, N² = {record.n**2 / 1e6:.2f} M: the work is "
-        "the same however it is cut.",
-        f"Wider blocks read K and V less often: {small.moved / large.moved:.1f}x less is moved. Blocks narrower than "
+        f"All tiles together always hold {small.tile_elements:,} scores, N² = {record.n**2 / 1e6:.2f} M: the work does "
+        "not depend on the tile size.",
+        f"Wider blocks read K and V less often: {small.moved / large.moved:.1f}x less traffic. Blocks narrower than "
         f"{worth} move more than standard attention does: a tile should fill the fast memory.",
-        f"The answer is the same for every block; the largest error is {worst:.1e}.",
+        f"The result is the same for every block; the largest error is {worst:.1e}.",
     ]
 
 
@@ -163,9 +163,10 @@ def _draw_moved(ax: Axes, record: BlockSize, widths: list[int]) -> None:
 STUDY = Study(
     "block_size",
     "The size of a tile",
-    "What does the block size change: the memory, the number of tiles, the work, the answer?",
+    "What does the block size change: the memory, the number of tiles, the work, the result?",
     compute,
     draw,
     tables,
     findings,
+    numbered=True,
 )

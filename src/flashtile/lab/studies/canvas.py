@@ -1,6 +1,6 @@
-"""Figures that read on light and dark paper: a light panel, dark ink, colours safe for the colour-blind.
+"""Figures that are readable on light and dark pages: a light panel, dark ink, colour-blind-safe colours.
 
-matplotlib is imported when something is drawn, and only its object API: no pyplot, no global state.
+matplotlib is imported when something is drawn, and only its object API is used: no pyplot, no global state.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E0
 INK, MUTED, LINE, PANEL = "#1a1a1a", "#555555", "#d9d9d4", "#fbfbf9"
 SKIPPED, PARTIAL, FULL = "#e4e4e0", ORANGE, SKY
 TILES = {"skipped": SKIPPED, "partial": PARTIAL, "full": FULL}
-ON_TILE = "#111111"  # words on a coloured tile: dark on light and on dark paper
-WEIGHTS = "cividis"  # the same to every eye
+ON_TILE = "#111111"  # text on a coloured tile: dark on light and dark pages
+WEIGHTS = "cividis"  # colour-blind-safe
 
 
 def panels(rows: int, cols: int, *, width: float = 10.0, height: float = 4.0) -> tuple[Figure, list[Axes]]:
-    """A figure of rows x cols axes, left to right and down."""
+    """Create a figure of rows x cols axes, in reading order."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=110, layout="constrained", facecolor=PANEL)
@@ -53,14 +53,14 @@ def legend(ax: Axes, **more: Any) -> None:
 
 
 def doubling(ax: Axes, values: Sequence[int]) -> None:
-    """A horizontal axis on which doubling is a step, with these values named."""
+    """Make the horizontal axis logarithmic, with ticks at these values."""
     ax.set_xscale("log", base=2)
     ax.set_xticks(list(values), [short(value) for value in values])
     ax.minorticks_off()
 
 
 def in_bytes(ax: Axes, low: float, high: float) -> None:
-    """A vertical axis from low to high bytes, logarithmic, named in powers of 1024."""
+    """Make the vertical axis logarithmic, from low to high bytes."""
     ax.set_yscale("log", base=2)
     ax.set_ylim(low, high)
     step = next(step for step in (4, 32, 1024) if high / low < step**8)
@@ -70,7 +70,7 @@ def in_bytes(ax: Axes, low: float, high: float) -> None:
 
 
 def square(ax: Axes, n: int, block: int = 0, colour: str = INK) -> None:
-    """n x n pairs with row 0 at the top and, given a block, its tile borders."""
+    """Set up n x n pairs with row 0 at the top and, given a block, its tile borders."""
     ax.set(xlim=(0, n), ylim=(n, 0), aspect="equal")
     ax.grid(False)
     ax.spines[:].set_visible(False)

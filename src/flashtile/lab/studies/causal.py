@@ -1,4 +1,4 @@
-"""Study 5: causal attention, tile by tile: the same answer, and about half of the tiles never touched."""
+"""Study 5: causal attention, tile by tile: the same result, with about half of the tiles skipped."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHAPES = (
     (301, 301, 48, 20),
     (50, 200, 16, 16),
 )
-COUNTED = (1, 2, 4, 8, 16, 32, 64, 128)  # tiles a side
+COUNTED = (1, 2, 4, 8, 16, 32, 64, 128)  # tiles per side
 BLOCK = 16
 DRAWN = (96, 24, 8)  # N, rows and columns of a tile, for the picture of unequal blocks
 
@@ -55,7 +55,7 @@ class Causal:
     comparisons: tuple[Comparison, ...]
     counted: tuple[Counted, ...]
     drawn: tuple[int, int, int]
-    kinds: tuple[tuple[str, ...], ...]  # of the tiles of the drawn one
+    kinds: tuple[tuple[str, ...], ...]  # of the drawn tiles
 
     @property
     def worst(self) -> float:
@@ -67,7 +67,7 @@ class Causal:
 
 
 def compute(quick: bool = False) -> Causal:
-    del quick  # short enough as it is
+    del quick  # always fast
     n, *blocks = DRAWN
     return Causal(
         LIMIT,
@@ -85,7 +85,7 @@ def _count(side: int) -> Counted:
 
 
 def kinds(grid: Grid) -> tuple[tuple[str, ...], ...]:
-    """What causal attention does with every tile: skipped, partial or full."""
+    """The kind of every tile in causal attention: skipped, partial or full."""
     rows = []
     for i in range(grid.shape[0]):
         found = dict(grid.across(causal(), i))
@@ -109,7 +109,7 @@ def tables(record: Causal) -> list[Table]:
         ),
         Table(
             "Tiles of a causal square",
-            ("tiles a side", "skipped", "partial", "full", "share skipped"),
+            ("tiles per side", "skipped", "partial", "full", "share skipped"),
             tuple(
                 (f"{c.side}", f"{c.skipped:,}", f"{c.partial:,}", f"{c.full:,}", f"{c.skipped_share:.1%}")
                 for c in record.counted
@@ -125,8 +125,8 @@ def findings(record: Causal) -> list[str]:
     return [
         f"{len(record.comparisons)} shapes, {ragged} of them ragged and {unequal} with unequal blocks: the largest "
         f"difference from standard attention is {record.worst:.1e}.",
-        f"With {last.side} tiles a side {last.skipped_share:.1%} of the tiles are skipped: nothing of them is loaded "
-        "or computed. The share is (T - 1) / 2T, which nears one half.",
+        f"With {last.side} tiles per side, {last.skipped_share:.1%} of the tiles are skipped: nothing of them is "
+        "loaded or computed. The share is (T - 1) / 2T, which approaches one half.",
         f"Only the {last.partial:,} tiles on the diagonal need a mask; {last.full:,} are computed without one.",
     ]
 
@@ -140,7 +140,7 @@ def draw(record: Causal) -> Figure:
     share.axhline(0.5, color=canvas.GREEN, linestyle=":", label="one half")
     share.set_ylim(-0.02, 0.56)
     canvas.doubling(share, sides)
-    canvas.label(share, "Share of tiles skipped", "tiles a side, T")
+    canvas.label(share, "Share of tiles skipped", "tiles per side, T")
     canvas.legend(share, loc="lower right")
 
     draw_comparisons(errors, record.comparisons)
@@ -169,4 +169,5 @@ STUDY = Study(
     draw,
     tables,
     findings,
+    numbered=True,
 )

@@ -19,15 +19,15 @@ from flashtile.problem import describe
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-LIMIT = 1e-10  # on a float64 error
+LIMIT = 1e-10  # for a float64 error
 EPSILON = float(np.finfo(np.float64).eps)
-PUBLIC = "attention()"  # with tiles of its backend's choice
+PUBLIC = "attention()"  # with the tiles that its backend chooses
 WAYS = ("fa1", "fa2", PUBLIC)
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The largest difference of each way, in float64, and how many tiles the FA2 order computed."""
+    """The largest difference of each way, in float64, and the number of tiles that the FA2 order computed."""
 
     n_q: int
     n_k: int
@@ -51,7 +51,7 @@ class Comparison:
         return self.skipped / (self.skipped + self.computed)
 
     def cells(self) -> tuple[str, ...]:
-        """For a table under HEAD."""
+        """The cells of a table row under HEAD."""
         return (
             f"{self.n_q} x {self.n_k}, {self.d}",
             f"{self.br} x {self.bc}",
@@ -73,7 +73,7 @@ def compare(n_q: int, n_k: int, d: int, br: int, bc: int, **options: Any) -> Com
 
 
 def outputs(q: Array, k: Array, v: Array, br: int, bc: int, **options: Any) -> tuple[dict[str, Array], int]:
-    """The output of every way, and how many tiles the FA2 order computed."""
+    """The output of every way, and the number of tiles that the FA2 order computed."""
     problem = describe(q, k, v, **options)
     computed = 0
 
@@ -90,7 +90,7 @@ def largest(difference: Array) -> float:
     return float(np.abs(difference).max())
 
 
-EDGE = 1e-18  # where a difference of exactly 0 is drawn: a logarithmic axis has no place for it
+EDGE = 1e-18  # where a difference of exactly 0 is drawn on a logarithmic axis
 STYLES: dict[str, dict[str, Any]] = {
     "fa1": {"color": canvas.ORANGE, "marker": "s", "markersize": 9, "markerfacecolor": "none", "label": "FA1 order"},
     "fa2": {"color": canvas.BLUE, "marker": "o", "markersize": 5, "label": "FA2 order"},
@@ -107,7 +107,7 @@ def shown(errors: Iterable[float]) -> list[float]:
 
 
 def draw_comparisons(ax: Axes, comparisons: Sequence[Comparison]) -> None:
-    """A line of marks for each, on a horizontal axis of errors."""
+    """Draw a line of marks for each comparison, on a horizontal axis of errors."""
     names = [f"{c.n_q} x {c.n_k},  {c.br} x {c.bc}" for c in comparisons]
     for way in WAYS:
         ax.plot(shown(c.errors[way] for c in comparisons), names, linestyle="", **STYLES[way])
@@ -122,7 +122,7 @@ def draw_comparisons(ax: Axes, comparisons: Sequence[Comparison]) -> None:
 
 
 def error_axis(ax: Axes) -> None:
-    """A vertical axis of errors, up to beyond the limit."""
+    """Set up a vertical axis of errors that includes the limit."""
     for at, style in zip((LIMIT, EPSILON), _LINES, strict=True):
         ax.axhline(at, **style)
     ax.set_yscale("log")

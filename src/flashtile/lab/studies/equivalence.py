@@ -1,4 +1,4 @@
-"""Study 1: the tiled answer is the standard one, whatever the tiles, the order, and the size of the scores."""
+"""Study 1: the tiled result is the standard one, for all tiles, orders and magnitudes of scores."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ EXTREME = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class Chunked:
-    """Online softmax in one pass of chunks against softmax at once."""
+    """Online softmax over chunks, compared with softmax over the whole row."""
 
     chunk: int
     error: float
@@ -63,7 +63,7 @@ class Chunked:
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """In a dtype: the error of standard attention and of tiles, both against float64."""
+    """The errors of standard attention and of tiles in a dtype, both against float64."""
 
     dtype: str
     standard: float
@@ -72,20 +72,20 @@ class Rounded:
 
 @dataclass(frozen=True, slots=True)
 class Extreme:
-    """Scores so large that exp() of them overflows, or so small that it vanishes."""
+    """Scores so large that exp() overflows, or so small that it underflows."""
 
     name: str
     lowest: float
     highest: float
-    naive_finite: float  # share of the output that is finite when no maximum is subtracted
-    finite: float  # the same for every tiled way
+    naive_finite: float  # finite share of the output if no maximum is subtracted
+    finite: float  # the same for all tiled ways
     error: float
 
 
 @dataclass(frozen=True, slots=True)
 class Equivalence:
     limit: float
-    backend: str  # which one attention() chose
+    backend: str  # the one that attention() chose
     comparisons: tuple[Comparison, ...]
     blocks: tuple[Comparison, ...]
     chunks: tuple[Chunked, ...]
@@ -118,7 +118,7 @@ def compute(quick: bool = False) -> Equivalence:
 
 def _chunked(chunk: int) -> Chunked:
     (x,) = samples((64, 1000))
-    x = 10 * x  # so that the maximum rises many times on the way
+    x = 10 * x  # so that the maximum rises many times
     e = np.exp(x - x.max(axis=1, keepdims=True))
     return Chunked(chunk, largest(online_softmax(x, chunk) - e / e.sum(axis=1, keepdims=True)))
 
@@ -171,7 +171,7 @@ def tables(record: Equivalence) -> list[Table]:
             tuple(c.cells() for c in record.comparisons),
         ),
         Table(
-            "Online softmax of 1000 columns against softmax at once",
+            "Online softmax of 1000 columns against softmax of the whole row",
             ("chunk", "largest difference"),
             tuple((f"{c.chunk}", f"{c.error:.1e}") for c in record.chunks),
         ),
@@ -181,7 +181,7 @@ def tables(record: Equivalence) -> list[Table]:
             tuple((r.dtype, f"{r.standard:.1e}", f"{r.tiled:.1e}") for r in record.dtypes),
         ),
         Table(
-            "Scores that exp() alone cannot take",
+            "Scores that exp() alone cannot handle",
             ("scores", "finite without the maximum", "finite, tiled", "largest difference"),
             tuple((e.name, f"{e.naive_finite:.0%}", f"{e.finite:.0%}", f"{e.error:.1e}") for e in record.extremes),
         ),
@@ -195,14 +195,14 @@ def findings(record: Equivalence) -> list[str]:
     return [
         f"{len(record.comparisons)} shapes up to N = {longest}, {ragged} of them not divisible by the tile: "
         f"the largest difference from standard attention is {record.worst:.1e}.",
-        f"Tiles from {record.blocks[0].br} to {record.blocks[-1].br} rows give the same answer, in both orders; "
+        f"Tiles from {record.blocks[0].br} to {record.blocks[-1].br} rows give the same result, in both orders; "
         f"so does attention(), which ran on the {record.backend} backend.",
-        f"Online softmax in chunks of {record.chunks[0].chunk} to {record.chunks[-1].chunk} columns is off by "
-        f"{max(c.error for c in record.chunks):.1e} at most.",
+        f"Online softmax in chunks of {record.chunks[0].chunk} to {record.chunks[-1].chunk} columns is off by at most "
+        f"{max(c.error for c in record.chunks):.1e}.",
         f"With scores of {record.extremes[0].highest:+.0f} and {record.extremes[1].lowest:.0f}, exp() without the "
-        f"maximum fails in {broken} of {len(record.extremes)} cases; tiles stay finite, and are off by "
-        f"{max(e.error for e in record.extremes):.1e} at most.",
-        "Tiling changes the order of the sums and nothing else: what is left is rounding.",
+        f"maximum fails in {broken} of {len(record.extremes)} cases; tiles stay finite, and are off by at most "
+        f"{max(e.error for e in record.extremes):.1e}.",
+        "Tiling changes only the order of the sums: the remaining difference is rounding.",
     ]
 
 
@@ -229,10 +229,11 @@ def draw(record: Equivalence) -> Figure:
 
 STUDY = Study(
     "equivalence",
-    "The same answer",
+    "The same result",
     "Is tiled attention the same function as standard attention, or an approximation of it?",
     compute,
     draw,
     tables,
     findings,
+    numbered=True,
 )

@@ -1,4 +1,4 @@
-"""Study 7: nothing N x N is ever made: every array is seen by its allocator, and the largest does not grow."""
+"""Study 7: no N x N array is ever allocated: the allocator sees every array, and the largest does not grow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from flashtile.backends import reference, tiles
 from flashtile.lab.studies import canvas
-from flashtile.lab.studies.allocations import watched
+from flashtile.lab.studies.allocations import tracked
 from flashtile.lab.studies.study import Study, Table, qkv
 from flashtile.numerics.dtypes import Array
 from flashtile.problem import Problem, describe
@@ -28,13 +28,13 @@ STANDARD, FA2, CAUSAL, FA1 = "standard", "FA2", "FA2, causal", "FA1"
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
-    """One call: how many arrays NumPy made for it, and how many elements the largest had, its results apart."""
+class Tracked:
+    """The arrays that NumPy allocated in one call, and the elements of the largest, without the results."""
 
     n: int
     arrays: int
     largest: int
-    sizes: tuple[tuple[int, int], ...]  # elements, and how many arrays had as many; the largest first
+    sizes: tuple[tuple[int, int], ...]  # elements, and the number of arrays of that size; largest first
 
     @property
     def smaller(self) -> float:
@@ -46,20 +46,20 @@ class Watched:
 class Materialization:
     d: int
     block: int
-    ways: dict[str, tuple[Watched, ...]]
+    ways: dict[str, tuple[Tracked, ...]]
 
     @property
     def caught(self) -> bool:
-        """The watch does see an N x N array where there is one."""
+        """Whether tracking detects an N x N array if there is one."""
         return all(w.largest >= w.n**2 for w in self.ways[STANDARD])
 
     @property
     def holds(self) -> bool:
         block = self.block * max(self.block, self.d)
-        steady = all(w.largest == block for way in (FA2, CAUSAL) for w in self.ways[way])
-        # FA1 keeps m and l of every row in slow memory: N numbers each, and that is all that grows.
+        constant = all(w.largest == block for way in (FA2, CAUSAL) for w in self.ways[way])
+        # FA1 keeps m and l of every row in slow memory: N numbers each, and nothing else grows.
         linear = all(w.largest == max(block, w.n) for w in self.ways[FA1])
-        return self.caught and steady and linear
+        return self.caught and constant and linear
 
 
 def compute(quick: bool = False) -> Materialization:
@@ -73,23 +73,23 @@ def compute(quick: bool = False) -> Materialization:
     return Materialization(
         D,
         BLOCK,
-        {name: tuple(_watch(forward, n, causal=name == CAUSAL) for n in lengths) for name, forward in ways.items()},
+        {name: tuple(_track(forward, n, causal=name == CAUSAL) for n in lengths) for name, forward in ways.items()},
     )
 
 
-def _watch(forward: Callable[[Problem], tuple[Array, Array]], n: int, causal: bool) -> Watched:
+def _track(forward: Callable[[Problem], tuple[Array, Array]], n: int, causal: bool) -> Tracked:
     problem = describe(*qkv(n, D), causal=causal)
-    with watched() as seen:
+    with tracked() as seen:
         out, lse = forward(problem)
     sizes = Counter(-(-size // ITEM) for size in seen.without(out, lse))
-    return Watched(n, sizes.total(), max(sizes), tuple(sorted(sizes.items(), reverse=True)))
+    return Tracked(n, sizes.total(), max(sizes), tuple(sorted(sizes.items(), reverse=True)))
 
 
 def tables(record: Materialization) -> list[Table]:
     return [
         Table(
             f"The largest array besides the results, in elements; blocks of {record.block}, d = {record.d}",
-            ("N", *record.ways, f"arrays made, {FA2}", "smaller than N²"),
+            ("N", *record.ways, f"arrays, {FA2}", "smaller than N²"),
             tuple(
                 (
                     f"{at[0].n}",
@@ -115,12 +115,12 @@ def findings(record: Materialization) -> list[str]:
     return [
         f"From N = {first.n} to {last.n} the largest intermediate of tiled attention has {largest} elements "
         f"(blocks of {record.block}, d = {record.d}).",
-        f"At N = {last.n} NumPy made {last.arrays:,} arrays on the way, and none was larger: that is "
+        f"At N = {last.n} NumPy allocated {last.arrays:,} arrays, and none was larger: that is "
         f"{last.smaller:,.0f}x smaller than N² = {last.n**2:,}.",
-        f"The watch would have seen one: run on standard attention, it found {standard[-1].largest:,} elements at "
+        f"The check would detect one: for standard attention it found {standard[-1].largest:,} elements at "
         f"N = {standard[-1].n}.",
         f"The older FA1 order keeps m and l of every row: its largest is {fa1[-1].largest:,} at N = {fa1[-1].n}, one "
-        "number a row, and still nothing N x N.",
+        "number per row, and still nothing N x N.",
     ]
 
 
@@ -137,7 +137,7 @@ def draw(record: Materialization) -> Figure:
     n = [w.n for w in record.ways[FA2]]
     growth.plot(n, [x * x for x in n], ":", color=canvas.INK, label="N²")
     for name, (colour, style) in _STYLES.items():
-        label = "standard: seen by the same watch" if name == STANDARD else f"tiled, {name}"
+        label = "standard: detected by the same check" if name == STANDARD else f"tiled, {name}"
         growth.plot(n, [w.largest for w in record.ways[name]], style, color=colour, label=label, markersize=6)
     growth.set_yscale("log", base=2)
     growth.set_ylim(2**8, 2**27)
@@ -158,15 +158,16 @@ def _draw_sizes(ax: Axes, record: Materialization) -> None:
         ax.annotate(f"{arrays:,}", (arrays, at), (4, 0), textcoords="offset points", va="center", fontsize=9)
     ax.margins(x=0.15)
     ax.grid(False, axis="y")
-    canvas.label(ax, f"All {last.arrays:,} arrays at N = {last.n}, FA2 order", "how many arrays", "elements")
+    canvas.label(ax, f"All {last.arrays:,} arrays at N = {last.n}, FA2 order", "number of arrays", "elements")
 
 
 STUDY = Study(
     "materialization",
-    "Nothing N x N is ever made",
-    "Is there really no large array on the way, not even for a moment?",
+    "No N x N array is ever made",
+    "Is there really no large intermediate array, not even for a moment?",
     compute,
     draw,
     tables,
     findings,
+    numbered=True,
 )

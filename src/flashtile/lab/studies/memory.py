@@ -1,4 +1,4 @@
-"""Study 2: what standard and tiled attention take, by the formulas and as measured."""
+"""Study 2: the memory of standard and tiled attention, by the formulas and as measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashtile.host import threads
 from flashtile.lab.bench import memory, peers
 from flashtile.lab.bench.cases import FORWARD, Case
 from flashtile.lab.studies import canvas
-from flashtile.lab.studies.allocations import watched
+from flashtile.lab.studies.allocations import tracked
 from flashtile.lab.studies.study import Study, Table, qkv
 from flashtile.lab.units import size
 from flashtile.numerics.dtypes import ITEMSIZE, Array, narrow
@@ -31,17 +31,17 @@ DTYPE_LENGTH = 512
 
 
 def standard_floats(n: int, d: int) -> int:
-    """S and P, and the output."""
+    """Floats of S and P, and the output."""
     return 2 * n * n + n * d
 
 
 def block_floats(block: int) -> int:
-    """S and P of one tile."""
+    """Floats of S and P of one tile."""
     return 2 * block * block
 
 
 def tiled_floats(n: int, d: int, block: int, statistic: int = 1) -> int:
-    """S and P of one tile, m and l of every row, and the output; a statistic may count as more than one float."""
+    """Floats of S and P of one tile, m and l of every row, and the output; a statistic may count as several."""
     return block_floats(block) + 2 * n * statistic + n * d
 
 
@@ -66,7 +66,7 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The most bytes of arrays that were alive at once during one call, the results included."""
+    """Peak bytes of arrays alive during one call, including the results."""
 
     n: int
     dtype: str
@@ -76,7 +76,7 @@ class Measured:
 
     @property
     def blocks(self) -> int:
-        """All that tiles needed besides their results."""
+        """What tiles needed besides their results."""
         return self.tiled - self.results
 
     @property
@@ -86,11 +86,11 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """How far a fresh process grew during one call; None where the system cannot tell."""
+    """Memory growth of a fresh process during one call; None if the system does not report it."""
 
     n: int
     standard: int | None  # three lines of NumPy
-    flashtile: int | None  # attention() on the backend that it chooses
+    flashtile: int | None  # attention() on its default backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Memory:
 
     @property
     def holds(self) -> bool:
-        """Beyond their results tiles need the same for every N; standard attention takes what its formula says."""
+        """Whether tiles need the same for every N, beyond their results, and standard attention follows its formula."""
         formula = {p.n: p.standard for p in self.predicted}
         exact = all(formula[m.n] <= m.standard < 1.01 * formula[m.n] for m in self.measured)
         return exact and len({m.blocks for m in self.measured}) == 1
@@ -130,16 +130,16 @@ def _predict(n: int) -> Predicted:
 def _measure(n: int, dtype: str) -> Measured:
     q, k, v = qkv(n, D, dtype)
     problem = describe(q, k, v)
-    with watched() as standard:
+    with tracked() as standard:
         frugal_attention(q, k, v)
-    with watched() as tiled:
+    with tracked() as tiled:
         out, lse = tiles.forward(problem, "fa2", BLOCK, BLOCK)
         out = narrow(out, dtype)
     return Measured(n, dtype, standard.peak, tiled.peak, out.nbytes + lse.nbytes)
 
 
 def frugal_attention(q: Array, k: Array, v: Array) -> Array:
-    """Standard attention that holds S and P and nothing else of that size: the least it can do."""
+    """Standard attention with the least memory possible: S, P and nothing else of that size."""
     S = q @ k.T
     S *= q.dtype.type(q.shape[1] ** -0.5)
     P = S - S.max(axis=1, keepdims=True)
@@ -174,7 +174,7 @@ def tables(record: Memory) -> list[Table]:
             ),
         ),
         Table(
-            f"Measured: arrays alive at once, at most, float32, {shape}",
+            f"Measured: peak of arrays alive at once, float32, {shape}",
             ("N", "standard", "tiled", "saved", "of which out and lse", "everything else"),
             tuple(
                 (f"{m.n}", size(m.standard), size(m.tiled), f"{m.saved:.0f}x", size(m.results), size(m.blocks))
@@ -197,7 +197,7 @@ def tables(record: Memory) -> list[Table]:
             ),
         ),
         Table(
-            f"How far a fresh process grew, float32, d = {record.d}",
+            f"Memory growth of a fresh process, float32, d = {record.d}",
             ("N", "three lines of NumPy", "attention()"),
             tuple((f"{g.n}", _grown(g.standard), _grown(g.flashtile)) for g in record.grown),
         ),
@@ -218,13 +218,13 @@ def findings(record: Memory) -> list[str]:
         f"N = {small.n}, d = {record.d}, by the formulas: {size(small.standard)} against {size(small.tiled)}, or "
         f"{size(small.tiled_wide)} if m and l are float64.",
         f"N = {large.n}: {large.saved:.0f}x less, or {large.saved_wide:.0f}x if m and l are float64.",
-        f"The two tables of one tile, S and P, take {size(small.blocks)} whatever N is.",
+        f"The two tables of one tile, S and P, take {size(small.blocks)} for every N.",
         f"Measured from N = {first.n} to {last.n}: standard attention went from {size(first.standard)} to "
-        f"{size(last.standard)}; all that tiles needed besides their results was {blocks} throughout.",
-        f"{blocks} is more than {size(small.blocks)} because NumPy gives every operation an array of its own: S and P "
-        "of this tile and of the one before, and O as it was, O rescaled, what is added to it, and the sum.",
+        f"{size(last.standard)}; what tiles needed besides their results was {blocks} throughout.",
+        f"{blocks} is more than {size(small.blocks)} because NumPy allocates a new array for every operation: S and P "
+        "of this tile and of the previous one, the old O, the rescaled O, what is added to it, and the sum.",
         f"In {half.dtype} the saving is {half.saved:.1f}x, in {whole.dtype} {whole.saved:.1f}x (N = {half.n}): 16-bit "
-        "results are summed in float32 first, and both lie there at the end.",
+        "results are accumulated in float32 first, and both exist at the end.",
     ]
 
 
@@ -283,9 +283,10 @@ def _draw_dtypes(ax: Axes, record: Memory) -> None:
 STUDY = Study(
     "memory",
     "Far less memory",
-    "How much memory does standard attention take, and how much does it take tile by tile?",
+    "How much memory does standard attention take, and how much does tiled attention take?",
     compute,
     draw,
     tables,
     findings,
+    numbered=True,
 )

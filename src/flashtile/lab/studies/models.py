@@ -33,7 +33,7 @@ class Context:
     n: int
     scores: int  # the score matrix that is never built
     blocks: int  # S and P of one tile
-    sram: int  # all that lies in the fast memory with them: Q, K, V, O and the statistics of one tile
+    sram: int  # everything in the fast memory: also Q, K, V, O and the statistics of one tile
     output: int
     statistics: int  # the log-sum-exp of every row, float32
 
@@ -48,7 +48,7 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Bytes of a model at a context: of one layer with all its heads, and of the KV cache of all layers."""
+    """Bytes of a model at a context: for one layer with all its heads, and the KV cache of all layers."""
 
     n: int
     scores: int
@@ -73,16 +73,16 @@ class Models:
     dtype: str
     contexts: tuple[Context, ...]
     models: tuple[Scaled, ...]
-    memories: dict[str, int]  # bytes of some GPUs
+    memories: dict[str, int]  # of some GPUs, in bytes
 
     @property
     def holds(self) -> bool:
-        """What a tile takes does not depend on the context."""
+        """Whether the memory of a tile is independent of the context."""
         return len({(c.blocks, c.sram) for c in self.contexts}) == 1
 
 
 def compute(quick: bool = False) -> Models:
-    del quick  # nothing here is long
+    del quick  # always fast
     contexts = tuple(_context(n) for n in CONTEXTS)
     return Models(
         D,
@@ -97,7 +97,7 @@ def compute(quick: bool = False) -> Models:
 def _context(n: int) -> Context:
     shape, item = (1, 1, n, D), ITEMSIZE[DTYPE]
     planned = plan(shape, shape, DTYPE)
-    row = Grid(BLOCK, n, BLOCK, BLOCK)  # all rows of tiles are alike, and what one holds at its end is the most
+    row = Grid(BLOCK, n, BLOCK, BLOCK)  # all rows of tiles are alike, and each holds the most at its end
     sram = sum(count(fa2_forward(full(), row), row, Layout(D, D, DTYPE)).sram_bytes.values())
     return Context(n, planned.score_bytes, item * block_floats(BLOCK), sram, item * n * D, planned.lse_bytes)
 
@@ -155,13 +155,13 @@ def findings(record: Models) -> list[str]:
     layer = next(layer for layer in model.contexts if layer.n == at.n)
     name, room = max(record.memories.items(), key=lambda item: item[1])
     return [
-        f"At {short(at.n)} tokens in {record.dtype} the score matrix is {size(at.scores)} a head a layer.",
+        f"At {short(at.n)} tokens in {record.dtype} the score matrix takes {size(at.scores)} per head and layer.",
         f"Tiled: {size(at.blocks)} of blocks, and {size(at.results)} ({at.results / 1e6:.0f} MB) of output and "
         "statistics, which grow with N, not with its square.",
-        f"At {short(last.n)} tokens the blocks still take {size(last.blocks)}, and {last.saved:,.0f}x is saved.",
+        f"At {short(last.n)} tokens the blocks still take {size(last.blocks)}, which is {last.saved:,.0f}x less.",
         f"All {model.heads} heads of one layer of {model.model} at {short(at.n)} would need "
         f"{size(layer.scores)} of scores; an {name} has {size(room)}.",
-        f"What does grow is the KV cache: {size(layer.kv_cache)} there. Fewer key heads shrink that; tiles do not.",
+        f"The KV cache does grow: {size(layer.kv_cache)} there. Fewer key heads shrink it; tiles do not.",
     ]
 
 
@@ -213,9 +213,10 @@ def _draw_memories(ax: Axes, record: Models) -> None:
 STUDY = Study(
     "models",
     "At the size of real models",
-    "What would the scores of a real model take at 8K, 32K, 128K tokens, and what do tiles take?",
+    "How much memory would the scores of a real model take at 8K, 32K, 128K tokens, and how much do tiles take?",
     compute,
     draw,
     tables,
     findings,
+    numbered=True,
 )

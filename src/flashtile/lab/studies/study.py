@@ -1,4 +1,4 @@
-"""Study: a question, the computation that answers it, and the tables, figure and sentences made of its record."""
+"""Study: a question, the computation that answers it, and the tables, figure and sentences of its record."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 
 class Table(NamedTuple):
-    """Words for a terminal or a page; the first column says what a row is."""
+    """Text for a terminal or a page; the first column names the row."""
 
     title: str
     head: tuple[str, ...]
@@ -27,19 +27,21 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Study(Generic[R]):
-    """Everything shown is a pure function of the record that compute() returns."""
+    """A question and its answer. Everything shown is a pure function of the record that compute() returns."""
 
     name: str
     title: str
     question: str
     compute: Callable[..., R]  # (quick: bool = False)
-    draw: Callable[[R], Figure | None]  # None where the record has nothing to draw
+    draw: Callable[[R], Figure | None]  # None if there is nothing to draw
     tables: Callable[[R], list[Table]]
     findings: Callable[[R], list[str]]
+    numbered: bool = False  # shown in the page's section of studies; the others belong to other sections
+    timed: bool = False  # measures time, so nothing else may run beside it
 
 
 def to_dict(record: Any) -> Any:
-    """A record in plain values for JSON; a number that is not finite becomes "inf", "-inf" or "nan"."""
+    """Convert a record to plain values for JSON; non-finite numbers become "inf", "-inf" or "nan"."""
     if is_dataclass(record) and not isinstance(record, type):
         return {field.name: to_dict(getattr(record, field.name)) for field in fields(record)}
     if isinstance(record, dict):
@@ -54,7 +56,7 @@ def to_dict(record: Any) -> Any:
 
 
 def samples(*shapes: tuple[int, ...], dtype: Any = np.float64) -> tuple[Array, ...]:
-    """Standard normal arrays, the same ones every time."""
+    """Standard normal arrays, always the same."""
     rng = np.random.default_rng(SEED)
     return tuple(rng.standard_normal(shape).astype(dtype) for shape in shapes)
 

@@ -1,4 +1,4 @@
-"""Study 4: the picture of tiling: sixteen tokens in tiles of four, with the real numbers."""
+"""Study 4: a picture of tiling: sixteen tokens in tiles of four, with the real numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Rows = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One tile of the FA2 order, after it was absorbed."""
+    """The state after absorbing one tile of the FA2 order."""
 
     i: int
     j: int
@@ -34,7 +34,7 @@ class Step:
     P: Rows  # [br, bc] exp(S - m)
     m: tuple[float, ...]  # [br]
     l: tuple[float, ...]  # [br]
-    factor: tuple[float, ...]  # [br] what l and O were multiplied by
+    factor: tuple[float, ...]  # [br] by which l and O were multiplied
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class Tiling:
     n: int
     d: int
     block: int
-    orders: dict[str, tuple[tuple[int, ...], ...]]  # fa1, fa2: when each tile is visited, from 1
+    orders: dict[str, tuple[tuple[int, ...], ...]]  # fa1, fa2: position of each tile in the order, from 1
     first: tuple[Step, ...]  # the first four tiles
     weights: Rows  # [n, n] the softmax weights
     causal: tuple[tuple[str, ...], ...]  # each tile: skipped, partial or full
-    causal_order: tuple[tuple[int, ...], ...]  # 0 where skipped
+    causal_order: tuple[tuple[int, ...], ...]  # 0 for skipped tiles
     error: float
 
     @property
@@ -63,7 +63,7 @@ class Tiling:
 
 
 def compute(quick: bool = False) -> Tiling:
-    del quick  # short enough as it is
+    del quick  # always fast
     q, k, v = qkv(N, D)
     traces = {order: flashtile.trace(q, k, v, order=order, block_q=BLOCK, block_k=BLOCK) for order in ("fa1", "fa2")}
     causal = flashtile.trace(q, k, v, block_q=BLOCK, block_k=BLOCK, causal=True)
@@ -83,7 +83,7 @@ def compute(quick: bool = False) -> Tiling:
 
 
 def _visits(trace: Trace) -> tuple[tuple[int, ...], ...]:
-    """For each tile when it was visited, counted from 1; 0 for never."""
+    """The position of each tile in the order, from 1; 0 if it is never visited."""
     visits = np.zeros(trace.grid.shape, int)
     visited = [step.event for step in trace if isinstance(step.event, Tile)]
     for n, tile in enumerate(visited, 1):
@@ -112,7 +112,7 @@ def _plain(x: Array) -> Rows:
 def tables(record: Tiling) -> list[Table]:
     return [
         Table(
-            "The first four tiles, FA2 order: what query 0 remembers after each",
+            "The first four tiles, FA2 order: the state of query 0 after each",
             ("tile (row, column)", "scores of query 0", "m", "l", "factor"),
             tuple(
                 (
@@ -126,7 +126,7 @@ def tables(record: Tiling) -> list[Table]:
             ),
         ),
         Table(
-            "When each tile is visited",
+            "The order in which tiles are visited",
             ("row of tiles", "FA1: columns first", "FA2: rows first", "causal, FA2"),
             tuple(
                 (f"{i}", *(_listed(order[i]) for order in (*record.orders.values(), record.causal_order)))
@@ -143,18 +143,18 @@ def _listed(visits: tuple[int, ...]) -> str:
 def findings(record: Tiling) -> list[str]:
     tiles = sum(len(row) for row in record.causal)
     raised = [n for n, step in enumerate(record.first[1:], 2) if step.factor[0] < 1]
-    told = (
-        f"It rises at tile {' and '.join(map(str, raised))}, and what was summed before is scaled down."
+    rises = (
+        f"It rises at tile {' and '.join(map(str, raised))}, and the sums so far are scaled down."
         if raised
         else "It never rises after the first tile."
     )
     return [
-        f"{record.n} x {record.n} scores in tiles of {record.block} x {record.block}: {tiles} tiles, of which one at a "
-        "time is in fast memory.",
+        f"{record.n} x {record.n} scores in tiles of {record.block} x {record.block}: {tiles} tiles, one at a time in "
+        "fast memory.",
         f"Query 0 meets its keys in {len(record.first)} tiles; its maximum goes from {record.first[0].m[0]:.2f} to "
-        f"{record.first[-1].m[0]:.2f}. {told}",
+        f"{record.first[-1].m[0]:.2f}. {rises}",
         f"Causal: {record.skipped} tiles are skipped, {record.processed} are processed.",
-        f"The answer is that of standard attention, to {record.error:.1e}.",
+        f"The result differs from standard attention by {record.error:.1e}.",
     ]
 
 
@@ -167,8 +167,8 @@ def draw(record: Tiling) -> Figure:
     _draw_causal(causal, record)
     for n, (ax, step) in enumerate(zip(axes[4:], record.first, strict=True), 1):
         _draw_step(ax, n, step, record)
-    told = "Lower row, the first four tiles: scores, coloured by exp(S - m). m running maximum, l running sum, x factor"
-    figure.supxlabel(told, fontsize=9.5, color=canvas.INK)
+    key = "Lower row, the first four tiles: scores, coloured by exp(S - m). m running maximum, l running sum, x factor"
+    figure.supxlabel(key, fontsize=9.5, color=canvas.INK)
     return figure
 
 
@@ -209,15 +209,15 @@ def _draw_causal(ax: Axes, record: Tiling) -> None:
 
 
 def _draw_step(ax: Axes, n: int, step: Step, record: Tiling) -> None:
-    """The weights exp(S - m) of one tile, and what its rows remember."""
+    """Draw the weights exp(S - m) of one tile, and the state of its rows."""
     b = record.block
     ax.imshow(step.P, cmap=canvas.WEIGHTS, vmin=0, vmax=1, extent=(0, b, b, 0))
     for r, (scores, weights) in enumerate(zip(step.S, step.P, strict=True)):
         for c, (score, weight) in enumerate(zip(scores, weights, strict=True)):
             ink = canvas.ON_TILE if weight > 0.55 else "white"
             ax.text(c + 0.5, r + 0.5, f"{score:+.2f}", ha="center", va="center", fontsize=8.5, color=ink)
-        kept = f"m {step.m[r]:.2f}\nl {step.l[r]:.2f}\nx {step.factor[r]:.2f}"
-        ax.text(b + 0.12, r + 0.5, kept, ha="left", va="center", fontsize=7.5, color=canvas.INK)
+        state = f"m {step.m[r]:.2f}\nl {step.l[r]:.2f}\nx {step.factor[r]:.2f}"
+        ax.text(b + 0.12, r + 0.5, state, ha="left", va="center", fontsize=7.5, color=canvas.INK)
     canvas.square(ax, b)
     first = step.j * b
     ax.set_xticks([c + 0.5 for c in range(b)], [f"{first + c}" for c in range(b)])
@@ -227,10 +227,11 @@ def _draw_step(ax: Axes, n: int, step: Step, record: Tiling) -> None:
 
 STUDY = Study(
     "tiling",
-    "The picture of tiling",
-    "In which order are the tiles visited, and what is remembered between them?",
+    "A picture of tiling",
+    "In which order are the tiles visited, and what is kept between them?",
     compute,
     draw,
     tables,
     findings,
+    numbered=True,
 )

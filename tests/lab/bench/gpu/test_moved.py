@@ -77,7 +77,7 @@ def test_the_profiler_is_told_what_to_watch(tmp_path: Path) -> None:
     [
         ("print('==ERROR== ERR_NVGPUCTRPERM - no permission\\nmore'); sys.exit(1)", "==ERROR== ERR_NVGPUCTRPERM"),
         ("print('Traceback\\nValueError: no'); sys.exit(1)", "ValueError: no"),
-        ("", "it watched no kernel"),
+        ("", "it profiled no kernel"),
     ],
 )
 def test_what_went_wrong_is_told(tmp_path: Path, body: str, told: str) -> None:
@@ -137,7 +137,7 @@ def test_every_call_is_behind_a_mark(watcher: list[str], monkeypatch: pytest.Mon
     entries = [small(entry) for entry in ENTRIES[:3]]
     assert [entry.way for entry in entries] == [OURS, STANDARD, OURS]
     with one_thread():
-        failed = moved.watched(entries, "cpu")
+        failed = moved.run_profiled(entries, "cpu")
     assert watcher == [OURS, STANDARD, "start", "mark", OURS, "mark", STANDARD, "stop"]
     assert failed == {f"{OURS}: {entries[2].row.name}": "too much"}
 
@@ -208,5 +208,5 @@ def test_what_could_not_run_is_told_and_the_others_keep_their_names() -> None:
     record = moved.run(FakeDevice(), "an ncu", watched_as_predicted(1.0, {name: "too much"}, skip=1))
     assert record["failed"] == {name: "too much"} and f"Not measured: {name} (too much)." in render(record)
     assert record["measurements"][0]["way"] == STANDARD
-    with pytest.raises(ProfilerError, match="it watched 9 calls, expected 10"):
+    with pytest.raises(ProfilerError, match="it profiled 9 calls, expected 10"):
         moved.run(FakeDevice(), "an ncu", watched_as_predicted(1.0, skip=1))

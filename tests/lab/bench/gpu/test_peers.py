@@ -16,9 +16,9 @@ from torch._functorch import config  # noqa: E402
 
 from flashtile.backends import gluon  # noqa: E402
 from flashtile.lab.bench.gpu import peers  # noqa: E402
+from flashtile.lab.bench.gpu.bench import difference  # noqa: E402
 from flashtile.lab.bench.gpu.peers import CUDNN, FA2, FA3, FA4, FLEX, ORDERED, OURS, PEERS, PORTABLE, SDPA_FLASH, WIDE  # noqa: E402
 from flashtile.lab.bench.gpu.rows import Row  # noqa: E402
-from flashtile.lab.bench.gpu.suite import difference  # noqa: E402
 from tests.lab.bench.gpu.fakes import one_thread, row_of  # noqa: E402
 
 # Uncompiled FlexAttention warns that it is slow.
@@ -237,7 +237,7 @@ def test_what_8_bits_stand_beside(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "fits", "asked", "others", "reason"),
     [
-        (PORTABLE, "train forward D64 causal", {"backend": "triton"}, ["decode B16"], "it is what flashtile runs here"),
+        (PORTABLE, "train forward D64 causal", {"backend": "triton"}, ["decode B16"], "flashtile runs the same here"),
         (
             ORDERED,
             "train backward D64 causal",

@@ -8,7 +8,7 @@ import pytest
 
 from flashtile.lab.bench import workers
 from flashtile.lab.bench.gpu import peers, warm
-from flashtile.lab.bench.gpu.peers import FA4, FA4_KEEPS, FLEX, NAMES, OURS, OURSELVES, PEERS, PORTABLE
+from flashtile.lab.bench.gpu.peers import FA4, FA4_CACHE, FLEX, NAMES, OURS, OURSELVES, PEERS, PORTABLE
 from flashtile.lab.bench.gpu.rows import ROWS, in_turn
 
 
@@ -16,10 +16,10 @@ def test_only_those_that_keep_what_they_compiled(monkeypatch: pytest.MonkeyPatch
     def compiling() -> list[str]:
         return [job["peer"] for job in warm.jobs(ROWS[:1], PEERS)]
 
-    monkeypatch.setenv(FA4_KEEPS, "0")
+    monkeypatch.setenv(FA4_CACHE, "0")
     warm.keep_on_disk()  # the user's word stands
     assert compiling() == [OURS, *OURSELVES, FLEX]
-    monkeypatch.delenv(FA4_KEEPS)
+    monkeypatch.delenv(FA4_CACHE)
     warm.keep_on_disk()
     assert compiling() == [OURS, *OURSELVES, FLEX, FA4]
 
@@ -61,4 +61,4 @@ def test_a_worker_finds_its_row_and_peer(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_a_peer_does_not_do_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm, "tensors", lambda row, device, seed: None)
-    assert warm.compile_one({"row": ROWS[0].name, "peer": PORTABLE}) == {"unfit": "it is what flashtile runs here"}
+    assert warm.compile_one({"row": ROWS[0].name, "peer": PORTABLE}) == {"unfit": "flashtile runs the same here"}

@@ -1,4 +1,4 @@
-"""What the measurements have to clear: a table of bars, and a list of rows -> one line a bar, with what was found."""
+"""The bars of the GPU suites: a table of bars, and the comparison of measured rows with them."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from flashtile.lab.bench.timing import geometric_mean
 from flashtile.numerics.dtypes import EIGHT_BITS
 
 HOPPER = "gluon"  # the backend that some bars are for
-SHORT_CACHE = 8192  # with one sequence this is too little work to be measured against the copy
-SAME = 0.02  # in bfloat16, where each is off by a few thousandths
-SAME_IN_8_BITS = 0.05  # weights of 3 bits are off by 0.026 (root mean square), and so is what they add up to
+SHORT_CACHE = 8192  # with one sequence, too little work to compare with the copy
+SAME = 0.02  # in bfloat16, where each result is off by a few thousandths
+SAME_IN_8_BITS = 0.05  # weights of 3 bits are off by 0.026 (root mean square), and so are their sums
 
 
 @dataclass(frozen=True)
 class Bar:
-    """What the rows it is about have to show: on their geometric mean, and each of them."""
+    """The bar for a set of rows: on their geometric mean, and on each of them."""
 
     group: str
-    title: str  # of {n} rows, of which {row} is the first
+    title: str  # a template: {n} rows, the first of which is {row}
     about: Callable[[Row], bool]
     measure: Measure
     mean: float | None = None
     each: float | None = None
 
     def line(self, rows: Sequence[Row]) -> Row:
-        """A row that we could not do at all is no success."""
+        """Compare the rows with the bar. A row that we could not run is a failure."""
         more = self.measure.more_is_better
-        said: Row = {"group": self.group, "title": self.title.format(n=len(rows), row=rows[0])}
-        said |= {"measure": self.measure.words, "at_least": more}
-        said |= {"bar": self.mean, "reach": None, "worst_bar": self.each}
+        line: Row = {"group": self.group, "title": self.title.format(n=len(rows), row=rows[0])}
+        line |= {"measure": self.measure.title, "at_least": more}
+        line |= {"bar": self.mean, "reach": None, "worst_bar": self.each}
         values = [value for row in rows if (value := self.measure.of(row)) is not None]
         failed = any(OURS in row["absent"] for row in rows)
         if not values:
-            return {**said, "value": None, "worst": None, "holds": False if failed else None}
+            return {**line, "value": None, "worst": None, "holds": False if failed else None}
         mean = geometric_mean(values) if min(values) > 0 else sum(values) / len(values)
         worst = min(values) if more else max(values)
         barred = [(x, bar) for x, bar in ((mean, self.mean), (worst, self.each)) if bar is not None]
         clear = all(x >= bar if more else x <= bar for x, bar in barred)
-        return {**said, "value": mean, "worst": worst, "holds": clear and not failed if barred else None}
+        return {**line, "value": mean, "worst": worst, "holds": clear and not failed if barred else None}
 
 
 def judge(rows: Sequence[Row], failed: Collection[str] = ()) -> list[Row]:
-    """The line of every bar that some of these rows are about, and how many rows could not be measured."""
+    """The line of every bar that applies to some of these rows, and the number of rows that failed."""
     found = [bar.line(mine) for bar in BARS if (mine := [row for row in rows if bar.about(row)])]
     return [*found, *([_failures(len(failed))] if failed else [])]
 
@@ -61,7 +61,7 @@ def _failures(n: int) -> Row:
 
 
 def _where(*also: Callable[[Row], bool], **fields: Any) -> Callable[[Row], bool]:
-    """Rows with these values in these fields, of which all this is true too."""
+    """Select rows with these field values, for which all conditions hold."""
     return lambda row: all(row.get(key) == x for key, x in fields.items()) and all(true(row) for true in also)
 
 
@@ -82,7 +82,7 @@ def _with_peer(row: Row) -> bool:
 
 
 def _eight_bits(dim: int, mean: float | None = None) -> Bar:
-    """What 8 bits gain where the Hopper kernels multiply them as they are."""
+    """The gain from 8 bits if the Hopper kernels multiply them as they are."""
     title = f"forward in 8 bits, head dim {dim}, {{n}} shapes"
     about = _train(FORWARD, _of_dim(dim), dtype=EIGHT_BITS, backend=HOPPER)
     return Bar(f"eight-bits-{dim}", title, about, measures.OVER_WIDE, mean)
@@ -105,7 +105,7 @@ def _with_ordered(row: Row) -> bool:
 
 
 def _dense(row: Row) -> bool:
-    """So much work that the matrix unit alone sets the pace."""
+    """Whether there is so much work that the matrix units are the bound."""
     return not row["options"] and row["shape"]["n_k"] == 16384 and row["shape"]["dim"] >= 128
 
 
@@ -118,7 +118,7 @@ def _long(row: Row) -> bool:
 
 
 def _pass(direction: str, mean: float, each: float) -> tuple[Bar, ...]:
-    """Those of one pass. `mean` and `each` are what the Hopper kernels owe on the grid, beside the best peer."""
+    """The bars of one pass. `mean` and `each` are for the Hopper kernels on the grid, against the best peer."""
     d, plain, other = direction, f"{direction}, {{n}} shapes", f"{direction}, {{n}} other shapes"
     by_triton, narrow = f"{d} by Triton", "window {row[window]} of {row[shape][n_k]} keys"
     portable, narrowed = _train(d, _with_portable), _train(d, _with_portable, _windowed)

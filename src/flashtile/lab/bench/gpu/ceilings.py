@@ -1,4 +1,4 @@
-"""What the card can do at best at this moment: a large matrix product and a large copy, timed among the contenders."""
+"""The device's current ceilings: a large matrix product and a large copy, timed among the contenders."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ COPIED = 1 << 30
 
 @dataclass(frozen=True)
 class Ceiling:
-    """A call and the FLOPs it makes, or the bytes it reads and writes."""
+    """A call, and the FLOPs it computes or the bytes it reads and writes."""
 
     call: Call
     amount: float
 
 
 def product(device: str, side: int = SIDE) -> Ceiling:
-    """side^3 in bfloat16, of random numbers."""
+    """A product of side^3 in bfloat16, of random numbers."""
     import torch
 
     a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -29,7 +29,7 @@ def product(device: str, side: int = SIDE) -> Ceiling:
 
 
 def copy(device: str, copied: int = COPIED) -> Ceiling:
-    """Far more than any cache holds."""
+    """A copy of far more bytes than any cache holds."""
     import torch
 
     source = torch.randint(256, (copied,), device=device, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""A GPU as the suites see it: its clock, its graphs, its memory. Everything that only CUDA can do is in here."""
+"""The device interface of the suites: clock, graphs, memory; all CUDA-specific code is here."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any, Protocol
 
 from flashtile.lab.bench.timing import Call
 
-HEAD_START = 1 << 22  # cycles, about 2 ms, that the device rests before it is timed: the host is ahead of it then
+HEAD_START = 1 << 22  # cycles, about 2 ms, that the device waits before it is timed, so that the host gets ahead
 
 
 class Device(Protocol):
-    """What a suite needs of a GPU; a test may bring one of its own."""
+    """What a suite needs of a GPU; tests provide fakes."""
 
     name: str  # for torch
     cache: int  # bytes of the last level
@@ -18,15 +18,15 @@ class Device(Protocol):
     def describe(self) -> dict[str, Any]: ...
 
     def seconds(self, call: Call) -> float:
-        """Device time of what a call enqueues, not of what the host does until it has."""
+        """Device time of the work that a call enqueues, without the host's time to enqueue it."""
 
     def synchronize(self) -> None: ...
 
     def captured(self, call: Call) -> Call:
-        """What a call enqueues, as one launch that costs the host next to nothing."""
+        """Capture the work that a call enqueues as one launch, which costs the host almost nothing."""
 
     def growth(self, call: Call) -> int:
-        """Peak memory of a call beyond what was there before and what it returns."""
+        """Peak memory of a call beyond the memory in use before and its results."""
 
 
 class Cuda:
@@ -68,7 +68,7 @@ class Cuda:
     def captured(self, call: Call) -> Call:
         aside = self.cuda.Stream()
         aside.wait_stream(self.cuda.current_stream())
-        with self.cuda.stream(aside):  # what happens once only must not happen while capturing
+        with self.cuda.stream(aside):  # one-time initialisation must not happen while capturing
             call()
         self.cuda.current_stream().wait_stream(aside)
         self.synchronize()
@@ -88,13 +88,13 @@ class Cuda:
 
 
 def returned(result: Any) -> int:
-    """Bytes of the tensors that a call gave back; those that share memory count once."""
+    """Bytes of the tensors that a call returned; shared memory counts once."""
     given = result if isinstance(result, tuple) else (result,)
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in given}.values())
 
 
 def missing() -> str | None:
-    """Why nothing can be measured on a GPU here; None where it can."""
+    """Why nothing can be measured on a GPU here; None if it can."""
     try:
         import torch
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""What is read off a measured row, to be held to a bar: our time beside a peer's, our rate beside the card's."""
+"""Numbers of a measured row to compare with bars: our time against a peer's, our rate against the device's."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 from flashtile.lab.bench.gpu.peers import CUDNN, FLEX, ORDERED, OURS, OURSELVES, PORTABLE, WIDE
 
-TILE = 128  # keys that a window costs besides its own
-SLACK = 1 << 20  # of memory: allocations are rounded up, schedulers keep counters
+TILE = 128  # additional keys that a window costs
+SLACK = 1 << 20  # bytes: allocations are rounded up, schedulers keep counters
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A number of a row; None where the row has nothing to compare."""
+    """A number of a row; None if the row has nothing to compare."""
 
-    words: str
+    title: str
     of: Callable[[Row], float | None]
     more_is_better: bool = False
 
@@ -30,7 +30,7 @@ def best_peer(row: Row) -> str | None:
 
 
 def _of_others(found: dict[str, Any]) -> dict[str, Any]:
-    """What a row has of peers that are not ours."""
+    """The entries of peers other than our own variants."""
     return {name: x for name, x in found.items() if name not in OURSELVES}
 
 
@@ -53,7 +53,7 @@ def _of_product(row: Row) -> float | None:
 
 
 def _of_window(ours: str) -> Callable[[Row], float | None]:
-    """Time beside that of the same shape without a window, in units of the keys that are left to visit."""
+    """Time relative to the same shape without a window, in units of the keys left to visit."""
 
     def of(row: Row) -> float | None:
         times, whole, share = row["times"], row["unwindowed"], (row["window"] + TILE) / row["shape"]["n_k"]
@@ -71,7 +71,7 @@ def _of_needed(row: Row) -> float | None:
 
 
 def _difference(row: Row) -> float | None:
-    """From the nearest peer: one that is wrong alone is not our fault. From ourselves where there is no other."""
+    """The difference from the nearest peer, since a single peer may be wrong; from our own variants if it is alone."""
     found = row["differences"]
     return min((_of_others(found) or found).values(), default=None)
 
@@ -82,8 +82,8 @@ OVER_CUDNN = Measure(f"{CUDNN} time / time", _over(CUDNN), more_is_better=True)
 OVER_WIDE = Measure("time in bfloat16 / time", _over(WIDE), more_is_better=True)
 IN_ORDER = Measure("time with deterministic=True / time", _over(ORDERED))
 OVER_BEST = Measure("best peer's time / time", _over_best, more_is_better=True)
-OF_PRODUCT = Measure("FLOPs a second / those of the matrix product", _of_product, more_is_better=True)
-OF_COPY = Measure("K and V read a second / device copy", lambda row: row["shares"].get(OURS), more_is_better=True)
+OF_PRODUCT = Measure("FLOPs per second / those of the matrix product", _of_product, more_is_better=True)
+OF_COPY = Measure("K and V read per second / device copy", lambda row: row["shares"].get(OURS), more_is_better=True)
 OF_WINDOW, PORTABLE_OF_WINDOW = (
     Measure(f"time / (full time * (window + {TILE}) / keys)", _of_window(ours)) for ours in (OURS, PORTABLE)
 )

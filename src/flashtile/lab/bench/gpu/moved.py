@@ -1,4 +1,4 @@
-"""Bytes that a forward pass moves on a GPU, counted by ncu, beside what traffic.py says of the kernel's tiles."""
+"""Bytes that a forward pass moves on a GPU, counted by ncu, compared with traffic.py's count for its tiles."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from flashtile.lab.bench.timing import Call
 from flashtile.numerics.dtypes import ITEMSIZE
 
 IO = "io"
-STANDARD = "standard"  # attention in three calls of torch
-# Both ways between the memory and the L2, and between the L2 and the processors.
+STANDARD = "standard"  # attention in three torch calls
+# Both directions between memory and L2, and between L2 and processors.
 METRICS = {
     "memory_read": "dram__bytes_read.sum",
     "memory_written": "dram__bytes_write.sum",
@@ -33,7 +33,7 @@ METRICS = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One shape, done one way."""
+    """One shape, computed in one way."""
 
     row: Row
     way: str
@@ -41,7 +41,7 @@ class Entry:
     def call(self, given: Tensors) -> Call:
         q, k, v = given[:3]
         if self.way == STANDARD:
-            return lambda: (q @ k.mT).softmax(-1) @ v  # scores, weights and output: a kernel each
+            return lambda: (q @ k.mT).softmax(-1) @ v  # scores, weights and output: one kernel each
         options = self.row.case.options
         return lambda: flashtile.attention(q, k, v, **options)
 
@@ -51,7 +51,7 @@ class Entry:
         return plan(shape, shape, c.dtype, device, **c.options)
 
     def predicted(self, device: str) -> dict[str, int]:
-        """If memory gives everything once, and the L2 gives it again. Standard attention's tiles are not known."""
+        """The bytes if memory delivers everything once, and the L2 the rest; unknown for tiles of standard attention."""
         p = self.plan(device)
         out = p.lse_bytes // 4 * p.v_shape[-1] * ITEMSIZE[p.dtype]
         if self.way == STANDARD:
@@ -86,13 +86,13 @@ def run(
     program: str,
     profile: Callable[..., tuple[list[Kernel], str]] = ncu.profile,
 ) -> Record:
-    """Watch every entry once, in a process of its own."""
-    kernels, said = profile(program, __name__, tuple(METRICS.values()))
-    failed: dict[str, str] = json.loads(said.strip().splitlines()[-1])
+    """Profile every entry once, in a separate process."""
+    kernels, printed = profile(program, __name__, tuple(METRICS.values()))
+    failed: dict[str, str] = json.loads(printed.strip().splitlines()[-1])
     done = [entry for entry in ENTRIES if f"{entry.way}: {entry.row.name}" not in failed]
     groups = ncu.by_mark(kernels)
     if len(groups) != len(done) or not all(groups):
-        raise ProfilerError(f"it watched {len(groups)} calls, expected {len(done)} with a kernel or more each")
+        raise ProfilerError(f"it profiled {len(groups)} calls, expected {len(done)} with at least one kernel each")
     record = records.new(IO, quick=False, device=device.describe()) | {"failed": failed}
     record["measurements"] = [_measured(entry, group, device) for entry, group in zip(done, groups, strict=True)]
     return record
@@ -110,8 +110,8 @@ def _measured(entry: Entry, kernels: list[Kernel], device: Device) -> dict[str, 
     return {**entry.to_dict(device.name), **found, "ratios": ratios}
 
 
-def watched(entries: Iterable[Entry] = ENTRIES, device: str = "cuda") -> dict[str, str]:
-    """In the process that is watched: every entry behind a mark, warmed up before; returns what cannot run here."""
+def run_profiled(entries: Iterable[Entry] = ENTRIES, device: str = "cuda") -> dict[str, str]:
+    """Run every entry after a mark, warmed up, in the profiled process; return what cannot run here."""
     import torch
 
     cuda: Any = torch.cuda
@@ -135,4 +135,4 @@ def watched(entries: Iterable[Entry] = ENTRIES, device: str = "cuda") -> dict[st
 
 
 if __name__ == "__main__":
-    print(json.dumps(watched()))
+    print(json.dumps(run_profiled()))

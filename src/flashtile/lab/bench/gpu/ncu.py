@@ -1,4 +1,4 @@
-"""NVIDIA's profiler ncu: what it counted of every kernel that a Python module launched while it asked to be watched."""
+"""NVIDIA's profiler ncu: its counts for every kernel that a Python module launches while profiling is on."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-PLACES = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/ncu")  # where it is when it is on no path
-MARK = "spin_kernel"  # what torch.cuda._sleep launches, and nothing else does
+PLACES = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/ncu")  # where to look besides the path
+MARK = "spin_kernel"  # launched only by torch.cuda._sleep
 
 
 class ProfilerError(Exception):
-    """It is here and gave no counts."""
+    """The profiler gave no counts."""
 
 
 @dataclass(frozen=True)
@@ -29,33 +29,33 @@ class Kernel:
 
 
 def find() -> str | None:
-    """Where it is; None where it is not."""
+    """The path of ncu; None if it is not installed."""
     return shutil.which("ncu") or next((place for place in PLACES if os.access(place, os.X_OK)), None)
 
 
 def profile(program: str, module: str, metrics: Sequence[str]) -> tuple[list[Kernel], str]:
-    """Run a module under it: the kernels between torch.cuda.profiler.start() and stop(), and what the module printed.
+    """Run a module under ncu; return the kernels between torch.cuda.profiler.start() and stop(), and its output.
 
-    Each kernel runs as often as it takes to count everything, its caches cold every time.
+    ncu replays each kernel until everything is counted, with cold caches every time.
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         command = [program, "--csv", "--log-file", str(log), "--print-units", "base", "--profile-from-start", "off"]
         command += ["--metrics", ",".join(metrics), sys.executable, "-m", module]
-        # What can be imported here can be imported there; numbers are written with a point.
+        # The module can import what this process can; LC_ALL=C writes numbers with a point.
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "LC_ALL": "C"}
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         text = log.read_text() if log.exists() else ""
     found = parse(text)
     if done.returncode or not found:
-        said = [line for line in (text + done.stdout + done.stderr).splitlines() if line.strip()]
-        errors = [line for line in said if line.startswith("==ERROR==")] or said[-3:]
-        raise ProfilerError(" ".join(errors) or "it watched no kernel")
+        lines = [line for line in (text + done.stdout + done.stderr).splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("==ERROR==")] or lines[-3:]
+        raise ProfilerError(" ".join(errors) or "it profiled no kernel")
     return found, done.stdout
 
 
 def parse(text: str) -> list[Kernel]:
-    """Its table, in the order of the launches: a line a kernel and metric, with lines of its own talk around them."""
+    """Parse its table, in launch order: one line per kernel and metric, among lines of messages."""
     lines = [line for line in text.splitlines() if line.startswith('"')]
     found: dict[str, Kernel] = {}
     for row in csv.DictReader(lines):
@@ -63,13 +63,13 @@ def parse(text: str) -> list[Kernel]:
         value = row["Metric Value"].replace(",", "")
         try:
             kernel.counts[row["Metric Name"]] = float(value)
-        except ValueError:  # n/a: this chip does not count it
+        except ValueError:  # n/a: not counted on this chip
             continue
     return list(found.values())
 
 
 def by_mark(kernels: Iterable[Kernel]) -> list[list[Kernel]]:
-    """The kernels after each mark."""
+    """Group the kernels after each mark."""
     groups: list[list[Kernel]] = []
     for kernel in kernels:
         if MARK in kernel.name:

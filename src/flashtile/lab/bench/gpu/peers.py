@@ -1,4 +1,7 @@
-"""Who is timed on a GPU: flashtile and the libraries that its users have now, each in the layout it likes best."""
+"""Contenders on a GPU: flashtile and the libraries in common use, each in its preferred layout.
+
+The CPU suite's contenders (bench/peers.py) are plain calls; these also check rows, lay out tensors and compile.
+"""
 
 from __future__ import annotations
 
@@ -14,35 +17,36 @@ from typing import Any, NamedTuple
 import flashtile
 from flashtile.lab.bench.gpu.rows import DECODE, DTYPE, STEP, TRAIN, Row
 from flashtile.lab.bench.memory import BACKWARD
+from flashtile.lab.bench.peers import OURS as OURS
 from flashtile.lab.bench.timing import Call
 
-OURS, CUDNN, SDPA_FLASH, FLEX = "flashtile", "cuDNN", "SDPA flash", "FlexAttention"
-PORTABLE = "flashtile, Triton"  # its portable kernels, where it has others
-ORDERED = "flashtile, deterministic"  # where that costs time
-WIDE = "flashtile, bfloat16"  # on the numbers of 8-bit tensors
-OURSELVES = (PORTABLE, ORDERED, WIDE)  # beside what is timed for us
+CUDNN, SDPA_FLASH, FLEX = "cuDNN", "SDPA flash", "FlexAttention"
+PORTABLE = "flashtile, Triton"  # the portable kernels, if others are the default
+ORDERED = "flashtile, deterministic"  # deterministic=True, if that costs time
+WIDE = "flashtile, bfloat16"  # the numbers of 8-bit tensors in bfloat16
+OURSELVES = (PORTABLE, ORDERED, WIDE)  # our own variants
 FA2, FA3, FA4 = "FlashAttention-2", "FlashAttention-3", "FlashAttention-4"
 SDPA_BACKENDS = {CUDNN: "CUDNN_ATTENTION", SDPA_FLASH: "FLASH_ATTENTION"}
-FA4_KEEPS = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"  # "1": what it compiled stays on disk; read when it is imported
+FA4_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"  # "1": compiled kernels stay on disk; read at its import
 FLASH_MODULES = {FA2: "flash_attn", FA3: "flash_attn_interface", FA4: "flash_attn.cute"}
 
 
 class UnfitError(Exception):
-    """A peer does not do what a row asks of it."""
+    """A peer does not support a row."""
 
 
 class Tensors(NamedTuple):
-    """One set of inputs, all (batch, heads, n, dim), and where packed sequences begin."""
+    """One set of inputs, all (batch, heads, n, dim), and the starts of packed sequences."""
 
     q: Any
     k: Any
     v: Any
     dout: Any
-    cu: Any  # int32; None where nothing is packed
+    cu: Any  # int32; None if nothing is packed
 
 
 def tensors(row: Row, device: str, seed: int) -> Tensors:
-    """Random ones: zeros would run faster than real data."""
+    """Create random inputs: zeros would run faster than real data."""
     import torch
 
     c = row.case
@@ -58,10 +62,10 @@ def tensors(row: Row, device: str, seed: int) -> Tensors:
 
 
 class Layout(NamedTuple):
-    """How a library wants (batch, heads, n, dim) to lie, and the way back from its results."""
+    """A library's layout for (batch, heads, n, dim), and the conversion of its results back."""
 
     lay: Callable[[Any], Any]
-    back: Callable[[Any, int], Any]  # of a result and the batch
+    back: Callable[[Any, int], Any]  # takes a result and the batch size
 
 
 HEADS_FIRST = Layout(lambda x: x, lambda x, batch: x)
@@ -75,14 +79,14 @@ Forward = Callable[[Any, Any, Any], Any]
 
 @dataclass(frozen=True)
 class Contender:
-    """A peer on one row: a call for every set of inputs, which share nothing."""
+    """A peer on one row: a call for every set of inputs, which share no memory."""
 
     calls: tuple[Call, ...]
     context: Callable[[], AbstractContextManager[Any]]
     result: Callable[[], tuple[Any, ...]]  # of the first set, as (batch, heads, n, dim) each
 
     def repeated(self, times: int) -> Call:
-        """So many calls, going round the sets of inputs."""
+        """That many calls in one, cycling through the sets of inputs."""
 
         def run() -> None:
             with self.context():
@@ -94,16 +98,16 @@ class Contender:
 
 @dataclass(frozen=True)
 class Peer:
-    """A library: whether it is here, and how it computes a row, for which `build` may raise UnfitError."""
+    """A library: whether it is installed, and how it computes a row, for which `build` may raise UnfitError."""
 
     name: str
     build: Callable[[Row, Tensors], tuple[Layout, Forward]]
     missing: Callable[[], str | None] = lambda: None
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    compiles: Callable[[], bool] = lambda: False  # and keeps on disk what it compiled
+    compiles: Callable[[], bool] = lambda: False  # and keeps compiled kernels on disk
 
     def prepare(self, row: Row, sets: Sequence[Tensors]) -> Contender:
-        """The calls of a row: forward as in inference, backward alone on a finished forward pass, or both in one."""
+        """Prepare the calls of a row: forward as in inference, backward of a finished forward pass, or both in one."""
         layout, forward = self.build(row, sets[0])
         with self.context():
             calls = tuple(_call(row, given, layout, forward) for given in sets)
@@ -140,7 +144,7 @@ def _ours(row: Row, given: Tensors, **more: Any) -> tuple[Layout, Forward]:
 
 
 def _descale(row: Row, given: Tensors) -> tuple[Any, Any, Any]:
-    """Factors of q, k and v: ones, which cost what others cost."""
+    """Factors of q, k and v: ones, which cost the same as others."""
     import torch
 
     one = torch.ones(row.case.batch, row.case.kv_heads, device=given.q.device)
@@ -150,7 +154,7 @@ def _descale(row: Row, given: Tensors) -> tuple[Any, Any, Any]:
 def _portable(row: Row, given: Tensors) -> tuple[Layout, Forward]:
     _no_eight_bits(row)
     if row.suite != TRAIN:
-        raise UnfitError(f"it is what {OURS} runs here")
+        raise UnfitError(f"{OURS} runs the same here")
     return _ours(row, given, backend="triton")
 
 
@@ -161,7 +165,7 @@ def _ordered(row: Row, given: Tensors) -> tuple[Layout, Forward]:
 
 
 def _wide(row: Row, given: Tensors) -> tuple[Layout, Forward]:
-    """The wider tensors are made ahead: what they cost is not timed."""
+    """Attention of tensors widened ahead of time, which is not timed."""
     if not row.eight_bits:
         raise UnfitError("it is for rows of 8-bit tensors")
     _, forward = _ours(replace(row, case=replace(row.case, dtype=DTYPE)), given)
@@ -174,7 +178,7 @@ def _no_eight_bits(row: Row) -> None:
 
 
 def _no_others() -> str | None:
-    """Why there are no kernels here besides the portable ones; None where there are."""
+    """Why only the portable kernels can run here; None if others can."""
     from flashtile.backends import gluon
 
     return gluon.missing()
@@ -203,14 +207,14 @@ def _flex(row: Row, given: Tensors) -> tuple[Layout, Forward]:
     from torch.nn.attention.flex_attention import flex_attention
 
     _no_eight_bits(row)
-    config.donated_buffer = False  # or it could go backward only once on a forward pass
-    torch._dynamo.reset()  # or dynamo would stop compiling after a few rows: each is compiled for its shape alone
+    config.donated_buffer = False  # else only one backward pass could follow a forward pass
+    torch._dynamo.reset()  # each row is compiled for its own shape, and dynamo would stop after a few
     run = torch.compile(flex_attention, dynamic=False)
     return HEADS_FIRST, partial(run, block_mask=_block_mask(row, given), enable_gqa=row.case.heads != row.case.kv_heads)
 
 
 def _block_mask(row: Row, given: Tensors) -> Any:
-    """The band as FlexAttention takes it; None where every query sees every key."""
+    """The band as a FlexAttention block mask; None if every query sees every key."""
     import torch
     from torch.nn.attention.flex_attention import and_masks, create_block_mask
 
@@ -229,7 +233,7 @@ def _block_mask(row: Row, given: Tensors) -> Any:
 
 
 def _flash_attn(name: str, row: Row, given: Tensors) -> tuple[Layout, Forward]:
-    """flash_attn's three generations differ in small things: what stands for no limit, and who splits a cache."""
+    """flash_attn's three generations, which differ in details: the value for no limit, and splitting a cache."""
     import torch
 
     module = import_module(FLASH_MODULES[name])
@@ -239,7 +243,7 @@ def _flash_attn(name: str, row: Row, given: Tensors) -> tuple[Layout, Forward]:
     if row.suite == DECODE:
         if cached := getattr(module, "flash_attn_with_kvcache", None):
             return ROWS_FIRST, partial(_first, cached, options)
-        options["num_splits"] = 0  # as many as it thinks right
+        options["num_splits"] = 0  # chosen by the library
     whole = getattr(module, "flash_attn_func", None)
     if "q_descale" not in inspect.signature(whole or module.flash_attn_varlen_func).parameters:
         _no_eight_bits(row)
@@ -248,7 +252,7 @@ def _flash_attn(name: str, row: Row, given: Tensors) -> tuple[Layout, Forward]:
     if whole is not None and given.cu is None:
         return ROWS_FIRST, partial(_first, whole, options)
     starts_q = starts_k = given.cu
-    if given.cu is None:  # a build for packed sequences alone
+    if given.cu is None:  # a build for packed sequences only
         n_q, n_k, batch = row.case.n_q, row.case.n_k, row.case.batch
         starts_q, starts_k = (
             torch.arange(0, (batch + 1) * n, n, device=given.q.device, dtype=torch.int32) for n in (n_q, n_k)
@@ -260,7 +264,7 @@ def _flash_attn(name: str, row: Row, given: Tensors) -> tuple[Layout, Forward]:
 
 
 def _first(function: Callable[..., Any], options: dict[str, Any], q: Any, k: Any, v: Any) -> Any:
-    """The output; some return an lse beside it."""
+    """The output, without an lse that some return too."""
     result = function(q, k, v, **options)
     return result[0] if isinstance(result, tuple) else result
 
@@ -276,8 +280,8 @@ def _not_importable(name: str) -> str | None:
     return f"{FLASH_MODULES[name]} has no attention function"  # FlashAttention-4 alone leaves an empty flash_attn
 
 
-def _fa4_keeps() -> bool:
-    return os.environ.get(FA4_KEEPS) == "1"
+def _fa4_caches() -> bool:
+    return os.environ.get(FA4_CACHE) == "1"
 
 
 PEERS = (
@@ -292,7 +296,7 @@ PEERS = (
             name,
             partial(_flash_attn, name),
             partial(_not_importable, name),
-            compiles=_fa4_keeps if name == FA4 else lambda: False,
+            compiles=_fa4_caches if name == FA4 else lambda: False,
         )
         for name in FLASH_MODULES
     ),
@@ -301,7 +305,7 @@ NAMES = tuple(peer.name for peer in PEERS)
 
 
 def present(wanted: Iterable[str] = ()) -> tuple[list[Peer], dict[str, str]]:
-    """The peers that can be timed here, ours always among them, and why the others cannot."""
+    """The peers that can be timed here, always including ours, and why the others cannot."""
     names = {OURS, *wanted} if wanted else set(NAMES)
     absent = {p.name: reason for p in PEERS if p.name in names and (reason := p.missing()) is not None}
     return [p for p in PEERS if p.name in names and p.name not in absent], absent

@@ -1,4 +1,4 @@
-"""What is measured on a GPU: the rows of each suite, and the work that each of them counts as."""
+"""The rows of the GPU suites, and the work that each of them counts as."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from flashtile.numerics.dtypes import EIGHT_BITS
 TRAIN, DECODE, SMALL, MEMORY = "train", "decode", "small", "memory"
 SUITES = (TRAIN, DECODE, SMALL, MEMORY)
 TOKENS, HIDDEN = 16384, 2048
-STEP = "step"  # of training: a forward pass, then the backward pass on it, as one call
-FLOPS = {FORWARD: 1.0, BACKWARD: 2.5, STEP: 3.5}  # a backward pass makes five products where a forward pass makes two
+STEP = "step"  # of training: a forward pass, then its backward pass, as one call
+FLOPS = {FORWARD: 1.0, BACKWARD: 2.5, STEP: 3.5}  # a backward pass has five products, a forward pass two
 DTYPE = "bfloat16"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One case of a suite. With lengths, sequences that long lie back to back in a batch of one."""
+    """One case of a suite. With lengths, packed sequences of these lengths in a batch of one."""
 
     suite: str
     case: Case
     lengths: tuple[int, ...] = ()
-    extra: bool = False  # beside the grid of head dims, masks and lengths
+    extra: bool = False  # outside the grid of head dims, masks and lengths
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The name in parts: what a filter looks at."""
+        """The parts of the name, for filters."""
         options = self.case.options
         window = (f"window{options['window'][0] + 1}",) if "window" in options else ()
         packed = (f"packed{len(self.lengths)}",) if self.lengths else ()
@@ -51,12 +51,12 @@ class Row:
 
     @property
     def window(self) -> int | None:
-        """Keys that a query sees at most, itself among them."""
+        """The most keys that a query sees, including its own."""
         return self.case.options["window"][0] + 1 if "window" in self.case.options else None
 
     @property
     def differentiates(self) -> bool:
-        """Whether gradients are what it gives."""
+        """Whether its results are gradients."""
         return self.case.direction != FORWARD
 
     @property
@@ -65,12 +65,12 @@ class Row:
 
     @property
     def starts(self) -> list[int]:
-        """Where packed sequences begin, and where the last one ends."""
+        """Where packed sequences start, and where the last one ends."""
         return list(accumulate(self.lengths, initial=0))
 
     @property
     def flops(self) -> float:
-        """4 H N^2 D a sequence, half of it where causal, as everyone counts them; in a window, pair by pair."""
+        """4 H N^2 D per sequence, half of it if causal, by convention; in a window, visible pairs only."""
         c = self.case
         if self.window is not None:
             shape = (c.batch, c.heads, c.n_q, c.dim)
@@ -82,16 +82,16 @@ class Row:
 
     @property
     def kv_bytes(self) -> int:
-        """Of the keys and values, which a decoding step reads once."""
+        """Bytes of the keys and values, which a decoding step reads once."""
         c = self.case
-        return 2 * c.batch * c.kv_heads * c.n_k * c.dim * 2  # two of them, two bytes an element
+        return 2 * c.batch * c.kv_heads * c.n_k * c.dim * 2  # K and V, two bytes per element
 
     def backend(self, device: str) -> str | None:
-        """Which of ours runs it there by default."""
+        """Our default backend for it on this device."""
         return self._plan(device).backend
 
     def objection(self, device: str) -> str | None:
-        """Why it is not measured there: 8-bit tensors that are widened first say nothing new."""
+        """Why it is not measured there: 8-bit tensors that are widened first show nothing new."""
         planned, able = self._plan(device), [row.name for row in dispatch.TABLE if row.eight_bits]
         if not self.eight_bits or planned.backend in able:
             return None
@@ -107,7 +107,7 @@ class Row:
         return plan(q, k, c.dtype, device, cu_q=cu, cu_k=cu, **c.options)
 
     def unwindowed(self) -> Row:
-        """The same shape with every query seeing every key."""
+        """The same shape without a mask."""
         return replace(self, case=replace(self.case, options={}))
 
     def to_dict(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class Row:
 
 
 def _grid(direction: str, dtype: str = DTYPE) -> Iterable[Row]:
-    """Hidden size and number of tokens stay; head dim, mask and length change."""
+    """All combinations of head dim, mask and length, with constant hidden size and number of tokens."""
     for dim in (64, 128, 256):
         heads = HIDDEN // dim
         for masked in ({}, CAUSAL):
@@ -125,7 +125,7 @@ def _grid(direction: str, dtype: str = DTYPE) -> Iterable[Row]:
 
 
 def _pass(direction: str) -> Iterable[Row]:
-    """The training rows of one pass: the grid, and what stands beside it."""
+    """The training rows of one pass: the grid, and some others."""
 
     def case(n: int, heads: int = HIDDEN // 128, kv_heads: int = HIDDEN // 128, **options: Any) -> Case:
         return Case(n, n, 128, heads, kv_heads, TOKENS // n, DTYPE, direction, options)
@@ -156,7 +156,7 @@ def _memory(direction: str) -> Row:
 
 # In the order of the tables.
 ROWS = (
-    *(_small(batch) for batch in (1, 16)),  # the second is enough for the Hopper kernels
+    *(_small(batch) for batch in (1, 16)),  # the second is large enough for the Hopper kernels
     *(_decode(*shape) for shape in ((1, 8192), (1, 131072), (16, 8192), (64, 4096))),
     *(_memory(direction) for direction in (FORWARD, BACKWARD)),
     *(_step(n) for n in (4096, 16384)),
@@ -167,21 +167,21 @@ ROWS = (
 
 
 def in_turn(rows: Iterable[Row]) -> list[Row]:
-    """The order of a run: first what is not on the grid, then what has least to do, since time may run out."""
+    """The order of a run: first rows outside the grid, then those with the least work, since time may run out."""
     return sorted(rows, key=lambda row: (row.suite == TRAIN and not row.extra, row.flops))
 
 
 def measurable(rows: Iterable[Row], device: str) -> tuple[list[Row], dict[str, str]]:
-    """The rows to measure on this device, and why not the others, by name."""
+    """The rows to measure on this device, and why not the others, by their names."""
     rows = list(rows)
     unfit = {row.name: reason for row in rows if (reason := row.objection(device)) is not None}
     return [row for row in rows if row.name not in unfit], unfit
 
 
 def select(suites: Collection[str] = (), only: Iterable[str] = (), quick: bool = False) -> list[Row]:
-    """The rows of these suites (all of them if none is named) that some filter fits: its words are all in their name.
+    """Select the rows of these suites (all if none is named) whose name has all words of at least one filter.
 
-    `quick` leaves the long sequences out.
+    `quick` omits long sequences.
     """
     filters = [set(words.lower().split()) for words in only]
     return [

@@ -1,4 +1,4 @@
-"""Compiles ahead: every row's kernels in processes of their own, so that the run finds them on disk."""
+"""Compile every row's kernels ahead in worker processes, so that the run finds them on disk."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flashtile.lab.bench import workers
-from flashtile.lab.bench.gpu.peers import FA4_KEEPS, PEERS, Peer, UnfitError, tensors
+from flashtile.lab.bench.gpu.peers import FA4_CACHE, PEERS, Peer, UnfitError, tensors
 from flashtile.lab.bench.gpu.rows import ROWS, Row, in_turn
 
 LONGEST = 180.0  # seconds for one row of one peer
-# Each process compiles by itself; there are as many of them as there are cores.
+# Each worker compiles in one process; there are as many workers as cores.
 ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 def keep_on_disk() -> None:
-    """Have everyone who can keep what they compiled, unless the user says otherwise. To be called before an import."""
-    os.environ.setdefault(FA4_KEEPS, "1")
+    """Let peers keep compiled kernels on disk, unless the user decides otherwise. Call it before their import."""
+    os.environ.setdefault(FA4_CACHE, "1")
 
 
 def jobs(rows: Sequence[Row], peers: Sequence[Peer]) -> list[workers.Job]:
-    """One for each row of each peer that keeps on disk what it compiled.
+    """One job for each row of each peer that keeps compiled kernels on disk.
 
-    In the order of the run. So rows that differ in length alone, which share kernels, are not compiled at once.
+    The order is that of the run, so rows that differ only in length, and share kernels, are not compiled concurrently.
     """
     return [{"row": row.name, "peer": peer.name} for row in in_turn(rows) for peer in peers if peer.compiles()]
 
@@ -37,7 +37,7 @@ def compile_ahead(
     end: float | None = None,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> dict[str, str]:
-    """Compile everything, in `count` processes (as many as there are cores). Returns what failed, and why."""
+    """Compile everything in `count` processes (default: one per core), and return what failed, and why."""
     work = jobs(rows, peers)
     finished: list[str] = []
     failed: dict[str, str] = {}
@@ -62,7 +62,7 @@ def compile_ahead(
 
 
 def compile_one(job: workers.Job) -> dict[str, Any]:
-    """In a worker: one row of one peer, once. What a peer does not do is no failure: that would end the worker."""
+    """Run one row of one peer once, in a worker. An unsupported row is not a failure, which would end the worker."""
     row = next(row for row in ROWS if row.name == job["row"])
     peer = next(peer for peer in PEERS if peer.name == job["peer"])
     start = time.perf_counter()

@@ -1,6 +1,6 @@
 // Flash attention, forward, in CUDA C: tiles in shared memory, statistics in registers, a single write at the end.
-// q, k, v and out are [heads, n, DIM] floats, contiguous. A block of BLOCK_Q threads makes BLOCK_Q rows of one head, a
-// thread a row. Whoever compiles this says what DIM, BLOCK_Q, BLOCK_K and CAUSAL are.
+// q, k, v and out are [heads, n, DIM] floats, contiguous. A block of BLOCK_Q threads computes BLOCK_Q rows of one head,
+// one row per thread. DIM, BLOCK_Q, BLOCK_K and CAUSAL are defined at compile time.
 
 extern "C" __global__ void __launch_bounds__(BLOCK_Q)
     attention(const float* q, const float* k, const float* v, float* out, int n, float scale) {
@@ -11,7 +11,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_Q)
   const int first = blockIdx.x * BLOCK_Q;
   const int i = first + threadIdx.x;  // this thread's query
 
-  // All that a thread keeps while the keys go by: its query, and the three running statistics.
+  // A thread keeps its query and the three running statistics throughout the loop over keys.
   float query[DIM], o[DIM], m = minus_infinity, l = 0.0f;
 #pragma unroll
   for (int d = 0; d < DIM; ++d) {
@@ -19,16 +19,16 @@ extern "C" __global__ void __launch_bounds__(BLOCK_Q)
     o[d] = 0.0f;
   }
 
-  const int end = CAUSAL ? min(n, first + BLOCK_Q) : n;  // later tiles are seen by none of these queries
+  const int end = CAUSAL ? min(n, first + BLOCK_Q) : n;  // none of these queries sees later tiles
   for (int j0 = 0; j0 < end; j0 += BLOCK_K) {
-    // The threads fetch the tile together. Each element is read from the large memory once and used BLOCK_Q times.
+    // The threads load the tile together. Each element is read from the large memory once and used BLOCK_Q times.
     for (int e = threadIdx.x; e < BLOCK_K * DIM; e += BLOCK_Q) {
       const int j = e / DIM, d = e % DIM;
       const long long at = head + (long long)(j0 + j) * DIM + d;
       tile_k[j][d] = j0 + j < n ? k[at] : 0.0f;
       tile_v[j][d] = j0 + j < n ? v[at] : 0.0f;
     }
-    __syncthreads();  // nobody starts before the tile is there
+    __syncthreads();  // wait until the tile is complete
 
     float s[BLOCK_K], m_new = m;
 #pragma unroll
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_Q)
       m_new = fmaxf(m_new, s[j]);
     }
 
-    const float factor = expf(m - m_new);  // brings what was summed so far to the new maximum
+    const float factor = expf(m - m_new);  // rescales the sums so far to the new maximum
     float sum = 0.0f;
 #pragma unroll
     for (int j = 0; j < BLOCK_K; ++j) {
@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_Q)
       for (int j = 0; j < BLOCK_K; ++j) weighted += s[j] * tile_v[j][d];
       o[d] = o[d] * factor + weighted;
     }
-    __syncthreads();  // nobody fetches the next tile while another still reads this one
+    __syncthreads();  // do not overwrite the tile while another thread still reads it
   }
 
   if (i < n) {

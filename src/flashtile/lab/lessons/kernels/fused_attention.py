@@ -1,4 +1,4 @@
-"""Flash attention, forward, as one Triton kernel: a block of queries walks the keys it sees."""
+"""Flash attention, forward, as one Triton kernel: a block of queries iterates over its visible keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def attention_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Program (i, h) makes BLOCK_Q rows of head h. q, k, v and out are [heads, n, DIM], contiguous."""
+    """Program (i, h) computes BLOCK_Q rows of head h. q, k, v and out are [heads, n, DIM], contiguous."""
     first = tl.program_id(0) * BLOCK_Q
     head = tl.program_id(1).to(tl.int64) * n * DIM
     o_d = tl.arange(0, DIM)
@@ -33,7 +33,7 @@ def attention_kernel(
 
     end = n
     if CAUSAL:
-        end = tl.minimum(n, first + BLOCK_Q)  # later tiles are not seen by any of these queries
+        end = tl.minimum(n, first + BLOCK_Q)  # none of these queries sees later tiles
     for j in range(0, end, BLOCK_K):
         o_j = j + tl.arange(0, BLOCK_K)
         in_k = (o_j < n)[:, None]

@@ -1,4 +1,4 @@
-"""C = A B, a tile of C a program: blocks of A and B are loaded once and used for the whole tile."""
+"""C = A B, one tile of C per program: blocks of A and B are loaded once and used for the whole tile."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def matmul_kernel(p_a, p_b, p_c, m, n, k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Program (i, j) makes one tile of C and writes it once. A is [m, k], B [k, n], C [m, n], rows contiguous."""
+    """Program (i, j) computes one tile of C and writes it once. A is [m, k], B [k, n], C [m, n], rows contiguous."""
     o_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # stays in registers

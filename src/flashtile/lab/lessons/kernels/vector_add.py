@@ -1,4 +1,4 @@
-"""c = a + b, a block a program: the smallest kernel there is."""
+"""c = a + b, one block per program: the smallest kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def add_kernel(p_a, p_b, p_c, n, BLOCK: tl.constexpr):
-    """Program i adds BLOCK elements from i * BLOCK on. The last block may reach past the end: the mask stops it."""
+    """Program i adds BLOCK elements from i * BLOCK on. The mask covers the part of the last block past the end."""
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK] positions, all at once
     inside = o < n
     a = tl.load(p_a + o, mask=inside)

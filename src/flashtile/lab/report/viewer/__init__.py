@@ -1,4 +1,4 @@
-"""The tile viewer: real traces, recorded with all their numbers, replayed in the page."""
+"""The tile viewer: real traces, recorded with all their numbers and replayed in the page."""
 
 from flashtile.lab.report.viewer.fragment import fragment
 from flashtile.lab.report.viewer.scenes import scenes

@@ -1,4 +1,4 @@
-"""The drawings of a scene, as they look at the end; the page plays them by setting classes, nothing else."""
+"""The drawings of a scene in its final state; the page animates them only by setting classes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from flashtile.lab.report.viewer.scene import Scene
 from flashtile.lab.report.viewer.svg import decimal, element, rectangle
 from flashtile.numerics.schedule import Grid
 
-SIDE = 200.0  # of the longer side of S
-THICK, THIN, GAP = 18.0, 7.0, 6.0  # a strip of an array, one of a vector, the space between
-LEFT, TOP, RIGHT = 14.0, 2.0, 60.0  # around the strips on two sides; right of S, whatever lies there
-NAMES = 12.0  # above S: room for the names of the strips beside it
-
+SIDE = 200.0  # length of the longer side of S
+THICK, THIN, GAP = 18.0, 7.0, 6.0  # a strip of an array, a strip of a vector, the space between strips
+LEFT, TOP, RIGHT = 14.0, 2.0, 60.0  # margins left of and above the strips, and right of S
+NAMES = 12.0  # above S, for the names of the strips beside it
 
 Box = tuple[float, float, float, float]  # x, y, width, height
 
 
 @dataclass(frozen=True, slots=True)
 class Strips:
-    """Which arrays lie along which side of S."""
+    """The arrays along each side of S."""
 
     left: tuple[str, ...]
     top: tuple[str, ...]
@@ -36,7 +35,7 @@ STRIPS = {
     "fa2": Strips(("Q",), ("K", "V"), ("O", "L")),
     "backward": Strips(("Q", "dO", "L", "D"), ("K", "V"), ("dQ",), ("dK", "dV")),
 }
-COUNTED = ("O", "dQ")  # strips that tell how often each block was written
+COUNTED = ("O", "dQ")  # strips that show how often each block was written
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class End:
 
 @dataclass(slots=True)
 class Canvas:
-    """Where things are. x and y of S, the size of a pair, and what was drawn so far."""
+    """The position of S, and what was drawn so far."""
 
     grid: Grid
     x: float
@@ -91,7 +90,7 @@ class Canvas:
 
 
 def stage(scene: Scene, order: str, label: str, end: End, row: int) -> str:
-    """S with its arrays around it, as it looks when all is done; `row` is the one under the lens."""
+    """Draw S and the arrays around it in the final state; `row` is the one under the lens."""
     whole = order == "standard"
     grid = Grid(scene.n_q, scene.n_k, scene.br, scene.n_k) if whole else scene.grid
     strips = STRIPS[order]
@@ -99,10 +98,10 @@ def stage(scene: Scene, order: str, label: str, end: End, row: int) -> str:
     _beams(c)
     _score_blocks(c, scene, whole)
     _hidden_pairs(c, scene.band)
-    _lined_up(c, strips.left, LEFT, _column, end)
-    width = _lined_up(c, strips.right, c.right + GAP + 2, _column, end)
-    _lined_up(c, strips.top, TOP, _line, end)
-    height = _lined_up(c, strips.bottom, c.bottom + GAP + 2, _line, end)
+    _draw_strips(c, strips.left, LEFT, _draw_column, end)
+    width = _draw_strips(c, strips.right, c.right + GAP + 2, _draw_column, end)
+    _draw_strips(c, strips.top, TOP, _draw_row, end)
+    height = _draw_strips(c, strips.bottom, c.bottom + GAP + 2, _draw_row, end)
     moved = f"translate(0 {decimal(row * float(decimal(c.unit)))})"
     box = rectangle(c.x, c.y, c.right - c.x, c.unit)
     c.add("rect", class_="lens-row", data_unit=decimal(c.unit), **box, transform=moved)
@@ -110,8 +109,8 @@ def stage(scene: Scene, order: str, label: str, end: End, row: int) -> str:
 
 
 def tile_map(scene: Scene, cuts: list[dict[str, int]], label: str) -> str:
-    """S by kind of tile, the pairs that the band hides, and the four cuts of every row of tiles."""
-    around = STRIPS["fa2"]  # so that S lies where the orders have it
+    """Draw S by kind of tile, the pairs that the band hides, and the four cuts of every row of tiles."""
+    around = STRIPS["fa2"]  # so that S is at the same place as in the orders
     c = Canvas(scene.grid, LEFT + _across(around.left) + 2, TOP + _across(around.top) + NAMES)
     _score_blocks(c, scene, whole=False)
     _hidden_pairs(c, scene.band)
@@ -142,7 +141,7 @@ def tile_map(scene: Scene, cuts: list[dict[str, int]], label: str) -> str:
 
 
 def _beams(c: Canvas) -> None:
-    """Light along every row and column of blocks, off until a tile is at work there."""
+    """Add a highlight for every row and column of blocks, off until a tile there is active."""
     for i in range(c.grid.shape[0]):
         c.add("rect", class_="beam", data_row=i, **c.pairs(c.grid.rows(i), slice(0, c.grid.n_k)))
     for j in range(c.grid.shape[1]):
@@ -150,7 +149,7 @@ def _beams(c: Canvas) -> None:
 
 
 def _score_blocks(c: Canvas, scene: Scene, whole: bool) -> None:
-    """A rectangle a tile, a hair apart. Where S is made whole, a tile is a block of rows, and P ends up in HBM."""
+    """Draw a rectangle per tile. If S is computed as a whole, a tile is a block of rows, and P ends up in HBM."""
     rows, cols = c.grid.shape
     for i in range(rows):
         kinds = dict(c.grid.across(scene.band, i))
@@ -162,7 +161,7 @@ def _score_blocks(c: Canvas, scene: Scene, whole: bool) -> None:
 
 
 def _hidden_pairs(c: Canvas, band: Band) -> None:
-    """What the band hides, row by row, as one light veil."""
+    """Cover the pairs that the band hides."""
     d = "".join(
         f"M{decimal(c.x + begin * c.unit)} {decimal(c.y + i * c.unit)}"
         f"h{decimal((end - begin) * c.unit)}v{decimal(c.unit)}h{decimal((begin - end) * c.unit)}z"
@@ -184,15 +183,15 @@ def _hidden(band: Band, i: int, n_k: int) -> Iterator[tuple[int, int]]:
         yield end, n_k
 
 
-def _lined_up(c: Canvas, names: tuple[str, ...], at: float, draw: Callable[..., None], end: End) -> float:
-    """Strips side by side from here on; returns where the next one would lie."""
+def _draw_strips(c: Canvas, names: tuple[str, ...], at: float, draw: Callable[..., None], end: End) -> float:
+    """Draw strips side by side from `at` on; return the position after the last."""
     for name in names:
         draw(c, name, at, end)
         at += _thickness(name) + GAP
     return at
 
 
-def _column(c: Canvas, name: str, x: float, end: End) -> None:
+def _draw_column(c: Canvas, name: str, x: float, end: End) -> None:
     wide = _thickness(name)
     c.add("text", name, class_="name", x=decimal(x + wide / 2), y=decimal(c.y - 5), text_anchor="middle")
     for n in range(c.grid.shape[0]):
@@ -201,7 +200,7 @@ def _column(c: Canvas, name: str, x: float, end: End) -> None:
         _block(c, name, n, (x, top, wide, tall), end)
 
 
-def _line(c: Canvas, name: str, y: float, end: End) -> None:
+def _draw_row(c: Canvas, name: str, y: float, end: End) -> None:
     tall = _thickness(name)
     c.add("text", name, class_="name", x=decimal(c.x - 5), y=decimal(y + tall / 2 + 3.5), text_anchor="end")
     for n in range(c.grid.shape[1]):
@@ -216,9 +215,9 @@ def _block(c: Canvas, name: str, n: int, box: Box, end: End) -> None:
     states = {"written": at in end.written, "in": at in end.held, "out": at == end.last}
     c.add("rect", class_=_classes("block", states), data_a=name, data_n=n, **_inset(rectangle(*box)))
     if name in COUNTED:
-        said = f"{end.written[at]}\u00d7" if at in end.written else ""
+        times = f"{end.written[at]}\u00d7" if at in end.written else ""
         middle = {"x": decimal(x + wide / 2), "y": decimal(y + tall / 2 + 3.5), "text_anchor": "middle"}
-        c.add("text", said, class_=_classes("times", {"on": at == end.last}), data_a=name, data_n=n, **middle)
+        c.add("text", times, class_=_classes("times", {"on": at == end.last}), data_a=name, data_n=n, **middle)
 
 
 def _classes(name: str, states: dict[str, bool]) -> str:

@@ -1,4 +1,4 @@
-"""Fit: what a tile of a real head would take, block by block, and which GPUs have room for it."""
+"""Fit: the SRAM that a tile of a real head needs, block by block, and which GPUs have room for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STATISTICS = ("m", "l", "factor")
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """A GPU, and the bytes of SRAM that one tile may have there."""
+    """A GPU, and the bytes of SRAM that one tile may use there."""
 
     name: str
     title: str
@@ -26,14 +26,14 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes of each block when one tile is at work, in float16; the statistics of its rows in float32."""
+    """Bytes of each block of one tile, in float16, with the statistics of its rows in float32."""
 
     dim: int
     br: int
     bc: int
     blocks: dict[str, int]
     bytes: int
-    fits: dict[str, bool]  # by name of a GPU
+    fits: dict[str, bool]  # by GPU name
 
 
 @dataclass(frozen=True, slots=True)

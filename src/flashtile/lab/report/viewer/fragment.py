@@ -1,4 +1,4 @@
-"""fragment(): the viewer as a piece of HTML that needs nothing else; its final frames can be read with scripts off."""
+"""fragment(): the viewer as self-contained HTML; its final frames are readable without scripts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from flashtile.lab.report.viewer import drawing, warps, words
+from flashtile.lab.report.viewer import drawing, sentences, warps
 from flashtile.lab.report.viewer.run import COUNTERS
 from flashtile.lab.report.viewer.scene import SCENES, Scene
 from flashtile.lab.report.viewer.scenes import SIDE_BY_SIDE
@@ -21,11 +21,11 @@ TITLES = {
 }
 SUBTITLES = {
     "standard": "Three kernels. S and P go through HBM.",
-    "fa1": "Keys outside, queries inside. O comes and goes.",
-    "fa2": "Queries outside, keys inside. O is written once.",
-    "backward": "A column of tiles at a time. P comes back from L; dK and dV gather in SRAM, dQ travels.",
+    "fa1": "Outer loop over keys, inner over queries. O comes and goes.",
+    "fa2": "Outer loop over queries, inner over keys. O is written once.",
+    "backward": "One column of tiles at a time. P is recomputed from L; dK and dV accumulate in SRAM, dQ travels.",
 }
-SHOWN = (  # counter, what it says, unit
+SHOWN = (  # counter, label, unit
     ("read", "read", " B"),
     ("written", "written", " B"),
     ("flops", "FLOPs", ""),
@@ -33,7 +33,7 @@ SHOWN = (  # counter, what it says, unit
     ("peak", "peak SRAM", " B"),
     ("writes", "writes of", ""),
 )
-GPU, DIM = "h100", 128  # what is shown first
+GPU, DIM = "h100", 128  # shown first
 
 
 def fragment(recorded: dict[str, Any]) -> str:
@@ -65,7 +65,7 @@ def fragment(recorded: dict[str, Any]) -> str:
             **{s["name"]: {k: Markup(x) for k, x in _drawings(chosen[s["name"]], s).items()} for s in scenes},
             "warps": {by: Markup(warps.drawing(by, split["warps"])) for by, split in recorded["warps"].items()},
         },
-        cuts={s["name"]: words.filled("cuts", row=s["row"], **s["cuts"][s["row"] // s["br"]]) for s in scenes},
+        cuts={s["name"]: sentences.filled("cuts", row=s["row"], **s["cuts"][s["row"] // s["br"]]) for s in scenes},
         rules={s["name"]: _rule(s["band"]) for s in scenes},
         tables={s["name"]: {"forward": _forward_table(s), "backward": _backward_table(s)} for s in scenes},
         fit=recorded["fit"],
@@ -84,7 +84,7 @@ def percent(n: float, of: float) -> str:
 
 
 def part(name: str) -> str:
-    """Which colour a block has in SRAM."""
+    """The colour class of a block in SRAM."""
     if name in ("S", "P", "dS", "dP"):
         return "scores"
     if name in ("O", "dQ", "dK", "dV"):
@@ -93,14 +93,14 @@ def part(name: str) -> str:
 
 
 def number(x: float | str) -> str:
-    """A number as the lens shows it."""
+    """Format a number for the lens."""
     if isinstance(x, str):
         return x.replace("-inf", "\u2212\u221e").replace("inf", "\u221e")
     return f"{round(x, 3) + 0:.3f}".replace("-", "\u2212")
 
 
 def error(x: float) -> str:
-    """Small ones by their power of ten."""
+    """Format an error, small ones as a power of ten."""
     if x == 0 or x >= 1e-3:
         return number(x) if x else "0"
     digits, power = f"{x:.1e}".split("e")
@@ -113,10 +113,10 @@ def _text(name: str) -> str:
 
 
 def _drawings(scene: Scene, s: dict[str, Any]) -> dict[str, str]:
-    said = ", ".join(f"{n} {kind}" for kind, n in s["tiles"].items())
-    drawn = {"map": drawing.tile_map(scene, s["cuts"], f"{scene.title}: the tiles of S, {said}.")}
+    counts = ", ".join(f"{n} {kind}" for kind, n in s["tiles"].items())
+    drawn = {"map": drawing.tile_map(scene, s["cuts"], f"{scene.title}: the tiles of S, {counts}.")}
     for order, run in s["runs"].items():
-        label = f"{TITLES[order]} at work on S, with its arrays around it."
+        label = f"{TITLES[order]} on S, with its arrays around it."
         drawn[order] = drawing.stage(scene, order, label, _end(run), s["row"])
     return drawn
 
@@ -128,7 +128,7 @@ def _end(run: dict[str, Any]) -> drawing.End:
 
 
 def _rule(band: dict[str, int | None]) -> str:
-    """Who sees whom, as a formula."""
+    """The band as a formula."""
     left, right, offset = band["left"], band["right"], band["offset"]
     if left is None and right is None:
         return "Query i sees every key j."
@@ -140,7 +140,7 @@ def _rule(band: dict[str, int | None]) -> str:
 
 
 def _visits(s: dict[str, Any], order: str) -> list[tuple[list[Any], dict[str, Any], int]]:
-    """The tiles of the row under the lens: event, numbers, and which row of the block it is."""
+    """The tiles of the row under the lens: event, numbers, and its index in the block."""
     run, row = s["runs"][order], s["row"]
     i, r = divmod(row, s["br"])
     return [(run["events"][int(at)], x, r) for at, x in run["numbers"].items() if run["events"][int(at)][1] == i]
@@ -149,14 +149,14 @@ def _visits(s: dict[str, Any], order: str) -> list[tuple[list[Any], dict[str, An
 def _forward_table(s: dict[str, Any]) -> dict[str, Any]:
     rows = []
     for event, x, r in _visits(s, "fa2"):
-        said = words.filled(
+        sentence = sentences.filled(
             x["case"][r],
             row=s["row"],
             key=x["key"][r],
             **{name: number(x[name][r]) for name in ("m", "m_old", "factor")},
         )
         values = [number(x[name][r]) for name in ("m", "factor", "l")]
-        rows.append([_keys(s, event[2]), *values, error(x["error"][r]), said])
+        rows.append([_keys(s, event[2]), *values, error(x["error"][r]), sentence])
     return {
         "title": f"Row {s['row']} under the lens, FlashAttention-2",
         "head": ["keys", "m", "factor", "l", "error of O / l", ""],
@@ -167,8 +167,8 @@ def _forward_table(s: dict[str, Any]) -> dict[str, Any]:
 def _backward_table(s: dict[str, Any]) -> dict[str, Any]:
     rows = []
     for event, x, r in _visits(s, "backward"):
-        said = words.filled(x["case"][r], row=s["row"], L=number(x["L"][r]), sum=number(x["sum"][r]))
-        rows.append([_keys(s, event[2]), number(x["sum"][r]), error(x["error"][r]), said])
+        sentence = sentences.filled(x["case"][r], row=s["row"], L=number(x["L"][r]), sum=number(x["sum"][r]))
+        rows.append([_keys(s, event[2]), number(x["sum"][r]), error(x["error"][r]), sentence])
     return {
         "title": f"Row {s['row']} under the lens, backward",
         "head": ["keys", "sum of P", "error of dQ", ""],
@@ -182,7 +182,7 @@ def _keys(s: dict[str, Any], j: int) -> str:
 
 
 def _rooms(fit: dict[str, Any]) -> list[dict[str, Any]]:
-    """GPUs with the same room, together."""
+    """Group GPUs with the same room."""
     found: dict[int, dict[str, Any]] = {}
     for room in fit["rooms"]:
         if room["bytes"] in found:
@@ -193,7 +193,7 @@ def _rooms(fit: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _needs(fit: dict[str, Any]) -> list[dict[str, Any]]:
-    """Tiles by head width. All bars of a width have one scale, on which every GPU's room is found too."""
+    """Group tiles by head width. All bars of a width share one scale, which includes every GPU's room."""
     rooms = [room["bytes"] for room in fit["rooms"]]
     dims = sorted({need["dim"] for need in fit["needs"]})
     groups = [[need for need in fit["needs"] if need["dim"] == dim] for dim in dims]

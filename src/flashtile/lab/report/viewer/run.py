@@ -1,4 +1,4 @@
-"""Run: one order of one scene as a record: events, sentences, counters, what lies in SRAM, the numbers of each row."""
+"""Run: one order of one scene as a record: events, sentences, counters, contents of SRAM, numbers of each row."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ import numpy as np
 from flashtile.band import Kind
 from flashtile.cost import traffic
 from flashtile.cost.trace import Step, Trace
-from flashtile.lab.report.viewer import words
+from flashtile.lab.report.viewer import sentences
 from flashtile.lab.report.viewer.scene import Scene
 from flashtile.numerics.dtypes import ITEMSIZE, Array, accumulator
 from flashtile.numerics.schedule import Event, Launch, Load, Make, Store, Tile, Zero
 
-COUNTERS = ("moved", "read", "written", "flops", "launches", "sram", "peak", "writes")  # in bytes where they are sizes
-BLOCKS = (*"QKV", "dO", "O", *"SP", "dP", "dS", "dQ", "dK", "dV", *"LDml", "factor")  # as they are lined up
-DIGITS = 6  # of every number in a record
+COUNTERS = ("moved", "read", "written", "flops", "launches", "sram", "peak", "writes")  # sizes in bytes
+BLOCKS = (*"QKV", "dO", "O", *"SP", "dP", "dS", "dQ", "dK", "dV", *"LDml", "factor")  # in order of display
+DIGITS = 6  # of each number in a record
 
 Numbers = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What is listed by step has an entry for 0 events done, for 1, and so on."""
+    """Lists by step have an entry for 0 events done, for 1, and so on."""
 
     order: str
     grid: dict[str, int]
-    events: list[list[Any]]  # by event: what it is, then what it is about; a Store also says how often
+    events: list[list[Any]]  # by event: its kind, then its operands; a Store also says how often
     captions: list[str]  # by step
     counts: list[list[int]]  # by step, in the order of COUNTERS
-    names: list[str]  # of the blocks that lie in SRAM at any time
+    names: list[str]  # of the blocks that are in SRAM at any time
     sram: list[list[int]]  # by step: bytes of each of `names`
-    held: list[list[int]]  # by step: which block of each of `names`, -1 for none or for a tile's own
-    numbers: dict[str, Numbers]  # by event: of every row of its block
+    held: list[list[int]]  # by step: the block of each of `names`, -1 for none or for a tile's own
+    numbers: dict[str, Numbers]  # by event: the numbers of every row of its block
     closed: int  # bytes, by the closed form
 
 
 def record(scene: Scene, trace: Trace, exact: dict[str, Array]) -> Run:
-    """Everything the page needs in order to replay a trace; it calculates nothing."""
+    """Record everything the page needs to replay a trace; the page computes nothing."""
     fold = traffic.Traffic(trace.grid, scene.layout)
-    size = ITEMSIZE[accumulator(scene.layout.dtype)]  # of what lies in SRAM: widened when it is read
+    size = ITEMSIZE[accumulator(scene.layout.dtype)]  # of an element in SRAM: widened when it is read
     times: Counter[Event] = Counter()
     held: dict[str, int] = {}
-    captions, counts = [words.START], [[0] * len(COUNTERS)]
+    captions, counts = [sentences.START], [[0] * len(COUNTERS)]
     sram: list[dict[str, int]] = [{}]
     where: list[dict[str, int]] = [{}]
     for step in trace:
@@ -54,7 +54,7 @@ def record(scene: Scene, trace: Trace, exact: dict[str, Array]) -> Run:
         times[step.event] += 1
         _hold(held, step.event)
         moved = fold.bytes - before
-        captions.append(words.caption(step.event, trace.grid, trace.band, moved, times[step.event]))
+        captions.append(sentences.caption(step.event, trace.grid, trace.band, moved, times[step.event]))
         sram.append({name: n * size for name, n in fold.sram.items()})
         inside = sum(fold.sram.values()) * size, fold.peak_sram * size
         writes = sum(n for e, n in times.items() if isinstance(e, Store) and e.name in ("O", "dQ"))
@@ -89,7 +89,7 @@ def closed_form(scene: Scene, order: str) -> int:
 
 
 def _hold(held: dict[str, int], event: Event) -> None:
-    """Which block of each array lies in SRAM after the event."""
+    """Update which block of each array is in SRAM after the event."""
     match event:
         case Load(name, n) | Make(name, n):
             held[name] = n
@@ -133,7 +133,7 @@ def _numbers(trace: Trace, exact: dict[str, Array]) -> dict[str, Numbers]:
 
 
 def _of_rows(trace: Trace, step: Step, exact: dict[str, Array]) -> Numbers:
-    """Whole rows of S, P or O, as standard attention makes them."""
+    """Whole rows of S, P or O, as standard attention computes them."""
     assert isinstance(step.event, Make)
     name, rows = step.event.name, trace.grid.rows(step.event.n)
     x = step.numbers[name]
@@ -144,7 +144,7 @@ def _of_rows(trace: Trace, step: Step, exact: dict[str, Array]) -> Numbers:
 def _of_state(
     trace: Trace, step: Step, exact: dict[str, Array], before: Numbers | None, loaded: dict[str, Array]
 ) -> Numbers:
-    """m, l and O of a block of rows before and after a tile, and how far O / l is from the answer."""
+    """m, l and O of a block of rows before and after a tile, and the error of O / l."""
     event, now = _tile(step), step.numbers
     rows, cols = trace.grid.rows(event.i), trace.grid.cols(event.j)
     out = now["O"] / np.where(now["l"] == 0, 1, now["l"])[:, None]
@@ -167,7 +167,7 @@ def _of_state(
 def _of_gradient(
     trace: Trace, step: Step, exact: dict[str, Array], before: Numbers | None, loaded: dict[str, Array]
 ) -> Numbers:
-    """The weights of a tile, made again from L, and dQ of its rows as far as it is gathered."""
+    """The weights of a tile, recomputed from L, and dQ of its rows so far."""
     event, now = _tile(step), step.numbers
     rows = trace.grid.rows(event.i)
     return {
@@ -175,7 +175,7 @@ def _of_gradient(
         "L": loaded["L"],
         "D": loaded["D"],
         "sum": now["P"].sum(axis=1) + (0 if before is None else before["sum"]),
-        "case": np.where(np.isneginf(now["S"]).all(axis=1), "unseen", "again"),
+        "case": np.where(np.isneginf(now["S"]).all(axis=1), "unseen", "recomputed"),
         "out": now["dQ"],
         "error": largest_error(now["dQ"], exact["dq"][rows]),
     }
@@ -187,13 +187,13 @@ def _tile(step: Step) -> Tile:
 
 
 def largest_error(x: Array, exact: Array) -> Array:
-    """Of each row."""
+    """The largest error of each row."""
     error: Array = np.abs(x.astype(np.float64) - exact).max(axis=1)
     return error
 
 
 def plain(x: Any) -> Any:
-    """Lists, strings and numbers of a few digits; what is not finite becomes "inf", "-inf" or "nan"."""
+    """Convert to lists, strings and short numbers; non-finite numbers become "inf", "-inf" or "nan"."""
     if isinstance(x, dict):
         return {name: plain(y) for name, y in x.items()}
     if isinstance(x, np.ndarray):

@@ -1,4 +1,4 @@
-"""The scenes: small attentions with real inputs, one for each way in which a band or a shape can cut the tiles."""
+"""The scenes: small attention problems, one for each way in which a band or a shape can cut the tiles."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ SEED, DIM = 42, 4
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """One head of one attention, and how it is cut."""
+    """One attention head, and how it is cut into tiles."""
 
     name: str
     title: str
-    about: str  # filled in with the fields below
+    about: str  # a template for the fields below
     n_q: int
     n_k: int
     br: int
@@ -36,14 +36,14 @@ class Scene:
         return Layout(DIM, DIM, "float32")
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         values = {name: getattr(self, name) for name in ("n_q", "n_k", "br", "bc")}
         return self.about.format(
             **values, left=self.band.left, right=self.band.right, offset=self.band.offset, late=-self.band.offset
         )
 
     def inputs(self) -> dict[str, Array]:
-        """Q, K, V and dO, of two decimals each, so that a record of them is short and exact."""
+        """Q, K, V and dO, with two decimals each, so that their record is short and exact."""
         rng = np.random.default_rng(SEED)
         lengths = {"Q": self.n_q, "K": self.n_k, "V": self.n_k, "dO": self.n_q}
         return {name: rng.standard_normal((n, DIM)).round(2).astype(np.float32) for name, n in lengths.items()}
@@ -54,7 +54,7 @@ SCENES = (
     Scene(
         "causal",
         "Causal",
-        "A query sees the keys up to its own. Tiles right of the diagonal are never touched; those on it need a mask.",
+        "A query sees keys up to its own. Tiles right of the diagonal are never touched; those on it need a mask.",
         16,
         16,
         4,
@@ -64,8 +64,8 @@ SCENES = (
     Scene(
         "window",
         "Window",
-        "A query sees {left} keys before it, its own, and {right} after it. The work grows with the window, not with "
-        "the square of the length.",
+        "A query sees {left} keys before its own, its own, and {right} after it. The work grows with the window, not "
+        "with the square of the length.",
         24,
         24,
         4,
@@ -85,7 +85,7 @@ SCENES = (
     Scene(
         "oblong",
         "Oblong tiles",
-        "Causal again, in tiles of {br} queries by {bc} keys. The diagonal crosses more than one tile of a row.",
+        "Also causal, in tiles of {br} queries by {bc} keys. The diagonal crosses more than one tile of a row.",
         24,
         24,
         6,
@@ -95,7 +95,7 @@ SCENES = (
     Scene(
         "ragged",
         "Ragged",
-        "{n_q} queries and {n_k} keys in tiles of {br} x {bc}: neither divides. The last tiles are smaller.",
+        "{n_q} queries and {n_k} keys in tiles of {br} x {bc}: neither is a multiple. The last tiles are smaller.",
         18,
         22,
         5,

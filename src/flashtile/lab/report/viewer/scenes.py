@@ -12,7 +12,7 @@ from flashtile.api import attention_backward, standard_attention
 from flashtile.band import FAR, cuts
 from flashtile.cost import traffic
 from flashtile.cost.trace import Trace, trace
-from flashtile.lab.report.viewer import clock, fit, run, warps, words
+from flashtile.lab.report.viewer import clock, fit, run, sentences, warps
 from flashtile.lab.report.viewer.run import Run
 from flashtile.lab.report.viewer.scene import QUICK, SCENES, Scene
 from flashtile.numerics.dtypes import Array
@@ -22,11 +22,11 @@ ORDERS = (*SIDE_BY_SIDE, "backward")
 
 
 def scenes(quick: bool = False) -> dict[str, Any]:
-    """All scenes, or with `quick` a few of them; the same ones every time."""
+    """Record all scenes, or a few of them with `quick`; always the same."""
     chosen = [scene for scene in SCENES if not quick or scene.name in QUICK]
     return {
         "counters": list(run.COUNTERS),
-        "words": words.LENS,
+        "sentences": sentences.LENS,
         "scenes": [_record(scene) for scene in chosen],
         "fit": asdict(fit.fit()),
         "warps": {name: asdict(split) for name, split in warps.splits().items()},
@@ -42,14 +42,14 @@ def _record(scene: Scene) -> dict[str, Any]:
     return {
         "name": scene.name,
         "title": scene.title,
-        "about": scene.told,
+        "about": scene.description,
         **{name: getattr(scene, name) for name in ("n_q", "n_k", "br", "bc")},
         "dim": scene.layout.dim,
         "dtype": scene.layout.dtype,
         "band": {name: x if abs(x) < FAR else None for name, x in asdict(scene.band).items()},
         "tiles": {kind.name.lower(): n for kind, n in traffic.tile_counts(scene.band, *shape).items()},
         "cuts": [_cuts(scene, i) for i in range(scene.grid.shape[0])],
-        "row": _telling_row(runs["fa2"]),
+        "row": _first_row(runs["fa2"]),
         "inputs": run.plain(inputs),
         "exact": run.plain(exact),
         **{
@@ -72,7 +72,7 @@ def _trace(scene: Scene, x: dict[str, Array], order: str) -> Trace:
 
 
 def _exact(scene: Scene, x: dict[str, Array]) -> dict[str, Array]:
-    """The answers in float64: what a falling error is measured against."""
+    """The results in float64, against which errors are measured."""
     q, k, v, dout = (x[name].astype(np.float64) for name in ("Q", "K", "V", "dO"))
     out, lse = standard_attention(q, k, v, band=scene.band, return_lse=True)
     grads = attention_backward(dout, q, k, v, out, lse, band=scene.band, backend="reference")
@@ -80,13 +80,13 @@ def _exact(scene: Scene, x: dict[str, Array]) -> dict[str, Array]:
 
 
 def _cuts(scene: Scene, i: int) -> dict[str, int]:
-    """Of one row of tiles."""
+    """The cuts of one row of tiles."""
     rows = scene.grid.rows(i)
     return asdict(cuts(scene.band, rows.start, rows.stop, scene.n_k, scene.bc))
 
 
-def _telling_row(fa2: Run) -> int:
-    """The row whose maximum rises most often: the one to look at first."""
+def _first_row(fa2: Run) -> int:
+    """The row to show first: the one whose maximum rises most often."""
     rises: dict[int, int] = {}
     for at, numbers in fa2.numbers.items():
         first = fa2.events[int(at)][1] * fa2.grid["br"]
@@ -96,27 +96,27 @@ def _telling_row(fa2: Run) -> int:
 
 
 def _most(runs: list[Run]) -> dict[str, int]:
-    """The largest counters of some runs: bars that lie side by side have one scale."""
+    """The largest counters of some runs, so that bars side by side share a scale."""
     return {name: max(x.counts[-1][run.COUNTERS.index(name)] for x in runs) for name in ("moved", "peak")}
 
 
 def _reach(runs: list[Run]) -> list[float]:
-    """For each row, the largest number that its bars have to show."""
+    """The largest number that the bars of each row have to show."""
     return _largest(runs, lambda numbers: [max(map(abs, row)) for row in numbers["out"]])
 
 
 def _worst(runs: list[Run]) -> list[float]:
-    """For each row, the largest error that it ever has once it has seen something."""
+    """The largest error of each row after it has seen a key."""
     return _largest(runs, lambda numbers: numbers["error"])
 
 
 def _start(exact: Array) -> Array:
-    """The error of each row before it has seen anything."""
+    """The error of each row before it has seen a key."""
     return run.largest_error(np.zeros_like(exact), exact)
 
 
 def _largest(runs: list[Run], of: Callable[[run.Numbers], list[float]]) -> list[float]:
-    """The largest number of each row over all events of some runs that bring results."""
+    """The largest number of each row over all events with results."""
     found = [0.0] * runs[0].grid["n_q"]
     for each in runs:
         for at, numbers in each.numbers.items():

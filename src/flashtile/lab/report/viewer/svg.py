@@ -1,4 +1,4 @@
-"""SVG in a few words: an element, a rectangle, a number."""
+"""SVG helpers: an element, a rectangle, a number."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def element(tag: str, text: str = "", **attributes: Any) -> str:
-    """<tag a="b">text</tag>; class_ is class, and a_b is a-b. The text of <text> is escaped, other tags hold tags."""
+    """Return <tag a="b">text</tag>; class_ becomes class, a_b a-b. Only <text> escapes its text; others hold tags."""
     named = "".join(f' {_name(name)}="{escape(str(value))}"' for name, value in attributes.items())
     return f"<{tag}{named}>{escape(text) if tag == 'text' else text}</{tag}>"
 
@@ -17,7 +17,7 @@ def rectangle(x: float, y: float, width: float, height: float) -> dict[str, str]
 
 
 def decimal(x: float) -> str:
-    """At most two decimals, and no more than needed."""
+    """Format with at most two decimals, without trailing zeros."""
     return f"{x:.2f}".rstrip("0").rstrip(".")
 
 

@@ -1,16 +1,16 @@
-// The viewer: shows the record at one moment. Counters, numbers and places are looked up, never calculated again.
+// The viewer shows the record at one moment. Counters, numbers and places are looked up, never recomputed.
 (() => {
   "use strict";
   const root = document.getElementById("viewer");
   const record = JSON.parse(document.getElementById("scenes").textContent);
   const scenes = Object.fromEntries(record.scenes.map((scene) => [scene.name, scene]));
   const SIDE_BY_SIDE = ["standard", "fa1", "fa2"];
-  const FRAMES_A_SECOND = 4;
+  const FRAMES_PER_SECOND = 4;
 
-  // The whole state: what is shown depends on it and on nothing else.
+  // The whole state: what is shown depends on nothing else.
   const now = { scene: null, order: "fa2", step: 0, row: 0 };
-  let timer = null; // while it plays
-  let noting = null; // until the address is brought up to date
+  let timer = null; // set while it plays
+  let noting = null; // set until the address is updated
 
   const one = (selector, within = root) => within.querySelector(selector);
   const all = (selector, within = root) => [...within.querySelectorAll(selector)];
@@ -22,7 +22,7 @@
   const error = (x) => (x === 0 ? "0" : x >= 1e-3 ? number(x) : minus(x.toExponential(1)));
   const size = (n) => (n < 1024 ? `${n} B` : `${Number((n / 1024).toPrecision(4))} KiB`);
   const percent = (n, of) => `${Number(((100 * n) / of).toFixed(2))}%`;
-  const fill = (words, values) => words.replace(/\{(\w+)\}/g, (_, name) => values[name]);
+  const fill = (sentence, values) => sentence.replace(/\{(\w+)\}/g, (_, name) => values[name]);
 
   const pass = () => (now.order === "backward" ? "backward" : "forward");
   const orders = () => (now.order === "backward" ? ["backward"] : SIDE_BY_SIDE);
@@ -51,7 +51,7 @@
     drawStage(one(".stage", panel), run, step);
   }
 
-  // S and the arrays around it. Every mark is wiped, then set again by the events so far.
+  // S and the arrays around it. Clears all marks, then replays the events so far.
   function drawStage(stage, run, step) {
     const blocks = all(".block, .times", stage);
     const tileAt = (i, j) => one(`.tile[data-i="${i}"][data-j="${j}"]`, stage);
@@ -128,8 +128,8 @@
     const exact = scene().exact.out[now.row];
     if (!seen.length) {
       const state = stateList("Running state", [["m", number("-inf"), ""], ["factor", "\u2013", ""], ["l", number(0), ""]]);
-      const words = record.words[visits().length ? "waiting" : "never"];
-      return [fill(words, { row: now.row }), glass("", state, bars(exact.map(() => 0), exact), fall(seen, r))];
+      const sentence = record.sentences[visits().length ? "waiting" : "never"];
+      return [fill(sentence, { row: now.row }), glass("", state, bars(exact.map(() => 0), exact), fall(seen, r))];
     }
     const [at, x] = seen[seen.length - 1];
     const from = run.events[at][2] * run.grid.bc;
@@ -142,29 +142,29 @@
     ]);
     const top = x.case[r] === "bigger" || x.case[r] === "first" ? x.key[r] : null;
     const table = keyTable(["key", "S", "exp(S \u2212 m)"], rows, top);
-    return [fill(record.words[x.case[r]], values), glass(table, state, bars(x.out[r], exact), fall(seen, r))];
+    return [fill(record.sentences[x.case[r]], values), glass(table, state, bars(x.out[r], exact), fall(seen, r))];
   }
 
   function backwardGlass(run, seen, r) {
     const exact = scene().exact.dq[now.row];
     if (!seen.length) {
       const bare = bars(exact.map(() => 0), exact);
-      const words = record.words[visits().length ? "ungathered" : "never"];
-      return [fill(words, { row: now.row }), glass("", stateList("", []), bare, fall(seen, r))];
+      const sentence = record.sentences[visits().length ? "no_gradient" : "never"];
+      return [fill(sentence, { row: now.row }), glass("", stateList("", []), bare, fall(seen, r))];
     }
     const [at, x] = seen[seen.length - 1];
     const from = run.events[at][2] * run.grid.bc;
     const rows = x.S[r].map((s, n) => [from + n, s, x.P[r][n], x.dS[r][n]]);
     const values = { row: now.row, L: number(x.L[r]), sum: number(x.sum[r]) };
-    const state = stateList("Statistics of the row", [["L", values.L, ""], ["D", number(x.D[r]), "rowsum(dO \u00b7 O)"], ["\u03a3 P", values.sum, "so far, made again"]]);
+    const state = stateList("Statistics of the row", [["L", values.L, ""], ["D", number(x.D[r]), "rowsum(dO \u00b7 O)"], ["\u03a3 P", values.sum, "so far, recomputed"]]);
     const table = keyTable(["key", "S", "exp(S \u2212 L)", "dS"], rows, null);
-    return [fill(record.words[x.case[r]], values), glass(table, state, bars(x.out[r], exact), fall(seen, r))];
+    return [fill(record.sentences[x.case[r]], values), glass(table, state, bars(x.out[r], exact), fall(seen, r))];
   }
 
   function standardGlass(run, seen, r) {
     const exact = scene().exact.out[now.row];
     const made = Object.fromEntries(seen.map(([at, x]) => [run.events[at][1], x]));
-    const latest = seen.length ? run.events[seen[seen.length - 1][0]][1] : "unmade";
+    const latest = seen.length ? run.events[seen[seen.length - 1][0]][1] : "none";
     const row = made.P ? made.P.P[r] : null;
     const columns = row
       ? `<h4>P, all ${row.length} weights of the row</h4><div class="columns" role="img" aria-label="Weights of the row">${row
@@ -175,7 +175,7 @@
     const state = stateList("Running state", [["m, l", "\u2013", "none: the row is whole"]]);
     const out = made.O ? made.O.out[r] : exact.map(() => 0);
     const falls = fall(seen.filter(([, x]) => x.error), r);
-    return [fill(record.words[latest], { row: now.row, n: scene().n_k }), glass(columns, state, bars(out, exact), falls)];
+    return [fill(record.sentences[latest], { row: now.row, n: scene().n_k }), glass(columns, state, bars(out, exact), falls)];
   }
 
   const glass = (table, state, outBars, falls) =>
@@ -194,7 +194,7 @@
       ? `<h4>${title}</h4><dl class="state">${rows.map(([name, x, note]) => `<dt>${name}</dt><dd>${x} <small>${note}</small></dd>`).join("")}</dl>`
       : "";
 
-  // Bars from 0 in the middle; the mark is where the exact answer lies.
+  // Bars start from 0 in the middle; the mark is the exact answer.
   function bars(out, exact) {
     const reach = scene().reach[pass()][now.row] || 1;
     const place = (x) => percent(x + reach, 2 * reach);
@@ -205,7 +205,7 @@
     return `<h4>${name}</h4><div class="bars">${out.map(bar).join("")}</div><p class="note"><i></i>the exact answer</p>`;
   }
 
-  // The error of the row before its first tile and after each of them; those to come are hollow.
+  // The error of the row before its first tile and after each tile; later ones are hollow.
   function fall(seen, r) {
     const [steps, start] = [visits().filter(([, x]) => x.error), scene().start[pass()][now.row]];
     const highest = Math.max(start, scene().worst[pass()][now.row]) || 1;
@@ -226,16 +226,16 @@
     const article = one(`.scene[data-scene="${now.scene}"]`);
     for (const part of all(".pass", article)) part.hidden = part.dataset.pass !== pass();
     all(`.pass[data-pass="${pass()}"] .panel[data-order]`, article).forEach(drawPanel);
-    put(one("[data-cuts]", article), fill(record.words.cuts, { row: now.row, ...scene().cuts[Math.floor(now.row / scene().br)] }));
+    put(one("[data-cuts]", article), fill(record.sentences.cuts, { row: now.row, ...scene().cuts[Math.floor(now.row / scene().br)] }));
     drawLens();
     const scrub = one("[data-scrub]");
     scrub.max = frames().length - 1;
     scrub.value = now.step;
     const own = stepOf(now.order);
     const bytes = count(Math.max(...orders().map((order) => runOf(order).counts[stepOf(order)][0])));
-    const told = `event ${own} of ${runOf(now.order).events.length}, ${bytes} B on the clock`;
-    put(one("[data-readout]"), told);
-    scrub.setAttribute("aria-valuetext", told);
+    const position = `event ${own} of ${runOf(now.order).events.length}, ${bytes} B on the clock`;
+    put(one("[data-readout]"), position);
+    scrub.setAttribute("aria-valuetext", position);
     one(`input[name="scene"][value="${now.scene}"]`).checked = true;
     one(`input[name="pass"][value="${pass()}"]`).checked = true;
     const playing = timer !== null;
@@ -246,7 +246,7 @@
 
   const link = () => `#viewer/${now.scene}/${now.order}/${now.step}/${now.row}`;
 
-  // The address follows a moment later: browsers do not like it changed many times a second.
+  // The address follows a moment later: browsers limit how often it may change.
   function note() {
     clearTimeout(noting);
     noting = timer === null ? setTimeout(() => history.replaceState(null, "", link()), 150) : null;
@@ -269,7 +269,7 @@
     return scenes[name].frames[order].findIndex((frame) => frame[SIDE_BY_SIDE.indexOf(order)] === own);
   }
 
-  // The frame in which the row meets its next tile, or met the one before; null where there is none.
+  // The frame in which the row meets its next or previous tile; null if there is none.
   function target(way) {
     const step = stepOf(now.order);
     const found = visits().map(([at]) => at + 1).filter((at) => (way > 0 ? at > step : at < step));
@@ -289,7 +289,7 @@
     timer = setInterval(() => {
       if (now.step >= frames().length - 2) pause();
       set({ step: now.step + 1 });
-    }, 1000 / FRAMES_A_SECOND / Number(one("[data-speed]").value));
+    }, 1000 / FRAMES_PER_SECOND / Number(one("[data-speed]").value));
     draw();
   }
 
@@ -308,7 +308,7 @@
   function onKey(event) {
     const name = KEYS[event.key];
     if (!name || event.ctrlKey || event.metaKey || event.altKey) return;
-    if (event.target.matches("select, input[type=radio]")) return; // these have uses of their own for the keys
+    if (event.target.matches("select, input[type=radio]")) return; // these use the keys themselves
     if (event.key === " " && event.target.matches("button")) return;
     event.preventDefault();
     doing[name]();

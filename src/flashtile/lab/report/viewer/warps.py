@@ -1,4 +1,4 @@
-"""Work between warps: keys split, as in FlashAttention-1, against queries split, as in 2; run for real, and counted."""
+"""Work split between warps: by keys, as in FlashAttention-1, or by queries, as in 2; executed and counted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WARPS = 4
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One tile, shared by the warps. `exchanged`: elements that pass between them, through SRAM."""
+    """One tile, shared by the warps. `exchanged`: elements that pass between them through SRAM."""
 
     warps: int
     rows: int
@@ -24,11 +24,11 @@ class Split:
     dim: int
     states: int  # states (m, l, O) of a row, over all warps
     exchanged: int
-    error: float  # largest difference from one warp doing it all
+    error: float  # largest difference from a single warp
 
 
 def splits() -> dict[str, Split]:
-    """The first scene as a single tile, its keys or its queries dealt out to the warps."""
+    """Run the first scene as a single tile, its keys or its queries distributed over the warps."""
     x = SCENES[0].inputs()
     Q, K, V = (x[name].astype(np.float64) for name in ("Q", "K", "V"))
     whole = _state(Q, K, V).normalized()
@@ -57,7 +57,7 @@ def _difference(a: Array, b: Array) -> float:
 
 
 def drawing(by: str, warps: int) -> str:
-    """The tile, dealt out in columns (keys) or in rows (queries), and beside it the rows of O that each warp holds."""
+    """Draw the tile, split by columns (keys) or rows (queries), and the rows of O that each warp holds."""
     side, x, y, thick, apart = 84.0, 30.0, 20.0, 12.0, 18.0
     share, beside = side / warps, x + side + 26
     parts = [_axis("keys", x, y), _axis("queries", -y, x, transform="rotate(-90)", text_anchor="end")]

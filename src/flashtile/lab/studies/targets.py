@@ -1,4 +1,4 @@
-"""Targets: one Triton kernel, unchanged, compiled here for GPUs of two makers; no GPU is needed for that."""
+"""Targets: one Triton kernel, unchanged, compiled for GPUs of two vendors, without a GPU."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 class Target(NamedTuple):
     """A GPU as Triton names it."""
 
-    maker: str
+    vendor: str
     chips: str
     backend: str
     arch: int | str
-    lanes: int  # of a warp
+    lanes: int  # per warp
 
 
 TARGETS = {
@@ -40,7 +40,7 @@ TARGETS = {
 QUICK = ("gfx942",)
 CONSTANTS = {"CAUSAL": True, "DIM": 64, "BLOCK_Q": 64, "BLOCK_K": 64}
 SIGNATURE = {**dict.fromkeys(("p_q", "p_k", "p_v", "p_out"), "*bf16"), "n": "i32", "scale": "fp32"}
-MATRIX = re.compile(r"wgmma\.mma_async|mma\.sync|v_mfma\w+|v_wmma\w+")  # instructions that multiply matrices
+MATRIX = re.compile(r"wgmma\.mma_async|mma\.sync|v_mfma\w+|v_wmma\w+")  # matrix instructions
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,11 @@ class Built:
     """The kernel as compiled for one target."""
 
     target: str
-    maker: str
+    vendor: str
     chips: str
     seconds: float
     bytes: int
-    instruction: str  # with which it multiplies matrices
+    instruction: str  # its matrix instruction; "" if it has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Record:
 
     @property
     def holds(self) -> bool:
-        """Matrix units are used wherever it was compiled."""
+        """Whether every target uses its matrix units."""
         return all(b.instruction for b in self.built)
 
 
@@ -75,10 +75,10 @@ def compute(quick: bool = False) -> Record:
 
 
 def _compiled_apart(names: tuple[str, ...]) -> list[Built]:
-    """In a process of its own, which compiles whatever the caller's Triton does, and leaves nothing behind."""
+    """Compile in a separate process, independent of the caller's Triton settings, and without leftovers."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {k: x for k, x in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": folder}
-        command = [sys.executable, "-m", "flashtile.lab.report.topics.targets", *names]
+        command = [sys.executable, "-m", "flashtile.lab.studies.targets", *names]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"compiling for {', '.join(names)}: {done.stderr.strip()}")
@@ -99,7 +99,7 @@ def _compile(name: str) -> Built:
     taken = time.perf_counter() - start
     text, binary = ("ptx", "cubin") if t.backend == "cuda" else ("amdgcn", "hsaco")
     found = MATRIX.search(built[text])
-    return Built(name, t.maker, t.chips, taken, len(built[binary]), found[0] if found else "")
+    return Built(name, t.vendor, t.chips, taken, len(built[binary]), found[0] if found else "")
 
 
 def tables(r: Record) -> list[Table]:
@@ -108,8 +108,8 @@ def tables(r: Record) -> list[Table]:
     return [
         Table(
             f"{r.kernel}, compiled here",
-            ("target", "GPUs", "compiled in", "multiplies matrices with"),
-            tuple((b.target, f"{b.maker} {b.chips}", seconds(b.seconds), b.instruction) for b in r.built),
+            ("target", "GPUs", "compiled in", "matrix instruction"),
+            tuple((b.target, f"{b.vendor} {b.chips}", seconds(b.seconds), b.instruction) for b in r.built),
         )
     ]
 
@@ -117,13 +117,11 @@ def tables(r: Record) -> list[Table]:
 def findings(r: Record) -> list[str]:
     if r.reason:
         return [f"Nothing was compiled: {r.reason}."]
-    makers = " and ".join(dict.fromkeys(b.maker for b in r.built))
+    vendors = " and ".join(dict.fromkeys(b.vendor for b in r.built))
     return [
-        f"The same source, unchanged, was compiled for {', '.join(b.target for b in r.built)} of {makers}. That takes "
-        "no GPU.",
-        "It uses the matrix units of the chip."
-        if r.holds
-        else "Somewhere it does not use the matrix units of the chip.",
+        f"The same source was compiled unchanged for {', '.join(b.target for b in r.built)} of {vendors}, without a "
+        "GPU.",
+        "It uses the matrix units of every target." if r.holds else "It does not use the matrix units of every target.",
     ]
 
 
@@ -131,8 +129,8 @@ def draw(r: Record) -> Figure | None:
     if not r.built:
         return None
     figure, (ax,) = canvas.panels(1, 1, height=2.4)
-    names = [f"{b.target} ({b.maker} {b.chips})" for b in r.built]
-    colours = [canvas.GREEN if b.maker == "NVIDIA" else canvas.ORANGE for b in r.built]
+    names = [f"{b.target} ({b.vendor} {b.chips})" for b in r.built]
+    colours = [canvas.GREEN if b.vendor == "NVIDIA" else canvas.ORANGE for b in r.built]
     bars = ax.barh(names, [b.seconds for b in r.built], color=colours, height=0.6)
     ax.bar_label(bars, [seconds(b.seconds) for b in r.built], padding=5, fontsize=9, color=canvas.INK)
     ax.grid(axis="y", visible=False)
@@ -143,8 +141,8 @@ def draw(r: Record) -> Figure | None:
 
 STUDY = Study(
     "targets",
-    "One kernel for every maker",
-    "Does another maker's GPU mean writing the kernel again?",
+    "One kernel for every vendor",
+    "Does another vendor's GPU need another kernel?",
     compute,
     draw,
     tables,

@@ -1,4 +1,4 @@
-"""Runs the GPU suites: row by row, ours and the peers in turn, and makes the record; what fails is told, not fatal."""
+"""Run the GPU suites row by row, flashtile and its peers in turns, and make the record."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from flashtile.lab.bench.suite import Progress
 from flashtile.lab.bench.timing import Call, Ratio, Timing, alternate
 
 SEED = 42
-SAMPLE = 0.010  # seconds of device time a sample has at least, so that its ends do not count
-GRAPH_CALLS = 64  # in one graph, at most: the gap between two replays is that of several calls
-ENQUEUED = 50  # calls in a sample of host time, at most: fewer than a stream can hold
+SAMPLE = 0.010  # least seconds of device time per sample, so that its ends do not count
+GRAPH_CALLS = 64  # most calls in one graph: the gap between two replays is that of several calls
+ENQUEUED = 50  # most calls in a sample of host time: fewer than a stream can hold
 UNWINDOWED = {name: f"{name}, no window" for name in (OURS, PORTABLE)}
 
-Calls = dict[str, Callable[[int], Call]]  # by name: how often -> what does it that often
+Calls = dict[str, Callable[[int], Call]]  # name -> (n -> a call that does it n times)
 
 
 @dataclass
 class Bench:
-    """One run: the device, who is timed on it, and how often."""
+    """One run: the device, the peers timed on it, and the number of rounds."""
 
     device: Device
     peers: Sequence[Peer]
@@ -47,7 +47,7 @@ class Bench:
         return ceilings.copy(self.device.name)
 
     def measure(self, row: Row) -> dict[str, Any]:
-        """Everything about one row, as plain values."""
+        """Measure everything about one row, as plain values."""
         kinds: dict[str, Callable[[Row], dict[str, Any]]] = {
             TRAIN: self._train,
             DECODE: self._decode,
@@ -57,28 +57,29 @@ class Bench:
         return {**row.to_dict(), "backend": row.backend(self.device.name), **kinds[row.suite](row)}
 
     def _train(self, row: Row) -> dict[str, Any]:
-        entered, absent = self._enter(row)
-        calls: Calls = {name: contender.repeated for name, contender in entered.items()}
+        contenders, absent = self._contenders(row)
+        calls: Calls = {name: contender.repeated for name, contender in contenders.items()}
         calls[PRODUCT] = _repeated(self.product.call)
         if row.window is not None:
-            plain, _ = self._enter(row.unwindowed(), [peer for peer in self.peers if peer.name in (OURS, PORTABLE)])
+            ours = [peer for peer in self.peers if peer.name in (OURS, PORTABLE)]
+            plain, _ = self._contenders(row.unwindowed(), ours)
             calls |= {UNWINDOWED[name]: contender.repeated for name, contender in plain.items()}
         times = self._device_times(calls)
-        found = _compared(entered, absent, times)
+        found = _compared(contenders, absent, times)
         product = times.pop(PRODUCT)
         found |= {"flops": row.flops, "ceiling": self.product.amount / product.median}
         if row.window is not None:
             whole = {name: times.pop(UNWINDOWED[name]) for name in plain}
-            found |= {"unwindowed": _plain(whole), "window": row.window}
+            found |= {"unwindowed": _to_dicts(whole), "window": row.window}
         found["rates"] = {name: row.flops / timing.median for name, timing in times.items()}
         return found
 
     def _decode(self, row: Row) -> dict[str, Any]:
-        """Through graphs, so that the host does not hide the kernel; beside it, what a call costs the host."""
-        entered, absent = self._enter(row, copies=copies(row.kv_bytes, self.device.cache))
+        """Time graphs, so that the host does not hide the kernel, and the host time of a call separately."""
+        contenders, absent = self._contenders(row, sets=input_sets(row.kv_bytes, self.device.cache))
         calls: Calls = {COPY: _repeated(self.copy.call)}
         sizes, eager = {COPY: 1}, {}
-        for name, contender in entered.items():
+        for name, contender in contenders.items():
             enough = self._filling(contender.repeated, GRAPH_CALLS, samples=2)
             n = max(1, enough // len(contender.calls)) * len(contender.calls)
             try:
@@ -86,7 +87,7 @@ class Bench:
             except Exception as error:
                 calls[name], sizes[name], eager[name] = contender.repeated, 1, brief(error)
         times = {name: timing.over(sizes[name]) for name, timing in self._device_times(calls).items()}
-        found = _compared(entered, absent, times)
+        found = _compared(contenders, absent, times)
         ceiling = self.copy.amount / times.pop(COPY).median
         rates = {name: row.kv_bytes / timing.median for name, timing in times.items()}
         return found | {
@@ -94,40 +95,40 @@ class Bench:
             "ceiling": ceiling,
             "rates": rates,
             "shares": {name: rate / ceiling for name, rate in rates.items()},
-            "eager": eager,  # who could not be captured, and why
-            "host": _plain(self._host_times(entered)),
+            "eager": eager,  # contenders that could not be captured, and why
+            "host": _to_dicts(self._host_times(contenders)),
         }
 
     def _small(self, row: Row) -> dict[str, Any]:
-        """What a call costs the host, and how long its result takes to be there."""
-        entered, absent = self._enter(row)
-        host = self._host_times(entered)
-        whole = {name: self._then_wait(contender.repeated(1)) for name, contender in entered.items()}
+        """Measure the host time of a call, and the time until its result is available."""
+        contenders, absent = self._contenders(row)
+        host = self._host_times(contenders)
+        whole = {name: self._then_wait(contender.repeated(1)) for name, contender in contenders.items()}
         waited = alternate(whole, seconds=0, min_rounds=self.rounds, max_rounds=self.rounds, shuffle=self.rng)
-        return _compared(entered, absent, waited) | {"host": _plain(host)}
+        return _compared(contenders, absent, waited) | {"host": _to_dicts(host)}
 
     def _memory(self, row: Row) -> dict[str, Any]:
-        entered, absent = self._enter(row)
+        contenders, absent = self._contenders(row)
         grown = {}
-        for name, contender in entered.items():
+        for name, contender in contenders.items():
             with contender.context():
                 grown[name] = self.device.growth(contender.calls[0])
         c = row.case
         n = c.batch * c.heads * c.n_q
-        statistics, queries = 4 * n, 4 * n * c.dim  # lse or delta; dQ summed in float32
-        # A forward pass may keep the lse; a backward pass one vector like it, and dQ in the making.
+        statistics, queries = 4 * n, 4 * n * c.dim  # lse or delta; dQ accumulated in float32
+        # A forward pass may keep the lse; a backward pass one such vector, and an unfinished dQ.
         needed = statistics + (queries if row.differentiates else 0)
         return {"absent": absent, "grown": grown, "needed": needed, "scores": 2 * n * c.n_k}
 
-    def _enter(
-        self, row: Row, peers: Sequence[Peer] | None = None, copies: int = 1
+    def _contenders(
+        self, row: Row, peers: Sequence[Peer] | None = None, sets: int = 1
     ) -> tuple[dict[str, Contender], dict[str, str]]:
-        """Everyone who can do this row, warmed up; and why the others cannot."""
-        sets = [tensors(row, self.device.name, SEED + n) for n in range(copies)]
-        entered, absent = {}, {}
+        """Return the peers that can run this row, warmed up, and why the others cannot."""
+        inputs = [tensors(row, self.device.name, SEED + n) for n in range(sets)]
+        found, absent = {}, {}
         for peer in self.peers if peers is None else peers:
             try:
-                contender = peer.prepare(row, sets)
+                contender = peer.prepare(row, inputs)
                 contender.repeated(len(contender.calls))()
                 self.device.synchronize()
             except UnfitError as error:
@@ -135,39 +136,29 @@ class Bench:
             except Exception as error:
                 absent[peer.name] = brief(error)
             else:
-                entered[peer.name] = contender
-        return entered, absent
+                found[peer.name] = contender
+        return found, absent
 
     def _device_times(self, calls: Calls) -> dict[str, Timing]:
-        """By the device's clock; each sample is as many calls as fill it, and to count them warms up enough."""
+        """Device time per call, from samples long enough to fill `self.sample`. Counting the calls also warms up."""
         sizes = {name: self._filling(repeated, 1000) for name, repeated in calls.items()}
-        times = alternate(
-            {name: repeated(sizes[name]) for name, repeated in calls.items()},
-            seconds=0,
-            min_rounds=self.rounds,
-            max_rounds=self.rounds,
-            warm_up=0,
-            clock=self.device.seconds,
-            shuffle=self.rng,
-        )
-        return {name: timing.over(sizes[name]) for name, timing in times.items()}
+        return self._times(calls, sizes, clock=self.device.seconds)
 
-    def _host_times(self, entered: Mapping[str, Contender]) -> dict[str, Timing]:
+    def _host_times(self, contenders: Mapping[str, Contender]) -> dict[str, Timing]:
         """Seconds until a call returns to the host, which does not wait for the device."""
-        sizes = {name: self._filling(contender.repeated, ENQUEUED, samples=2) for name, contender in entered.items()}
-        times = alternate(
-            {name: contender.repeated(sizes[name]) for name, contender in entered.items()},
-            seconds=0,
-            min_rounds=self.rounds,
-            max_rounds=self.rounds,
-            warm_up=0,
-            before=self.device.synchronize,
-            shuffle=self.rng,
-        )
+        calls: Calls = {name: contender.repeated for name, contender in contenders.items()}
+        sizes = {name: self._filling(repeated, ENQUEUED, samples=2) for name, repeated in calls.items()}
+        return self._times(calls, sizes, before=self.device.synchronize)
+
+    def _times(self, calls: Calls, sizes: Mapping[str, int], **more: Any) -> dict[str, Timing]:
+        """Seconds per call, one sample of `sizes` calls in each round, in random order."""
+        samples = {name: repeated(sizes[name]) for name, repeated in calls.items()}
+        more |= {"min_rounds": self.rounds, "max_rounds": self.rounds, "shuffle": self.rng}
+        times = alternate(samples, seconds=0, warm_up=0, **more)
         return {name: timing.over(sizes[name]) for name, timing in times.items()}
 
     def _filling(self, repeated: Callable[[int], Call], most: int, samples: int = 1) -> int:
-        """Calls that take the device as long as so many samples; one at least."""
+        """The number of calls that fill so many samples of device time; at least one."""
         once = min(self.device.seconds(repeated(1)) for _ in range(2))
         return max(1, min(most, round(samples * self.sample / max(once, 1e-9))))
 
@@ -192,15 +183,15 @@ def run(
     save: Callable[[Record], None] = lambda record: None,
     now: Callable[[], float] = time.monotonic,
 ) -> Record:
-    """Measure rows until all are done, or until `seconds` have passed: the rest is listed. `save` sees every step.
+    """Measure rows until all are done or `seconds` have passed, and list the rest. `save` gets every step's record.
 
-    `absent` are peers, and `unfit` rows, that this machine cannot do, each with its reason. Rows that were measured
-    `earlier`, by the same code on the same machine, are kept and not measured again.
+    `absent` are peers, and `unfit` rows, that this machine cannot run, each with its reason. Rows that were measured
+    `earlier`, by the same code on the same machine, are kept.
     """
-    record = begun(bench, quick) | {"absent": dict(absent or {}), "unfit": dict(unfit or {})}
+    record = empty_record(bench, quick) | {"absent": dict(absent or {}), "unfit": dict(unfit or {})}
     places = {row.name: n for n, row in enumerate(rows)}
-    if earlier is not None:  # what it says of rows that are not among these still holds
-        records.demand_alike(record, earlier)
+    if earlier is not None:  # keep what it has of other rows
+        records.check_alike(record, earlier)
         record["measurements"] = list(earlier["measurements"])
         for found in ("failed", "unfit"):
             record[found] |= {name: reason for name, reason in earlier[found].items() if name not in places}
@@ -217,32 +208,32 @@ def run(
             record["measurements"].sort(key=lambda found: places.get(found["case"], -1))
         except Exception as error:
             record["failed"][row.name] = brief(error)
-        save(judged(record))
-    save(judged(record))
+        save(with_summary(record))
+    save(with_summary(record))
     progress("done", len(turns), len(turns))
     return record
 
 
-def begun(bench: Bench, quick: bool) -> Record:
-    """A record of what these measurements will have to be read with."""
+def empty_record(bench: Bench, quick: bool) -> Record:
+    """A record of the conditions of a run, without measurements."""
     record = records.new("gpu", quick, rounds=bench.rounds, device=bench.device.describe())
     return record | {"peers": [peer.name for peer in bench.peers], "failed": {}, "unfit": {}, "left_out": []}
 
 
-def judged(record: Record) -> Record:
-    """The record, and how it stands to its bars by now."""
+def with_summary(record: Record) -> Record:
+    """Update the record's comparison with its bars."""
     record["summary"] = bars.judge(record["measurements"], record["failed"])
     return record
 
 
 def unmeasured(rows: Sequence[Row], record: Record | None) -> list[Row]:
-    """Those that are not in a record."""
+    """The rows that are not in a record."""
     there = set() if record is None else {found["case"] for found in record["measurements"]}
     return [row for row in rows if row.name not in there]
 
 
 def absences(record: Record) -> dict[tuple[str, str], list[str]]:
-    """Who is not in which rows, by name and reason."""
+    """The rows from which a peer is absent, by its name and the reason."""
     found: dict[tuple[str, str], list[str]] = {}
     for row in record["measurements"]:
         for peer in row["absent"].items():
@@ -250,8 +241,8 @@ def absences(record: Record) -> dict[tuple[str, str], list[str]]:
     return found
 
 
-def copies(size: int, cache: int) -> int:
-    """Sets of inputs to go round, so that none is still in the cache when its turn comes again."""
+def input_sets(size: int, cache: int) -> int:
+    """The number of input sets to cycle through, so that none is still in the cache at its next turn."""
     return max(1, min(GRAPH_CALLS, -(-4 * cache // size)))
 
 
@@ -267,24 +258,24 @@ def _repeated(call: Call) -> Callable[[int], Call]:
 
 
 def _compared(
-    entered: Mapping[str, Contender], absent: Mapping[str, str], times: Mapping[str, Timing]
+    contenders: Mapping[str, Contender], absent: Mapping[str, str], times: Mapping[str, Timing]
 ) -> dict[str, Any]:
-    """Times of everyone, their time over ours, and how far their results are from ours."""
-    found: dict[str, Any] = {"absent": dict(absent), "times": _plain({name: times[name] for name in entered})}
+    """The times of all contenders, their time over ours, and the difference of their results from ours."""
+    found: dict[str, Any] = {"absent": dict(absent), "times": _to_dicts({name: times[name] for name in contenders})}
     found |= {"ratios": {}, "differences": {}}
-    if OURS not in entered:
+    if OURS not in contenders:
         return found
-    ours = entered[OURS].result()
-    for name in entered:
+    ours = contenders[OURS].result()
+    for name in contenders:
         if name != OURS:
             ratio = Ratio.of(times[name], times[OURS])
             found["ratios"][name] = {"value": ratio.value, "q1": ratio.q1, "q3": ratio.q3}
-            found["differences"][name] = difference(ours, entered[name].result())
+            found["differences"][name] = difference(ours, contenders[name].result())
     return found
 
 
 def difference(ours: Iterable[Any], theirs: Iterable[Any]) -> float:
-    """The largest of ||a - b|| / ||b||; infinite where something is not a number."""
+    """The largest of ||a - b|| / ||b||; infinite if it is NaN."""
     worst = 0.0
     for a, b in zip(ours, theirs, strict=True):
         relative = float((a.float() - b.float()).norm() / b.float().norm())
@@ -292,5 +283,5 @@ def difference(ours: Iterable[Any], theirs: Iterable[Any]) -> float:
     return worst
 
 
-def _plain(times: Mapping[str, Timing]) -> dict[str, Any]:
+def _to_dicts(times: Mapping[str, Timing]) -> dict[str, Any]:
     return {name: timing.to_dict() for name, timing in times.items()}

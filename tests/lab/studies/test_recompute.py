@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import flashtile
-from flashtile.lab.report.topics import recompute
+from flashtile.lab.studies import recompute
 
 
 def test_the_gradients_hold():
@@ -13,7 +13,7 @@ def test_the_gradients_hold():
     assert {c.causal for c in record.compared} == {False, True} and "tiles" in {c.backend for c in record.compared}
     last = record.kept[-1]
     assert last.weights // last.lse == last.n and last.weights == 4 * last.n**2
-    assert record.again_flops / record.backward_flops == pytest.approx(0.2)
+    assert record.recompute_flops / record.backward_flops == pytest.approx(0.2)
     assert "64 GiB" in recompute.findings(record)[1]
 
 

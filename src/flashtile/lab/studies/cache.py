@@ -1,4 +1,4 @@
-"""The KV cache: what a token leaves in it, when it fills a GPU, what grouped heads save, and decoding from it."""
+"""The KV cache: its bytes per token, when it fills a GPU, what grouped heads save, and decoding from it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from flashtile.lab.bench.peers import NAIVE_NUMPY, OURS
 from flashtile.lab.bench.suite import time_all
 from flashtile.lab.bench.timing import Call, alternate
 from flashtile.lab.catalogue import chips, models
-from flashtile.lab.report.topics import hierarchy
-from flashtile.lab.studies import canvas
+from flashtile.lab.studies import canvas, hierarchy
 from flashtile.lab.studies.study import Study, Table, samples
 from flashtile.lab.units import quantity, seconds, size
 from flashtile.numerics.dtypes import Array
@@ -27,25 +26,25 @@ if TYPE_CHECKING:
 
 MODELS = ("llama-2-7b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "qwen2.5-7b", "deepseek-v3")
 GPU, DTYPE, LONG = "h100", "bfloat16", 1 << 20
-GROUPED = "llama-3-8b"  # a layer of it is measured, with its key heads and with as many as it has query heads
+GROUPED = "llama-3-8b"  # one of its layers is measured, with its key heads and with one key head per query head
 DECODED = (4 << 10, 8 << 10, 16 << 10, 32 << 10)
 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """One sequence of a model."""
+    """The KV cache of one sequence of a model."""
 
     model: str
     heads: int
     kv_heads: int
-    a_token: int  # bytes, all layers
-    fills: int  # tokens that fill a GPU which holds nothing else
-    gpus: int  # as many as a long context fills
+    per_token: int  # bytes, all layers
+    fills: int  # tokens that fill an otherwise empty GPU
+    gpus: int  # that a long context fills
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt through one layer: a key head for each query head or for a group of them, standard or tiled."""
+    """A prompt through one layer, with a key head per query head or per group, standard or tiled."""
 
     way: str
     kv_heads: int
@@ -60,12 +59,12 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """One new token against a cache of so many."""
+    """One new token against a cache."""
 
     tokens: int
     bytes: int
     seconds: float
-    bytes_a_second: float
+    bytes_per_second: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ class Record:
     dtype: str
     long: int  # tokens
     caches: tuple[Cache, ...]
-    tokens: int  # of the prompt
+    tokens: int  # in the prompt
     heads: int
     prompts: tuple[Prompt, ...]
     rates: Rates
@@ -109,10 +108,9 @@ def compute(quick: bool = False) -> Record:
 
 def _cache(name: str, room: int) -> Cache:
     model = models()[name]
-    a_token = model.kv_bytes_a_token(DTYPE)
-    return Cache(
-        name, model.heads, model.kv_heads, a_token, room // a_token, ceil_div(model.kv_bytes(LONG, DTYPE), room)
-    )
+    per_token = model.kv_bytes_a_token(DTYPE)
+    gpus = ceil_div(model.kv_bytes(LONG, DTYPE), room)
+    return Cache(name, model.heads, model.kv_heads, per_token, room // per_token, gpus)
 
 
 def _prompts(n: int, time: float) -> tuple[Prompt, ...]:
@@ -128,7 +126,7 @@ def _prompts(n: int, time: float) -> tuple[Prompt, ...]:
 
 
 def standard(q: Array, k: Array, v: Array) -> Array:
-    """Three lines of NumPy, the heads of a group beside each other."""
+    """Standard attention in three lines of NumPy, with the heads of a group side by side."""
     grouped = q.reshape(len(k), -1, *q.shape[1:])
     S = grouped @ k[:, None].swapaxes(-1, -2) * np.float32(q.shape[-1] ** -0.5)
     P = np.exp(S - S.max(axis=-1, keepdims=True))
@@ -137,7 +135,7 @@ def standard(q: Array, k: Array, v: Array) -> Array:
 
 
 def _decode(tokens: int, time: float) -> Decode:
-    """A quarter of the heads: the cache of a whole layer would be long to make."""
+    """Time one new token with a quarter of the heads: a whole layer's cache would take long to create."""
     model = models()[GROUPED]
     heads, kv_heads = model.heads // 4, model.kv_heads // 4
     q, k, v = samples((heads, 1, model.dim), *((kv_heads, tokens, model.dim),) * 2, dtype=np.float32)
@@ -150,9 +148,9 @@ def tables(r: Record) -> list[Table]:
     return [
         Table(
             f"KV cache of one sequence, {r.dtype}, and the {size(r.gpu_bytes)} of an {r.gpu}",
-            ("model", "heads / key heads", "bytes a token", "tokens that fill it", f"GPUs for {r.long:,}"),
+            ("model", "heads / key heads", "bytes per token", "tokens that fill it", f"GPUs for {r.long:,}"),
             tuple(
-                (c.model, f"{c.heads} / {c.kv_heads}", size(c.a_token), f"{c.fills:,}", f"{c.gpus}") for c in r.caches
+                (c.model, f"{c.heads} / {c.kv_heads}", size(c.per_token), f"{c.fills:,}", f"{c.gpus}") for c in r.caches
             ),
         ),
         Table(
@@ -163,10 +161,10 @@ def tables(r: Record) -> list[Table]:
             ),
         ),
         Table(
-            f"Decoding: one new token against a cache; memory gives {quantity(r.rates.bytes, 'B/s')} at best",
-            ("cached tokens", "keys and values", "time", "bytes a second"),
+            f"Decoding: one new token against a cache; memory delivers {quantity(r.rates.bytes, 'B/s')} at best",
+            ("cached tokens", "keys and values", "time", "bytes per second"),
             tuple(
-                (f"{d.tokens:,}", size(d.bytes), seconds(d.seconds), quantity(d.bytes_a_second, "B/s"))
+                (f"{d.tokens:,}", size(d.bytes), seconds(d.seconds), quantity(d.bytes_per_second, "B/s"))
                 for d in r.decodes
             ),
         ),
@@ -175,18 +173,18 @@ def tables(r: Record) -> list[Table]:
 
 def findings(r: Record) -> list[str]:
     first, second = r.caches[:2]
-    largest, d = max(r.caches, key=lambda c: c.a_token), r.decodes[-1]
+    largest, d = max(r.caches, key=lambda c: c.per_token), r.decodes[-1]
     return [
-        f"A token of {first.model} leaves {size(first.a_token)} in the cache, one of {second.model} "
-        f"{size(second.a_token)}: {second.kv_heads} key heads serve {second.heads} query heads.",
-        f"{largest.model} fills an {r.gpu} with {largest.fills:,} tokens, before a single weight. {r.long:,} tokens "
-        f"take {largest.gpus} of them.",
-        f"Grouped heads make the cache {r.before.cache // r.after.cache} times smaller and leave the scores alone. "
-        "Tiles store no scores and leave the cache as it is. Both together: "
-        f"{size(r.after.cache)} and no scores in the place of {size(r.before.cache)} and {size(r.before.scores)}, "
-        f"{seconds(r.after.seconds)} in the place of {seconds(r.before.seconds)}.",
+        f"A token of {first.model} takes {size(first.per_token)} in the cache, one of {second.model} "
+        f"{size(second.per_token)}: {second.kv_heads} key heads serve {second.heads} query heads.",
+        f"{largest.model} fills an {r.gpu} with {largest.fills:,} tokens, not counting any weights. {r.long:,} tokens "
+        f"take {largest.gpus} GPUs.",
+        f"Grouped heads make the cache {r.before.cache // r.after.cache} times smaller and do not change the scores. "
+        "Tiles store no scores and do not change the cache. Both together: "
+        f"{size(r.after.cache)} and no scores instead of {size(r.before.cache)} and {size(r.before.scores)}, "
+        f"{seconds(r.after.seconds)} instead of {seconds(r.before.seconds)}.",
         f"A new token reads the whole cache once and computes little: with {d.tokens:,} tokens it reads "
-        f"{quantity(d.bytes_a_second, 'B/s')} of the {quantity(r.rates.bytes, 'B/s')} that memory gives here.",
+        f"{quantity(d.bytes_per_second, 'B/s')} of the {quantity(r.rates.bytes, 'B/s')} that memory delivers here.",
     ]
 
 
@@ -227,9 +225,10 @@ def _draw_decodes(ax: Axes, r: Record) -> None:
 STUDY = Study(
     "cache",
     "The KV cache",
-    "What does a token leave behind, and when does that outgrow a GPU?",
+    "How much memory does a token take, and when does that exceed a GPU?",
     compute,
     draw,
     tables,
     findings,
+    timed=True,
 )

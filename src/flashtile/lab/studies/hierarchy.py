@@ -1,4 +1,4 @@
-"""The memory hierarchy: small and fast beside large and slow, for the GPU of the papers and for the machine at hand."""
+"""The memory hierarchy: small and fast to large and slow, for the GPU of the papers and for this machine."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PAPER = "a100-40"
-TRIES = 3  # each with arrays of its own: where those lie in memory makes them faster or slower
+TRIES = 3  # each with new arrays, because their place in memory affects their speed
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """By their makers' figures, or as measured; the first is the GPU that the papers speak of."""
+    """Machines by published figures or as measured; the first is the GPU of the papers."""
 
     machines: tuple[Hardware, ...]
 
@@ -39,12 +39,12 @@ class Record:
 
 @cache
 def here(quick: bool = False) -> Hardware:
-    """This machine's CPU, the best of some tries. Once a process, so that every chart has the same roof."""
+    """This machine's CPU, the best of several tries; once per process, so that every chart has the same roof."""
     return best([rates.here(seconds=0.1 if quick else 0.4) for _ in range(1 if quick else TRIES)])
 
 
 def best(tries: Sequence[Hardware]) -> Hardware:
-    """One machine as it was measured several times: each rate at its highest."""
+    """Combine several measurements of one machine: each rate at its highest."""
     found = [hardware.rates for hardware in tries]
     levels = tuple(
         max(same, key=lambda level: level.rate or 0) for same in zip(*(h.levels for h in tries), strict=True)
@@ -60,7 +60,7 @@ def compute(quick: bool = False) -> Record:
 
 
 def fast(hardware: Hardware) -> Level | None:
-    """The level nearest to the arithmetic whose rate is known."""
+    """The fastest level whose rate is known."""
     return next((level for level in hardware.levels if level.rate is not None), None)
 
 
@@ -71,8 +71,8 @@ def slow(hardware: Hardware) -> Level:
 def tables(r: Record) -> list[Table]:
     return [
         Table(
-            f"{h.name}, {'measured here' if h.measured else 'by its maker'}",
-            ("memory", "size", "bytes a second"),
+            f"{h.name}, {'measured here' if h.measured else 'as published'}",
+            ("memory", "size", "bytes per second"),
             tuple((level.name, size(level.bytes), _rate(level)) for level in h.levels),
         )
         for h in r.machines
@@ -80,7 +80,7 @@ def tables(r: Record) -> list[Table]:
 
 
 def _rate(level: Level) -> str:
-    return "not said" if level.rate is None else quantity(level.rate, "B/s")
+    return "not published" if level.rate is None else quantity(level.rate, "B/s")
 
 
 def findings(r: Record) -> list[str]:
@@ -92,9 +92,9 @@ def _compared(h: Hardware) -> str | None:
     if near is None or far.rate is None or near.rate is None or near is far:
         return None
     return (
-        f"{h.name}: {near.name} of {size(near.bytes)} at {quantity(near.rate, 'B/s')}, beside {far.name} of "
-        f"{size(far.bytes)} at {quantity(far.rate, 'B/s')}. {near.rate / far.rate:.0f} times as fast, "
-        f"{far.bytes / near.bytes:,.0f} times smaller."
+        f"{h.name}: {near.name} of {size(near.bytes)} at {quantity(near.rate, 'B/s')}, and {far.name} of "
+        f"{size(far.bytes)} at {quantity(far.rate, 'B/s')}. {near.name} is {near.rate / far.rate:.0f} times as fast "
+        f"and {far.bytes / near.bytes:,.0f} times smaller."
     )
 
 
@@ -120,7 +120,7 @@ def draw(r: Record) -> Figure:
     ax.set_yscale("log")
     ax.margins(y=0.15)
     ax.yaxis.set_major_formatter(lambda value, _: quantity(value, "B/s"))
-    canvas.label(ax, "Every memory by its size and its speed", "size", "bytes a second")
+    canvas.label(ax, "Every memory by its size and its speed", "size", "bytes per second")
     canvas.legend(ax, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure
 
@@ -128,9 +128,10 @@ def draw(r: Record) -> Figure:
 STUDY = Study(
     "hierarchy",
     "The memory hierarchy",
-    "How much faster is the memory near the arithmetic, and how much smaller?",
+    "How much faster and smaller is the memory close to the arithmetic units?",
     compute,
     draw,
     tables,
     findings,
+    timed=True,
 )

@@ -4,7 +4,7 @@ import pytest
 
 from flashtile.cost.hardware import Rates
 from flashtile.host import machine
-from flashtile.lab.report.topics import hierarchy
+from flashtile.lab.studies import hierarchy
 
 
 @pytest.fixture(scope="module")

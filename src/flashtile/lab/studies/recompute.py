@@ -1,4 +1,4 @@
-"""The backward pass by recomputation: the same gradients, with one number a row kept in the place of the weights."""
+"""The backward pass by recomputation: the same gradients, from one number per row instead of the weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DTYPE = "float32"
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Largest difference of each gradient from that of standard attention, float64."""
+    """The largest difference of each gradient from that of standard attention, in float64."""
 
     backend: str
     causal: bool
@@ -34,7 +34,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Bytes that a forward pass of one head keeps for its backward pass, beside Q, K, V and the output."""
+    """Bytes that a forward pass of one head keeps for its backward pass, besides Q, K, V and the output."""
 
     n: int
     weights: int
@@ -48,9 +48,9 @@ class Record:
     limit: float
     compared: tuple[Compared, ...]
     kept: tuple[Kept, ...]
-    forward_flops: int  # of one pair of query and key
+    forward_flops: int  # per pair of query and key
     backward_flops: int
-    again_flops: int  # of which for the scores a second time
+    recompute_flops: int  # the part of them that recomputes the scores
 
     @property
     def worst(self) -> float:
@@ -70,8 +70,8 @@ def compute(quick: bool = False) -> Record:
         LIMIT,
         tuple(_compare(backend, causal) for backend in ways for causal in (False, True)),
         tuple(Kept(n, n * n * ITEMSIZE[DTYPE], n * ITEMSIZE[DTYPE]) for n in LENGTHS),
-        traffic.forward_flops_a_pair(DIM, DIM),
-        traffic.backward_flops_a_pair(DIM, DIM),
+        traffic.forward_flops_per_pair(DIM, DIM),
+        traffic.backward_flops_per_pair(DIM, DIM),
         2 * DIM,
     )
 
@@ -110,10 +110,10 @@ def findings(r: Record) -> list[str]:
     last = r.kept[-1]
     return [
         f"The gradients are those of standard attention: the largest difference is {r.worst:.1e}.",
-        f"At {last.n:,} tokens the weights would take {size(last.weights)} a head until the backward pass; "
+        f"At {last.n:,} tokens the weights would take {size(last.weights)} per head until the backward pass; "
         f"L takes {size(last.lse)}.",
-        f"Making the scores again costs {r.again_flops} of the backward pass's {r.backward_flops} FLOPs a pair, "
-        f"{r.again_flops / r.backward_flops:.0%}. The forward pass takes {r.forward_flops}.",
+        f"Recomputing the scores costs {r.recompute_flops} of the backward pass's {r.backward_flops} FLOPs per pair, "
+        f"{r.recompute_flops / r.backward_flops:.0%}. The forward pass takes {r.forward_flops}.",
     ]
 
 
@@ -121,10 +121,10 @@ def draw(r: Record) -> Figure:
     figure, (ax,) = canvas.panels(1, 1, height=3.6)
     lengths = [k.n for k in r.kept]
     ax.plot(lengths, [k.weights for k in r.kept], "s-", color=canvas.ORANGE, label="standard: the weights P, N x N")
-    ax.plot(lengths, [k.lse for k in r.kept], "o-", color=canvas.BLUE, label="tiled: L, one number a row")
+    ax.plot(lengths, [k.lse for k in r.kept], "o-", color=canvas.BLUE, label="tiled: L, one number per row")
     canvas.doubling(ax, lengths)
     canvas.in_bytes(ax, 2**11, 2**38)
-    canvas.label(ax, "Kept from the forward for the backward pass, one head", "N", "bytes")
+    canvas.label(ax, "Kept from the forward pass for the backward pass, one head", "N", "bytes")
     canvas.legend(ax, loc="upper left")
     return figure
 

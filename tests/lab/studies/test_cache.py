@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import flashtile
-from flashtile.lab.report.topics import cache
+from flashtile.lab.studies import cache
 from flashtile.lab.studies.study import samples
 
 
@@ -13,12 +13,12 @@ def record():
     return cache.compute(quick=True)
 
 
-def test_what_a_token_leaves(record):
-    a_token = {c.model: c.a_token for c in record.caches}
-    assert a_token["llama-2-7b"] == 524_288 and a_token["llama-3-8b"] == 131_072
+def test_bytes_per_token(record):
+    per_token = {c.model: c.per_token for c in record.caches}
+    assert per_token["llama-2-7b"] == 524_288 and per_token["llama-3-8b"] == 131_072
     llama = next(c for c in record.caches if c.model == "llama-3-8b")
-    assert llama.fills * llama.a_token <= record.gpu_bytes < (llama.fills + 1) * llama.a_token
-    assert llama.gpus == -(-llama.a_token * record.long // record.gpu_bytes) == 2
+    assert llama.fills * llama.per_token <= record.gpu_bytes < (llama.fills + 1) * llama.per_token
+    assert llama.gpus == -(-llama.per_token * record.long // record.gpu_bytes) == 2
 
 
 def test_grouped_heads_shrink_the_cache_and_tiles_store_no_scores(record):
@@ -37,7 +37,7 @@ def test_the_standard_way_computes_the_same():
 
 def test_decoding_reads_the_cache_once(record):
     d = record.decodes[-1]
-    assert d.bytes == 2 * 2 * d.tokens * 128 * 4 and d.bytes_a_second == pytest.approx(d.bytes / d.seconds)
+    assert d.bytes == 2 * 2 * d.tokens * 128 * 4 and d.bytes_per_second == pytest.approx(d.bytes / d.seconds)
 
 
 def test_it_can_be_drawn(record):

@@ -8,7 +8,7 @@ from flashtile.cost.hardware import Rates
 from flashtile.lab.bench.cases import FORWARD, TRAINING
 from flashtile.lab.bench.peers import NAIVE_NUMPY, NAIVE_TORCH, OURS, SDPA
 from flashtile.lab.bench.showcase import Row, Run, Side, Speed
-from flashtile.lab.report.topics import speed
+from flashtile.lab.studies import speed
 
 
 def run(seconds, grown=None):
@@ -40,18 +40,16 @@ BOTH = replace(ALONE, gpu=GPU, no_gpu=None)
 def test_before_and_after_come_from_the_longest_forward_pass():
     first, best, second, third = speed.findings(ALONE)
     assert "N = 1,024: naive NumPy reaches 5% of the best rate measured, flashtile 40%" in first
-    assert "25 ms in the place of 200 ms" in first
-    assert "100 GFLOP/s and 10 GB/s" in best and "From 10 FLOPs a byte on" in best
-    assert "takes 0.50 to 1.25 of its time" in second
+    assert "25 ms instead of 200 ms" in first
+    assert "100 GFLOP/s and 10 GB/s" in best and "Above 10 FLOPs per byte" in best
+    assert "takes 0.50 to 1.25 of the time" in second
     assert third == "There are no GPU times: torch sees no GPU."
 
 
-def test_what_is_absent_is_told_once_and_how_to_get_it():
+def test_absent_peers_are_named_once_with_a_remedy():
     found = speed.findings(replace(ALONE, absent=dict.fromkeys((SDPA, NAIVE_TORCH), "torch is not installed")))
     assert f"{SDPA} and {NAIVE_TORCH} were not timed: torch is not installed." in found
-    assert (
-        found.count("For torch's times beside ours: pip install 'flashtile[torch]', and flashtile demo once more.") == 1
-    )
+    assert found.count("To compare with torch: pip install 'flashtile[torch]', then run flashtile demo.") == 1
     assert not any("pip install" in sentence for sentence in speed.findings(ALONE))
 
 

@@ -1,4 +1,4 @@
-"""gpu/suite.py: what is timed is what is told, in random order, and nobody's failure stops the run."""
+"""gpu/bench.py: what is timed is what is told, in random order, and nobody's failure stops the run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from flashtile.lab.bench.gpu import ceilings, device, suite  # noqa: E402
+from flashtile.lab.bench.gpu import (  # noqa: E402
+    bench,
+    ceilings,
+    device,
+)
+from flashtile.lab.bench.gpu.bench import Bench  # noqa: E402
 from flashtile.lab.bench.gpu.peers import CUDNN, FLEX, OURS, PORTABLE, WIDE, Peer, UnfitError  # noqa: E402
-from flashtile.lab.bench.gpu.suite import Bench  # noqa: E402
-from flashtile.lab.bench.gpu.table import caption, details  # noqa: E402
 from flashtile.lab.bench.records import UnlikeError  # noqa: E402
 from flashtile.lab.bench.table import render  # noqa: E402
+from flashtile.lab.bench.tables.gpu import caption, details  # noqa: E402
 from tests.lab.bench.gpu.fakes import FakeDevice, one_thread, row_of, small_ceilings  # noqa: E402
 
 COSTS = {OURS: 1e-3, CUDNN: 2e-3, FLEX: 3e-3}
@@ -24,22 +28,22 @@ COSTS = {OURS: 1e-3, CUDNN: 2e-3, FLEX: 3e-3}
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     found = FakeDevice()
-    monkeypatch.setattr(suite, "GRAPH_CALLS", 4)
-    monkeypatch.setattr(suite, "ENQUEUED", 3)
+    monkeypatch.setattr(bench, "GRAPH_CALLS", 4)
+    monkeypatch.setattr(bench, "ENQUEUED", 3)
     for name, ceiling in small_ceilings(found).items():
         monkeypatch.setattr(ceilings, name, lambda _, ceiling=ceiling: ceiling)
     with one_thread():
         yield found
 
 
-def bench(fake: FakeDevice, **more: Any) -> Bench:
+def bench_of(fake: FakeDevice, **more: Any) -> Bench:
     return Bench(fake, [fake.peer(name, cost) for name, cost in COSTS.items()], rounds=4, **more)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_training_rows(fake: FakeDevice, direction: str) -> None:
     row = row_of(f"train {direction} D64 full")
-    found = json.loads(json.dumps(bench(fake).measure(row)))
+    found = json.loads(json.dumps(bench_of(fake).measure(row)))
     assert {name: t["median_s"] for name, t in found["times"].items()} == pytest.approx(COSTS)
     assert found["ratios"][FLEX]["value"] == pytest.approx(3) and found["ratios"][CUDNN]["value"] == pytest.approx(2)
     assert found["rates"][CUDNN] == pytest.approx(row.flops / 2e-3) and found["ceiling"] == pytest.approx(1e9)
@@ -49,25 +53,25 @@ def test_training_rows(fake: FakeDevice, direction: str) -> None:
 
 def test_a_step_is_one_call(fake: FakeDevice) -> None:
     row = row_of("train step")
-    found = bench(fake).measure(row)
+    found = bench_of(fake).measure(row)
     both = {name: 2 * cost for name, cost in COSTS.items()}  # a pass each way
     assert {name: t["median_s"] for name, t in found["times"].items()} == pytest.approx(both)
     assert found["rates"][CUDNN] == pytest.approx(row.flops / 4e-3) and found["differences"] == {CUDNN: 0, FLEX: 0}
 
 
 def test_samples_are_long_enough_and_in_random_order(fake: FakeDevice) -> None:
-    bench(fake).measure(row_of("train forward D64 full"))
+    bench_of(fake).measure(row_of("train forward D64 full"))
     rounds = fake.samples[-16:]  # four of four: before them, everyone is timed to see how often a sample needs it
     assert {(names[0], len(names)) for names in rounds} == {(OURS, 10), (CUDNN, 5), (FLEX, 3), ("ceiling", 10)}
     orders = [tuple(names[0] for names in rounds[n : n + 4]) for n in range(0, 16, 4)]
     assert all(len(set(order)) == 4 for order in orders) and len(set(orders)) > 1
     first, fake.samples = fake.samples, []
-    bench(fake).measure(row_of("train forward D64 full"))
+    bench_of(fake).measure(row_of("train forward D64 full"))
     assert fake.samples == first  # random, and the same in every run
 
 
 def test_a_contender_that_raises_is_absent_with_its_reason(fake: FakeDevice) -> None:
-    run = bench(fake)
+    run = bench_of(fake)
     run.peers = [*run.peers, fake.peer("broken", 1.0, fails="no such kernel")]
     found = run.measure(row_of("train forward D64 full"))
     assert found["absent"] == {"broken": "RuntimeError: no such kernel"} and "broken" not in found["times"]
@@ -77,7 +81,7 @@ def test_a_contender_that_does_not_do_a_row_says_so_itself(fake: FakeDevice) -> 
     def build(row: Any, given: Any) -> Any:
         raise UnfitError("it takes no window")
 
-    run = bench(fake)
+    run = bench_of(fake)
     run.peers = [*run.peers, Peer("narrow", build)]
     assert run.measure(row_of("train forward D64 full"))["absent"] == {"narrow": "it takes no window"}
 
@@ -92,11 +96,11 @@ def test_a_wrong_result_is_seen(fake: FakeDevice) -> None:
     run = Bench(fake, [fake.peer(OURS, 1e-3, off=0.1), fake.peer(CUDNN, 1e-3)], rounds=2)
     assert run.measure(row_of("train forward D64 full"))["differences"][CUDNN] == pytest.approx(0.1, abs=0.01)
     nan = torch.tensor([float("nan")])
-    assert suite.difference([nan], [nan]) == float("inf")
+    assert bench.difference([nan], [nan]) == float("inf")
 
 
 def test_a_window_is_timed_beside_no_window(fake: FakeDevice) -> None:
-    run = bench(fake)
+    run = bench_of(fake)
     run.peers = [*run.peers, fake.peer(PORTABLE, 2e-3)]
     found = run.measure(row_of("train forward window1024"))
     assert {name: t["median_s"] for name, t in found["unwindowed"].items()} == pytest.approx(
@@ -108,7 +112,7 @@ def test_a_window_is_timed_beside_no_window(fake: FakeDevice) -> None:
 def test_decode_goes_through_graphs_and_round_the_copies(fake: FakeDevice) -> None:
     row = row_of("decode B16")
     fake.cache = row.kv_bytes // 2  # two sets are four times as much
-    found = bench(fake).measure(row)
+    found = bench_of(fake).measure(row)
     assert {name: t["median_s"] for name, t in found["times"].items()} == pytest.approx(COSTS)
     assert found["rates"][OURS] == pytest.approx(row.kv_bytes / 1e-3) and found["ceiling"] == pytest.approx(1e9)
     assert found["shares"][OURS] == pytest.approx(row.kv_bytes / 1e-3 / 1e9) and found["eager"] == {}
@@ -132,17 +136,19 @@ def test_who_cannot_be_captured_is_timed_eagerly(fake: FakeDevice, monkeypatch: 
         raise RuntimeError("not while capturing")
 
     monkeypatch.setattr(fake, "captured", refuse)
-    found = bench(fake).measure(row_of("decode B16"))
+    found = bench_of(fake).measure(row_of("decode B16"))
     assert found["eager"] == dict.fromkeys(COSTS, "RuntimeError: not while capturing")
     assert {name: t["median_s"] for name, t in found["times"].items()} == pytest.approx(COSTS)
 
 
 def test_copies() -> None:
-    assert suite.copies(1 << 30, 1 << 20) == 1 and suite.copies(3, 6) == 8 and suite.copies(1, 1 << 20) == 64
+    assert (
+        bench.input_sets(1 << 30, 1 << 20) == 1 and bench.input_sets(3, 6) == 8 and bench.input_sets(1, 1 << 20) == 64
+    )
 
 
 def test_small_calls_by_the_hosts_clock(fake: FakeDevice) -> None:
-    found = bench(fake).measure(row_of("small"))
+    found = bench_of(fake).measure(row_of("small"))
     assert set(found["host"]) == set(found["times"]) == set(COSTS)
     assert 0 < found["host"][OURS]["median_s"] < 1
 
@@ -150,10 +156,10 @@ def test_small_calls_by_the_hosts_clock(fake: FakeDevice) -> None:
 def test_memory(fake: FakeDevice) -> None:
     fake.grown = 77
     row = row_of("memory backward")
-    found = bench(fake).measure(row)
+    found = bench_of(fake).measure(row)
     rows = row.case.batch * row.case.heads * row.case.n_q
     assert found["grown"] == dict.fromkeys(COSTS, 77) and found["needed"] == 4 * rows + 4 * rows * row.case.dim
-    assert bench(fake).measure(row_of("memory forward"))["needed"] == 4 * rows
+    assert bench_of(fake).measure(row_of("memory forward"))["needed"] == 4 * rows
 
 
 def test_what_a_call_returned_counts_once() -> None:
@@ -168,8 +174,8 @@ def test_a_run_leaves_a_record_that_can_be_shown(fake: FakeDevice) -> None:
     ]
     saved: list[int] = []
     steps: list[tuple[str, int, int]] = []
-    record = suite.run(
-        bench(fake),
+    record = bench.run(
+        bench_of(fake),
         rows,
         absent={"other": "not here"},
         progress=lambda *step: steps.append(step),
@@ -190,16 +196,16 @@ def test_a_run_leaves_a_record_that_can_be_shown(fake: FakeDevice) -> None:
 
 def test_who_was_not_there_is_told(fake: FakeDevice) -> None:
     rows = [row_of("train forward D64 full")]
-    assert "Not compared" not in caption(suite.run(bench(fake), rows))
+    assert "Not compared" not in caption(bench.run(bench_of(fake), rows))
     absent = {"A": "a has no attention function", "B": "b cannot be imported: ModuleNotFoundError: No module named 'b'"}
-    said = caption(suite.run(bench(fake), rows, absent=absent))
+    said = caption(bench.run(bench_of(fake), rows, absent=absent))
     assert said.endswith(" Not compared: A (a has no attention function), B (b cannot be imported).")
 
 
 def test_8_bits_have_a_table_of_their_own(fake: FakeDevice) -> None:
     peers = [fake.peer(OURS, 1e-3), fake.peer(WIDE, 1.5e-3), fake.peer(CUDNN, 2e-3)]
     rows = [row_of("train forward D64 full"), row_of("train forward float8_e4m3fn D64 full")]
-    record = suite.run(Bench(fake, peers, rounds=2), rows, unfit={"a row": "no kernel"})
+    record = bench.run(Bench(fake, peers, rounds=2), rows, unfit={"a row": "no kernel"})
     assert record["unfit"] == {"a row": "no kernel"} and not record["failed"]
     text = render(json.loads(json.dumps(record)))
     assert "bfloat16 and float8_e4m3fn, medians of 2 rounds" in text
@@ -211,16 +217,16 @@ def test_8_bits_have_a_table_of_their_own(fake: FakeDevice) -> None:
 
 
 def test_absences_are_told_together(fake: FakeDevice) -> None:
-    run = bench(fake)
+    run = bench_of(fake)
     run.peers = [*run.peers, fake.peer("broken", 1.0, fails="no such kernel")]
-    record = suite.run(run, [row_of("train forward D64 full"), row_of("train forward D64 causal")])
-    assert suite.absences(record) == {
+    record = bench.run(run, [row_of("train forward D64 full"), row_of("train forward D64 causal")])
+    assert bench.absences(record) == {
         ("broken", "RuntimeError: no such kernel"): [m["case"] for m in record["measurements"]]
     }
 
 
 def test_a_row_that_breaks_is_told_and_the_rest_goes_on(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, plain = bench(fake), Bench.measure
+    run, plain = bench_of(fake), Bench.measure
     broken = row_of("train backward D64 full")
 
     def measure(self: Bench, row: Any) -> Any:
@@ -229,7 +235,7 @@ def test_a_row_that_breaks_is_told_and_the_rest_goes_on(fake: FakeDevice, monkey
         return plain(self, row)
 
     monkeypatch.setattr(Bench, "measure", measure)
-    record = suite.run(run, [broken, row_of("train forward D64 full")])
+    record = bench.run(run, [broken, row_of("train forward D64 full")])
     assert record["failed"] == {broken.name: "RuntimeError: device lost"} and len(record["measurements"]) == 1
     assert record["summary"][-1]["group"] == "failed" and record["summary"][-1]["holds"] is False
 
@@ -237,46 +243,46 @@ def test_a_row_that_breaks_is_told_and_the_rest_goes_on(fake: FakeDevice, monkey
 def test_time_runs_out_between_rows(fake: FakeDevice) -> None:
     rows = [row_of(words) for words in ("train forward D64 full", "train forward D64 causal", "small")]
     clock = iter([0.0, 1.0, 5.0, 11.0])
-    record = suite.run(bench(fake), rows, seconds=10, now=lambda: next(clock))
+    record = bench.run(bench_of(fake), rows, seconds=10, now=lambda: next(clock))
     assert [m["case"] for m in record["measurements"]] == [rows[1].name, rows[2].name]  # as given
     assert record["left_out"] == [rows[0].name]  # the most to do
-    assert "Left out for want of time: 1 rows." in render(record)
+    assert "Left out for lack of time: 1 rows." in render(record)
 
 
 def test_what_was_left_out_can_follow(fake: FakeDevice) -> None:
     """Rows of the run before stay as they are, and the others are measured; the record is as if it had been one run."""
     rows = [row_of(words) for words in ("train forward D64 full", "train forward D64 causal", "small")]
     clock = iter([0.0, 1.0, 5.0, 11.0])
-    first = json.loads(json.dumps(suite.run(bench(fake), rows, seconds=10, now=lambda: next(clock))))
+    first = json.loads(json.dumps(bench.run(bench_of(fake), rows, seconds=10, now=lambda: next(clock))))
     fake.samples = []
-    record = suite.run(bench(fake), rows, earlier=first)
+    record = bench.run(bench_of(fake), rows, earlier=first)
     assert [m["case"] for m in record["measurements"]] == [row.name for row in rows] and record["left_out"] == []
     assert record["measurements"][1:] == first["measurements"]
-    whole = suite.run(bench(fake), rows)
+    whole = bench.run(bench_of(fake), rows)
     assert [bar["group"] for bar in record["summary"]] == [bar["group"] for bar in whole["summary"]]
     fake.samples = []
-    assert suite.run(bench(fake), rows, earlier=whole)["measurements"] == whole["measurements"] and not fake.samples
+    assert bench.run(bench_of(fake), rows, earlier=whole)["measurements"] == whole["measurements"] and not fake.samples
 
 
 def test_what_failed_or_was_left_out_is_not_forgotten(fake: FakeDevice) -> None:
     """Where a run is resumed with other rows."""
     full, causal, small = (row_of(words) for words in ("train forward D64 full", "train forward D64 causal", "small"))
-    first = suite.run(bench(fake), [small])
+    first = bench.run(bench_of(fake), [small])
     first |= {"failed": {full.name: "device lost"}, "unfit": {"old": "no"}, "left_out": [causal.name, full.name]}
-    record = suite.run(bench(fake), [causal], unfit={"new": "no"}, earlier=first)
+    record = bench.run(bench_of(fake), [causal], unfit={"new": "no"}, earlier=first)
     assert record["failed"] == {full.name: "device lost"} and record["summary"][-1]["holds"] is False
     assert record["unfit"] == {"new": "no", "old": "no"} and record["left_out"] == [full.name]
     assert {m["case"] for m in record["measurements"]} == {small.name, causal.name}
-    again = suite.run(bench(fake), [full], earlier=record)
+    again = bench.run(bench_of(fake), [full], earlier=record)
     assert again["failed"] == {} and again["left_out"] == []
 
 
 @pytest.mark.parametrize("changed", [{"rounds": 5}, {"quick": True}, {"peers": []}, {"machine": {}}, {"device": {}}])
 def test_a_run_of_another_kind_cannot_be_resumed(fake: FakeDevice, changed: dict[str, Any]) -> None:
     rows = [row_of("small")]
-    earlier = suite.run(bench(fake), rows) | changed
+    earlier = bench.run(bench_of(fake), rows) | changed
     with pytest.raises(UnlikeError, match=f"^measured with another {next(iter(changed))}\\b"):
-        suite.run(bench(fake), rows, earlier=earlier)
+        bench.run(bench_of(fake), rows, earlier=earlier)
 
 
 def test_ceilings_are_what_they_say() -> None:
@@ -298,7 +304,7 @@ def test_on_a_gpu() -> None:
     run = Bench(device.Cuda(), here, rounds=2, sample=1e-4)
     passes = ("train forward N1024 D64 full", "train backward N1024 D64 causal", "train step N4096")
     small = [row_of(words, _fit) for words in passes]
-    record = suite.run(run, [*small, row_of("decode B16", _fit), row_of("small", _fit), row_of("memory forward", _fit)])
+    record = bench.run(run, [*small, row_of("decode B16", _fit), row_of("small", _fit), row_of("memory forward", _fit)])
     assert record["failed"] == {} and record["measurements"][3]["eager"] == {}
     for row in record["measurements"]:
         assert OURS not in row["absent"], row
@@ -316,7 +322,7 @@ def test_8_bits_on_a_gpu() -> None:
     if reason := device.missing() or row.objection("cuda"):
         pytest.skip(reason)
     here, _ = peers.present([WIDE])
-    record = suite.run(Bench(device.Cuda(), here, rounds=2, sample=1e-4), [row])
+    record = bench.run(Bench(device.Cuda(), here, rounds=2, sample=1e-4), [row])
     (found,) = record["measurements"]
     assert found["backend"] == "gluon" and set(found["times"]) == {OURS, WIDE}
     assert 0 < found["differences"][WIDE] < bars.SAME_IN_8_BITS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from flashtile.lab.bench import markdown
@@ -11,18 +12,27 @@ from flashtile.lab.bench.gpu.rows import DTYPE
 from flashtile.lab.bench.records import Record
 
 Row = dict[str, Any]
+FIELDS: dict[str, type] = {"device": dict, "failed": dict}
+
+
+def parts(record: Record) -> Iterable[str]:
+    return caption(record), _table(record)
+
+
+def brief(record: Record) -> Iterable[str]:
+    return (caption(record),)
 
 
 def caption(record: Record) -> str:
     m, d = record["machine"], record["device"]
     commit = f", commit {m['commit'][:12]}" if m["commit"] else ""
-    said = f"{d['name']}, L2 {d['cache'] / 2**20:.0f} MiB; triton {m['versions']['triton']}{commit}. "
-    said += f"{DTYPE}; MiB, counted by ncu, each kernel with cold caches."
-    return said + "".join(f" Not measured: {name} ({reason})." for name, reason in record["failed"].items())
+    text = f"{d['name']}, L2 {d['cache'] / 2**20:.0f} MiB; triton {m['versions']['triton']}{commit}. "
+    text += f"{DTYPE}; MiB, counted by ncu, each kernel with cold caches."
+    return text + "".join(f" Not measured: {name} ({reason})." for name, reason in record["failed"].items())
 
 
-def table(record: Record) -> str:
-    """One row a call: what passed between memory and L2, and between L2 and processors, and what was expected."""
+def _table(record: Record) -> str:
+    """One row per call: the traffic between memory and L2 and between L2 and processors, and the prediction."""
     shown: list[tuple[str, ...]] = [
         ("forward", "way", "tile", "from and to memory", "least", "ratio", "from and to the L2", "by tiles", "ratio")
     ]
@@ -33,7 +43,7 @@ def table(record: Record) -> str:
 
 
 def details(record: Record) -> str:
-    """One row a number: counted, predicted, and the one over the other."""
+    """One row per number: counted, predicted, and their ratio."""
     shown: list[tuple[str, ...]] = [("case", "way", "what", "MiB", "predicted", "ratio")]
     for row in record["measurements"]:
         for key, count in row["measured"].items():
@@ -44,7 +54,7 @@ def details(record: Record) -> str:
 
 
 def _side(row: Row, side: str) -> tuple[str, str, str]:
-    """Both ways added up: counted, predicted, their ratio."""
+    """Reads and writes together: counted, predicted, their ratio."""
     keys = (f"{side}_read", f"{side}_written")
     counted, predicted = (
         sum(row[source][key] for key in keys) if all(key in row[source] for key in keys) else None

@@ -1,4 +1,4 @@
-"""Splitting the keys: each share attended to by itself, as if on a GPU of its own, and the results merged exactly."""
+"""Splitting the keys: attention over each share, as if on separate GPUs, merged exactly."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ LIMITS = {"float64": 1e-12, "float32": 1e-5}
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """So many shares of the keys, merged: largest difference from standard attention over all keys in float64."""
+    """Merged shares of the keys: the largest difference from standard attention over all keys in float64."""
 
     parts: int
     dtype: str
     error: float
-    sent: int  # bytes of out and lse that one share gives away
+    sent: int  # bytes of out and lse that one share sends
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Record:
     limits: dict[str, float]
     merged: tuple[Merged, ...]
     order: float  # largest difference between merging first to last and last to first
-    identity: float  # and after merging with the state of a share without keys: (0, -inf)
+    identity: float  # largest difference after merging with an empty share: (0, -inf)
     cache: int  # bytes of keys and values that each of two GPUs keeps and never sends
 
     def of(self, dtype: str) -> tuple[Merged, ...]:
@@ -89,7 +89,7 @@ def _apart(a: Array, b: Array) -> float:
 def tables(r: Record) -> list[Table]:
     return [
         Table(
-            f"Keys in shares, {r.heads} heads, N = {r.n:,}, d = {r.dim}: largest difference from all keys at once",
+            f"Split keys, {r.heads} heads, N = {r.n:,}, d = {r.dim}: largest difference from all keys at once",
             ("shares", *r.limits),
             tuple(
                 (str(first.parts), *(f"{m.error:.1e}" for m in (first, *others)))
@@ -105,14 +105,14 @@ def findings(r: Record) -> list[str]:
     return [
         f"Two halves of the keys, merged, differ from the whole by {two.error:.1e} in float64; "
         f"{exact[-1].parts} shares by {exact[-1].error:.1e}.",
-        f"Merged in the other order, the two halves give {_same(r.order)}. Merged with a share that has no keys, the "
-        f"whole gives {_same(r.identity)}.",
-        "A GPU that holds half of the keys sends its output and one number a row, and never its keys and values.",
+        f"Merged in the other order, the two halves give {_same(r.order)}. Merging with a share without keys gives "
+        f"{_same(r.identity)}.",
+        "A GPU that holds half of the keys sends its output and one number per row, never its keys and values.",
     ]
 
 
 def _same(difference: float) -> str:
-    return f"the same up to {difference:.1e}" if difference else "exactly the same"
+    return f"the same result up to {difference:.1e}" if difference else "exactly the same result"
 
 
 def draw(r: Record) -> Figure:
@@ -134,7 +134,7 @@ def draw(r: Record) -> Figure:
 STUDY = Study(
     "split",
     "Keys split between GPUs",
-    "If no GPU holds all keys, can each attend to its own and the results still be exact?",
+    "If no GPU holds all keys, can each attend to its own keys with an exact result?",
     compute,
     draw,
     tables,

@@ -1,7 +1,7 @@
 """split.py: shares of the keys merge to the whole, and a wrong merge would show."""
 
 import flashtile
-from flashtile.lab.report.topics import split
+from flashtile.lab.studies import split
 
 
 def test_shares_merge_exactly():

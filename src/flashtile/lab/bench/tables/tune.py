@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from flashtile.backends.gpu.config import Config
@@ -12,9 +12,19 @@ from flashtile.lab.bench import markdown
 from flashtile.lab.bench.candidates import DTYPES, ITEMSIZE
 from flashtile.lab.bench.records import Record
 
+FIELDS: dict[str, type] = {"rounds": int, "device": dict, "fields": list, "left_out": list}
+
+
+def parts(record: Record) -> Iterable[str]:
+    return caption(record), _table(record)
+
+
+def brief(record: Record) -> Iterable[str]:
+    return (caption(record),)
+
 
 def rows(record: Record) -> str:
-    """What to put into MEASURED of tuning.py."""
+    """The rows for MEASURED of tuning.py."""
     major = record["device"]["capability"][0]
     written = []
     for dtype in DTYPES:
@@ -35,20 +45,20 @@ def rows(record: Record) -> str:
 
 
 def _arguments(given: Config) -> str:
-    said = [str(x) for x in given[: 5 if given.descriptors else 4]]
+    positional = [str(x) for x in given[: 5 if given.descriptors else 4]]
     rest = {name: x for name, x in zip(given._fields[5:], given[5:], strict=True) if x != Config._field_defaults[name]}
-    return ", ".join(said + [f"{name}={x}" for name, x in rest.items()])
+    return ", ".join(positional + [f"{name}={x}" for name, x in rest.items()])
 
 
 def _named(config: Sequence[Any], fields: Sequence[str]) -> dict[str, Any]:
-    """A tile of a record, by the names that the record has for its numbers; None is no number."""
+    """The numbers of a recorded tile by the record's own field names, without None."""
     return {name: x for name, x in zip(fields, config, strict=True) if x is not None}
 
 
 def short(config: Sequence[Any], fields: Sequence[str] = Config._fields) -> str:
-    """As in "16x64 w2 s3 p2": the tile, warps, stages, whether by the copy engine, programs.
+    """Format as in "16x64 w2 s3 p2": the tile, warps, stages, "tma" for the copy engine, programs.
 
-    A record may have fields that tiles no longer have. Those come by their names.
+    A record may have fields that tiles no longer have; these appear with their names.
     """
     named = _named(config, fields)
     given = Config(**{name: named.pop(name) for name in Config._fields if name in named})
@@ -60,12 +70,12 @@ def short(config: Sequence[Any], fields: Sequence[str] = Config._fields) -> str:
 def caption(record: Record) -> str:
     d, m = record["device"], record["machine"]
     tried = sum(len(x["candidates"]) for x in record["measurements"])
-    said = f"{d['name']}, triton {m['versions']['triton']}: {tried} candidates, medians of {record['rounds']} rounds."
-    return said + (f" Left out for want of time: {', '.join(record['left_out'])}." if record["left_out"] else "")
+    text = f"{d['name']}, triton {m['versions']['triton']}: {tried} candidates, medians of {record['rounds']} rounds."
+    return text + (f" Left out for lack of time: {', '.join(record['left_out'])}." if record["left_out"] else "")
 
 
-def table(record: Record) -> str:
-    """One row a target: the best tile, and what it saves."""
+def _table(record: Record) -> str:
+    """One row per target: the best tile, and what it saves."""
     shown = [("kernel", "dtype", "D", "best", "us", "today", "us", "time / today's", "passed")]
     for m in record["measurements"]:
         passed = sum(c["why_not"] is None for c in m["candidates"])
@@ -86,7 +96,7 @@ def table(record: Record) -> str:
 
 
 def details(record: Record) -> str:
-    """One row a candidate, the fastest of a target first."""
+    """One row per candidate, the fastest of a target first."""
     shown: list[tuple[str, ...]] = [("target", "config", "us", "registers", "spills", "shared", "why not")]
     for m in record["measurements"]:
         for c in sorted(m["candidates"], key=lambda c: c["seconds"] or math.inf):

@@ -1,4 +1,4 @@
-"""Overlap: what FlashAttention-3 adds: exponentials of one tile while the matrix units multiply for another."""
+"""Overlap, as in FlashAttention-3: exponentials of one tile run while the matrix units work on another."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 GPUS = ("a100-40", "h100", "b200")
 DRAWN = "h100"
 BLOCK, DIM = 128, 128
-EXPONENTIALS_A_CLOCK = 16  # of one processor, by NVIDIA's tables of arithmetic throughput
+EXPONENTIALS_PER_CLOCK = 16  # per processor, by NVIDIA's tables of arithmetic throughput
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One tile on one processor of a GPU, by its maker's rates: seconds of its two products and of its exponentials."""
+    """One tile on one processor of a GPU, by published rates: seconds of its two products and its exponentials."""
 
     gpu: str
     name: str
@@ -32,12 +32,12 @@ class Tile:
 
     @property
     def serial(self) -> float:
-        """One after the other."""
+        """Without overlap."""
         return self.products + self.exponentials
 
     @property
     def overlapped(self) -> float:
-        """With two tiles under way, one multiplies while the other takes exponentials: the slower sets the pace."""
+        """With two tiles in flight, one uses the matrix units while the other computes exponentials."""
         return max(self.products, self.exponentials)
 
     @property
@@ -61,17 +61,17 @@ def compute(quick: bool = False) -> Record:
 
 def _tile(gpu: str) -> Tile:
     chip, pairs = chips()[gpu], BLOCK * BLOCK
-    flops_a_processor = chip.rates().flops / chip.processors
-    exponentials_a_second = EXPONENTIALS_A_CLOCK * chip.clock_mhz * 1e6
-    products = pairs * traffic.forward_flops_a_pair(DIM, DIM) / flops_a_processor
-    return Tile(gpu, chip.name, products, pairs / exponentials_a_second)
+    flops_per_processor = chip.rates().flops / chip.processors
+    exponentials_per_second = EXPONENTIALS_PER_CLOCK * chip.clock_mhz * 1e6
+    products = pairs * traffic.forward_flops_per_pair(DIM, DIM) / flops_per_processor
+    return Tile(gpu, chip.name, products, pairs / exponentials_per_second)
 
 
 def tables(r: Record) -> list[Table]:
     return [
         Table(
-            f"A tile of {r.block} x {r.block}, d = {r.dim}, 16 bits, on one processor, by the makers' rates",
-            ("GPU", "two products", "exponentials", "in turn", "overlapped", "saved"),
+            f"A tile of {r.block} x {r.block}, d = {r.dim}, 16 bits, on one processor, by published rates",
+            ("GPU", "two products", "exponentials", "serial", "overlapped", "saved"),
             tuple(
                 (
                     t.name,
@@ -87,23 +87,23 @@ def tables(r: Record) -> list[Table]:
 def findings(r: Record) -> list[str]:
     first, last = r.tiles[0], r.tiles[-1]
     return [
-        f"From {first.name} to {last.name} the products became {first.products / last.products:.1f} times as fast, the "
-        f"exponentials {first.exponentials / last.exponentials:.1f} times.",
-        f"So hiding the exponentials behind the products saves {first.saved:.0%} at best on the first and "
-        f"{last.saved:.0%} on the last: the same principle, with more to gain on newer hardware.",
+        f"From {first.name} to {last.name}, the products became {first.products / last.products:.1f} times as fast, "
+        f"the exponentials {first.exponentials / last.exponentials:.1f} times.",
+        f"So hiding the exponentials behind the products saves at most {first.saved:.0%} on the first and "
+        f"{last.saved:.0%} on the last: the same principle gains more on newer hardware.",
     ]
 
 
 def draw(r: Record) -> Figure:
     tile = r.of(DRAWN)
-    figure, (in_turn, overlapped) = canvas.panels(2, 1, height=3.6)
+    figure, (serial, overlapped) = canvas.panels(2, 1, height=3.6)
     steps = 4
-    _lane(in_turn, 1, [(n * tile.serial, tile.products, n) for n in range(steps)])
-    _lane(in_turn, 0, [(n * tile.serial + tile.products, tile.exponentials, n) for n in range(steps)])
+    _draw_lane(serial, 1, [(n * tile.serial, tile.products, n) for n in range(steps)])
+    _draw_lane(serial, 0, [(n * tile.serial + tile.products, tile.exponentials, n) for n in range(steps)])
     pace = tile.overlapped
-    _lane(overlapped, 1, [(n * pace, tile.products, n) for n in range(steps)])
-    _lane(overlapped, 0, [((n + 1) * pace, tile.exponentials, n) for n in range(steps)])
-    for ax, title in ((in_turn, "In turn"), (overlapped, "Overlapped: two tiles under way")):
+    _draw_lane(overlapped, 1, [(n * pace, tile.products, n) for n in range(steps)])
+    _draw_lane(overlapped, 0, [((n + 1) * pace, tile.exponentials, n) for n in range(steps)])
+    for ax, title in ((serial, "Serial"), (overlapped, "Overlapped: two tiles in flight")):
         ax.set_xlim(0, steps * tile.serial * 1.02)
         ax.set_ylim(-0.6, 1.6)
         ax.set_yticks([1, 0], ["matrix units", "exponentials"])
@@ -113,8 +113,8 @@ def draw(r: Record) -> Figure:
     return figure
 
 
-def _lane(ax: Axes, y: int, spans: list[tuple[float, float, int]]) -> None:
-    """Spans of (start, length, which tile)."""
+def _draw_lane(ax: Axes, y: int, spans: list[tuple[float, float, int]]) -> None:
+    """Draw spans of (start, length, tile number)."""
     for start, length, tile in spans:
         colour = canvas.BLUE if tile % 2 == 0 else canvas.ORANGE
         ax.barh(y, length, left=start, color=colour, height=0.62, edgecolor=canvas.PANEL)
@@ -124,7 +124,7 @@ def _lane(ax: Axes, y: int, spans: list[tuple[float, float, int]]) -> None:
 STUDY = Study(
     "overlap",
     "What overlapping can save",
-    "How much of a tile's time is spent on exponentials, while the matrix units wait?",
+    "How much of a tile's time goes into exponentials, while the matrix units wait?",
     compute,
     draw,
     tables,

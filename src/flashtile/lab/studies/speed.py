@@ -1,4 +1,4 @@
-"""Speed and utilisation on this machine: times beside torch and NumPy, and where each stands under the roofline."""
+"""Speed and utilisation on this machine, compared with torch and NumPy, and the roofline."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from flashtile.lab.bench import showcase
 from flashtile.lab.bench.cases import FORWARD
 from flashtile.lab.bench.peers import NAIVE_NUMPY, NAIVE_TORCH, OURS, SDPA
 from flashtile.lab.bench.showcase import Row, Side, Speed
-from flashtile.lab.report.topics import hierarchy
-from flashtile.lab.studies import canvas
+from flashtile.lab.studies import canvas, hierarchy
 from flashtile.lab.studies.study import Study, Table
 from flashtile.lab.units import quantity, seconds, size
 
@@ -24,7 +23,7 @@ STYLES = {
     NAIVE_TORCH: (canvas.PURPLE, "D"),
     NAIVE_NUMPY: (canvas.ORANGE, "s"),
 }
-UNSTEADY = 1.5  # how many times the first quartile the third may be
+UNSTEADY = 1.5  # the largest ratio of the third to the first quartile
 
 
 def compute(quick: bool = False) -> Speed:
@@ -32,24 +31,24 @@ def compute(quick: bool = False) -> Speed:
 
 
 def standard_of(row: Row) -> str:
-    """The slowest way that stores the scores: before. Ours is after."""
+    """The slowest way that stores the scores, with which ours is compared."""
     return max((name for name in row.runs if name in showcase.STANDARD), key=lambda name: row.runs[name].seconds)
 
 
 def unsteady(side: Side, row: Row, name: str) -> bool:
-    """Whether its rounds lie far apart, or a longer sequence took it less time: then something else was in the way."""
+    """Whether its rounds vary widely, or a longer sequence took less time: then something else interfered."""
     run = row.runs[name]
     longer = [x.runs[name] for x in side.rows if name in x.runs and x.n > row.n and x.direction == row.direction]
     return run.q3 > UNSTEADY * run.q1 or any(run.seconds > other.seconds for other in longer)
 
 
-def marked(words: str, side: Side, row: Row, name: str) -> str:
-    """A name or a time, with what there is to say against it."""
-    return f"{words} (unsteady)" if unsteady(side, row, name) else words
+def marked(text: str, side: Side, row: Row, name: str) -> str:
+    """Mark a name or a time as unsteady if it is."""
+    return f"{text} (unsteady)" if unsteady(side, row, name) else text
 
 
 def longest(side: Side) -> Row:
-    """The forward pass to speak of: one that standard attention had the memory for."""
+    """The longest forward pass that standard attention had the memory for."""
     rows = (row for row in side.rows if row.direction == FORWARD and set(row.runs) & set(showcase.STANDARD))
     return max(rows, key=lambda row: row.n)
 
@@ -79,7 +78,7 @@ def _tables(side: Side) -> list[Table]:
 
 
 def _table(title: str, side: Side, cell: Callable[[Row, str], str]) -> Table:
-    """A row a case, a column a contender; some contenders have no backward pass."""
+    """A row per case, a column per contender; some contenders have no backward pass."""
     names = list(dict.fromkeys(name for row in side.rows for name in row.runs))
     rows = (
         (f"N = {row.n:,}, {row.direction}", *(cell(row, name) if name in row.runs else "" for name in names))
@@ -96,24 +95,24 @@ def findings(r: Speed) -> list[str]:
         before, after = row.runs[name], row.runs[OURS]
         found.append(
             f"{side.device}, N = {row.n:,}: {marked(name, side, row, name)} reaches {before.utilisation:.0%} of the "
-            f"best rate measured, flashtile {after.utilisation:.0%}. It takes {seconds(after.seconds)} in the place of "
+            f"best rate measured, flashtile {after.utilisation:.0%}. It takes {seconds(after.seconds)} instead of "
             f"{seconds(before.seconds)}."
         )
         found.append(
-            f"{side.device}: {quantity(side.rates.flops, 'FLOP/s')} and {quantity(side.rates.bytes, 'B/s')} were "
-            f"measured at best. From {side.rates.ridge:.3g} FLOPs a byte on, arithmetic sets the pace."
+            f"{side.device}: the best rates measured are {quantity(side.rates.flops, 'FLOP/s')} and "
+            f"{quantity(side.rates.bytes, 'B/s')}. Above {side.rates.ridge:.3g} FLOPs per byte, it is compute-bound."
         )
         if SDPA in row.runs:
             ratios = [x.runs[OURS].seconds / x.runs[SDPA].seconds for x in side.rows if SDPA in x.runs]
             found.append(
-                f"{side.device}: beside torch's own scaled_dot_product_attention, flashtile takes "
-                f"{min(ratios):.2f} to {max(ratios):.2f} of its time over these cases."
+                f"{side.device}: flashtile takes {min(ratios):.2f} to {max(ratios):.2f} of the time of torch's "
+                "scaled_dot_product_attention over these cases."
             )
     for reason in dict.fromkeys(r.absent.values()):
         peers = [peer for peer, why in r.absent.items() if why == reason]
         found.append(f"{' and '.join(peers)} {'was' if len(peers) == 1 else 'were'} not timed: {reason}.")
     if SDPA in r.absent:
-        found.append("For torch's times beside ours: pip install 'flashtile[torch]', and flashtile demo once more.")
+        found.append("To compare with torch: pip install 'flashtile[torch]', then run flashtile demo.")
     if r.no_gpu:
         found.append(f"There are no GPU times: {r.no_gpu}.")
     return found
@@ -131,7 +130,7 @@ def _draw_times(ax: Axes, side: Side) -> None:
     rows = [row for row in side.rows if row.direction == FORWARD]
     for name, (colour, marker) in STYLES.items():
         timed = [row for row in rows if name in row.runs]
-        # A way that stores the scores is a baseline: a spike in it would pass for our gain.
+        # A way that stores the scores is a baseline: a spike in it would look like our gain.
         left = [row.n for row in timed if name in showcase.STANDARD and unsteady(side, row, name)]
         drawn = [row for row in timed if row.n not in left]
         if timed:
@@ -156,24 +155,25 @@ def _draw_roofline(ax: Axes, side: Side) -> None:
     for name, run in row.runs.items():
         colour, marker = STYLES[name]
         ax.vlines(
-            run.intensity, run.flops_a_second, min(rates.flops, rates.bytes * run.intensity), color=colour, alpha=0.5
+            run.intensity, run.flops_per_second, min(rates.flops, rates.bytes * run.intensity), color=colour, alpha=0.5
         )
         label = marked(name, side, row, name)
-        ax.plot([run.intensity], [run.flops_a_second], marker, color=colour, markersize=9, label=label, linestyle="")
+        ax.plot([run.intensity], [run.flops_per_second], marker, color=colour, markersize=9, label=label, linestyle="")
     canvas.doubling(ax, [4**power for power in range(8) if 4**power <= right])
     ax.set_yscale("log")
     ax.set_ylim(rates.flops / 100, rates.flops * 2)
     ax.yaxis.set_major_formatter(lambda value, _: quantity(value, ""))
-    canvas.label(ax, f"{side.device}: roofline, N = {row.n:,}", "FLOPs a byte moved", "FLOPs a second")
+    canvas.label(ax, f"{side.device}: roofline, N = {row.n:,}", "FLOPs per byte moved", "FLOPs per second")
     canvas.legend(ax, loc="lower right")
 
 
 STUDY = Study(
     "speed",
     "Speed and utilisation",
-    "How busy does each way keep this machine, and how long does it take?",
+    "How well does each way use this machine, and how long does it take?",
     compute,
     draw,
     tables,
     findings,
+    timed=True,
 )

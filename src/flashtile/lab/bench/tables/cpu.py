@@ -1,0 +1,73 @@
+"""A CPU record as markdown: the caption, times of each case, and peak memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from flashtile.lab.bench import markdown
+from flashtile.lab.bench.markdown import milliseconds, number
+from flashtile.lab.bench.records import Record
+from flashtile.lab.bench.tables.goals import goals, summary
+
+FIELDS: dict[str, type] = {"threads": int}
+BRIEFLY = ("full", "causal", "training", "training-causal", "bfloat16", "bfloat16-training", "decode-gqa", "small")
+
+
+def parts(record: Record) -> Iterable[str]:
+    return caption(record), summary(record), _memory(record)
+
+
+def brief(*found: Record) -> Iterable[str]:
+    return _captions(*found), _speeds(*found), goals(found[0]) if len(found) == 1 else ""
+
+
+def details(record: Record) -> str:
+    """One row per case, with the times of all contenders."""
+    names = list(dict.fromkeys(name for row in record["measurements"] for name in row.get("times", {})))
+    rows: list[tuple[str, ...]] = [
+        ("group", "case", "direction", *(f"{name}, ms" for name in names), "ratio", "GFLOP/s")
+    ]
+    for m in record["measurements"]:
+        if "times" in m:
+            times = [milliseconds(m["times"].get(name)) for name in names]
+            rows.append(
+                (m["group"], m["case"], m["direction"], *times, number(m.get("ratio")), number(m.get("gflops"), 0))
+            )
+    return markdown.table(rows)
+
+
+def _memory(record: Record) -> str:
+    """One row per pass, with the memory growth of a process."""
+    rows: list[tuple[str, ...]] = [("case", "pass", "flashtile, MiB", "torch SDPA, MiB")]
+    for m in record["measurements"]:
+        if "grown" in m:
+            grown = [m["grown"].get(name) for name in ("flashtile", "torch SDPA")]
+            rows.append((m["case"], m["direction"], *("" if g is None else f"{g / 2**20:.1f}" for g in grown)))
+    return markdown.table(rows) if len(rows) > 1 else ""
+
+
+def caption(record: Record) -> str:
+    m = record["machine"]
+    versions = ", ".join(
+        f"{name} {m['versions'][name]}" for name in ("flashtile", "torch", "numpy") if m["versions"][name]
+    )
+    commit = f", commit {m['commit'][:12]}" if m["commit"] else ""
+    return f"{m['processor']}, {m['isa'] or 'no C++ core'}, {record['threads']} threads; {versions}{commit}."
+
+
+def _captions(*found: Record) -> str:
+    """The caption of one record, or a list for several, each with its number of goals reached."""
+    if len(found) == 1:
+        return caption(found[0])
+    return "\n".join(f"- {caption(record)} {goals(record).partition(' Not yet')[0]}" for record in found)
+
+
+def _speeds(*found: Record) -> str:
+    """One row for each of the most informative groups, with the range over the records."""
+    rows = []
+    for name in BRIEFLY:
+        group = [s for record in found for s in record["summary"] if s["group"] == name and s["value"]]
+        if group:
+            ends = [number(1 / of(s["value"] for s in group), 1) for of in (max, min)]
+            rows.append((group[0]["title"], " to ".join(dict.fromkeys(ends))))
+    return markdown.table([("on a CPU", "speedup over torch's SDPA"), *rows]) if rows else ""

@@ -74,7 +74,8 @@ def _warm(run: Callable[[], Any], keep: bool = False) -> Way:
 WIDTH, BOX, GAP, ROW, COLUMNS = 1190, 150, 20, 72, 7  # in pixels, but for the last
 STYLE = """
   text { font: 12px system-ui, sans-serif; fill: #1b1f24 }
-  .name { font-weight: 600; font-size: 11px } .small { font-size: 10px; fill: #57606a } .title { font-weight: 600; font-size: 13px }
+  .name { font-weight: 600; font-size: 11px } .title { font-weight: 600; font-size: 13px }
+  .small { font-size: 10px; fill: #57606a }
   rect { fill: #eef4fb; stroke: #4c86c6 } .core rect { fill: #fdf1e3; stroke: #c98a3a }
   path { stroke: #57606a; fill: none } marker path { fill: #57606a; stroke: none }
   @media (prefers-color-scheme: dark) {

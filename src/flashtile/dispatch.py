@@ -13,6 +13,7 @@ from typing import Any
 from flashtile.errors import UnsupportedError
 from flashtile.host.arrays import NUMPY, Arrays
 from flashtile.inputs import Inputs
+from flashtile.options import OPTIONS
 from flashtile.problem import Problem
 
 
@@ -58,6 +59,9 @@ class Backend:
             return f"it runs on {self.device}, the tensors are on {device}"
         if self.tensors_only and not tensors:
             return "it takes torch tensors only"
+        for name in problem.given:
+            if self.name in OPTIONS[name].lacking:
+                return f"it takes no {name}"
         reason: str | None = getattr(self.load(), "why_not", _nothing)(problem)
         return reason
 

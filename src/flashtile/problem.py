@@ -10,6 +10,7 @@ import numpy as np
 from flashtile.band import Band
 from flashtile.checks import options as checks
 from flashtile.checks.keywords import check_keywords
+from flashtile.checks.options import is_tensor
 from flashtile.checks.shapes import check_dtypes, check_shapes, rank4
 from flashtile.errors import ShapeError
 from flashtile.numerics.dtypes import accumulator
@@ -45,6 +46,7 @@ class Problem(_Options):  # type: ignore[misc]
     rank: int  # of q as it came
     band: Band  # its offset counts only where align_end is False
     align_end: bool  # the last query of a sequence stands at its last key
+    given: tuple[str, ...]  # the options that are not as they are by default
 
     @property
     def packed(self) -> bool:
@@ -127,5 +129,10 @@ def describe(q: Any, k: Any, v: Any, **options: Any) -> Problem:
         dtype=dtype,
         rank=rank,
         align_end=align_end,
+        given=tuple(name for name in OPTIONS if options.get(name) is not None and not _is_default(name, options[name])),
         **values,
     )
+
+
+def _is_default(name: str, x: Any) -> bool:
+    return not OPTIONS[name].array and not is_tensor(x) and bool(x == OPTIONS[name].default)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import flashtile as ft
+from flashtile import dispatch
 from flashtile.backends import gluon
-from flashtile.inputs import Inputs
-from flashtile.problem import describe
+from flashtile.problem import Problem, describe
 from flashtile.pytorch.eight_bits import side_by_side
 from tests.backends.gluon.emulator.machine import hopper
 from tests.backends.triton import kernels
@@ -55,7 +55,11 @@ def emulated(
         with machine(seed, processors, recomputes[1]):
             return kernels.backward(call, out, lse, "gluon")
 
-    return Runner(f"gluon {seed}", forward, backward, lambda call: gluon.why_not(kernels.problem_of(call)))
+    return Runner(f"gluon {seed}", forward, backward, lambda call: _objection(kernels.problem_of(call)))
+
+
+def _objection(problem: Problem) -> str | None:
+    return dispatch.named("gluon").objection(problem, "cuda")
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,8 @@ class Emulated(EightBitCall):
         if "descale" in options:
             options["descale"] = side_by_side(options["descale"], self.q.device)
         problem = describe(self.q, self.k, self.v, **options)
-        assert gluon.why_not(problem) is None
+        assert _objection(problem) is None
         with machine(self.seed):
-            run, problem = gluon.prepare(problem)
-            out, lse = run.forward(Inputs.of(problem))
+            run, inputs = gluon.prepare(problem)
+            out, lse = run.forward(inputs)
         return out, lse

@@ -12,7 +12,6 @@ pytest.importorskip("triton")
 
 from flashtile import dispatch  # noqa: E402
 from flashtile.backends.gpu import pdl  # noqa: E402
-from flashtile.inputs import Inputs  # noqa: E402
 from flashtile.problem import describe  # noqa: E402
 
 
@@ -31,8 +30,8 @@ def problem(n_q: int, n_k: int, **options: Any) -> Any:
 
 
 def backward(p: Any) -> None:
-    run, p = dispatch.named("triton").prepare(p)
-    run.backward(Inputs.of(p), torch.zeros_like(p.q), torch.zeros_like(p.q), torch.zeros(p.q.shape[:3]), None)
+    run, inputs = dispatch.named("triton").prepare(p)
+    run.backward(inputs, torch.zeros_like(p.q), torch.zeros_like(p.q), torch.zeros(p.q.shape[:3]), None)
 
 
 FIRST, LATER, WITHOUT = (False, True), (True, True), (False, False)
@@ -45,8 +44,8 @@ def test_each_kernel_begins_in_the_tail_of_the_one_before(launched: list[Any]) -
 
 
 def test_the_kernel_that_recomputes_outputs_does_too(launched: list[Any]) -> None:
-    run, p = dispatch.named("triton").prepare(problem(300, 300))
-    run.forward(Inputs.of(p))
+    run, inputs = dispatch.named("triton").prepare(problem(300, 300))
+    run.forward(inputs)
     assert launched == [("forward", *FIRST), ("recompute_forward", *LATER)]
 
 

@@ -12,7 +12,6 @@ import pytest
 
 import flashtile as ft
 from flashtile import dispatch
-from flashtile.inputs import Inputs
 from flashtile.numerics.dtypes import BFLOAT16, name_of, narrow
 from flashtile.problem import Problem, describe
 from tests.support.grid import Call
@@ -43,14 +42,14 @@ def problem_of(call: Call) -> Problem:
 
 
 def forward(call: Call, backend: str = "triton") -> tuple[Any, Any]:
-    run, problem = dispatch.named(backend).prepare(problem_of(call))
-    out, lse = run.forward(Inputs.of(problem))
+    run, inputs = dispatch.named(backend).prepare(problem_of(call))
+    out, lse = run.forward(inputs)
     return array(out), array(lse)
 
 
 def backward(call: Call, out: Any, lse: Any, backend: str = "triton") -> ft.Grads:
-    run, problem = dispatch.named(backend).prepare(problem_of(call))
-    grads = run.backward(Inputs.of(problem), *map(tensor, (call.dout, out, lse, call.dlse)))
+    run, inputs = dispatch.named(backend).prepare(problem_of(call))
+    grads = run.backward(inputs, *map(tensor, (call.dout, out, lse, call.dlse)))
     dq, dk, dv = (array(x) for x in grads[:3])
     dbias, dsink = (
         None if x is None else narrow(array(x), name_of(like.dtype)).reshape(like.shape)

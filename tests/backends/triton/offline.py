@@ -163,7 +163,6 @@ def start(case: Case) -> None:
     import torch
 
     from flashtile import dispatch
-    from flashtile.inputs import Inputs
     from flashtile.problem import describe
 
     batch, heads, kv_heads, n_q, n_k = SHAPES[case.work][0]
@@ -185,11 +184,11 @@ def start(case: Case) -> None:
     if case.work.endswith("packed"):
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
         options["cu_q"], options["cu_k"] = (torch.arange(batch + 1) * n for n in (n_q, n_k))
-    run, problem = dispatch.named("triton").prepare(describe(q, k, v, **options))
+    run, inputs = dispatch.named("triton").prepare(describe(q, k, v, **options))
     if case.work.startswith("backward"):
-        run.backward(Inputs.of(problem), torch.empty_like(q), torch.empty_like(q), torch.empty(q.shape[:-1]), None)
+        run.backward(inputs, torch.empty_like(q), torch.empty_like(q), torch.empty(q.shape[:-1]), None)
     else:
-        run.forward(Inputs.of(problem))
+        run.forward(inputs)
 
 
 def constants(src: Any) -> dict[str, Any]:

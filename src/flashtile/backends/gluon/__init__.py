@@ -57,9 +57,6 @@ def why_not(problem: Problem) -> str | None:
         reason = _not_hopper(torch.cuda.get_device_capability(device))
         if reason is not None:
             return reason
-    for name, x in (("mask", p.mask), ("bias", p.bias), ("dropout", p.dropout or None)):
-        if x is not None:
-            return f"it takes no {name}"
     if p.dtype not in ("float16", "bfloat16", EIGHT_BITS):
         return f"it takes float16, bfloat16 and {EIGHT_BITS}, not {p.dtype}"
     if p.packed and p.dtype == EIGHT_BITS:

@@ -26,16 +26,8 @@ def missing() -> str | None:
 def why_not(problem: Problem) -> str | None:
     """What torch's kernel does not do, or not as exactly as it is done here."""
     p = problem
-    for name, given in (
-        ("packed sequences", p.packed),
-        ("kv_lengths", p.kv_lengths is not None),
-        ("alibi", p.alibi is not None),
-        ("softcap", p.softcap),
-        ("sink", p.sink is not None),
-        ("dropout", p.dropout),
-    ):
-        if given:
-            return f"it takes no {name}"
+    if p.packed:
+        return "it takes no packed sequences"
     if p.scale <= 0:
         return "it takes a positive scale"
     if not (p.q.size and p.k.size):

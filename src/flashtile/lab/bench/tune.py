@@ -61,8 +61,8 @@ def _pass(target: Target, q_shape: Sequence[int], k_shape: Sequence[int], causal
     problem = describe(random_tensor(q_shape), random_tensor(k_shape), random_tensor(k_shape), causal=causal)
 
     def run() -> tuple[Any, Inputs]:
-        runner, laid_out = dispatch.named("triton").prepare(problem)  # each time: the candidate may have changed
-        return runner, Inputs.of(laid_out)
+        runner, inputs = dispatch.named("triton").prepare(problem)  # each time: the candidate may have changed
+        return runner, inputs
 
     def forward() -> tuple[Any, Any]:
         runner, inputs = run()

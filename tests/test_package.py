@@ -1,5 +1,6 @@
 """The package as a whole: what importing it costs and pulls in, what the README says, what the examples do."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -52,6 +53,50 @@ def test_the_import_clock_can_fail(tmp_path):
         "import time\nend = time.process_time() + 0.15\nwhile time.process_time() < end: pass\n"
     )
     assert import_seconds("slowpoke", str(tmp_path)) > 0.1
+
+
+def imports_of(path: Path) -> set[str]:
+    """The modules of this package that a file imports, also within functions; of a name both readings."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
+    return {name.removeprefix("flashtile.") for name in found if name.startswith("flashtile.")}
+
+
+# Files of a folder, and what none of them may import.
+APART = [
+    ("", "lab", "lab"),
+    ("backends/gpu", "", "backends.triton"),
+    ("backends/gpu", "", "backends.gluon"),
+    ("backends/triton", "", "backends.gluon"),
+    ("backends/gluon", "", "backends.triton"),
+    ("backends", "sdpa", "pytorch"),
+    ("numerics", "", "backends"),
+    ("checks", "", "backends"),
+]
+
+
+@pytest.mark.parametrize(("folder", "but", "other"), APART)
+def test_what_is_apart(folder, but, other):
+    root = tree.SOURCE / folder
+    files = [path for path in root.rglob("*.py") if not but or root / but not in path.parents]
+    assert files
+    wrong = [path for path in files if any(f"{name}.".startswith(f"{other}.") for name in imports_of(path))]
+    assert wrong == []
+
+
+def test_the_reading_of_imports_can_fail():
+    assert {"problem", "problem.describe"} <= imports_of(tree.SOURCE / "api.py")
+    assert any(name.startswith("lab.") for name in imports_of(tree.SOURCE / "lab" / "cli" / "bench.py"))
+
+
+def test_tab_completion_shows_the_public_names():
+    assert sorted(flashtile.__all__) == dir(flashtile)
+    modules = {path.stem if path.suffix else path.name for path in tree.SOURCE.iterdir()}
+    assert not modules & set(flashtile.__all__), "a name is a function and a module"
 
 
 def test_every_public_name_exists_and_is_told_about():

@@ -41,3 +41,8 @@ __all__ = [
     "trace",
     "window",
 ]
+
+
+def __dir__() -> list[str]:
+    """For tab completion: the public names, and not the modules they come from."""
+    return __all__

@@ -54,18 +54,17 @@ def ways() -> dict[str, Way]:
     ft.attention(x[:1], x[:1], x[:1], causal=True)  # which imports what is left to import
     calls.KNOWN.clear()
     first = way_of(lambda: ft.attention(x, x, x, causal=True))
-    found = {"first call of its kind": first, "NumPy": _warm(lambda: ft.attention(x, x, x, causal=True))}
-    found["torch"] = _warm(lambda: ft.attention(t, t.clone(), t.clone(), causal=True))
+    found = {"first call of its kind": first, "NumPy": warm(lambda: ft.attention(x, x, x, causal=True))}
+    found["torch"] = warm(lambda: ft.attention(t, t.clone(), t.clone(), causal=True))
     given = [leaf, *(leaf.detach().clone().requires_grad_() for _ in range(2))]
-    found["torch, to be trained"] = _warm(lambda: ft.attention(*given, causal=True))
+    found["torch, to be trained"] = warm(lambda: ft.attention(*given, causal=True))
     out = ft.attention(*given, causal=True)
-    found["its backward pass"] = _warm(
-        lambda: torch.autograd.grad(out, given, torch.ones(x.shape), retain_graph=True), keep=True
-    )
+    found["its backward pass"] = warm(lambda: torch.autograd.grad(out, given, torch.ones(x.shape), retain_graph=True))
     return found
 
 
-def _warm(run: Callable[[], Any], keep: bool = False) -> Way:
+def warm(run: Callable[[], Any]) -> Way:
+    """The way of a call like one before."""
     run()
     run()
     return way_of(run)

@@ -60,22 +60,6 @@ def _reject_kin(name: str, x: Any) -> None:
         raise DTypeError(f"{name}: expected a plain NumPy array, got a matrix, whose axes are always two")
 
 
-def elements_across(x: Any) -> int:
-    """From the first element of a tensor in memory to the last one."""
-    return 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
-
-
-def check_stored(tensors: Mapping[str, Any]) -> None:
-    """Of torch's: that the storage of each, which may have been freed or shrunk since, still holds all of it."""
-    for name, x in tensors.items():
-        size, begin = len(x.untyped_storage()), x.storage_offset() * x.element_size()
-        if x.is_contiguous() and begin + x.nbytes <= size:  # at once, for backward passes look each time
-            continue
-        needed = begin + elements_across(x) * x.element_size()
-        if x.numel() and size < needed:
-            raise ShapeError(f"{name}: expected a storage of at least {needed} bytes, for its shape, got one of {size}")
-
-
 def check_numpy(q: Any, options: Mapping[str, Any], /, **others: Any) -> None:
     """That all of them, and those among the options, are NumPy arrays."""
     if library(q, **others, **{name: options.get(name) for name in PLAIN_ARRAYS}) != "numpy":
@@ -210,6 +194,8 @@ def to_host(name: str, x: Any) -> Any:
         return x
     if x.device.type == "meta":
         raise DTypeError(f"{name}: expected a tensor with values, got one on {x.device}")
+    from flashtile.pytorch.interception import check_stored
+
     check_stored({name: x})
     return x.to("cpu", copy=True).numpy()  # which fixes the size of a storage, and so not of that of the caller
 

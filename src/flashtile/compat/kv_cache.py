@@ -7,9 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.checks.arguments import check_stored
 from flashtile.errors import DTypeError, ShapeError, UnsupportedError
-from flashtile.pytorch.interception import readable
+from flashtile.pytorch.interception import check_stored, readable
 
 
 class Cache(NamedTuple):

@@ -15,7 +15,6 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from flashtile.checks.arguments import check_stored
 from flashtile.errors import UnsupportedError
 from flashtile.inputs import Inputs
 from flashtile.pytorch import calls, eight_bits, operators, run
@@ -69,7 +68,7 @@ def _differentiate(
     out: Tensor,
     lse: Tensor,
     tensors: list[Tensor],
-) -> run.Grads:
+) -> calls.Grads:
     """The operator; or what it runs, where autograd has nothing to record and nobody else is watching.
 
     A compiler that traces the way back alone is watching. Hooks may bring back tensors that lie in another way.
@@ -86,8 +85,7 @@ def _differentiate(
         return grads
     if not entry.fits_again(tuple(tensors)):
         return run.backward(dout, dlse, out, lse, bias_grad, q, k, v, entry.backend, options)
-    check_stored({"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse}))
-    return run.differentiate(entry, entry.inputs(q, k, v, options), options, dout, dlse, out, lse, bias_grad)
+    return entry.differentiate(entry.inputs(q, k, v, options), options, dout, dlse, out, lse, bias_grad)
 
 
 # Attention.apply() without what torch does first: it binds the arguments to the signature of forward(), which takes

@@ -12,19 +12,19 @@ from torch._C._dynamo.guards import TensorGuards
 from flashtile import dispatch
 from flashtile.backends.gpu.device import tf32
 from flashtile.calls import part_of_key
-from flashtile.checks.arguments import check_stored, elements_across
 from flashtile.inputs import NO_ARRAYS, Inputs, inputs
 from flashtile.numerics.dtypes import EIGHT_BITS
 from flashtile.options import ARRAYS
 from flashtile.problem import describe
 from flashtile.pytorch import on_cpu
-from flashtile.pytorch.interception import left_alone, never_hears, quiet, unwatched
+from flashtile.pytorch.interception import check_stored, elements_across, left_alone, never_hears, quiet, unwatched
 from flashtile.pytorch.operands import constants, tensors_among, tensors_of
 
 MOST = 2048  # calls in the cache: one that grows by a token a step would otherwise fill the memory
 MOST_OF_A_KEY = 16  # each is looked at until one fits
 _ARRAYS = frozenset(ARRAYS)
 _MAY_BE_NONE = {*ARRAYS, "window", "band", "scale", "out_dtype", "threads"}
+Grads = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 _NO_ENTRIES: tuple[Entry, ...] = ()
 
 
@@ -94,6 +94,28 @@ class Entry:
         """The options of a call with these tensors, in the order of their names, and this seed."""
         found = self.constants | dict(zip(self.names, tensors, strict=True))
         return found | {"seed": seed} if seed else found
+
+    @left_alone
+    def differentiate(
+        self,
+        x: Inputs,
+        options: dict[str, Any],
+        dout: Tensor,
+        dlse: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        bias_grad: bool,
+    ) -> Grads:
+        """dq, dk, dv, dbias, dsink, each contiguous and like its input; None where there is none to give."""
+        check_stored({"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse}))
+        grads = self.runner.backward(x, dout, out, lse, dlse, bias_grad=bias_grad)
+        if grads.dbias is None and grads.dsink is None:
+            return grads  # type: ignore[no-any-return]
+        return (*grads[:3], _like(options.get("bias"), grads.dbias), _like(options.get("sink"), grads.dsink))
+
+
+def _like(given: Any, grad: Tensor | None) -> Tensor | None:
+    return None if given is None or grad is None else grad.to(given.dtype).reshape(given.shape)
 
 
 _known: dict[Any, list[Entry]] = {}

@@ -1,9 +1,13 @@
-"""Whether anything stands between a call and its kernel; if not, the dispatcher's walk can be saved."""
+"""What a call of tensors is asked before it takes the short way.
+
+Whether a mode, subclass or transform must see it (if not, the dispatcher is skipped), and whether its tensors still
+hold their values.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +16,7 @@ from torch._C._dynamo import eval_frame
 from torch.autograd import forward_ad
 from torch.nn import functional
 
-from flashtile.errors import UnsupportedError
+from flashtile.errors import ShapeError, UnsupportedError
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -96,3 +100,19 @@ def left_alone(function: F) -> F:
     """Where a call had to leave the graph of torch.compile, that should not make graphs of this function either."""
     eval_frame.set_code_exec_strategy(function.__code__, _LEAVE)
     return function
+
+
+def elements_across(x: Any) -> int:
+    """From the first element of a tensor in memory to the last one."""
+    return 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+
+
+def check_stored(tensors: Mapping[str, Any]) -> None:
+    """Of torch's: that the storage of each, which may have been freed or shrunk since, still holds all of it."""
+    for name, x in tensors.items():
+        size, begin = len(x.untyped_storage()), x.storage_offset() * x.element_size()
+        if x.is_contiguous() and begin + x.nbytes <= size:  # at once, for backward passes look each time
+            continue
+        needed = begin + elements_across(x) * x.element_size()
+        if x.numel() and size < needed:
+            raise ShapeError(f"{name}: expected a storage of at least {needed} bytes, for its shape, got one of {size}")

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from flashtile.band import FAR, Band
-from flashtile.checks.arguments import check_stored
 from flashtile.checks.numbers import TEXT
 from flashtile.checks.options import settled_band
 from flashtile.options import ARRAYS, NUMBERS, OPTIONS
-from flashtile.pytorch.interception import readable
+from flashtile.pytorch.interception import check_stored, readable
 
 TENSORS = ("q", "k", "v", *ARRAYS, "seed_tensor")
 FIELDS = (*TENSORS, *NUMBERS, "backend")

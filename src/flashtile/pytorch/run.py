@@ -7,14 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.checks.arguments import check_stored
-from flashtile.inputs import Inputs
 from flashtile.problem import describe
 from flashtile.pytorch import calls, eight_bits
-from flashtile.pytorch.interception import left_alone
+from flashtile.pytorch.interception import check_stored, left_alone
 from flashtile.pytorch.operands import tensors_of
-
-Grads = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 @left_alone
@@ -52,34 +48,8 @@ def backward(
     v: Tensor,
     backend: str,
     options: dict[str, Any],
-) -> Grads:
+) -> calls.Grads:
     """dq, dk, dv, dbias, dsink, each contiguous and like its input; None where there is none to give."""
-    named = {"dout": dout, "out": out, "lse": lse}
-    if dlse is not None:
-        named["dlse"] = dlse
-    check_stored(named)
     entry, inputs = calls.find(q, k, v, backend, options)
     assert entry is not None, "8-bit tensors have no gradients"
-    return differentiate(entry, inputs, options, dout, dlse, out, lse, bias_grad)
-
-
-@left_alone
-def differentiate(
-    entry: calls.Entry,
-    x: Inputs,
-    options: dict[str, Any],
-    dout: Tensor,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    bias_grad: bool,
-) -> Grads:
-    """backward() of a call whose entry is known."""
-    grads = entry.runner.backward(x, dout, out, lse, dlse, bias_grad=bias_grad)
-    if grads.dbias is None and grads.dsink is None:
-        return grads  # type: ignore[no-any-return]
-    return (*grads[:3], _like(options.get("bias"), grads.dbias), _like(options.get("sink"), grads.dsink))
-
-
-def _like(given: Any, grad: Tensor | None) -> Tensor | None:
-    return None if given is None or grad is None else grad.to(given.dtype).reshape(given.shape)
+    return entry.differentiate(inputs, options, dout, dlse, out, lse, bias_grad)

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.checks.arguments import check_stored
 from flashtile.errors import DTypeError, ShapeError
-from flashtile.pytorch.interception import unwatched
+from flashtile.pytorch.interception import check_stored, unwatched
 
 # By the module of a class. Other subclasses have the operators to answer to, or hold values as plain tensors do.
 _REFUSED = {

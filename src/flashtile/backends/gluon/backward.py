@@ -14,7 +14,7 @@ from flashtile.backends.gluon.row_kernels import begin_kernel, finish_kernel
 from flashtile.backends.gluon.tuning import ROWS
 from flashtile.backends.gluon.work_counters import acquire_counters
 from flashtile.backends.gpu import device as gpu
-from flashtile.backends.gpu.arguments import bits, block, lengths, lengths_of, rule, rule_of
+from flashtile.backends.gpu.arguments import bits, block, is_fixed, lengths, lengths_of, rule, rule_of
 from flashtile.backends.gpu.backward_rows import LARGE
 from flashtile.backends.gpu.kernel_launch import Argument, BoundLaunch, KernelLaunch, LaunchSequence, Maker, Strides
 from flashtile.backends.gpu.nonfinite import RecomputeBackward
@@ -63,7 +63,7 @@ class Backward:
         self._device, self._packed, self._head_axis = device, p.packed, head_axis(p)
         dout = rounded_outline(given[0], p)
         self._dout_dtype = None if dout is given[0] else dout.dtype  # None: not rounded
-        self._rule, self._lengths = rule(p), lengths(p)
+        self._rule, self._lengths, self._is_fixed = rule(p), lengths(p), is_fixed(p)
         self._dq, self._dk, self._dv = grads = results(p, device)
         use_pdl = supports_pdl(device)
         delta = Result(p, p.heads, p.q.shape[2], None, "float32", device)
@@ -130,7 +130,9 @@ class Backward:
         dq, dk, dv, scratch = self._dq.empty(), self._dk.empty(), self._dv.empty(), self._scratch()
         if self._packed:
             self._flags.of(scratch).zero_()  # flags of tiles that belong to no sequence are never written
-        a_rule, a_lengths = rule_of(self._rule, x), lengths_of(self._lengths, x)
+        a_rule, a_lengths = self._rule, self._lengths
+        if not self._is_fixed:
+            a_rule, a_lengths = rule_of(a_rule, x), lengths_of(a_lengths, x)
         same_starts = x.cu_q is not None and x.cu_q.data_ptr() == x.cu_k.data_ptr()
         work = acquire_counters(self._device)
         self._launch[same_starts](x.q, x.k, x.v, *given, dq, dk, dv, scratch, work.counters, x.sink, a_rule, a_lengths)

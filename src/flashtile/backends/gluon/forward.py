@@ -14,7 +14,7 @@ from flashtile.backends.gluon.transpose_kernel import KEYS, WIDTH, transpose_ker
 from flashtile.backends.gluon.tuning import ROWS
 from flashtile.backends.gluon.work_counters import MAX_FLAGS, acquire_counters
 from flashtile.backends.gpu import device as gpu
-from flashtile.backends.gpu.arguments import block, lengths, lengths_of, rule, rule_of
+from flashtile.backends.gpu.arguments import block, is_fixed, lengths, lengths_of, rule, rule_of
 from flashtile.backends.gpu.kernel_launch import Argument, BoundLaunch, KernelLaunch, LaunchSequence, Maker
 from flashtile.backends.gpu.nonfinite import RecomputeForward
 from flashtile.backends.gpu.pdl import pdl_options, supports_pdl
@@ -65,7 +65,8 @@ class Forward:
         use_pdl = supports_pdl(device)
         recompute = RecomputeForward(p, device, self._out, self._lse, ROWS, packed_heads, use_pdl)
         self._make_flags, self._flags = recompute.make, recompute.count
-        self._rule, self._lengths = rule(p), lengths(p)
+        self._rule, self._lengths, self._is_fixed = rule(p), lengths(p), is_fixed(p)
+        self._index = gpu.index_of(device)
         self._transpose = Transpose(p, device) if p.dtype == EIGHT_BITS else None
         kernel = KernelLaunch(
             forward_kernel,
@@ -109,13 +110,19 @@ class Forward:
         k = descriptor_maker(p.k, [1, 1, config.block_k, width])
         return {"q_desc": q, "k_desc": k, "v_desc": v, "out_desc": out}
 
-    def __call__(self, x: Inputs, with_lse: bool) -> tuple[Any, Any]:
-        out, lse = self._out.empty(), self._lse.empty() if with_lse else self._lse.discard_buffer()
+    def __call__(self, x: Inputs, with_lse: bool = True) -> tuple[Any, Any]:
+        if not (self._index is None or self._index == gpu.current()):
+            return gpu.on_device(self._index, self, x, with_lse)
+        out, lse = self._out.empty(), self._lse.empty() if with_lse else self._lse.discarded
+        if lse is None:
+            lse = self._lse.discard_buffer()
         work = acquire_counters(self._device)
         flags = self._make_flags() if work.flags is None or self._flags > MAX_FLAGS else work.flags
         if self._packed:  # flags of tiles that belong to no sequence are never written
             flags[: self._flags].zero_()
-        a_rule, a_lengths = rule_of(self._rule, x), lengths_of(self._lengths, x)
+        a_rule, a_lengths = self._rule, self._lengths
+        if not self._is_fixed:
+            a_rule, a_lengths = rule_of(a_rule, x), lengths_of(a_lengths, x)
         transposed = None if self._transpose is None else self._transpose.empty()
         self._launch(x.q, x.k, x.v, out, lse, flags, work.counters, x.sink, a_rule, a_lengths, transposed)
         work.release()

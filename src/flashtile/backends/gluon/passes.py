@@ -18,7 +18,7 @@ class Runner(Passes):
 
     def __init__(self, problem: Problem, lasting: bool = True) -> None:
         super().__init__(problem, lasting)
-        self._forward = Forward(self._problem, self._device)
+        self.forward = Forward(self._problem, self._device)
 
     def _tidied(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
         dout = given[0].contiguous()

@@ -46,9 +46,12 @@ def index_of(device: Any) -> int | None:
     return int(device.index) if device.type == "cuda" else None
 
 
+current: Any = getattr(torch._C, "_cuda_getDevice", None)  # a torch without CUDA lacks it
+
+
 def on_device(index: int | None, run: Callable[..., T], *args: Any) -> T:
     """Call run(*args) with this GPU current, because Triton launches on the current one."""
-    if index is None or index == torch._C._cuda_getDevice():
+    if index is None or index == current():
         return run(*args)
     with torch.cuda.device(index):
         return run(*args)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from flashtile.backends.gpu import device as gpu
 from flashtile.backends.gpu.arguments import ALIGNED
-from flashtile.backends.gpu.device import index_of, on_device
 from flashtile.backends.gpu.tensors import aligned, outline, tidy_gradients
 from flashtile.checks.shapes import check_gradients
 from flashtile.inputs import TENSORS, Inputs
@@ -28,17 +28,14 @@ class Passes:
         """lasting: whether the problem is as the caller gave it, so that other calls like it can run this way too."""
         self.lasting = lasting
         self._device = problem.q.device
-        self._index = index_of(self._device)
+        self._index = gpu.index_of(self._device)
         seed = problem.seed if isinstance(problem.seed, int) else outline(problem.seed)
         outlines: dict[str, Any] = {name: outline(getattr(problem, name)) for name in TENSORS} | {"seed": seed}
         self._problem = replace(problem, **outlines)
         self._aligned = {name: aligned(getattr(problem, name)) for name in "qkv"}
-        self._forward: Callable[[Inputs, bool], tuple[Any, Any]]
+        # Output and lse, contiguous, in the caller's layout. An lse that is not asked for holds anything.
+        self.forward: Callable[..., tuple[Any, Any]]
         self._backwards: dict[Any, tuple[Callable[..., Grads], bool]] = {}
-
-    def forward(self, x: Inputs, with_lse: bool = True) -> tuple[Any, Any]:
-        """Return output and lse, contiguous, in the caller's layout. An lse that is not asked for holds anything."""
-        return on_device(self._index, self._forward, x, with_lse)
 
     def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Grads:
         """Return gradients from the saved output and lse, in the caller's layout; those of bias (rank 4) and sink in
@@ -46,7 +43,10 @@ class Passes:
         """
         given = (dout, out, lse, dlse)
         run, is_tidy = self._backward_for(given, bias_grad)
-        return on_device(self._index, run, x, *(given if is_tidy else self._tidied(given)))
+        given = given if is_tidy else self._tidied(given)
+        if self._index is None or self._index == gpu.current():
+            return run(x, *given)
+        return gpu.on_device(self._index, run, x, *given)
 
     def _backward_for(self, given: tuple[Any, ...], bias_grad: bool) -> tuple[Callable[..., Grads], bool]:
         """Return what runs a backward pass of tensors laid out like these, and whether they need no copies first."""

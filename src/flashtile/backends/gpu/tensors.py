@@ -108,7 +108,7 @@ def discard_buffer(dtype: Any, device: Any) -> Any:
 class Result:
     """A result of a pass, contiguous in the caller's layout."""
 
-    __slots__ = ("device", "dtype", "empty", "numel", "shape", "strides")
+    __slots__ = ("device", "discarded", "dtype", "empty", "numel", "shape", "strides")
 
     def __init__(self, p: Problem, heads: int, n: int, dim: int | None, dtype: str, device: Any) -> None:
         last = () if dim is None else (dim,)
@@ -118,13 +118,14 @@ class Result:
         self.numel = torch.Size(self.shape).numel()
         self.dtype, self.device = getattr(torch, dtype), device
         self.empty = self.parts(dtype=self.dtype)  # allocates the tensor
+        self.discarded: Any = None  # what discard_buffer() found, if it is kept for good
 
     def discard_buffer(self) -> Any:
         """Memory for a result that is not used: like empty(), but free of cost if it is small."""
         if self.numel > DISCARDED:
             return self.empty()
-        found = _discard_buffers.get((self.dtype, self.device))
-        return discard_buffer(self.dtype, self.device) if found is None else found
+        self.discarded = _discard_buffers.get((self.dtype, self.device))
+        return discard_buffer(self.dtype, self.device) if self.discarded is None else self.discarded
 
     def parts(self, *count: int, dtype: Any) -> Callable[[], Any]:
         """Return what allocates this result with additional leading axes."""

@@ -8,7 +8,17 @@ import torch
 import triton
 
 from flashtile.backends.gpu import device as gpu
-from flashtile.backends.gpu.arguments import ALIGNED, block, constants, lengths, lengths_of, pairs, rule, rule_of
+from flashtile.backends.gpu.arguments import (
+    ALIGNED,
+    block,
+    constants,
+    is_fixed,
+    lengths,
+    lengths_of,
+    pairs,
+    rule,
+    rule_of,
+)
 from flashtile.backends.gpu.backward_rows import LARGE
 from flashtile.backends.gpu.config import Config
 from flashtile.backends.gpu.kernel_launch import Argument, BoundLaunch, KernelLaunch, LaunchSequence, Maker, Strides
@@ -43,7 +53,7 @@ class Backward:
     ) -> None:
         dout = rounded_outline(given[0], p)
         self._dout_dtype = None if dout is given[0] else dout.dtype  # None: not rounded
-        self._rule, self._lengths = rule(p), lengths(p)
+        self._rule, self._lengths, self._is_fixed = rule(p), lengths(p), is_fixed(p)
         self._dq, self._dk, self._dv = grads = results(p, device)
         self._bias_shape = p.bias.shape if bias_grad and p.bias is not None else None
         self._real = getattr(torch, p.accumulator)
@@ -78,7 +88,9 @@ class Backward:
         if self._dout_dtype is not None:
             given = (rounded(given[0], self._dout_dtype), *given[1:])
         dq, dk, dv, scratch = self._dq.empty(), self._dk.empty(), self._dv.empty(), self._scratch()
-        a_rule, a_lengths = rule_of(self._rule, x), lengths_of(self._lengths, x)
+        a_rule, a_lengths = self._rule, self._lengths
+        if not self._is_fixed:
+            a_rule, a_lengths = rule_of(a_rule, x), lengths_of(a_lengths, x)
         dbias = dbias_pairs = None
         if self._bias_shape is not None:
             dbias = x.q.new_zeros(self._bias_shape, dtype=self._real)

@@ -8,7 +8,7 @@ import torch
 import triton
 
 from flashtile.backends.gpu import device as gpu
-from flashtile.backends.gpu.arguments import block, constants, lengths, lengths_of, rule, rule_of
+from flashtile.backends.gpu.arguments import block, constants, is_fixed, lengths, lengths_of, rule, rule_of
 from flashtile.backends.gpu.config import Config
 from flashtile.backends.gpu.kernel_launch import Argument, KernelLaunch, LaunchSequence
 from flashtile.backends.gpu.nonfinite import RecomputeForward, careful
@@ -31,7 +31,8 @@ class Forward:
     def __init__(self, p: Problem, device: Any, is_aligned: dict[str, bool]) -> None:
         self._out = Result(p, p.heads, p.q.shape[2], p.dim_v, p.out_dtype, device)
         self._lse = Result(p, p.heads, p.q.shape[2], None, p.accumulator, device)
-        self._rule, self._lengths = rule(p), lengths(p)
+        self._rule, self._lengths, self._is_fixed = rule(p), lengths(p), is_fixed(p)
+        self._index = gpu.index_of(device)
         work = _divide(p, device)
         self._splits = work.splits
         # If each program has a processor to itself, recomputing its own rows is faster than another launch. If keys are
@@ -96,13 +97,19 @@ class Forward:
             BLOCK_DV=block(p.dim_v),
         )
 
-    def __call__(self, x: Inputs, with_lse: bool) -> tuple[Any, Any]:
-        out, lse = self._out.empty(), self._lse.empty() if with_lse else self._lse.discard_buffer()
+    def __call__(self, x: Inputs, with_lse: bool = True) -> tuple[Any, Any]:
+        if not (self._index is None or self._index == gpu.current()):
+            return gpu.on_device(self._index, self, x, with_lse)
+        out, lse = self._out.empty(), self._lse.empty() if with_lse else self._lse.discarded
+        if lse is None:
+            lse = self._lse.discard_buffer()
         if self._out.numel == 0:
             return out, lse
         part, part_lse = (out, lse) if self._splits == 1 else (self._part(), self._part_lse())
         flags = None if self._recompute is None else self._recompute.make()
-        a_rule, a_lengths = rule_of(self._rule, x), lengths_of(self._lengths, x)
+        a_rule, a_lengths = self._rule, self._lengths
+        if not self._is_fixed:
+            a_rule, a_lengths = rule_of(a_rule, x), lengths_of(a_lengths, x)
         self._launch(x.q, x.k, x.v, out, lse, part, part_lse, flags, x.sink, a_rule, a_lengths)
         return out, lse
 

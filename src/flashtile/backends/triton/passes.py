@@ -18,7 +18,7 @@ class Runner(Passes):
 
     def __init__(self, problem: Problem, lasting: bool = True) -> None:
         super().__init__(problem, lasting)
-        self._forward = Forward(self._problem, self._device, self._aligned)
+        self.forward = Forward(self._problem, self._device, self._aligned)
 
     def _differentiate(
         self, given: tuple[Any, ...], outlines: tuple[Any, ...], bias_grad: bool

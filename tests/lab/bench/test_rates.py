@@ -12,7 +12,7 @@ def timed(monkeypatch, seconds):
     return rates.measure()
 
 
-def test_the_roof_is_the_best_that_was_seen(monkeypatch):
+def test_the_roof_is_the_best_rate_measured(monkeypatch):
     """Our own kernels count too: on some machines they are faster than NumPy's product."""
     monkeypatch.setattr(native, "missing", lambda: None)
     slow = {"product": 1.0, "attention": 1.0, "copy": 1.0, "read": 1.0, "decode": 1.0}
@@ -52,7 +52,7 @@ def test_caches(tmp_path):
 
 
 @pytest.mark.parametrize("size", [64, 8 << 10, 3 << 20])
-def test_copies_copy_what_they_say(size):
+def test_copies_move_the_bytes_they_count(size):
     copies = levels.Copies(size, 2)
     for n, (to, source) in enumerate(copies.pairs):
         source[...] = n + 1

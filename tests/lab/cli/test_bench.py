@@ -52,7 +52,9 @@ NO_RECORDS = {
 
 @pytest.mark.parametrize("way", [(), ("--details",), ("--into", "README.md"), ("--json",)])
 @pytest.mark.parametrize("what", ["no JSON", *NO_RECORDS])
-def test_a_table_of_no_record_is_refused_by_its_name(tmp_path: Path, what: str, way: tuple[str, ...]) -> None:
+def test_a_malformed_record_is_refused_by_name_for_every_output(
+    tmp_path: Path, what: str, way: tuple[str, ...]
+) -> None:
     path = tmp_path / "broken.json"
     path.write_text(json.dumps(NO_RECORDS[what]) if what in NO_RECORDS else "hello")
     assert error_of("table", str(path), *way).startswith(f"RECORD: {path}: expected a ")
@@ -70,7 +72,7 @@ def test_a_table_goes_into_a_document_that_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["cpu", "gpu", "tune", "io"])
-def test_where_no_record_can_go_nothing_is_measured(
+def test_nothing_is_measured_if_the_record_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
 ) -> None:
     def measure(*_: Any, **__: Any) -> Any:
@@ -84,7 +86,7 @@ def test_where_no_record_can_go_nothing_is_measured(
     assert error_of(command, "--output", str(tmp_path)) == f"--output: expected a file, got a folder: {tmp_path}"
 
 
-def test_looking_where_a_record_could_go_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_checking_the_output_path_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(device, "missing", lambda: "no GPU")
     run("gpu", "--output", str(tmp_path / "deep" / "r.json"), code=3)
     assert list(tmp_path.iterdir()) == []
@@ -160,7 +162,7 @@ def test_gpu_stops_when_time_is_up(gpu: FakeDevice, tmp_path: Any) -> None:
     assert f"{rows.ROWS[1].name}: left out, no time was left" in result.stderr
 
 
-def test_gpu_goes_on_where_a_run_ended(gpu: FakeDevice, tmp_path: Any) -> None:
+def test_gpu_resumes_a_run(gpu: FakeDevice, tmp_path: Any) -> None:
     path = str(tmp_path / "gpu.json")
     run("gpu", "--quick", "--only", "full", "--output", path)
     (before,) = records.read(tmp_path / "gpu.json")["measurements"]
@@ -175,7 +177,7 @@ def test_gpu_goes_on_where_a_run_ended(gpu: FakeDevice, tmp_path: Any) -> None:
     assert "another suite" in run("gpu", "--quick", "--resume", str(tuned), code=2).stderr
 
 
-def test_gpu_tells_what_this_one_cannot_do(gpu: FakeDevice, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_lists_rows_it_cannot_run(gpu: FakeDevice, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No device of this test multiplies 8-bit tensors as they are."""
     wide = rows.ROWS[0]
     eight = replace(wide, case=replace(wide.case, dtype="float8_e4m3fn"))
@@ -186,7 +188,7 @@ def test_gpu_tells_what_this_one_cannot_do(gpu: FakeDevice, tmp_path: Any, monke
     assert [m["case"] for m in records.read(path)["measurements"]] == [wide.name]
 
 
-def test_gpu_check_fails_where_a_bar_does(gpu: FakeDevice, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_check_fails_if_a_bar_does(gpu: FakeDevice, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ("gpu", "--quick", "--output", str(tmp_path / "gpu.json"), "--check")
     run(*arguments)
     monkeypatch.setattr(peers, "present", lambda wanted: ([gpu.peer(OURS, 2e-3), gpu.peer(FLEX, 1e-3)], {}))
@@ -247,7 +249,7 @@ def test_io_needs_a_profiler(gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch) -
     assert "ncu: no permission" in run("io", "--ncu", "x", code=3).stderr
 
 
-def test_io_leaves_a_record(gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_io_writes_a_record(gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr(ncu, "find", lambda: "an ncu")
     measure = moved.run
     monkeypatch.setattr(moved, "run", lambda *given: measure(*given, watched_as_predicted(1.0)))

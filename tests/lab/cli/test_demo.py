@@ -55,7 +55,7 @@ def test_it_prints_every_finding_and_the_path(demo_run):
     assert len(demo_run.terminal.rpartition("\x1b[2K")[2].splitlines()) < 200
 
 
-def test_it_prints_every_table_where_asked(kept):
+def test_it_prints_every_table_on_request(kept):
     words = in_words(run("--no-page", "--tables").stdout)
     for result in kept.results:
         assert all(" ".join(table.rows[0][0].split()[:1]) in words for table in result.tables if table.rows)
@@ -98,7 +98,7 @@ def test_no_line_is_longer_than_the_terminal(demo_run):
     assert max(map(len, (line for line in lines if not line.startswith(("page: ", "next: "))))) <= COLUMNS
 
 
-def test_progress_is_told_and_erased(demo_run):
+def test_progress_is_shown_and_erased(demo_run):
     assert "lesson: " in demo_run.terminal and re.search(r"\d+/\d+", demo_run.terminal)
     assert demo_run.terminal.rstrip().endswith("demo --tables")
 
@@ -126,7 +126,7 @@ def test_a_pipe_gets_no_control_codes_and_a_page_is_written(demo_run, tmp_path):
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_json_is_all_there_is(kept, demo_run):
+def test_json_prints_nothing_else(kept, demo_run):
     printed = json.loads(run("--json", "--no-page").stdout)
     assert printed == json.loads(json.dumps(kept.records()))
     for name, value in printed.items():

@@ -17,7 +17,7 @@ from rich.console import Console
 from flashtile.lab.cli import output
 
 
-def test_progress_is_drawn_by_whoever_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_drawn_only_on_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = io.StringIO()
     monkeypatch.setattr(output, "err", lambda: Console(file=drawn, force_terminal=True, width=80))
     threads = threading.active_count()
@@ -42,7 +42,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_command_is_told_so_that_it_works_from_here(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_printed_command_works_from_here(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert output.command() == ".venv/bin/flashtile"
     monkeypatch.chdir(script.parent)
     assert output.command() == "./flashtile"
@@ -59,7 +59,7 @@ def test_a_path_with_a_space_can_be_pasted(script: Path, monkeypatch: pytest.Mon
     assert output.command() == "'my home/bin/flashtile'"
 
 
-def test_without_a_script_there_is_its_name(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_script_the_name_is_printed(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["-c"])
     assert output.command() == "flashtile"
 

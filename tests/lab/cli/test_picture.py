@@ -55,7 +55,7 @@ def test_one_query_is_a_strip():
     assert [len(p.lines) for p in found] == [1, 1] and [p.keys for p in found] == [4096, 410]
 
 
-def test_nothing_at_all_is_no_trouble():
+def test_empty_shapes():
     assert pictures(Band(), 0, 0, (128, 128)) and pictures(Band(), 0, 7, (128, 128)) and pictures(Band(), 7, 0, (1, 1))
 
 

@@ -77,7 +77,7 @@ def test_a_pipe_gets_no_control_codes(shown, n):
     assert CONTROL.search(shown["piped"][n]) is None
 
 
-def test_the_terminal_was_one(shown):
+def test_the_terminal_is_detected(shown):
     """Else the tests above could not fail."""
     assert any(COLOUR.search(text) for text in shown["colour"])
     assert all(len(texts) == len(COMMANDS) for texts in shown.values())

@@ -33,7 +33,7 @@ def test_it_runs_and_holds(one: Lesson) -> None:
 
 
 @pytest.mark.parametrize("one", LESSONS, ids=ids)
-def test_its_source_is_there_to_read(one: Lesson) -> None:
+def test_its_source_can_be_read(one: Lesson) -> None:
     text = lesson.source(one)
     assert "def run(say: Say, quick: bool = False)" in text
     assert all(path.read_text() in text for path in one.files)
@@ -50,7 +50,7 @@ def test_an_answer_has_text_and_record() -> None:
     assert found["text"].startswith("One token, four tiles") and found["record"]["holds"] is True
 
 
-def test_an_answer_passes_a_reason_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_has_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def unavailable(*_: Any) -> dict[str, Any]:
         raise Unavailable("the moon is wrong")
 

@@ -15,7 +15,7 @@ from flashtile.lab.lessons.lesson import Unavailable
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Triton's interpreter
 
 
-def test_a_program_knows_its_elements() -> None:
+def test_a_program_computes_its_positions() -> None:
     a, b, c = np.arange(10.0), np.ones(10), np.full(10, np.nan)
     o, inside = lesson.program(2, a, b, c, 4)
     assert o.tolist() == [8, 9, 10, 11] and inside.tolist() == [True, True, False, False]
@@ -52,7 +52,7 @@ def test_without_triton_the_rest_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert record["device"] == "" and record["holds"] and len(record["measured"]) == 2
 
 
-def test_where_the_work_outweighs_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_the_work_outweighs_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that takes 10 us and 1 us an element."""
     lengths = iter((1, 5, 20, 100))
 

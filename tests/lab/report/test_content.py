@@ -58,7 +58,7 @@ def test_it_also_runs_without_an_artist(small):
     assert records["lessons"]["four"] == {"record": {"holds": False}, "text": "text", "unavailable": None}
 
 
-def test_what_does_not_hold_is_named(demo_run):
+def test_failing_checks_are_named(demo_run):
     found = demo_run.content
     assert found.broken == []
 

@@ -36,7 +36,7 @@ def test_it_follows_the_page(drawing):
     assert drawing.inline.startswith("<svg ") and " width=" not in head and "viewBox" in head
 
 
-def test_words_stay_words(drawing):
+def test_text_stays_text(drawing):
     assert ">A title</text>" in drawing.inline and ">measured</text>" in drawing.inline
 
 

@@ -65,7 +65,7 @@ def test_scripts():
     assert ("munder", "?j?T") in names and ("msub", "xj?") in names
 
 
-def test_a_formula_can_be_read_aloud():
+def test_a_formula_has_a_text_label():
     assert parsed(mathml.formula("a = exp(m - m_new)")).attrib["aria-label"] == "a = exp(m - m_new)"
     assert parsed(mathml.formula("a", False)).get("display") is None
 

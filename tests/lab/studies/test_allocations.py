@@ -35,21 +35,21 @@ MAKERS = {
 
 @pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")
 @pytest.mark.parametrize("maker", MAKERS)
-def test_it_sees(maker):
+def test_allocations_are_tracked(maker):
     with tracked() as seen:
         MAKERS[maker]()
     assert max(seen.sizes) >= BIG
     assert seen.peak >= BIG
 
 
-def test_it_sees_small_ones_too_and_views_are_not_arrays():
+def test_small_arrays_count_and_views_do_not():
     with tracked() as seen:
         small = np.zeros(3)
         view = x[3:7].T
     assert seen.sizes == [24] and view.base is not None and small.nbytes == 24
 
 
-def test_peak_and_what_lives():
+def test_peak_and_live_bytes():
     with tracked() as seen:
         a = np.zeros(1000)
         b = np.zeros(500)

@@ -49,7 +49,7 @@ def test_rounding_is_no_worse_than_twice_the_standard(found):
 
 
 @pytest.mark.parametrize("off, holds", [(1e-9, False), (0.0, True)])
-def test_an_error_would_show(monkeypatch, off, holds):
+def test_an_error_is_detected(monkeypatch, off, holds):
     plain = comparison.tiles.forward
 
     def wrong(*arguments):

@@ -9,7 +9,7 @@ import pytest
 from flashtile.lab.bench.gpu import device
 
 
-def test_the_host_is_ahead_before_the_device_is_timed() -> None:
+def test_the_host_gets_ahead_before_the_device_is_timed() -> None:
     """The device is kept busy first, and that is not counted."""
     log: list[str] = []
 

@@ -61,7 +61,7 @@ def script(folder: Path, body: str) -> str:
     return str(path)
 
 
-def test_the_profiler_is_told_what_to_watch(tmp_path: Path) -> None:
+def test_the_profiler_gets_the_metrics_and_the_module(tmp_path: Path) -> None:
     text = talk(line(0, "a", "x.sum", "5"))
     program = script(
         tmp_path,
@@ -80,12 +80,12 @@ def test_the_profiler_is_told_what_to_watch(tmp_path: Path) -> None:
         ("", "it profiled no kernel"),
     ],
 )
-def test_what_went_wrong_is_told(tmp_path: Path, body: str, told: str) -> None:
+def test_profiler_errors_are_reported(tmp_path: Path, body: str, told: str) -> None:
     with pytest.raises(ProfilerError, match=told):
         ncu.profile(script(tmp_path, body), "some.module", ("x.sum",))
 
 
-def test_the_shapes_are_those_agreed() -> None:
+def test_the_shapes_are_as_agreed() -> None:
     ours = [(e.row.case.dim, e.row.case.n_q, e.row.causal) for e in ENTRIES if e.way == OURS]
     assert ours == [(d, n, c) for d in (64, 128) for n in (4096, 16384) for c in (False, True)]
     standard = [(e.row.case.dim, e.row.case.n_q, e.row.causal) for e in ENTRIES if e.way == STANDARD]
@@ -124,7 +124,7 @@ def watcher(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return log
 
 
-def test_every_call_is_behind_a_mark(watcher: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_call_follows_a_mark(watcher: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Entry.call
 
     def call(self: Entry, given: Any) -> Callable[[], Any]:
@@ -167,7 +167,7 @@ def watched_as_predicted(factor: float, failed: dict[str, str] | None = None, sk
     return profile
 
 
-def test_a_run_leaves_a_record_that_can_be_shown(tmp_path: Path) -> None:
+def test_the_record_of_a_run_can_be_shown(tmp_path: Path) -> None:
     record = json.loads(json.dumps(moved.run(FakeDevice(cache=50 << 20), "an ncu", watched_as_predicted(1.25))))
     assert record["suite"] == "io" and len(record["measurements"]) == len(ENTRIES)
     for row in record["measurements"]:
@@ -188,7 +188,7 @@ def test_a_run_leaves_a_record_that_can_be_shown(tmp_path: Path) -> None:
     assert text in document.read_text()
 
 
-def test_metrics_that_a_chip_does_not_have_are_left_out() -> None:
+def test_metrics_that_a_chip_lacks_are_left_out() -> None:
     profile = watched_as_predicted(1.0)
 
     def without(*arguments: Any) -> tuple[list[Kernel], str]:
@@ -202,7 +202,7 @@ def test_metrics_that_a_chip_does_not_have_are_left_out() -> None:
     assert render(record) and details(record)
 
 
-def test_what_could_not_run_is_told_and_the_others_keep_their_names() -> None:
+def test_failed_entries_are_reported_and_the_others_keep_their_names() -> None:
     first = ENTRIES[0]
     name = f"{first.way}: {first.row.name}"
     record = moved.run(FakeDevice(), "an ncu", watched_as_predicted(1.0, {name: "too much"}, skip=1))

@@ -126,7 +126,7 @@ def results(row: Row) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_everyone_agrees(libraries: SimpleNamespace, row: Row) -> None:
+def test_all_peers_agree(libraries: SimpleNamespace, row: Row) -> None:
     found, unfit = results(row)
     assert set(unfit) == {WIDE, *((CUDNN, SDPA_FLASH) if row.lengths or row.window else ())}
     assert set(found) | set(unfit) == {OURS, WIDE, CUDNN, SDPA_FLASH, FLEX, FA2, FA3, FA4}
@@ -157,7 +157,7 @@ def test_sets_of_inputs_share_nothing(libraries: SimpleNamespace) -> None:
         assert torch.equal(first, again) and not torch.equal(first, second), peer.name
 
 
-def test_backward_alone_is_what_is_called(libraries: SimpleNamespace) -> None:
+def test_a_backward_row_runs_only_the_backward_pass(libraries: SimpleNamespace) -> None:
     row = row_of("train backward D64 full", small)
     (contender,) = [p.prepare(row, [peers.tensors(row, "cpu", 0)]) for p in PEERS if p.name == FA2]
     before = len(libraries.fa2.called)
@@ -165,7 +165,7 @@ def test_backward_alone_is_what_is_called(libraries: SimpleNamespace) -> None:
     assert len(libraries.fa2.called) == before
 
 
-def test_a_step_goes_forward_and_backward_every_time(libraries: SimpleNamespace) -> None:
+def test_a_step_runs_both_passes_every_time(libraries: SimpleNamespace) -> None:
     step, backward = (row_of(f"train {direction} D128 causal", small) for direction in ("step", "backward"))
     given = [peers.tensors(step, "cpu", 0)]
     for peer in IN_16_BITS:
@@ -218,7 +218,7 @@ def test_8_bits(libraries: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, mas
         next(peer for peer in PEERS if peer.name == PORTABLE).build(row, given)
 
 
-def test_what_8_bits_stand_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_8_bits_and_the_same_numbers_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """We are given factors with 8-bit tensors, and none with the same numbers in bfloat16."""
     called: list[Any] = []
     monkeypatch.setattr(peers.flashtile, "attention", lambda *given, **options: called.append((given, options)))
@@ -248,7 +248,7 @@ def test_what_8_bits_stand_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["portable", "deterministic"],
 )
-def test_ourselves_otherwise(
+def test_our_own_variants(
     monkeypatch: pytest.MonkeyPatch, name: str, fits: str, asked: dict[str, Any], others: list[str], reason: str
 ) -> None:
     called: list[Any] = []
@@ -262,7 +262,7 @@ def test_ourselves_otherwise(
             peer.build(row_of(other, small), peers.tensors(row, "cpu", 0))
 
 
-def test_who_is_not_here_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_libraries_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     peers._not_importable.cache_clear()
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))  # all that FlashAttention-4 leaves of it
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
@@ -277,6 +277,6 @@ def test_who_is_not_here_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     peers._not_importable.cache_clear()
 
 
-def test_errors_are_told_in_one_line() -> None:
+def test_errors_are_shortened_to_one_line() -> None:
     assert peers.brief(ValueError("\nfirst\nsecond")) == "ValueError: first"
     assert len(peers.brief(ValueError("x" * 1000))) == 200

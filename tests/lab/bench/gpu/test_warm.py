@@ -12,7 +12,7 @@ from flashtile.lab.bench.gpu.peers import FA4, FA4_CACHE, FLEX, NAMES, OURS, OUR
 from flashtile.lab.bench.gpu.rows import ROWS, in_turn
 
 
-def test_only_those_that_keep_what_they_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_peers_with_a_disk_cache_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     def compiling() -> list[str]:
         return [job["peer"] for job in warm.jobs(ROWS[:1], PEERS)]
 
@@ -24,12 +24,12 @@ def test_only_those_that_keep_what_they_compiled(monkeypatch: pytest.MonkeyPatch
     assert compiling() == [OURS, *OURSELVES, FLEX, FA4]
 
 
-def test_in_the_order_of_the_run() -> None:
+def test_jobs_are_in_the_order_of_the_run() -> None:
     ours = [job["row"] for job in warm.jobs(ROWS, PEERS) if job["peer"] == OURS]
     assert ours == [row.name for row in in_turn(ROWS)] != [row.name for row in ROWS]
 
 
-def test_failures_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[Any] = []
 
     def run(target: str, jobs: Any, *, workers: int, done: Any, **_: Any) -> None:
@@ -59,6 +59,6 @@ def test_a_worker_finds_its_row_and_peer(monkeypatch: pytest.MonkeyPatch) -> Non
     assert made == [(FLEX, [(ROWS[5].name, "cuda")])]
 
 
-def test_what_a_peer_does_not_do_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_row_is_not_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm, "tensors", lambda row, device, seed: None)
     assert warm.compile_one({"row": ROWS[0].name, "peer": PORTABLE}) == {"unfit": "flashtile runs the same here"}

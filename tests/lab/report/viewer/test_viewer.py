@@ -77,7 +77,7 @@ def go(page: Any, name: str, order: str, step: int) -> None:
     page.wait_for_function(f"location.hash.match(/viewer.{name}.{order}.\\d+.\\d+$/)")
 
 
-def test_it_loads_from_disk_alone(browser, page_file):
+def test_it_loads_only_from_disk(browser, page_file):
     with opened(browser, page_file) as page:
         page.wait_for_load_state("load")
         assert page.locator(".viewer.live").count() == 1

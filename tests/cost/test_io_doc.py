@@ -1,4 +1,4 @@
-"""docs/io.md: its numbers are those of the code."""
+"""docs/io.md: its numbers match the code."""
 
 from __future__ import annotations
 

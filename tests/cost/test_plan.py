@@ -1,4 +1,4 @@
-"""plan.py: counts from shapes alone, the sizes of real models, and the reasons of the dispatch table."""
+"""plan.py: counts from shapes alone, sizes of real models, and the reasons of the dispatch table."""
 
 import json
 import subprocess
@@ -236,7 +236,7 @@ def test_8_bits_are_widened_for_the_portable_kernels(shape, options):
 
 
 def test_the_named_gpu_counts_not_the_local_one(monkeypatch):
-    """With a Hopper GPU in this machine, the tile of another one is still that of the portable kernels, and so on."""
+    """With a Hopper GPU in this machine, the tile of another GPU is still that of the portable kernels, for example."""
     for here in ("gluon", "triton"):
         monkeypatch.setattr(dispatch.Backend, "missing", lambda self, here=here: None if self.name == here else "away")
         for capability, there in (((8, 0), "triton"), ((9, 0), "gluon"), (None, here)):
@@ -282,7 +282,7 @@ def test_heads_that_share_a_tile_share_its_keys():
 
 
 def test_the_blocks_of_a_tile_do_not_depend_on_the_length():
-    """64 x 64 tiles of 16-bit elements, 128 wide: 16 KiB a block."""
+    """64 x 64 tiles of 16-bit elements, 128 wide: 16 KiB per block."""
     with tuning.override("forward", tuning.Config(64, 64, 4, 2)):
         short, long = (on_gpu((1, 4, n, 128), (1, 4, n, 128), None, "float16") for n in (512, 131072))
     assert short.blocks == long.blocks

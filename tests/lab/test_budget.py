@@ -1,4 +1,4 @@
-"""budget.py: whole models, kinds of layers, latent caches, and how many GPUs a cache takes."""
+"""budget.py: whole models, kinds of layers, latent caches, and the number of GPUs for a cache."""
 
 import json
 

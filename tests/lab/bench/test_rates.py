@@ -1,4 +1,4 @@
-"""bench/rates.py and bench/levels.py: the best of several ways, and the caches as the system tells of them."""
+"""bench/rates.py and bench/levels.py: the best of several ways, and the caches as the system reports them."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def timed(monkeypatch, seconds):
 
 
 def test_the_roof_is_the_best_rate_measured(monkeypatch):
-    """Our own kernels count too: on some machines they are faster than NumPy's product."""
+    """Our own kernels count too, since on some machines they are faster than NumPy's product."""
     monkeypatch.setattr(native, "missing", lambda: None)
     slow = {"product": 1.0, "attention": 1.0, "copy": 1.0, "read": 1.0, "decode": 1.0}
     same = timed(monkeypatch, slow)

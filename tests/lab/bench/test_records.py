@@ -1,4 +1,4 @@
-"""records.py and table.py: written whole or not at all, read back, and shown as markdown."""
+"""records.py and table.py: records are written atomically, read back, and shown as markdown."""
 
 import copy
 import json
@@ -74,7 +74,7 @@ RECORDS = Path(__file__).parents[3] / "benchmarks" / "records"
 
 
 def broken(record: Any, rng: random.Random) -> None:
-    """One value of it, anywhere, is gone or of another kind."""
+    """Remove or change one value anywhere in the record."""
     while True:
         places = list(record) if isinstance(record, dict) else range(len(record))
         place = rng.choice(list(places))
@@ -213,7 +213,7 @@ def test_a_document_may_show_a_record_in_brief_and_in_full(tmp_path):
 
 
 def test_a_brief_of_several_records_shows_their_range(tmp_path):
-    """Then it has the least and the most of them."""
+    """It has the range over the records."""
     one, two = example(), json.loads(json.dumps(example()))
     two["summary"][0]["value"] = 0.8
     for name, record in (("a.json", one), ("b.json", two)):

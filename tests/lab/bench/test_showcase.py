@@ -1,4 +1,4 @@
-"""showcase.py: everyone is timed, nobody stands above the roof, and a GPU gets its own side."""
+"""showcase.py: every contender is timed, none is above the roof, and a GPU has its own side."""
 
 import pytest
 
@@ -61,7 +61,7 @@ def test_storing_the_scores_means_fewer_flops_per_byte():
 
 
 class Device:
-    """The CPU in the place of a GPU."""
+    """The CPU as a fake GPU."""
 
     name, cache = "cpu", 0
 

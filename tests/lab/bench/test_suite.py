@@ -1,4 +1,4 @@
-"""suite.py, cases.py and peers.py: every contender computes the same thing, and a run leaves a whole record."""
+"""suite.py, cases.py and peers.py: every contender computes the same result, and a run writes a whole record."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""timing.py: turns are taken, warm-up is not counted, and the numbers are what they say."""
+"""timing.py: contenders take turns, warm-up is not counted, and the statistics are right."""
 
 import random
 

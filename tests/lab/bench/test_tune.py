@@ -1,4 +1,4 @@
-"""tune.py and tables/tune.py: each candidate judged by what it does, and rows that tuning.py can take as they are."""
+"""tune.py and tables/tune.py: candidates are checked and timed, and the rows can be pasted into tuning.py."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_every_pass_runs_its_kernel_with_the_candidate(monkeypatch: pytest.Monke
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, result: Callable[[Config], float], spills: int = 0) -> None:
-    """Passes whose result is a function of the tile that the table gives, and a compiler that spills."""
+    """Fake passes whose result depends on the tile in the table, and a compiler that spills."""
 
     def call() -> Any:
         return (torch.tensor([result(config_of(FORWARD))]),)
@@ -142,7 +142,7 @@ def test_loading_records_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TiledDevice(FakeDevice):
-    """A pass takes as long as its tile says."""
+    """Fake timings that depend only on the tile."""
 
     def calls(self, target: Target, device: str) -> list[Callable[[], None]]:
         def call() -> None:

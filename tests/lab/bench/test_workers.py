@@ -1,4 +1,4 @@
-"""workers.py: answers come back in order, and a job that raises, dies or hangs costs no other job its answer."""
+"""workers.py: answers come in order, and a job that raises, dies or hangs does not affect the others."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""catalogue/chip.py: datasheets that agree with themselves, and the hierarchy that the papers print."""
+"""catalogue/chip.py: datasheets are consistent, and the hierarchy is the one of the papers."""
 
 import math
 

@@ -25,7 +25,7 @@ def test_the_kv_cache_of_full_attention(name, a_token, gib):
 
 
 def test_grouped_queries_shrink_it_by_their_group():
-    """Llama 2 70B with a key head for every query head would keep eight times as much."""
+    """With a key head for every query head, Llama 2 70B would keep eight times as much."""
     grouped = models()["llama-2-70b"]
     alone = Model(grouped.layers, grouped.heads, grouped.heads, grouped.dim, grouped.context)
     assert alone.kv_bytes(4096, "float16") == 8 * grouped.kv_bytes(4096, "float16")

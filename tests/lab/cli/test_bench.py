@@ -1,4 +1,4 @@
-"""flashtile bench: what cannot be done is told at once, a record and a table come out, exit codes mean something."""
+"""flashtile bench: early errors, a record and a table, and exit codes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(*arguments: str, code: int = 0) -> Any:
 
 
 def error_of(*arguments: str) -> str:
-    """The one line that says what is wrong with them."""
+    """The one line of error for these arguments."""
     (line,) = (line for line in run(*arguments, code=2).stderr.splitlines() if line.startswith("Error: "))
     return line.removeprefix("Error: Invalid value: ")
 
@@ -120,7 +120,7 @@ def test_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
-    """A device, two peers of which one is slower than we are, and two tiny rows."""
+    """A fake device, two peers, one of them slower than ours, and two tiny rows."""
     fake = FakeDevice()
     monkeypatch.setenv(peers.FA4_CACHE, "0")
     monkeypatch.setattr(device, "missing", lambda: None)
@@ -178,7 +178,7 @@ def test_gpu_resumes_a_run(gpu: FakeDevice, tmp_path: Any) -> None:
 
 
 def test_gpu_lists_rows_it_cannot_run(gpu: FakeDevice, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No device of this test multiplies 8-bit tensors as they are."""
+    """No device here multiplies 8-bit tensors as they are."""
     wide = rows.ROWS[0]
     eight = replace(wide, case=replace(wide.case, dtype="float8_e4m3fn"))
     monkeypatch.setattr(rows, "ROWS", (eight, wide))

@@ -1,4 +1,4 @@
-"""The command line: JSON that parses, exit codes that mean something, and kind words when an extra is missing."""
+"""The command line: valid JSON, exit codes, and a helpful message if an extra is missing."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""flashtile demo: findings, tables if asked for, what to do next, JSON, exit codes, terminals of 80 columns, pipes."""
+"""flashtile demo: findings, tables on request, next commands, JSON, exit codes, 80 columns, pipes."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def run(*arguments, code=0):
 
 @pytest.fixture
 def kept(demo_run, monkeypatch):
-    """The command has nothing to compute."""
+    """Replace the computation by the kept content."""
     found = demo_run.content
     monkeypatch.setattr(report_content, "collect", lambda *given: found)
     return found
@@ -63,7 +63,7 @@ def test_it_prints_every_table_on_request(kept):
 
 
 def test_no_number_is_shortened(kept):
-    """At 80 columns, each word of each cell that has a digit in it is there as a whole."""
+    """At 80 columns, no word with a digit in any cell is truncated."""
     console = Console(width=COLUMNS)
     for result in kept.results:
         for table in result.tables:
@@ -89,7 +89,7 @@ def test_the_last_lines_say_what_to_do_next(kept, monkeypatch, tmp_path):
 
 
 def test_a_short_run_is_short(demo_run):
-    """Under 10 s where nothing else runs; here the other tests do."""
+    """Under 10 s on an idle machine; here other tests run too."""
     assert demo_run.seconds < 90
 
 

@@ -1,4 +1,4 @@
-"""flashtile explain: figures of real models on real GPUs, options that fit together, and JSON that has it all."""
+"""flashtile explain: figures of real models on real GPUs, combinations of options, and JSON."""
 
 import json
 
@@ -37,7 +37,7 @@ def said(*arguments):
 
 @pytest.fixture(autouse=True)
 def a_machine(monkeypatch):
-    """Measuring takes a second; what it finds is another test's matter."""
+    """Replace measuring, which takes a second and has its own tests."""
     here = Hardware(
         "this one", Rates(2e11, 4e10), True, 8 << 30, (Level("L1", 1 << 16, 4e11), Level("memory", 8 << 30, 4e10))
     )
@@ -77,7 +77,7 @@ def test_models(model, a_token, gib_at_128k):
 
 @pytest.fixture
 def a_tile():
-    """So that these figures do not change whenever the kernels are tuned again."""
+    """Fix the tile, so that these figures do not change whenever the kernels are tuned."""
     with tuning.override("forward", tuning.Config(128, 128, 8, 3)):
         yield
 
@@ -129,7 +129,7 @@ def test_hopper_has_kernels_of_its_own():
 
 
 def test_another_kernel_may_run_here(monkeypatch):
-    """Asked about a GPU of another kind than this machine's."""
+    """For a GPU of another kind than this machine's."""
     monkeypatch.setattr(dispatch.Backend, "missing", lambda self: "away" if self.name == "gluon" else None)
     assert "gluon, but triton on this machine" in said("--model", "llama-3-8b", "--gpu", "h200")
     monkeypatch.setattr(dispatch.Backend, "missing", lambda self: "away")

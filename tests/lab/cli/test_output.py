@@ -1,4 +1,4 @@
-"""Progress is drawn at once when something is reported, and at no other time; commands are told as they work here."""
+"""Progress is drawn only when something is reported, and printed commands work from here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_progress_is_drawn_only_on_reports(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A flashtile that lies in a virtual environment, which the shell does not know."""
+    """A flashtile script in a virtual environment that is not on the shell's path."""
     path = tmp_path / ".venv" / "bin" / "flashtile"
     path.parent.mkdir(parents=True)
     path.touch(0o755)

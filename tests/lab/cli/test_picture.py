@@ -1,4 +1,4 @@
-"""cli/picture.py: to scale, and true to the band."""
+"""cli/picture.py: pictures are to scale and show the band."""
 
 import pytest
 
@@ -11,7 +11,7 @@ CAUSAL = Band(right=0)
 
 
 def cells(picture):
-    """One character a cell."""
+    """One character per cell."""
     assert all(line[::2] == line[1::2] for line in picture.lines)
     return [line[::2] for line in picture.lines]
 
@@ -37,7 +37,7 @@ def test_the_tile_is_to_scale(n, tile):
 
 
 def test_the_band_is_drawn_as_it_is():
-    """A cell is drawn as seen if any pair of it is."""
+    """A cell is drawn as visible if any of its pairs is."""
     band, n = Band(left=3, right=1), 20
     (picture,) = pictures(band, n, n, (20, 20))
     (first, *_) = pictures(band, 1000, 1000, (1, 1))

@@ -1,4 +1,4 @@
-"""What the commands print, in a real terminal of 80 columns, with NO_COLOR, and through a pipe."""
+"""The output of the commands in a real terminal of 80 columns, with NO_COLOR, and through a pipe."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ MARK = "===="
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
-    """What each command printed: {way: [text, ...]}."""
+    """The output of each command: {way: [text, ...]}."""
     path = tmp_path_factory.mktemp("piped") / "out"
     terminal = in_terminal([sys.executable, "-c", CODE, json.dumps([COMMANDS, str(path), MARK])])
     parts = terminal.split(f"{MARK}\n")[: 2 * len(COMMANDS)]
@@ -78,6 +78,6 @@ def test_a_pipe_gets_no_control_codes(shown, n):
 
 
 def test_the_terminal_is_detected(shown):
-    """Else the tests above could not fail."""
+    """Otherwise the tests above could not fail."""
     assert any(COLOUR.search(text) for text in shown["colour"])
     assert all(len(texts) == len(COMMANDS) for texts in shown.values())

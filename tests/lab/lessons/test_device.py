@@ -1,4 +1,4 @@
-"""Where kernels run, and every reason why they cannot."""
+"""Where kernels run, and the reasons why they cannot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashtile.lab.lessons.lesson import Unavailable
 
 @pytest.fixture(autouse=True)
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with torch and triton, but no GPU, where nothing was asked for and triton not yet loaded."""
+    """A machine with torch and triton but no GPU, without TRITON_INTERPRET, before triton is imported."""
     monkeypatch.setattr(device.machine, "has", lambda package: True)
     monkeypatch.setattr(device.machine, "gpu", lambda: None)
     monkeypatch.setattr(device, "TOO_NEW", (99, 0))

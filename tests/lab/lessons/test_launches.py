@@ -1,4 +1,4 @@
-"""What the lesson counts is what traffic.py says, and the watches miss nothing."""
+"""The lesson's counts are those of traffic.py, and no operation is missed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every lesson: it runs, what it claims holds, its text fits a terminal, and its record is plain."""
+"""Every lesson runs and holds, its text fits a terminal, and its record is plain."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_an_answer_has_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_triton_a_lesson_says_so() -> None:
-    """In a process where nothing that it needs can be imported."""
+    """In a process where its requirements cannot be imported."""
     code = """if True:
         import sys
         sys.modules["triton"] = None

@@ -1,4 +1,4 @@
-"""Forty lines of NumPy against the oracle: ragged lengths, any block, causal, and torch in NumPy's place."""
+"""Forty lines of NumPy against the oracle: ragged lengths, any block, causal, and torch instead of NumPy."""
 
 from __future__ import annotations
 
@@ -51,6 +51,6 @@ def test_the_record() -> None:
 
 
 def test_numpy_is_timed_separately(together: list[set[str]]) -> None:
-    """Its BLAS keeps cores spinning: ours are timed before it, and never in turn with it."""
+    """Its BLAS keeps cores spinning, so ours is timed before it, never in turns with it."""
     lesson.run(lambda line: None, quick=True)
     assert together[:2] == [{"flashtile"}, {"flashtile, causal"}] and max(map(len, together)) == 1

@@ -1,4 +1,4 @@
-"""The tiled product is the product, its counts are BLOCK_N and BLOCK_M a load, and Triton's is the same."""
+"""The tiled product is right, elements are used BLOCK_N and BLOCK_M times per load, and Triton's agrees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every way to add two vectors adds them, the last block included; and the price of a launch is found."""
+"""Every way to add two vectors is right, including the last block, and the overhead of a launch is found."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_without_triton_the_rest_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_when_the_work_outweighs_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that takes 10 us and 1 us an element."""
+    """A call that takes 10 us, plus 1 us per element."""
     lengths = iter((1, 5, 20, 100))
 
     def timed(calls: object, **options: object) -> dict[str, Timing]:

@@ -1,4 +1,4 @@
-"""figures.py: a figure in the page is text and shapes with names of its own, in the page's colours, and no address."""
+"""figures.py: inline figures have unique ids, real text, the page's colours and no external address."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""folder.py: written whole or not at all, and never over anything of someone else's."""
+"""folder.py: written as a whole or not at all, and never over other files."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""mathml.py: the formulas are those of docs/algorithm.md, and come out as the structure they mean."""
+"""mathml.py: the formulas are those of docs/algorithm.md, and have the right structure."""
 
 import re
 from xml.etree import ElementTree
@@ -12,12 +12,12 @@ DOCUMENT = (ROOT / "docs" / "algorithm.md").read_text()
 
 
 def parsed(markup):
-    """As XML, which HTML's named characters are not part of."""
+    """Parse as XML, which lacks HTML's named characters."""
     return ElementTree.fromstring(re.sub(r"&(?!amp|lt|gt|quot|#)\w+;", "?", markup))
 
 
 def documented(number):
-    """The lines of an equation: from the indented block in which its number stands."""
+    """The lines of an equation, from the indented block with its number."""
     blocks = re.findall(r"(?:^    .*\n)+", DOCUMENT, re.MULTILINE)
     block = next(block for block in blocks if re.search(rf"\({number}\)$", block, re.MULTILINE))
     lines = [re.sub(r"\s*\(\d+\)$", "", line).strip() for line in block.splitlines()]

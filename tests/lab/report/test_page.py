@@ -1,4 +1,4 @@
-"""The page: every section, every table as computed, no address, no number that was typed in."""
+"""The page: every section, every table as computed, no external address, no typed number."""
 
 import json
 import re
@@ -106,14 +106,14 @@ def test_the_expected_facts_are_on_the_page(markup, what):
 
 
 def stripped(text):
-    """A template without its expressions, tags and scripts: the words that somebody typed."""
+    """The typed text of a template, without its expressions, tags and scripts."""
     text = re.sub(r"<(script|style).*?</\1>", " ", text, flags=re.DOTALL)
     text = re.sub(r"\{\{.*?\}\}|\{%.*?%\}|\{#.*?#\}", " ", text, flags=re.DOTALL)
     return re.sub(r"<[^>]*>|&\w+;", " ", text)
 
 
 def literals(text):
-    """Strings in expressions that would be shown as they are: not formulas, not formats, not keys."""
+    """Strings in expressions that are shown as they are: not formulas, formats or keys."""
     for expression in re.findall(r"\{[{%](.*?)[%}]\}", text, re.DOTALL):
         code = r"""formula\("[^"]*"|from "[^"]*"|include .*|"%[^"]*"|\["[^"]*"\]|level="h3"|, "h4\""""
         expression = re.sub(code, " ", expression)
@@ -142,7 +142,7 @@ def test_titles_hold_no_numbers_but_names():
 
 @pytest.fixture
 def bare(demo_run):
-    """The page of a machine without torch and triton: what it says of both depends on the records."""
+    """The page of a machine without torch and triton."""
     content = demo_run.content
     run = {result.study.name: result for result in content.results}
     sides = replace(run["speed"].record.cpu, rows=tuple(map(alone, run["speed"].record.cpu.rows)))

@@ -1,4 +1,4 @@
-"""palette.py: words can be read on both papers, and both have every colour."""
+"""palette.py: text is readable in both colour schemes, and both have every colour."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""tables.py: from the records of lessons and the machine, as they are."""
+"""tables.py: tables of the records of lessons and of the machine."""
 
 from dataclasses import replace
 

@@ -108,7 +108,7 @@ def test_numpy_has_its_own_allocator_back():
 
 
 def test_arrays_that_outlive_tracking_are_freed_without_python():
-    """Otherwise an array that lives to the end would call into an interpreter that is gone."""
+    """Otherwise an array that lives until exit would call into a finalised interpreter."""
     tracker = allocations._tracker()
     with tracked():
         assert tracker.handler.free != tracker.numpy.free

@@ -1,4 +1,4 @@
-"""The worked examples of the source, and the IO complexity that its theorem gives."""
+"""The worked examples, and the IO complexity of the theorem."""
 
 import itertools
 

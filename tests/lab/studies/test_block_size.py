@@ -1,4 +1,4 @@
-"""Study 3: B^2, N^2/B^2 and N^2, from what really ran."""
+"""Study 3: B^2, N^2/B^2 and N^2, from the events of real runs."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Study 1: what the source asks for, from the computed record; and that an error would show."""
+"""Study 1: the computed record meets its limits, and an error is detected."""
 
 import numpy as np
 import pytest

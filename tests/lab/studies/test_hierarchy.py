@@ -1,4 +1,4 @@
-"""hierarchy.py: the papers' GPU by its maker's figures, and this machine beside it, measured once."""
+"""hierarchy.py: the papers' GPU by published figures, and this machine, measured once."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Study 2: the source's figures, from the computed record; and that a leak would show."""
+"""Study 2: the expected figures from the computed record, and a leak is detected."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def test_standard_by_the_formula(at):
 
 
 def test_tiled_by_the_formula(at, found):
-    """The source says 280 KB and 241x; its formula gives them if a statistic counts as two floats, 272 KiB if one."""
+    """280 KB and 241x if a statistic counts as two floats, 272 KiB if it counts as one."""
     assert (found.d, found.block) == (64, 32)
     assert at[1024].tiled == 4 * (2 * 32**2 + 2 * 1024 + 1024 * 64) == 272 * KIB
     assert at[1024].tiled_wide == 280 * KIB

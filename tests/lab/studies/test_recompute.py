@@ -1,4 +1,4 @@
-"""recompute.py: gradients of every backend are those of the oracle, and an error would show."""
+"""recompute.py: gradients of every backend are those of the oracle, and an error is detected."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""speed.py: what is said follows from the record, with and without a GPU."""
+"""speed.py: findings, tables and figure follow from the record, with and without a GPU."""
 
 from dataclasses import replace
 

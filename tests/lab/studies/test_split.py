@@ -1,4 +1,4 @@
-"""split.py: shares of the keys merge to the whole, and a wrong merge would show."""
+"""split.py: shares of the keys merge exactly, and a wrong merge is detected."""
 
 import flashtile
 from flashtile.lab.studies import split

@@ -1,4 +1,4 @@
-"""targets.py: the lesson's kernel compiles for AMD as it does for NVIDIA; what cannot be compiled is told."""
+"""targets.py: the lesson's kernel compiles for AMD as for NVIDIA, and failures are reported."""
 
 import pytest
 

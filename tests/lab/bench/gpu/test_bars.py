@@ -1,4 +1,4 @@
-"""gpu/bars.py: each bar holds just where it should, and a row that we cannot do is no success."""
+"""gpu/bars.py: each bar holds exactly when it should, and a row that we cannot run is a failure."""
 
 from __future__ import annotations
 

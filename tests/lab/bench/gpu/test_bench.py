@@ -1,4 +1,4 @@
-"""gpu/bench.py: what is timed is what is told, in random order, and nobody's failure stops the run."""
+"""gpu/bench.py: contenders are timed in random order and recorded, and no failure stops the run."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def test_time_runs_out_between_rows(fake: FakeDevice) -> None:
 
 
 def test_an_unfinished_run_can_be_resumed(fake: FakeDevice) -> None:
-    """Rows of the run before stay as they are, and the others are measured; the record is as if it had been one run."""
+    """Rows of the earlier run stay, and the others are measured; the record is that of a single run."""
     rows = [row_of(words) for words in ("train forward D64 full", "train forward D64 causal", "small")]
     clock = iter([0.0, 1.0, 5.0, 11.0])
     first = json.loads(json.dumps(bench.run(bench_of(fake), rows, seconds=10, now=lambda: next(clock))))
@@ -267,7 +267,7 @@ def test_an_unfinished_run_can_be_resumed(fake: FakeDevice) -> None:
 
 
 def test_failed_and_omitted_rows_survive_a_resume(fake: FakeDevice) -> None:
-    """Where a run is resumed with other rows."""
+    """A run may be resumed with other rows."""
     full, causal, small = (row_of(words) for words in ("train forward D64 full", "train forward D64 causal", "small"))
     first = bench.run(bench_of(fake), [small])
     first |= {"failed": {full.name: "device lost"}, "unfit": {"old": "no"}, "left_out": [causal.name, full.name]}
@@ -296,7 +296,7 @@ def test_ceilings_count_their_work() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
-    """Every kind of row, tiny, on the real device."""
+    """Every kind of row, with tiny sizes, on the real device."""
     from flashtile.lab.bench.gpu import peers
 
     if device.missing():

@@ -1,4 +1,4 @@
-"""gpu/ncu.py and gpu/moved.py: the profiler's table is read as it is, and bytes are held to those of the tiles."""
+"""gpu/ncu.py and gpu/moved.py: the profiler's table is parsed, and its bytes are compared with the tiles'."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_kernels_belong_to_the_mark_before_them() -> None:
 
 
 def script(folder: Path, body: str) -> str:
-    """A profiler of our own."""
+    """A fake profiler."""
     path = folder / "ncu"
     path.write_text(f"#!/bin/sh\nexec {shlex.quote(sys.executable)} - \"$@\" <<'END'\nimport sys\n{body}\nEND\n")
     path.chmod(0o755)
@@ -115,7 +115,7 @@ def small(entry: Entry) -> Entry:
 
 @pytest.fixture
 def watcher(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """torch.cuda where there is none: what is started, marked and stopped goes onto a list."""
+    """A fake torch.cuda that records starts, marks and stops."""
     log: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append("mark"))
@@ -143,7 +143,7 @@ def test_every_call_follows_a_mark(watcher: list[str], monkeypatch: pytest.Monke
 
 
 def test_both_ways_compute_scores_of_the_same_keys() -> None:
-    """Up to the scale, which standard attention leaves out: a kernel more would be bytes more."""
+    """Up to the scale, which standard attention leaves out: another kernel would move more bytes."""
     ours, standard = (small(entry) for entry in ENTRIES[:2])
     given = moved.tensors(ours.row, "cpu", 0)
     root = given.q.shape[-1] ** 0.5
@@ -153,7 +153,7 @@ def test_both_ways_compute_scores_of_the_same_keys() -> None:
 
 
 def watched_as_predicted(factor: float, failed: dict[str, str] | None = None, skip: int = 0) -> Any:
-    """A profiler that counts `factor` times what is predicted, in two kernels a call."""
+    """A fake profiler that counts `factor` times the prediction, in two kernels per call."""
 
     def profile(program: str, module: str, metrics: Any) -> tuple[list[Kernel], str]:
         assert (program, module) == ("an ncu", "flashtile.lab.bench.gpu.moved")

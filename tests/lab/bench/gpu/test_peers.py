@@ -1,4 +1,4 @@
-"""gpu/peers.py: every library computes the same thing as we do, forward and backward, called the way it wants to be."""
+"""gpu/peers.py: every library computes the same results as flashtile, forward and backward, through its own API."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without to
 
 
 def small(row: Row) -> Row:
-    """Large enough for every mask to cut something, in float32 for sharp comparisons."""
+    """Large enough for every mask to hide something, in float32 for strict comparisons."""
     case = replace(row.case, n_q=min(row.case.n_q, 24), n_k=24, dim=16, batch=2, dtype="float32")
     case = replace(case, heads=4, kv_heads=2 if row.case.heads != row.case.kv_heads else 4)
     if row.window is not None:
@@ -58,7 +58,7 @@ def dense(q: Any, k: Any, v: Any, causal: bool, window: tuple[Any, Any]) -> Any:
 
 
 class Library(ModuleType):
-    """flash_attn's functions; `no_limit` is what its generation calls an open side of a window."""
+    """Fake flash_attn functions; `no_limit` is that generation's value for an open side of a window."""
 
     def __init__(self, no_limit: int | None, *without: str) -> None:
         super().__init__("flash_attn")
@@ -94,7 +94,7 @@ class Library(ModuleType):
 
 @pytest.fixture
 def libraries(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """All three generations of flash_attn, SDPA by its plain kernel, FlexAttention as it is."""
+    """All three generations of flash_attn, SDPA with its math kernel, and FlexAttention itself."""
     found = SimpleNamespace(
         fa2=Library(-1), fa3=Library(-1, "flash_attn_func"), fa4=Library(None, "flash_attn_with_kvcache")
     )
@@ -183,7 +183,7 @@ def eight(row: Row) -> Row:
 
 
 class EightBits(Library):
-    """A flash_attn that takes factors."""
+    """A fake flash_attn that takes factors."""
 
     def _flash_attn_func(
         self,
@@ -219,7 +219,7 @@ def test_8_bits(libraries: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, mas
 
 
 def test_8_bits_and_the_same_numbers_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """We are given factors with 8-bit tensors, and none with the same numbers in bfloat16."""
+    """Ours gets factors with 8-bit tensors, and none with the same numbers in bfloat16."""
     called: list[Any] = []
     monkeypatch.setattr(peers.flashtile, "attention", lambda *given, **options: called.append((given, options)))
     row = row_of("train float8_e4m3fn D64 causal", eight)

@@ -1,4 +1,4 @@
-"""gpu/rows.py: the shapes agreed on, work counted as everyone counts it, and filters by word."""
+"""gpu/rows.py: the agreed shapes, work counted by convention, and filters by words."""
 
 import pytest
 

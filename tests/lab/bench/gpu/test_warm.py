@@ -1,4 +1,4 @@
-"""gpu/warm.py: what keeps its kernels on disk is compiled ahead, and what failed there is told."""
+"""gpu/warm.py: peers with a disk cache are compiled ahead, and failures are reported."""
 
 from __future__ import annotations
 

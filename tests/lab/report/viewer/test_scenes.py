@@ -1,4 +1,4 @@
-"""The record: its counters land on the closed forms, and its events, executed again, give the attention."""
+"""The record: its counters equal the closed forms, and replaying its events gives attention."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_the_factor_is_exp_of_the_difference(recorded, name):
 
 @names
 def test_one_clock(recorded, name):
-    """No order is ahead of the clock, none could have done more, and all are done in the last frame."""
+    """No order is ahead of or behind the clock, and all are done in the last frame."""
     scene = of(recorded, name)
     moved = {order: [counts[0] for counts in scene["runs"][order]["counts"]] for order in SIDE_BY_SIDE}
     assert moved["fa2"][-1] < moved["fa1"][-1] < moved["standard"][-1]

@@ -29,7 +29,7 @@ def test_without_the_core_numpy_sets_it(monkeypatch):
 
 
 def test_here():
-    found = rates.here(seconds=0.02)
+    found = rates.this_machine(seconds=0.02)
     assert found.measured and found.rates.flops > 1e6 and found.rates.bytes > 1e6
     names = [level.name for level in found.levels]
     assert names == sorted(names, key=["registers", "L1", "L2", "L3", "memory"].index)

@@ -17,12 +17,12 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from flashtile.lab.bench import candidates, records, suite, tune
-from flashtile.lab.bench.gpu import ceilings, device, moved, ncu, peers, rows, warm
+from flashtile.lab.bench.gpu import ceilings, device, io, ncu, peers, precompile, rows
 from flashtile.lab.bench.gpu.peers import CUDNN, FLEX, OURS
 from flashtile.lab.cli import bench
 from flashtile.lab.cli.app import app
 from tests.lab.bench.gpu.fakes import FakeDevice, one_thread, row_of, small_ceilings
-from tests.lab.bench.gpu.test_moved import watched_as_predicted
+from tests.lab.bench.gpu.test_io import watched_as_predicted
 
 
 def run(*arguments: str, code: int = 0) -> Any:
@@ -127,9 +127,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     monkeypatch.setattr(device, "Cuda", lambda: fake)
     here = [fake.peer(OURS, 1e-3), fake.peer(CUDNN, 2e-3), fake.peer(FLEX, 3e-3, fails="no kernel")]
     monkeypatch.setattr(
-        peers, "present", lambda wanted: ([p for p in here if not wanted or p.name in wanted], {"other": "not here"})
+        peers, "available", lambda wanted: ([p for p in here if not wanted or p.name in wanted], {"other": "not here"})
     )
-    monkeypatch.setattr(warm, "compile_ahead", lambda *_, **__: {"a row": "too long"})
+    monkeypatch.setattr(precompile, "compile_ahead", lambda *_, **__: {"a row": "too long"})
     monkeypatch.setattr(rows, "ROWS", tuple(row_of(f"train forward D64 {mask}") for mask in ("full", "causal")))
     for name, ceiling in small_ceilings(fake).items():
         monkeypatch.setattr(ceilings, name, lambda _, ceiling=ceiling: ceiling)
@@ -191,7 +191,7 @@ def test_gpu_lists_rows_it_cannot_run(gpu: FakeDevice, tmp_path: Any, monkeypatc
 def test_gpu_check_fails_if_a_bar_does(gpu: FakeDevice, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ("gpu", "--quick", "--output", str(tmp_path / "gpu.json"), "--check")
     run(*arguments)
-    monkeypatch.setattr(peers, "present", lambda wanted: ([gpu.peer(OURS, 2e-3), gpu.peer(FLEX, 1e-3)], {}))
+    monkeypatch.setattr(peers, "available", lambda wanted: ([gpu.peer(OURS, 2e-3), gpu.peer(FLEX, 1e-3)], {}))
     run(*arguments, code=1)
     run(*arguments[:-1])
 
@@ -245,17 +245,17 @@ def test_io_needs_a_profiler(gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch) -
     def fail(*_: Any) -> Any:
         raise ncu.ProfilerError("no permission")
 
-    monkeypatch.setattr(moved, "run", fail)
+    monkeypatch.setattr(io, "run", fail)
     assert "ncu: no permission" in run("io", "--ncu", "x", code=3).stderr
 
 
 def test_io_writes_a_record(gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr(ncu, "find", lambda: "an ncu")
-    measure = moved.run
-    monkeypatch.setattr(moved, "run", lambda *given: measure(*given, watched_as_predicted(1.0)))
+    measure = io.run
+    monkeypatch.setattr(io, "run", lambda *given: measure(*given, watched_as_predicted(1.0)))
     path = tmp_path / "io.json"
     assert "| D64" not in run("io", "--output", str(path)).stderr
-    assert len(records.read(path)["measurements"]) == len(moved.ENTRIES)
+    assert len(records.read(path)["measurements"]) == len(io.ENTRIES)
     assert "by tiles" in run("table", str(path)).stdout
     assert json.loads(run("io", "--output", str(path), "--json").stdout)["suite"] == "io"
 

@@ -41,7 +41,7 @@ def a_machine(monkeypatch):
     here = Hardware(
         "this one", Rates(2e11, 4e10), True, 8 << 30, (Level("L1", 1 << 16, 4e11), Level("memory", 8 << 30, 4e10))
     )
-    monkeypatch.setattr(rates, "here", lambda dtype: here)
+    monkeypatch.setattr(rates, "this_machine", lambda dtype: here)
     monkeypatch.setattr(machine, "gpu", lambda: None)
 
 

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("rich")
 
 from flashtile.band import Band
-from flashtile.lab.cli.picture import CELL, HIDDEN, SEEN, SHADES, SIDE, TILE, beside, legend, pictures
+from flashtile.lab.cli.picture import CELL, HIDDEN, SEEN, SHADES, SIDE, TILE, legend, pictures, side_by_side
 
 CAUSAL = Band(right=0)
 
@@ -63,7 +63,7 @@ def test_side_by_side_within_80_columns():
     found = pictures(CAUSAL, 1 << 20, 1 << 20, (64, 64))
     assert len(found) == 4 + 1
     for shades in (True, False):
-        text = beside(found, shades)
+        text = side_by_side(found, shades)
         assert max(map(len, text.splitlines())) <= 80
         assert all(f"{p.queries} x {p.keys}" in text for p in found)
         assert text.isascii() != shades and legend(found, shades).isascii() != shades

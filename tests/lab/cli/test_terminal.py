@@ -33,7 +33,7 @@ import functools, json, os, sys
 from flashtile.lab.bench import rates
 from flashtile.lab.cli.app import app
 commands, path, mark = json.loads(sys.argv[1])
-rates.here = functools.partial(rates.here, seconds=0.01)
+rates.this_machine = functools.partial(rates.this_machine, seconds=0.01)
 for way in ("colour", "plain", "piped"):
     if way == "plain":
         os.environ["NO_COLOR"] = "1"

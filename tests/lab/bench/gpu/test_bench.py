@@ -301,7 +301,7 @@ def test_on_a_gpu() -> None:
 
     if device.missing():
         pytest.skip(device.missing())
-    here, absent = peers.present([OURS, CUDNN, peers.SDPA_FLASH])
+    here, absent = peers.available([OURS, CUDNN, peers.SDPA_FLASH])
     assert not absent
     run = Bench(device.Cuda(), here, rounds=2, sample=1e-4)
     passes = ("train forward N1024 D64 full", "train backward N1024 D64 causal", "train step N4096")
@@ -323,7 +323,7 @@ def test_8_bits_on_a_gpu() -> None:
     row = row_of("train forward float8_e4m3fn N1024 D128 causal", _fit)
     if reason := device.missing() or row.objection("cuda"):
         pytest.skip(reason)
-    here, _ = peers.present([WIDE])
+    here, _ = peers.available([WIDE])
     record = bench.run(Bench(device.Cuda(), here, rounds=2, sample=1e-4), [row])
     (found,) = record["measurements"]
     assert found["backend"] == "gluon" and set(found["times"]) == {OURS, WIDE}

@@ -267,16 +267,16 @@ def test_missing_libraries_are_reported(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))  # all that FlashAttention-4 leaves of it
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", Library(None))
-    here, absent = peers.present()
+    here, absent = peers.available()
     assert absent[PORTABLE] == absent[ORDERED] == gluon.missing()
     assert absent[FA2] == "flash_attn has no attention function"
     assert absent[FA3].startswith("flash_attn_interface cannot be imported: ModuleNotFoundError")
     assert [peer.name for peer in here] == [OURS, WIDE, CUDNN, SDPA_FLASH, FLEX, FA4]
-    here, absent = peers.present([FLEX])
+    here, absent = peers.available([FLEX])
     assert [peer.name for peer in here] == [OURS, FLEX] and not absent
     peers._not_importable.cache_clear()
 
 
 def test_errors_are_shortened_to_one_line() -> None:
-    assert peers.brief(ValueError("\nfirst\nsecond")) == "ValueError: first"
-    assert len(peers.brief(ValueError("x" * 1000))) == 200
+    assert peers.short_error(ValueError("\nfirst\nsecond")) == "ValueError: first"
+    assert len(peers.short_error(ValueError("x" * 1000))) == 200

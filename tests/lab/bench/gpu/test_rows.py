@@ -83,7 +83,7 @@ def test_8_bits_are_measured_only_if_multiplied_as_they_are(monkeypatch):
 
 
 def test_rows_outside_the_grid_come_first_then_the_least_work():
-    turns = rows.in_turn(ROWS)
+    turns = rows.run_order(ROWS)
     assert sorted(row.name for row in turns) == sorted(row.name for row in ROWS)
     on_grid = [row.suite == "train" and not row.extra for row in turns]
     assert on_grid == sorted(on_grid) and on_grid.count(False) == 18

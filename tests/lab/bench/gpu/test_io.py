@@ -1,4 +1,4 @@
-"""gpu/ncu.py and gpu/moved.py: the profiler's table is parsed, and its bytes are compared with the tiles'."""
+"""gpu/ncu.py and gpu/io.py: the profiler's table is parsed, and its bytes are compared with the tiles'."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ torch = pytest.importorskip("torch")
 from flashtile.band import Band  # noqa: E402
 from flashtile.cost import traffic  # noqa: E402
 from flashtile.lab.bench import records  # noqa: E402
-from flashtile.lab.bench.gpu import moved, ncu  # noqa: E402
-from flashtile.lab.bench.gpu.moved import ENTRIES, METRICS, OURS, STANDARD, Entry  # noqa: E402
+from flashtile.lab.bench.gpu import io, ncu  # noqa: E402
+from flashtile.lab.bench.gpu.io import ENTRIES, METRICS, OURS, STANDARD, Entry  # noqa: E402
 from flashtile.lab.bench.gpu.ncu import Kernel, ProfilerError  # noqa: E402
 from flashtile.lab.bench.table import details, put_into, render  # noqa: E402
 from tests.lab.bench.gpu.fakes import FakeDevice, one_thread  # noqa: E402
@@ -137,7 +137,7 @@ def test_every_call_follows_a_mark(watcher: list[str], monkeypatch: pytest.Monke
     entries = [small(entry) for entry in ENTRIES[:3]]
     assert [entry.way for entry in entries] == [OURS, STANDARD, OURS]
     with one_thread():
-        failed = moved.run_profiled(entries, "cpu")
+        failed = io.run_profiled(entries, "cpu")
     assert watcher == [OURS, STANDARD, "start", "mark", OURS, "mark", STANDARD, "stop"]
     assert failed == {f"{OURS}: {entries[2].row.name}": "too much"}
 
@@ -145,7 +145,7 @@ def test_every_call_follows_a_mark(watcher: list[str], monkeypatch: pytest.Monke
 def test_both_ways_compute_scores_of_the_same_keys() -> None:
     """Up to the scale, which standard attention leaves out: another kernel would move more bytes."""
     ours, standard = (small(entry) for entry in ENTRIES[:2])
-    given = moved.tensors(ours.row, "cpu", 0)
+    given = io.tensors(ours.row, "cpu", 0)
     root = given.q.shape[-1] ** 0.5
     with one_thread():
         a, b = ours.call(given._replace(q=given.q * root))(), standard.call(given)()
@@ -156,7 +156,7 @@ def watched_as_predicted(factor: float, failed: dict[str, str] | None = None, sk
     """A fake profiler that counts `factor` times the prediction, in two kernels per call."""
 
     def profile(program: str, module: str, metrics: Any) -> tuple[list[Kernel], str]:
-        assert (program, module) == ("an ncu", "flashtile.lab.bench.gpu.moved")
+        assert (program, module) == ("an ncu", "flashtile.lab.bench.gpu.io")
         kernels = []
         for entry in ENTRIES[skip:]:
             counts = dict.fromkeys(METRICS, 1.0) | entry.predicted("cpu")
@@ -168,7 +168,7 @@ def watched_as_predicted(factor: float, failed: dict[str, str] | None = None, sk
 
 
 def test_the_record_of_a_run_can_be_shown(tmp_path: Path) -> None:
-    record = json.loads(json.dumps(moved.run(FakeDevice(cache=50 << 20), "an ncu", watched_as_predicted(1.25))))
+    record = json.loads(json.dumps(io.run(FakeDevice(cache=50 << 20), "an ncu", watched_as_predicted(1.25))))
     assert record["suite"] == "io" and len(record["measurements"]) == len(ENTRIES)
     for row in record["measurements"]:
         assert set(row["measured"]) == set(METRICS) and row["kernels"] == ["a", "b"]
@@ -197,7 +197,7 @@ def test_metrics_that_a_chip_lacks_are_left_out() -> None:
             kernel.counts.pop(METRICS["cache_read"])
         return kernels, said
 
-    record = moved.run(FakeDevice(), "an ncu", without)
+    record = io.run(FakeDevice(), "an ncu", without)
     assert all("cache_read" not in row["measured"] for row in record["measurements"])
     assert render(record) and details(record)
 
@@ -205,8 +205,8 @@ def test_metrics_that_a_chip_lacks_are_left_out() -> None:
 def test_failed_entries_are_reported_and_the_others_keep_their_names() -> None:
     first = ENTRIES[0]
     name = f"{first.way}: {first.row.name}"
-    record = moved.run(FakeDevice(), "an ncu", watched_as_predicted(1.0, {name: "too much"}, skip=1))
+    record = io.run(FakeDevice(), "an ncu", watched_as_predicted(1.0, {name: "too much"}, skip=1))
     assert record["failed"] == {name: "too much"} and f"Not measured: {name} (too much)." in render(record)
     assert record["measurements"][0]["way"] == STANDARD
     with pytest.raises(ProfilerError, match="it profiled 9 calls, expected 10"):
-        moved.run(FakeDevice(), "an ncu", watched_as_predicted(1.0, skip=1))
+        io.run(FakeDevice(), "an ncu", watched_as_predicted(1.0, skip=1))

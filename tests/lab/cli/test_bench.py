@@ -22,7 +22,7 @@ from flashtile.lab.bench.gpu.peers import CUDNN, FLEX, OURS
 from flashtile.lab.cli import bench
 from flashtile.lab.cli.app import app
 from tests.lab.bench.gpu.fakes import FakeDevice, one_thread, row_of, small_ceilings
-from tests.lab.bench.gpu.test_io import watched_as_predicted
+from tests.lab.bench.gpu.test_io import profiled_as_predicted
 
 
 def run(*arguments: str, code: int = 0) -> Any:
@@ -252,7 +252,7 @@ def test_io_needs_a_profiler(gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch) -
 def test_io_writes_a_record(gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr(ncu, "find", lambda: "an ncu")
     measure = io.run
-    monkeypatch.setattr(io, "run", lambda *given: measure(*given, watched_as_predicted(1.0)))
+    monkeypatch.setattr(io, "run", lambda *given: measure(*given, profiled_as_predicted(1.0)))
     path = tmp_path / "io.json"
     assert "| D64" not in run("io", "--output", str(path)).stderr
     assert len(records.read(path)["measurements"]) == len(io.ENTRIES)

@@ -20,7 +20,7 @@ def study(name, record=0, **more):
     )
 
 
-class Watch:
+class RecordingArtist:
     """An artist that records its calls."""
 
     def __init__(self, log):
@@ -42,7 +42,7 @@ def small(monkeypatch):
 
 def test_the_artist_waits_while_time_is_measured(small):
     log = []
-    found = content.collect(True, lambda what, done, total: log.append(f"{what} {done}/{total}"), Watch(log))
+    found = content.collect(True, lambda what, done, total: log.append(f"{what} {done}/{total}"), RecordingArtist(log))
     assert log == [
         *("About one 0/5", "draw one", "About two 1/5", "draw two"),
         *("wait", "About three 2/5", "lesson: Four 3/5", "draw three", "the viewer 4/5"),

@@ -114,7 +114,7 @@ def small(entry: Entry) -> Entry:
 
 
 @pytest.fixture
-def watcher(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def cuda_log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A fake torch.cuda that records starts, marks and stops."""
     log: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -124,21 +124,21 @@ def watcher(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return log
 
 
-def test_every_call_follows_a_mark(watcher: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_call_follows_a_mark(cuda_log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Entry.call
 
     def call(self: Entry, given: Any) -> Callable[[], Any]:
         run = plain(self, given)
         if self.row.causal:
             raise torch.OutOfMemoryError("too much\nof it")
-        return lambda: (watcher.append(self.way), run())[1]
+        return lambda: (cuda_log.append(self.way), run())[1]
 
     monkeypatch.setattr(Entry, "call", call)
     entries = [small(entry) for entry in ENTRIES[:3]]
     assert [entry.way for entry in entries] == [OURS, STANDARD, OURS]
     with one_thread():
         failed = io.run_profiled(entries, "cpu")
-    assert watcher == [OURS, STANDARD, "start", "mark", OURS, "mark", STANDARD, "stop"]
+    assert cuda_log == [OURS, STANDARD, "start", "mark", OURS, "mark", STANDARD, "stop"]
     assert failed == {f"{OURS}: {entries[2].row.name}": "too much"}
 
 
@@ -152,7 +152,7 @@ def test_both_ways_compute_scores_of_the_same_keys() -> None:
     assert a.shape == b.shape and float((a.float() - b.float()).norm() / b.float().norm()) < 0.02
 
 
-def watched_as_predicted(factor: float, failed: dict[str, str] | None = None, skip: int = 0) -> Any:
+def profiled_as_predicted(factor: float, failed: dict[str, str] | None = None, skip: int = 0) -> Any:
     """A fake profiler that counts `factor` times the prediction, in two kernels per call."""
 
     def profile(program: str, module: str, metrics: Any) -> tuple[list[Kernel], str]:
@@ -168,7 +168,7 @@ def watched_as_predicted(factor: float, failed: dict[str, str] | None = None, sk
 
 
 def test_the_record_of_a_run_can_be_shown(tmp_path: Path) -> None:
-    record = json.loads(json.dumps(io.run(FakeDevice(cache=50 << 20), "an ncu", watched_as_predicted(1.25))))
+    record = json.loads(json.dumps(io.run(FakeDevice(cache=50 << 20), "an ncu", profiled_as_predicted(1.25))))
     assert record["suite"] == "io" and len(record["measurements"]) == len(ENTRIES)
     for row in record["measurements"]:
         assert set(row["measured"]) == set(METRICS) and row["kernels"] == ["a", "b"]
@@ -189,7 +189,7 @@ def test_the_record_of_a_run_can_be_shown(tmp_path: Path) -> None:
 
 
 def test_metrics_that_a_chip_lacks_are_left_out() -> None:
-    profile = watched_as_predicted(1.0)
+    profile = profiled_as_predicted(1.0)
 
     def without(*arguments: Any) -> tuple[list[Kernel], str]:
         kernels, said = profile(*arguments)
@@ -205,8 +205,8 @@ def test_metrics_that_a_chip_lacks_are_left_out() -> None:
 def test_failed_entries_are_reported_and_the_others_keep_their_names() -> None:
     first = ENTRIES[0]
     name = f"{first.way}: {first.row.name}"
-    record = io.run(FakeDevice(), "an ncu", watched_as_predicted(1.0, {name: "too much"}, skip=1))
+    record = io.run(FakeDevice(), "an ncu", profiled_as_predicted(1.0, {name: "too much"}, skip=1))
     assert record["failed"] == {name: "too much"} and f"Not measured: {name} (too much)." in render(record)
     assert record["measurements"][0]["way"] == STANDARD
     with pytest.raises(ProfilerError, match="it profiled 9 calls, expected 10"):
-        io.run(FakeDevice(), "an ncu", watched_as_predicted(1.0, skip=1))
+        io.run(FakeDevice(), "an ncu", profiled_as_predicted(1.0, skip=1))

@@ -9,10 +9,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import flashtile as ft
-from tests.backends.native.core import needs_native
-from tests.tools import architecture
-from tests.tools.tree import ROOT
+import flashtile as ft  # noqa: E402
+from tests.backends.native.core import needs_native  # noqa: E402
+from tests.tools import architecture  # noqa: E402
+from tests.tools.tree import ROOT  # noqa: E402
 
 MOST = {"NumPy": 5, "torch": 5, "torch, to be trained": 6, "its backward pass": 6}
 

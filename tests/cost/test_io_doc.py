@@ -1,4 +1,4 @@
-"""docs/io.md: its numbers are those of the code."""
+"""docs/io.md: its numbers match the code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_elements_moved(row):
     assert least == traffic.least_elements(n, d)
 
 
-def test_flops_a_byte():
+def test_flops_per_byte():
     n, d = 1 << 16, 128
     prompt = plan((1, 4, n, d), (1, 4, n, d), "bfloat16")
     assert prompt.intensity == pytest.approx(n / 2, rel=0.01)
@@ -42,7 +42,7 @@ def test_flops_a_byte():
     assert plan((1, 32, 1, d), (1, 8, n, d), "bfloat16").intensity == pytest.approx(32 / 8, rel=0.01)
 
 
-def test_what_else_it_says():
+def test_its_other_numbers():
     deepseek = models()["deepseek-v3"]
     assert f"({deepseek.cached_numbers})" in TEXT and f"({deepseek.latent})" in TEXT
     assert f"the\n  {MAX_DIM} that the kernels here support" in TEXT and deepseek.cached_numbers > MAX_DIM

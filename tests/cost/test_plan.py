@@ -1,4 +1,4 @@
-"""plan.py: counts from shapes alone, the sizes of real models, and the reasons of the dispatch table."""
+"""plan.py: counts from shapes alone, sizes of real models, and the reasons of the dispatch table."""
 
 import json
 import subprocess
@@ -49,7 +49,7 @@ def test_least_bytes_is_the_closed_form():
     assert p.standard_bytes == 4 * traffic.standard_elements(1024, 64)
 
 
-def test_a_window_needs_only_the_keys_in_sight():
+def test_a_window_needs_only_the_visible_keys():
     p = flashtile.plan((1, 8, 1, 64), (1, 8, 8192, 64), window=(255, 0))
     assert p.pairs == 8 * 256
     assert p.least_bytes == 8 * (2 * 64 + 1 + 2 * 64 * 256) * 4
@@ -77,14 +77,14 @@ def test_the_floor_is_the_larger_of_compute_and_memory():
     assert flashtile.plan((4, 4), (4, 4)).floor is None
 
 
-def test_every_other_row_says_why():
+def test_every_other_row_has_a_reason():
     p = of_backend("tiles", (16, 8), (16, 8))
     assert p.backend == "tiles"
     assert set(p.reasons) == {row.name for row in dispatch.TABLE} - {"tiles"}
     assert all(p.reasons.values())
 
 
-def test_a_device_nobody_serves_still_has_numbers():
+def test_an_unsupported_device_still_has_numbers():
     p = flashtile.plan((16, 8), (16, 8), device="toaster")
     assert p.backend is None and p.flops == 4 * 16 * 16 * 8
     assert all("toaster" in reason for reason in p.reasons.values())
@@ -102,7 +102,7 @@ def test_devices_of_torch():
         assert wanted.device == name
 
 
-def test_an_explicit_backend_that_cannot_is_an_error():
+def test_an_explicit_backend_that_cannot_run_is_an_error():
     with pytest.raises(UnsupportedError, match="backend"):
         flashtile.plan((16, 8), (16, 8), device="toaster", backend="tiles")
 
@@ -127,7 +127,7 @@ def test_packed_sequences_and_lengths_in_use():
 
 
 @pytest.mark.parametrize("kind", ["int32", "int64"])
-def test_lengths_in_tensors_are_looked_at(kind):
+def test_lengths_may_be_tensors(kind):
     torch = pytest.importorskip("torch")
     shape, cu, lengths = (10, 2, 8), np.array([0, 4, 10], kind), np.array([4, 10], kind)
 
@@ -175,14 +175,14 @@ def on_gpu(q_shape, k_shape, capability, dtype="bfloat16", **options):
 
 
 @pytest.mark.parametrize("capability", [(10, 0), (8, 0), None])
-def test_a_gpu_that_is_not_here_has_a_tile_all_the_same(capability):
+def test_a_gpu_that_is_not_here_still_has_a_tile(capability):
     p = on_gpu((1, 8, 4096, 128), (1, 8, 4096, 128), capability)
     assert p.tile_of == "triton" and p.tile_heads == 1
     assert p.tile == tuning.choose("forward", 128, 128, 2, capability, False)[:2]
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_hopper_has_tiles_of_its_own(dim):
+def test_hopper_has_its_own_tiles(dim):
     p = on_gpu((2, 8, 4096, dim), (2, 8, 4096, dim), (9, 0), causal=True)
     config = hopper.forward(dim)
     assert p.tile_of == "gluon" and p.tile_heads == 1
@@ -235,8 +235,8 @@ def test_8_bits_are_widened_for_the_portable_kernels(shape, options):
         assert p.tile == wide.tile or wide.tile_of == "gluon"
 
 
-def test_a_gpu_that_was_named_counts_not_the_one_that_is_here(monkeypatch):
-    """With a Hopper GPU in this machine, the tile of another one is still that of the portable kernels, and so on."""
+def test_the_named_gpu_counts_not_the_local_one(monkeypatch):
+    """With a Hopper GPU in this machine, the tile of another GPU is still that of the portable kernels, for example."""
     for here in ("gluon", "triton"):
         monkeypatch.setattr(dispatch.Backend, "missing", lambda self, here=here: None if self.name == here else "away")
         for capability, there in (((8, 0), "triton"), ((9, 0), "gluon"), (None, here)):
@@ -259,7 +259,7 @@ print(flashtile.plan(shape, shape, "bfloat16", "cuda", hardware=chips()["h200"].
     assert run.stdout == "gluon\n", run.stderr
 
 
-def test_a_row_that_is_passed_over_says_so(monkeypatch):
+def test_a_row_not_chosen_has_a_reason(monkeypatch):
     monkeypatch.setattr(dispatch.Backend, "missing", lambda self: None)
     assert on_gpu(SHAPE, SHAPE, (9, 0)).reasons["triton"] == "it could, but comes later in the table"
     monkeypatch.setattr(gluon, "suits", lambda problem: False)
@@ -281,8 +281,8 @@ def test_heads_that_share_a_tile_share_its_keys():
     assert wide.tiles["full"] == -(-71 // wide.tile_heads) * 4096 // keys
 
 
-def test_the_blocks_of_a_tile_do_not_know_the_length():
-    """64 x 64 tiles of 16-bit elements, 128 wide: 16 KiB a block."""
+def test_the_blocks_of_a_tile_do_not_depend_on_the_length():
+    """64 x 64 tiles of 16-bit elements, 128 wide: 16 KiB per block."""
     with tuning.override("forward", tuning.Config(64, 64, 4, 2)):
         short, long = (on_gpu((1, 4, n, 128), (1, 4, n, 128), None, "float16") for n in (512, 131072))
     assert short.blocks == long.blocks

@@ -1,4 +1,4 @@
-"""trace(): the events are the schedule's, and the numbers are the attention's."""
+"""trace(): the events are those of the schedule, and the numbers are those of attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""traffic.py: the fold equals the closed forms, the closed forms the published values, and SRAM the real machine."""
+"""traffic.py: the sum over events equals the closed forms and published values, and SRAM that of the executor."""
 
 import itertools
 
@@ -137,7 +137,7 @@ def test_bytes_follow_the_dtype_and_statistics_stay_wide():
 @pytest.mark.parametrize("order", [*FORWARD, "standard", "backward"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_sram_is_what_the_executor_holds_after_every_event(order, causal):
-    """The count cannot drift from the computation: they are compared block by block."""
+    """The count and the computation are compared block by block."""
     rng = np.random.default_rng(42)
     q, k, v = (rng.standard_normal((21, w)).astype(np.float32) for w in (6, 6, 10))
     problem = describe(q, k, v, causal=causal)

@@ -1,4 +1,4 @@
-"""budget.py: whole models, kinds of layers, latent caches, and how many GPUs a cache takes."""
+"""budget.py: whole models, kinds of layers, latent caches, and the number of GPUs for a cache."""
 
 import json
 
@@ -38,7 +38,7 @@ def test_decoding_is_bound_by_reading_the_cache():
     assert found.tokens_a_second == pytest.approx(4.8e12 / (16 << 30), rel=1e-3)
 
 
-def test_layers_with_a_window_are_counted_apart():
+def test_layers_with_a_window_are_counted_separately():
     found = of("gemma-3-27b", "32k")
     whole, local = found.layers
     assert (whole.count, whole.window, local.count, local.window) == (10, None, 52, 1024)

@@ -1,4 +1,4 @@
-"""units.py: quantities as people read them."""
+"""units.py: human-readable quantities."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What test_workers.py lets a worker do."""
+"""Jobs for the workers of test_workers.py."""
 
 from __future__ import annotations
 

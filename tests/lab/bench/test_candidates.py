@@ -36,6 +36,6 @@ def test_the_arithmetic_of_a_tile() -> None:
     assert candidates.accumulators(Target("dkdv", "bfloat16", 128), config) == (2 * 64 * 128 + 2 * 128 * 64) / 256
 
 
-def test_targets_are_those_asked_for() -> None:
+def test_targets_can_be_selected() -> None:
     assert len(candidates.targets()) == 5 * 2 * 3
     assert candidates.targets(["dq"], ["float32"], [64]) == [Target("dq", "float32", 64)]

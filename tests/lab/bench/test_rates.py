@@ -1,4 +1,4 @@
-"""bench/rates.py and bench/levels.py: the best of several ways, and the caches as the system tells of them."""
+"""bench/rates.py and bench/levels.py: the best of several ways, and the caches as the system reports them."""
 
 import pytest
 
@@ -12,8 +12,8 @@ def timed(monkeypatch, seconds):
     return rates.measure()
 
 
-def test_the_roof_is_the_best_that_was_seen(monkeypatch):
-    """Our own kernels count too: on some machines they are faster than NumPy's product."""
+def test_the_roof_is_the_best_rate_measured(monkeypatch):
+    """Our own kernels count too, since on some machines they are faster than NumPy's product."""
     monkeypatch.setattr(native, "missing", lambda: None)
     slow = {"product": 1.0, "attention": 1.0, "copy": 1.0, "read": 1.0, "decode": 1.0}
     same = timed(monkeypatch, slow)
@@ -29,7 +29,7 @@ def test_without_the_core_numpy_sets_it(monkeypatch):
 
 
 def test_here():
-    found = rates.here(seconds=0.02)
+    found = rates.this_machine(seconds=0.02)
     assert found.measured and found.rates.flops > 1e6 and found.rates.bytes > 1e6
     names = [level.name for level in found.levels]
     assert names == sorted(names, key=["registers", "L1", "L2", "L3", "memory"].index)
@@ -52,7 +52,7 @@ def test_caches(tmp_path):
 
 
 @pytest.mark.parametrize("size", [64, 8 << 10, 3 << 20])
-def test_copies_copy_what_they_say(size):
+def test_copies_move_the_bytes_they_count(size):
     copies = levels.Copies(size, 2)
     for n, (to, source) in enumerate(copies.pairs):
         source[...] = n + 1

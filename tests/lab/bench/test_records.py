@@ -1,4 +1,4 @@
-"""records.py and table.py: written whole or not at all, read back, and shown as markdown."""
+"""records.py and table.py: records are written atomically, read back, and shown as markdown."""
 
 import copy
 import json
@@ -31,7 +31,7 @@ def example() -> records.Record:
     return record
 
 
-def test_a_record_says_what_it_was_measured_on():
+def test_a_record_describes_its_machine():
     record = records.new("cpu", quick=True, threads=2)
     assert record["schema"] == records.SCHEMA and record["threads"] == 2 and record["quick"] is True
     assert {"versions", "processor", "isa", "commit", "cores", "system"} <= set(record["machine"])
@@ -63,7 +63,7 @@ def test_another_schema_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "1", '{"schema": 1}', '{"schema": 1, "suite": 2}'])
-def test_what_is_no_record_is_refused_by_its_name(tmp_path, text):
+def test_a_malformed_record_is_refused_by_name(tmp_path, text):
     path = tmp_path / "record.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=rf"^{path}: expected a record"):
@@ -74,7 +74,7 @@ RECORDS = Path(__file__).parents[3] / "benchmarks" / "records"
 
 
 def broken(record: Any, rng: random.Random) -> None:
-    """One value of it, anywhere, is gone or of another kind."""
+    """Remove or change one value anywhere in the record."""
     while True:
         places = list(record) if isinstance(record, dict) else range(len(record))
         place = rng.choice(list(places))
@@ -90,7 +90,7 @@ def broken(record: Any, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("name", ["cpu", "gpu", "io", "tune"])
-def test_a_record_with_a_wrong_value_is_shown_or_refused_by_its_name(tmp_path, name):
+def test_a_record_with_a_wrong_value_is_shown_or_refused_by_name(tmp_path, name):
     whole, rng, path = (RECORDS / f"{name}.json").read_text(), random.Random(0), tmp_path / "record.json"
     short = json.loads(whole)
     short["measurements"] = short["measurements"][:: max(1, len(short["measurements"]) // 6)]
@@ -108,14 +108,14 @@ def test_a_record_with_a_wrong_value_is_shown_or_refused_by_its_name(tmp_path, n
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "1" * 10_000, '"\\ud800', "\0"])
-def test_what_json_cannot_read_is_refused_by_its_name(tmp_path, text):
+def test_invalid_json_is_refused_by_name(tmp_path, text):
     path = tmp_path / "record.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=rf"^{path}: expected a record"):
         records.read(path)
 
 
-def test_names_in_a_record_cannot_end_a_cell_or_a_place_in_a_document(tmp_path):
+def test_text_of_a_record_cannot_end_a_cell_or_a_place(tmp_path):
     name = "a | b\n<!-- end of bench -->\n# <script>x</script> [c](d) `e` \\"
     record = example()
     record["machine"] |= {"processor": name, "commit": "<b>", "versions": {"flashtile": name, "torch": "", "numpy": ""}}
@@ -137,7 +137,7 @@ def test_names_in_a_record_cannot_end_a_cell_or_a_place_in_a_document(tmp_path):
         assert len(widths) <= 2, "every row of a table has as many cells"
 
 
-def test_a_record_of_any_suite_is_read_but_not_all_have_a_table(tmp_path):
+def test_records_of_unknown_suites_can_be_read_but_not_shown(tmp_path):
     path = tmp_path / "record.json"
     records.write(example() | {"suite": "moon"}, path)
     assert records.read(path)["suite"] == "moon"
@@ -164,7 +164,7 @@ def test_tables():
     assert "2 threads" in cpu.caption(record)
 
 
-def test_a_document_carries_its_table(tmp_path):
+def test_a_table_is_put_into_a_document(tmp_path):
     records.write(example(), tmp_path / "records" / "r.json")
     document = tmp_path / "README.md"
     document.write_text("before\n<!-- bench:  -->\n<!-- end of bench -->\nafter\n")
@@ -176,7 +176,7 @@ def test_a_document_carries_its_table(tmp_path):
     assert document.read_text() == text
 
 
-def test_a_document_beside_the_records(tmp_path):
+def test_paths_are_relative_to_the_document(tmp_path):
     records.write(example(), tmp_path / "records" / "r.json")
     document = tmp_path / "docs" / "d.md"
     document.parent.mkdir()
@@ -185,7 +185,7 @@ def test_a_document_beside_the_records(tmp_path):
     assert [place.path for place in table.marked(document.read_text())] == ["../records/r.json"]
 
 
-def test_a_document_may_carry_several(tmp_path):
+def test_a_document_may_show_several_records(tmp_path):
     for name in ("a.json", "b.json", "c.json"):
         records.write(example() | {"threads": ord(name[0])}, tmp_path / name)
     document = tmp_path / "README.md"
@@ -200,7 +200,7 @@ def test_a_document_may_carry_several(tmp_path):
         table.put_into(document, tmp_path / "c.json")
 
 
-def test_a_document_may_show_a_record_twice_in_brief_and_whole(tmp_path):
+def test_a_document_may_show_a_record_in_brief_and_in_full(tmp_path):
     records.write(example(), tmp_path / "r.json")
     document = tmp_path / "README.md"
     document.write_text(
@@ -212,8 +212,8 @@ def test_a_document_may_show_a_record_twice_in_brief_and_whole(tmp_path):
     assert "| forward | 2.0 |" in short.body and "old" not in short.body and len(short.body) < len(whole.body)
 
 
-def test_a_brief_may_be_of_several_records(tmp_path):
-    """Then it has the least and the most of them."""
+def test_a_brief_of_several_records_shows_their_range(tmp_path):
+    """It has the range over the records."""
     one, two = example(), json.loads(json.dumps(example()))
     two["summary"][0]["value"] = 0.8
     for name, record in (("a.json", one), ("b.json", two)):
@@ -244,7 +244,7 @@ def test_goals():
     assert goals.goals(record) == shown
 
 
-def test_bars_that_ask_for_at_least_and_lines_without_a_bar():
+def test_lower_bounds_and_lines_without_a_bar():
     line = {"title": "t", "measure": "m", "value": 1.5, "worst": 1.25, "bar": None, "worst_bar": 1.05, "at_least": True}
     record = example()
     record["summary"] = [line | {"holds": True}, line | {"worst_bar": None, "holds": None}]
@@ -252,7 +252,7 @@ def test_bars_that_ask_for_at_least_and_lines_without_a_bar():
     assert "| t | m | 1.50 | 1.25 | none under 1.05 | yes |" in shown and "| t | m | 1.50 | 1.25 |  |  |" in shown
 
 
-def test_a_document_without_a_place_for_it_is_refused(tmp_path):
+def test_a_document_without_a_place_is_refused(tmp_path):
     records.write(example(), tmp_path / "r.json")
     (tmp_path / "README.md").write_text("nothing here")
     with pytest.raises(ValueError, match="expected a line"):
@@ -260,7 +260,7 @@ def test_a_document_without_a_place_for_it_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("worst", "shown"), [(1.1513, "1.151"), (1.15, "1.15"), (1.149, "1.149"), (1.16, "1.16")])
-def test_a_number_near_its_bar_has_a_digit_more(worst, shown):
+def test_a_number_near_its_bar_has_one_more_digit(worst, shown):
     line = {"title": "t", "measure": "m", "value": 1.04, "worst": worst, "bar": None, "worst_bar": 1.15}
     record = example()
     record["summary"] = [line | {"holds": worst <= 1.15}]

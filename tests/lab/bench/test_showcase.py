@@ -1,4 +1,4 @@
-"""showcase.py: everyone is timed, nobody stands above the roof, and a GPU gets its own side."""
+"""showcase.py: every contender is timed, none is above the roof, and a GPU has its own side."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def small(monkeypatch):
     monkeypatch.setattr(showcase, "QUICK_SECONDS", 0.001)
 
 
-def test_everyone_is_timed(small):
+def test_every_contender_is_timed(small):
     pytest.importorskip("torch")
     found = showcase.run(BEST, quick=True, threads=1)
     forward, training = found.cpu.rows
@@ -36,7 +36,7 @@ def test_it_works_without_torch(small, monkeypatch):
     assert set(found.cpu.rows[0].runs) == {peers.OURS, peers.NAIVE_NUMPY}
 
 
-def test_nobody_is_above_the_roof():
+def test_no_contender_is_above_the_roof():
     case = cases.square(64, 16)
     flops = 4 * 8 * 64 * 64 * 16
     timed = [showcase.Timed(case, {peers.OURS: Timing((2e-6, 1e-6, 3e-6)), peers.NAIVE_NUMPY: Timing((4e-6,))})]
@@ -52,7 +52,7 @@ def test_nobody_is_above_the_roof():
     )
 
 
-def test_storing_the_scores_means_fewer_flops_a_byte():
+def test_storing_the_scores_means_fewer_flops_per_byte():
     case = cases.square(1024, 64)
     timed = [showcase.Timed(case, {peers.OURS: Timing((1.0,)), peers.NAIVE_NUMPY: Timing((1.0,))})]
     runs = showcase._side("CPU", "cpu", BEST, timed).rows[0].runs
@@ -61,7 +61,7 @@ def test_storing_the_scores_means_fewer_flops_a_byte():
 
 
 class Device:
-    """The CPU in the place of a GPU."""
+    """The CPU as a fake GPU."""
 
     name, cache = "cpu", 0
 
@@ -76,7 +76,7 @@ class Device:
         return 7
 
 
-def test_a_gpu_has_a_side_of_its_own(monkeypatch):
+def test_a_gpu_has_its_own_side(monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(ceilings.product, "__defaults__", (32,))
     monkeypatch.setattr(ceilings.copy, "__defaults__", (1 << 12,))

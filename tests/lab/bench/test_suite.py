@@ -1,4 +1,4 @@
-"""suite.py, cases.py and peers.py: every contender computes the same thing, and a run leaves a whole record."""
+"""suite.py, cases.py and peers.py: every contender computes the same result, and a run writes a whole record."""
 
 import json
 from dataclasses import replace
@@ -42,7 +42,7 @@ def test_contenders_agree(name):
 
 
 @pytest.mark.parametrize("direction", [cases.FORWARD, cases.TRAINING])
-def test_without_torch_we_are_called_with_numpy_and_peers_are_reported(monkeypatch, direction):
+def test_without_torch_ours_runs_on_numpy_and_peers_are_reported(monkeypatch, direction):
     monkeypatch.setattr(machine, "has", lambda package: False)
     case = cases.square(32, 16, naive=True, direction=direction)
     calls = peers.contenders(peers.Workload(case, 1))
@@ -53,13 +53,13 @@ def test_without_torch_we_are_called_with_numpy_and_peers_are_reported(monkeypat
         call()
 
 
-def test_groups_have_names_of_their_own_and_short_forms():
+def test_group_names_are_unique_and_groups_have_short_forms():
     assert len(set(cases.GROUPS)) == len(cases.GROUPS)
     for group in cases.CPU:
         assert cases.quick(group).cases and set(map(str, cases.quick(group).cases)) <= set(map(str, group.cases))
 
 
-def test_the_bars_are_those_agreed():
+def test_the_bars_are_as_agreed():
     bars = {g.name: (g.bar, g.reach, g.worst_bar) for g in cases.CPU}
     assert bars == {
         "full": (0.85, 0.78, 0.97),
@@ -83,7 +83,7 @@ def test_the_bars_are_those_agreed():
     }
 
 
-def test_a_run_leaves_a_record(monkeypatch):
+def test_a_run_writes_a_record(monkeypatch):
     group = replace(cases.CPU[0], cases=(cases.square(32, 16), cases.square(48, 16)))
     tiny = tuple(cases.square(n, 16, heads=1, kv_heads=1) for n in (16, 32))
     monkeypatch.setattr(suite, "CPU", (group,))
@@ -104,7 +104,7 @@ def test_a_run_leaves_a_record(monkeypatch):
         assert record["summary"][0]["value"] == pytest.approx(mean)
 
 
-def test_a_bar_that_is_missed_is_told():
+def test_a_missed_bar_is_reported():
     group = replace(cases.CPU[0], bar=0.5, worst_bar=0.8)
     assert suite._summary(group, [{"ratio": 0.4}, {"ratio": 0.5}])["holds"] is True
     assert suite._summary(group, [{"ratio": 0.1}, {"ratio": 0.9}])["holds"] is False
@@ -112,17 +112,17 @@ def test_a_bar_that_is_missed_is_told():
     assert suite._summary(group, [{}])["holds"] is None
 
 
-def test_the_naive_ones_are_among_those_that_agree():
+def test_naive_attention_is_among_the_compared():
     assert any(case.naive for case in SMALL_CASES.values())
 
 
-def test_measured_growth_sees_what_is_allocated():
+def test_growth_includes_allocations():
     grown = memory.measure(lambda: np.ones(1 << 22))
     if grown is None:
         pytest.skip("this system does not tell")
     assert 30 << 20 < grown < 40 << 20
 
 
-def test_a_failing_measurement_says_who():
+def test_a_failing_measurement_names_the_contender():
     with pytest.raises(RuntimeError, match="memory of nobody"):
         memory.growth("nobody", cases.MEMORY, cases.FORWARD, 1)

@@ -1,4 +1,4 @@
-"""timing.py: turns are taken, warm-up is not counted, and the numbers are what they say."""
+"""timing.py: contenders take turns, warm-up is not counted, and the statistics are right."""
 
 import random
 
@@ -14,7 +14,7 @@ def test_contenders_take_turns():
     assert {name: len(t.samples) for name, t in times.items()} == {"a": 3, "b": 3}
 
 
-def test_each_round_may_have_an_order_of_its_own():
+def test_rounds_may_be_shuffled():
     def order(seed):
         calls = []
         contenders = {name: lambda name=name: calls.append(name) for name in "abc"}
@@ -30,7 +30,7 @@ def test_another_clock():
     assert times["a"].samples == (7.0, 7.0, 7.0) and times["a"].over(2).samples == (3.5, 3.5, 3.5)
 
 
-def test_what_runs_before_is_not_timed():
+def test_the_before_call_is_not_timed():
     import time
 
     times = alternate({"a": lambda: None}, seconds=0, min_rounds=2, warm_up=0, before=lambda: time.sleep(0.02))
@@ -41,7 +41,7 @@ def test_time_and_rounds_are_limits():
     assert len(alternate({"a": lambda: None}, seconds=10, max_rounds=7)["a"].samples) == 7
 
 
-def test_garbage_collection_is_back_afterwards():
+def test_garbage_collection_is_restored():
     import gc
 
     with pytest.raises(ZeroDivisionError):

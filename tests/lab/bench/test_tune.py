@@ -1,4 +1,4 @@
-"""tune.py and tables/tune.py: each candidate judged by what it does, and rows that tuning.py can take as they are."""
+"""tune.py and tables/tune.py: candidates are checked and timed, and the rows can be pasted into tuning.py."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_every_pass_runs_its_kernel_with_the_candidate(monkeypatch: pytest.Monke
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, result: Callable[[Config], float], spills: int = 0) -> None:
-    """Passes whose result is a function of the tile that the table gives, and a compiler that spills."""
+    """Fake passes whose result depends on the tile in the table, and a compiler that spills."""
 
     def call() -> Any:
         return (torch.tensor([result(config_of(FORWARD))]),)
@@ -78,7 +78,7 @@ def job(*config: Any, today: bool = False) -> dict[str, Any]:
     return {"target": {"kernel": "forward", "dtype": "bfloat16", "dim": 128}, "config": list(config), "today": today}
 
 
-def test_a_candidate_that_does_what_the_others_do_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_candidate_with_the_same_result_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     answering(monkeypatch, lambda config: 1.0)
     answer = tune.check(job(16, 16, 4, 2, False))
     assert answer == {"rejected": None, "registers": 99, "spills": 0, "shared": 5, "difference": 0}
@@ -92,7 +92,7 @@ def test_a_candidate_that_does_what_the_others_do_passes(monkeypatch: pytest.Mon
         (lambda config: 1.0, 1000, "it spills 1000 words"),
     ],
 )
-def test_a_candidate_that_will_not_do(monkeypatch: pytest.MonkeyPatch, result: Any, spills: int, reason: str) -> None:
+def test_a_candidate_that_is_refused(monkeypatch: pytest.MonkeyPatch, result: Any, spills: int, reason: str) -> None:
     answering(monkeypatch, result, spills)
     assert tune.check(job(16, 16, 4, 2, False))["rejected"] == reason
 
@@ -121,7 +121,7 @@ def test_a_launch_that_ignores_the_candidate_is_noticed(monkeypatch: pytest.Monk
     assert tune.check(job(*config_of(FORWARD), today=True))["rejected"] is None
 
 
-def test_loading_sees_what_triton_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_records_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from types import SimpleNamespace
 
     from triton.compiler import compiler
@@ -142,7 +142,7 @@ def test_loading_sees_what_triton_loads(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class TiledDevice(FakeDevice):
-    """A pass takes as long as its tile says."""
+    """Fake timings that depend only on the tile."""
 
     def calls(self, target: Target, device: str) -> list[Callable[[], None]]:
         def call() -> None:
@@ -182,7 +182,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> records.Record:
     return json.loads(json.dumps(found))
 
 
-def test_a_run_leaves_a_record(record: records.Record) -> None:
+def test_a_run_writes_a_record(record: records.Record) -> None:
     first = record["measurements"][0]
     assert (first["kernel"], first["dtype"], first["dim"]) == ("forward", "bfloat16", 64)
     assert first["today"] == list(config_of(Target("forward", "bfloat16", 64)))
@@ -193,14 +193,14 @@ def test_a_run_leaves_a_record(record: records.Record) -> None:
     assert all((c["seconds"] is None) == (c["why_not"] is not None) for c in first["candidates"])
 
 
-def test_its_rows_are_those_of_the_table(record: records.Record) -> None:
+def test_rows_can_be_pasted_into_the_table(record: records.Record) -> None:
     measured = eval("{" + tables.rows(record) + "}", {"Config": Config})
     best = {(m["kernel"], m["dim"]): Config(*m["best"]) for m in record["measurements"] if m["dtype"] == "bfloat16"}
     assert measured[9, 2] == {"forward": {dim: best["forward", dim] for dim in candidates.DIMS}}
     assert set(measured[9, 4]) == {"dq"} and set(measured) == {(9, 2), (9, 4)}
 
 
-def test_programs_a_processor_are_told(record: records.Record) -> None:
+def test_programs_per_processor_are_shown(record: records.Record) -> None:
     best = Config(16, 64, 2, 3, programs=2)
     record["measurements"] = [record["measurements"][0] | {"kernel": "decode-short", "dim": 128, "best": list(best)}]
     measured = eval("{" + tables.rows(record) + "}", {"Config": Config})
@@ -208,7 +208,7 @@ def test_programs_a_processor_are_told(record: records.Record) -> None:
     assert tables.short(best) == "16x64 w2 s3 p2" and tables.short(Config(16, 64, 2, 3, True)) == "16x64 w2 s3 tma"
 
 
-def test_fields_that_tiles_had_once_come_by_name() -> None:
+def test_fields_of_old_tiles_are_shown_by_name() -> None:
     fields = ("block_q", "block_k", "warps", "stages", "descriptors", "registers")
     assert tables.short([64, 64, 4, 3, True, 128], fields) == "64x64 w4 s3 tma registers=128"
     assert tables.short([64, 64, 4, 3, True, None], fields) == "64x64 w4 s3 tma"

@@ -1,4 +1,4 @@
-"""workers.py: answers come back in order, and a job that raises, dies or hangs costs no other job its answer."""
+"""workers.py: answers come in order, and a job that raises, dies or hangs does not affect the others."""
 
 import time
 
@@ -20,20 +20,20 @@ def test_answers_come_in_order_from_one_process():
     assert {answer["variable"] for answer in answers} == {"hello"}
 
 
-def test_failures_are_told_and_the_next_job_gets_a_fresh_process():
+def test_failures_are_reported_and_the_next_job_gets_a_fresh_process():
     first, dead, raised, last = run("a", "die", "raise", "b")
     assert dead == {"failed": "it died: last words"}
     assert raised == {"failed": "ValueError: wrong"}
     assert last["said"] == "b" and last["process"] != first["process"]
 
 
-def test_who_hangs_is_ended():
+def test_a_hanging_worker_is_ended():
     start = time.monotonic()
     (answer,) = run("hang", seconds=1.5)
     assert answer["failed"].startswith("no answer in") and time.monotonic() - start < 20
 
 
-def test_nothing_begins_after_the_end():
+def test_no_job_starts_after_the_end():
     assert run("a", "b", end=time.monotonic() - 1) == [{"failed": "no time was left"}] * 2
 
 

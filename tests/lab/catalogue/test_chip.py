@@ -1,4 +1,4 @@
-"""catalogue/chip.py: datasheets that agree with themselves, and the hierarchy that the papers print."""
+"""catalogue/chip.py: datasheets are consistent, and the hierarchy is the one of the papers."""
 
 import math
 
@@ -33,7 +33,7 @@ def test_the_ridge_of_the_h200():
     assert chips()["h200"].rates("float32").flops < chips()["h200"].rates("float16").flops / 10
 
 
-def test_8_bits_count_as_16_where_they_are_widened():
+def test_8_bits_count_as_16_if_widened():
     h200, a100 = chips()["h200"], chips()["a100-80"]
     assert h200.rates("float8_e4m3fn").flops == pytest.approx(2 * h200.rates("bfloat16").flops, rel=1e-3)
     assert a100.rates("float8_e4m3fn") == a100.rates("bfloat16")
@@ -60,5 +60,5 @@ def test_capabilities():
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
     ],
 )
-def test_drivers_have_their_own_names(said, name):
+def test_driver_names_are_recognised(said, name):
     assert known_as(said) == name

@@ -25,13 +25,13 @@ def test_the_kv_cache_of_full_attention(name, a_token, gib):
 
 
 def test_grouped_queries_shrink_it_by_their_group():
-    """Llama 2 70B with a key head for every query head would keep eight times as much."""
+    """With a key head for every query head, Llama 2 70B would keep eight times as much."""
     grouped = models()["llama-2-70b"]
     alone = Model(grouped.layers, grouped.heads, grouped.heads, grouped.dim, grouped.context)
     assert alone.kv_bytes(4096, "float16") == 8 * grouped.kv_bytes(4096, "float16")
 
 
-def test_a_window_keeps_no_more_than_itself():
+def test_a_layer_keeps_no_more_than_its_window():
     model = models()["gemma-3-27b"]
     a_layer = 2 * 16 * 128 * 2
     assert (model.layers, model.local, model.window) == (62, 52, 1024)
@@ -39,7 +39,7 @@ def test_a_window_keeps_no_more_than_itself():
     assert model.kv_bytes(100_000, "bfloat16") == (10 * 100_000 + 52 * 1024) * a_layer
 
 
-def test_latent_attention_keeps_one_vector_a_token():
+def test_latent_attention_keeps_one_vector_per_token():
     model = models()["deepseek-v3"]
     assert model.cached_numbers == 512 + 64
     assert model.kv_bytes_a_token("bfloat16") == 61 * 576 * 2 == 70_272
@@ -49,7 +49,7 @@ def test_latent_attention_keeps_one_vector_a_token():
 
 
 @pytest.mark.parametrize("name", models())
-def test_every_model_is_one_that_can_be(name):
+def test_every_model_is_consistent(name):
     m = models()[name]
     assert m.heads % m.kv_heads == 0 and 0 <= m.local <= m.layers and 1 <= m.dim_v <= m.dim <= MAX_DIM
     assert (m.window is None) == (m.local == 0) and m.context >= 1024

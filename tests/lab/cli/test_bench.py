@@ -1,4 +1,4 @@
-"""flashtile bench: what cannot be done is told at once, a record and a table come out, exit codes mean something."""
+"""flashtile bench: early errors, a record and a table, and exit codes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from flashtile.lab.bench import candidates, records, suite, tune
-from flashtile.lab.bench.gpu import ceilings, device, moved, ncu, peers, rows, warm
+from flashtile.lab.bench.gpu import ceilings, device, io, ncu, peers, precompile, rows
 from flashtile.lab.bench.gpu.peers import CUDNN, FLEX, OURS
 from flashtile.lab.cli import bench
 from flashtile.lab.cli.app import app
 from tests.lab.bench.gpu.fakes import FakeDevice, one_thread, row_of, small_ceilings
-from tests.lab.bench.gpu.test_moved import watched_as_predicted
+from tests.lab.bench.gpu.test_io import profiled_as_predicted
 
 
 def run(*arguments: str, code: int = 0) -> Any:
@@ -32,7 +32,7 @@ def run(*arguments: str, code: int = 0) -> Any:
 
 
 def error_of(*arguments: str) -> str:
-    """The one line that says what is wrong with them."""
+    """The one line of error for these arguments."""
     (line,) = (line for line in run(*arguments, code=2).stderr.splitlines() if line.startswith("Error: "))
     return line.removeprefix("Error: Invalid value: ")
 
@@ -52,7 +52,9 @@ NO_RECORDS = {
 
 @pytest.mark.parametrize("way", [(), ("--details",), ("--into", "README.md"), ("--json",)])
 @pytest.mark.parametrize("what", ["no JSON", *NO_RECORDS])
-def test_a_table_of_no_record_is_refused_by_its_name(tmp_path: Path, what: str, way: tuple[str, ...]) -> None:
+def test_a_malformed_record_is_refused_by_name_for_every_output(
+    tmp_path: Path, what: str, way: tuple[str, ...]
+) -> None:
     path = tmp_path / "broken.json"
     path.write_text(json.dumps(NO_RECORDS[what]) if what in NO_RECORDS else "hello")
     assert error_of("table", str(path), *way).startswith(f"RECORD: {path}: expected a ")
@@ -70,7 +72,7 @@ def test_a_table_goes_into_a_document_that_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["cpu", "gpu", "tune", "io"])
-def test_where_no_record_can_go_nothing_is_measured(
+def test_nothing_is_measured_if_the_record_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
 ) -> None:
     def measure(*_: Any, **__: Any) -> Any:
@@ -84,7 +86,7 @@ def test_where_no_record_can_go_nothing_is_measured(
     assert error_of(command, "--output", str(tmp_path)) == f"--output: expected a file, got a folder: {tmp_path}"
 
 
-def test_looking_where_a_record_could_go_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_checking_the_output_path_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(device, "missing", lambda: "no GPU")
     run("gpu", "--output", str(tmp_path / "deep" / "r.json"), code=3)
     assert list(tmp_path.iterdir()) == []
@@ -118,16 +120,16 @@ def test_why_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
-    """A device, two peers of which one is slower than we are, and two tiny rows."""
+    """A fake device, two peers, one of them slower than ours, and two tiny rows."""
     fake = FakeDevice()
     monkeypatch.setenv(peers.FA4_CACHE, "0")
     monkeypatch.setattr(device, "missing", lambda: None)
     monkeypatch.setattr(device, "Cuda", lambda: fake)
     here = [fake.peer(OURS, 1e-3), fake.peer(CUDNN, 2e-3), fake.peer(FLEX, 3e-3, fails="no kernel")]
     monkeypatch.setattr(
-        peers, "present", lambda wanted: ([p for p in here if not wanted or p.name in wanted], {"other": "not here"})
+        peers, "available", lambda wanted: ([p for p in here if not wanted or p.name in wanted], {"other": "not here"})
     )
-    monkeypatch.setattr(warm, "compile_ahead", lambda *_, **__: {"a row": "too long"})
+    monkeypatch.setattr(precompile, "compile_ahead", lambda *_, **__: {"a row": "too long"})
     monkeypatch.setattr(rows, "ROWS", tuple(row_of(f"train forward D64 {mask}") for mask in ("full", "causal")))
     for name, ceiling in small_ceilings(fake).items():
         monkeypatch.setattr(ceilings, name, lambda _, ceiling=ceiling: ceiling)
@@ -160,7 +162,7 @@ def test_gpu_stops_when_time_is_up(gpu: FakeDevice, tmp_path: Any) -> None:
     assert f"{rows.ROWS[1].name}: left out, no time was left" in result.stderr
 
 
-def test_gpu_goes_on_where_a_run_ended(gpu: FakeDevice, tmp_path: Any) -> None:
+def test_gpu_resumes_a_run(gpu: FakeDevice, tmp_path: Any) -> None:
     path = str(tmp_path / "gpu.json")
     run("gpu", "--quick", "--only", "full", "--output", path)
     (before,) = records.read(tmp_path / "gpu.json")["measurements"]
@@ -175,8 +177,8 @@ def test_gpu_goes_on_where_a_run_ended(gpu: FakeDevice, tmp_path: Any) -> None:
     assert "another suite" in run("gpu", "--quick", "--resume", str(tuned), code=2).stderr
 
 
-def test_gpu_tells_what_this_one_cannot_do(gpu: FakeDevice, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No device of this test multiplies 8-bit tensors as they are."""
+def test_gpu_lists_rows_it_cannot_run(gpu: FakeDevice, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No device here multiplies 8-bit tensors as they are."""
     wide = rows.ROWS[0]
     eight = replace(wide, case=replace(wide.case, dtype="float8_e4m3fn"))
     monkeypatch.setattr(rows, "ROWS", (eight, wide))
@@ -186,10 +188,10 @@ def test_gpu_tells_what_this_one_cannot_do(gpu: FakeDevice, tmp_path: Any, monke
     assert [m["case"] for m in records.read(path)["measurements"]] == [wide.name]
 
 
-def test_gpu_check_fails_where_a_bar_does(gpu: FakeDevice, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_check_fails_if_a_bar_does(gpu: FakeDevice, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ("gpu", "--quick", "--output", str(tmp_path / "gpu.json"), "--check")
     run(*arguments)
-    monkeypatch.setattr(peers, "present", lambda wanted: ([gpu.peer(OURS, 2e-3), gpu.peer(FLEX, 1e-3)], {}))
+    monkeypatch.setattr(peers, "available", lambda wanted: ([gpu.peer(OURS, 2e-3), gpu.peer(FLEX, 1e-3)], {}))
     run(*arguments, code=1)
     run(*arguments[:-1])
 
@@ -243,17 +245,17 @@ def test_io_needs_a_profiler(gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch) -
     def fail(*_: Any) -> Any:
         raise ncu.ProfilerError("no permission")
 
-    monkeypatch.setattr(moved, "run", fail)
+    monkeypatch.setattr(io, "run", fail)
     assert "ncu: no permission" in run("io", "--ncu", "x", code=3).stderr
 
 
-def test_io_leaves_a_record(gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_io_writes_a_record(gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr(ncu, "find", lambda: "an ncu")
-    measure = moved.run
-    monkeypatch.setattr(moved, "run", lambda *given: measure(*given, watched_as_predicted(1.0)))
+    measure = io.run
+    monkeypatch.setattr(io, "run", lambda *given: measure(*given, profiled_as_predicted(1.0)))
     path = tmp_path / "io.json"
     assert "| D64" not in run("io", "--output", str(path)).stderr
-    assert len(records.read(path)["measurements"]) == len(moved.ENTRIES)
+    assert len(records.read(path)["measurements"]) == len(io.ENTRIES)
     assert "by tiles" in run("table", str(path)).stdout
     assert json.loads(run("io", "--output", str(path), "--json").stdout)["suite"] == "io"
 

@@ -1,4 +1,4 @@
-"""The command line: JSON that parses, exit codes that mean something, and kind words when an extra is missing."""
+"""The command line: valid JSON, exit codes, and a helpful message if an extra is missing."""
 
 import json
 import re
@@ -38,7 +38,7 @@ def test_every_command_has_help(command):
 
 
 @pytest.mark.parametrize("group", [(), ("bench",)])
-def test_no_command_is_cut_short_where_it_is_listed(group):
+def test_no_command_summary_is_truncated(group):
     listed = run(*group, "--help").stdout.partition("Commands:\n")[2].splitlines()
     assert len(listed) >= 5 and all(line.endswith(".") and not line.endswith("...") for line in listed), listed
 
@@ -61,7 +61,7 @@ def test_doctor_prints_the_dispatch_table():
     assert len(run("doctor", "--brief").stdout.splitlines()) == len(dispatch.TABLE)
 
 
-def test_doctor_names_a_setting_that_asks_for_nothing(monkeypatch):
+def test_doctor_names_an_ignored_setting(monkeypatch):
     monkeypatch.setenv("FLASHTILE_THREADS", "abc")
     threads.asked_for.cache_clear()
     try:
@@ -70,7 +70,7 @@ def test_doctor_names_a_setting_that_asks_for_nothing(monkeypatch):
         threads.asked_for.cache_clear()
 
 
-def test_doctor_gives_the_reason_for_every_no(monkeypatch):
+def test_doctor_gives_every_reason(monkeypatch):
     monkeypatch.setattr(
         dispatch.Backend, "missing", lambda self: "the moon is wrong" if self.name == "native" else None
     )
@@ -100,7 +100,7 @@ def test_bench_names_a_record_by_suite_and_time(monkeypatch, tmp_path):
     assert re.fullmatch(r"cpu-\d{8}T\d{6}\.json", path.name) and records.read(path)["threads"] == 1
 
 
-def test_bench_check_fails_where_a_bar_does(monkeypatch, tmp_path):
+def test_bench_check_fails_if_a_bar_does(monkeypatch, tmp_path):
     pytest.importorskip("torch")
     monkeypatch.setattr(suite, "CPU", (cases.Group("full", "forward", (cases.square(16, 8),), bar=1e-9),))
     run("bench", "cpu", "--only", "full", "--quick", "--output", str(tmp_path / "r.json"), "--check", code=1)

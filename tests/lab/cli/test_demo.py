@@ -1,4 +1,4 @@
-"""flashtile demo: findings, tables if asked for, what to do next, JSON, exit codes, terminals of 80 columns, pipes."""
+"""flashtile demo: findings, tables on request, next commands, JSON, exit codes, 80 columns, pipes."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def run(*arguments, code=0):
 
 @pytest.fixture
 def kept(demo_run, monkeypatch):
-    """The command has nothing to compute."""
+    """Replace the computation by the kept content."""
     found = demo_run.content
     monkeypatch.setattr(report_content, "collect", lambda *given: found)
     return found
@@ -55,7 +55,7 @@ def test_it_prints_every_finding_and_the_path(demo_run):
     assert len(demo_run.terminal.rpartition("\x1b[2K")[2].splitlines()) < 200
 
 
-def test_it_prints_every_table_where_asked(kept):
+def test_it_prints_every_table_on_request(kept):
     words = in_words(run("--no-page", "--tables").stdout)
     for result in kept.results:
         assert all(" ".join(table.rows[0][0].split()[:1]) in words for table in result.tables if table.rows)
@@ -63,7 +63,7 @@ def test_it_prints_every_table_where_asked(kept):
 
 
 def test_no_number_is_shortened(kept):
-    """At 80 columns, each word of each cell that has a digit in it is there as a whole."""
+    """At 80 columns, no word with a digit in any cell is truncated."""
     console = Console(width=COLUMNS)
     for result in kept.results:
         for table in result.tables:
@@ -89,7 +89,7 @@ def test_the_last_lines_say_what_to_do_next(kept, monkeypatch, tmp_path):
 
 
 def test_a_short_run_is_short(demo_run):
-    """Under 10 s where nothing else runs; here the other tests do."""
+    """Under 10 s on an idle machine; here other tests run too."""
     assert demo_run.seconds < 90
 
 
@@ -98,7 +98,7 @@ def test_no_line_is_longer_than_the_terminal(demo_run):
     assert max(map(len, (line for line in lines if not line.startswith(("page: ", "next: "))))) <= COLUMNS
 
 
-def test_progress_is_told_and_erased(demo_run):
+def test_progress_is_shown_and_erased(demo_run):
     assert "lesson: " in demo_run.terminal and re.search(r"\d+/\d+", demo_run.terminal)
     assert demo_run.terminal.rstrip().endswith("demo --tables")
 
@@ -126,7 +126,7 @@ def test_a_pipe_gets_no_control_codes_and_a_page_is_written(demo_run, tmp_path):
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_json_is_all_there_is(kept, demo_run):
+def test_json_prints_nothing_else(kept, demo_run):
     printed = json.loads(run("--json", "--no-page").stdout)
     assert printed == json.loads(json.dumps(kept.records()))
     for name, value in printed.items():

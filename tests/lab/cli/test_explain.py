@@ -1,4 +1,4 @@
-"""flashtile explain: figures of real models on real GPUs, options that fit together, and JSON that has it all."""
+"""flashtile explain: figures of real models on real GPUs, combinations of options, and JSON."""
 
 import json
 
@@ -37,11 +37,11 @@ def said(*arguments):
 
 @pytest.fixture(autouse=True)
 def a_machine(monkeypatch):
-    """Measuring takes a second; what it finds is another test's matter."""
+    """Replace measuring, which takes a second and has its own tests."""
     here = Hardware(
         "this one", Rates(2e11, 4e10), True, 8 << 30, (Level("L1", 1 << 16, 4e11), Level("memory", 8 << 30, 4e10))
     )
-    monkeypatch.setattr(rates, "here", lambda dtype: here)
+    monkeypatch.setattr(rates, "this_machine", lambda dtype: here)
     monkeypatch.setattr(machine, "gpu", lambda: None)
 
 
@@ -77,7 +77,7 @@ def test_models(model, a_token, gib_at_128k):
 
 @pytest.fixture
 def a_tile():
-    """So that these figures do not change whenever the kernels are tuned again."""
+    """Fix the tile, so that these figures do not change whenever the kernels are tuned."""
     with tuning.override("forward", tuning.Config(128, 128, 8, 3)):
         yield
 
@@ -129,14 +129,14 @@ def test_hopper_has_kernels_of_its_own():
 
 
 def test_another_kernel_may_run_here(monkeypatch):
-    """Asked about a GPU of another kind than this machine's."""
+    """For a GPU of another kind than this machine's."""
     monkeypatch.setattr(dispatch.Backend, "missing", lambda self: "away" if self.name == "gluon" else None)
     assert "gluon, but triton on this machine" in said("--model", "llama-3-8b", "--gpu", "h200")
     monkeypatch.setattr(dispatch.Backend, "missing", lambda self: "away")
     assert "gluon, but not on this machine" in said("--model", "llama-3-8b", "--gpu", "h200")
 
 
-def test_what_is_missing_here_says_nothing_of_a_gpu_that_was_named(monkeypatch):
+def test_local_reasons_do_not_apply_to_a_named_gpu(monkeypatch):
     monkeypatch.setattr(dispatch.Backend, "missing", lambda self: "away" if self.device == "cuda" else None)
     assert "away" not in said("--model", "llama-3-8b", "--gpu", "h200")
     monkeypatch.setattr(machine, "gpu", lambda: "NVIDIA H200")
@@ -147,7 +147,7 @@ def test_long_times_are_minutes():
     assert "least time for the prompt │ 19 min" in said("--model", "llama-3-8b", "--context", "2m", "--gpu", "h200")
 
 
-def test_a_name_that_is_nearly_right():
+def test_a_misspelt_name_gets_a_suggestion():
     assert "got 'llama3'; did you mean llama-3-8b?" in run("--model", "llama3", code=2).stderr
     assert "did you mean h100?" in run("--model", "gpt-2", "--gpu", "h10", code=2).stderr
     assert "did you mean" not in run("--model", "abacus", code=2).stderr
@@ -161,7 +161,7 @@ def test_here_is_measured():
     assert "best rates just measured" in text and "L1 │ 64 KiB │ 400 GB/s │ 10" in text
 
 
-def test_here_is_the_gpu_where_there_is_one(monkeypatch):
+def test_here_is_the_gpu_if_there_is_one(monkeypatch):
     monkeypatch.setattr(machine, "gpu", lambda: "NVIDIA L40S")
     assert found("--q", "1,8,256,64")["hardware"]["name"] == chips()["l40s"].name
     assert found("--q", "1,8,256,64", "--gpu", "cpu")["hardware"]["name"] == "this one"
@@ -185,7 +185,7 @@ def test_a_cache_that_outgrows_a_gpu():
     assert "merge()" not in said("--model", "llama-3-70b", "--context", "128k", "--decode", "--gpu", "h200")
 
 
-def test_latent_attention_is_told_as_it_is():
+def test_latent_attention_is_described():
     args = ("--model", "deepseek-v3", "--context", "64k", "--gpu", "h200")
     told = found(*args, "--decode")
     assert told["call"] is None and told["picture"] == [] and told["model"]["layers"][0]["plan"] is None

@@ -1,4 +1,4 @@
-"""Progress is drawn at once when something is reported, and at no other time; commands are told as they work here."""
+"""Progress is drawn only when something is reported, and printed commands work from here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.console import Console
 from flashtile.lab.cli import output
 
 
-def test_progress_is_drawn_by_whoever_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_drawn_only_on_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = io.StringIO()
     monkeypatch.setattr(output, "err", lambda: Console(file=drawn, force_terminal=True, width=80))
     threads = threading.active_count()
@@ -32,7 +32,7 @@ def test_progress_is_drawn_by_whoever_reports(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A flashtile that lies in a virtual environment, which the shell does not know."""
+    """A flashtile script in a virtual environment that is not on the shell's path."""
     path = tmp_path / ".venv" / "bin" / "flashtile"
     path.parent.mkdir(parents=True)
     path.touch(0o755)
@@ -42,7 +42,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_command_is_told_so_that_it_works_from_here(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_printed_command_works_from_here(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert output.command() == ".venv/bin/flashtile"
     monkeypatch.chdir(script.parent)
     assert output.command() == "./flashtile"
@@ -59,7 +59,7 @@ def test_a_path_with_a_space_can_be_pasted(script: Path, monkeypatch: pytest.Mon
     assert output.command() == "'my home/bin/flashtile'"
 
 
-def test_without_a_script_there_is_its_name(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_script_the_name_is_printed(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["-c"])
     assert output.command() == "flashtile"
 

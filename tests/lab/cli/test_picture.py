@@ -1,17 +1,17 @@
-"""cli/picture.py: to scale, and true to the band."""
+"""cli/picture.py: pictures are to scale and show the band."""
 
 import pytest
 
 pytest.importorskip("rich")
 
 from flashtile.band import Band
-from flashtile.lab.cli.picture import CELL, HIDDEN, SEEN, SHADES, SIDE, TILE, beside, legend, pictures
+from flashtile.lab.cli.picture import CELL, HIDDEN, SEEN, SHADES, SIDE, TILE, legend, pictures, side_by_side
 
 CAUSAL = Band(right=0)
 
 
 def cells(picture):
-    """One character a cell."""
+    """One character per cell."""
     assert all(line[::2] == line[1::2] for line in picture.lines)
     return [line[::2] for line in picture.lines]
 
@@ -37,7 +37,7 @@ def test_the_tile_is_to_scale(n, tile):
 
 
 def test_the_band_is_drawn_as_it_is():
-    """A cell is drawn as seen if any pair of it is."""
+    """A cell is drawn as visible if any of its pairs is."""
     band, n = Band(left=3, right=1), 20
     (picture,) = pictures(band, n, n, (20, 20))
     (first, *_) = pictures(band, 1000, 1000, (1, 1))
@@ -55,7 +55,7 @@ def test_one_query_is_a_strip():
     assert [len(p.lines) for p in found] == [1, 1] and [p.keys for p in found] == [4096, 410]
 
 
-def test_nothing_at_all_is_no_trouble():
+def test_empty_shapes():
     assert pictures(Band(), 0, 0, (128, 128)) and pictures(Band(), 0, 7, (128, 128)) and pictures(Band(), 7, 0, (1, 1))
 
 
@@ -63,7 +63,7 @@ def test_side_by_side_within_80_columns():
     found = pictures(CAUSAL, 1 << 20, 1 << 20, (64, 64))
     assert len(found) == 4 + 1
     for shades in (True, False):
-        text = beside(found, shades)
+        text = side_by_side(found, shades)
         assert max(map(len, text.splitlines())) <= 80
         assert all(f"{p.queries} x {p.keys}" in text for p in found)
         assert text.isascii() != shades and legend(found, shades).isascii() != shades

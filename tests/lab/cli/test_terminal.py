@@ -1,4 +1,4 @@
-"""What the commands print, in a real terminal of 80 columns, with NO_COLOR, and through a pipe."""
+"""The output of the commands in a real terminal of 80 columns, with NO_COLOR, and through a pipe."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ import functools, json, os, sys
 from flashtile.lab.bench import rates
 from flashtile.lab.cli.app import app
 commands, path, mark = json.loads(sys.argv[1])
-rates.here = functools.partial(rates.here, seconds=0.01)
+rates.this_machine = functools.partial(rates.this_machine, seconds=0.01)
 for way in ("colour", "plain", "piped"):
     if way == "plain":
         os.environ["NO_COLOR"] = "1"
@@ -49,7 +49,7 @@ MARK = "===="
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
-    """What each command printed: {way: [text, ...]}."""
+    """The output of each command: {way: [text, ...]}."""
     path = tmp_path_factory.mktemp("piped") / "out"
     terminal = in_terminal([sys.executable, "-c", CODE, json.dumps([COMMANDS, str(path), MARK])])
     parts = terminal.split(f"{MARK}\n")[: 2 * len(COMMANDS)]
@@ -77,7 +77,7 @@ def test_a_pipe_gets_no_control_codes(shown, n):
     assert CONTROL.search(shown["piped"][n]) is None
 
 
-def test_the_terminal_was_one(shown):
-    """Else the tests above could not fail."""
+def test_the_terminal_is_detected(shown):
+    """Otherwise the tests above could not fail."""
     assert any(COLOUR.search(text) for text in shown["colour"])
     assert all(len(texts) == len(COMMANDS) for texts in shown.values())

@@ -1,4 +1,4 @@
-"""Who is timed with whom in a lesson."""
+"""Fixture: the contenders of a lesson that take turns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashtile.lab.bench.timing import Timing
 
 @pytest.fixture
 def together(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
-    """Those that took turns, as often as some did; nobody is timed."""
+    """The sets of contenders that took turns, without timing them."""
     found: list[set[str]] = []
 
     def timed(calls: dict[str, Any], **options: Any) -> dict[str, Timing]:

@@ -1,4 +1,4 @@
-"""The CUDA lesson: its source compiles, by nvcc and by NVRTC, and does the right thing when the CPU plays the GPU."""
+"""The CUDA lesson: its source compiles with nvcc and NVRTC, and is right when a CPU emulates the GPU."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_nvrtc_compiles_it() -> None:
 
 
 def a_gpu_that_is_a_cpu(folder: Path, causal: bool, threads: int) -> str:
-    """libcuda.cpp as a library; fewer threads a block than on a GPU."""
+    """Compile libcuda.cpp as a library, with fewer threads per block than on a GPU."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no g++")

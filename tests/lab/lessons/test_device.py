@@ -1,4 +1,4 @@
-"""Where kernels run, and every reason why they cannot."""
+"""Where kernels run, and the reasons why they cannot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashtile.lab.lessons.lesson import Unavailable
 
 @pytest.fixture(autouse=True)
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with torch and triton, but no GPU, where nothing was asked for and triton not yet loaded."""
+    """A machine with torch and triton but no GPU, without TRITON_INTERPRET, before triton is imported."""
     monkeypatch.setattr(device.machine, "has", lambda package: True)
     monkeypatch.setattr(device.machine, "gpu", lambda: None)
     monkeypatch.setattr(device, "TOO_NEW", (99, 0))
@@ -26,7 +26,7 @@ def test_without_a_gpu_triton_interprets() -> None:
     assert device.for_triton() == "cpu" and os.environ["TRITON_INTERPRET"] == "1"
 
 
-def test_with_one_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_gpu_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device.machine, "gpu", lambda: "a fast one")
     assert device.for_triton() == "cuda" and "TRITON_INTERPRET" not in os.environ
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -46,7 +46,7 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("off, holds", [(0.0, True), (1e-2, False)])
-def test_the_oracle_can_say_no(off: float, holds: bool) -> None:
+def test_the_oracle_check_can_fail(off: float, holds: bool) -> None:
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 20, 8)).astype(np.float32) for _ in range(3))
     from flashtile import standard_attention

@@ -1,4 +1,4 @@
-"""Both orders: who is written how often, what moves, and what warps have to tell each other."""
+"""Both orders: the number of writes, the traffic, and the numbers exchanged between warps."""
 
 from __future__ import annotations
 

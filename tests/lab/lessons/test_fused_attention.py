@@ -1,4 +1,4 @@
-"""The Triton lesson against the oracle, and the lessons' Triton kernels compiled for a GPU that need not be there."""
+"""The Triton lesson against the oracle, and the lessons' Triton kernels compiled without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the lesson counts is what traffic.py says, and the watches miss nothing."""
+"""The lesson's counts are those of traffic.py, and no operation is missed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def record() -> Any:
     return lesson.run(lambda line: None, quick=True)
 
 
-def test_six_trips_against_two(record: Any) -> None:
+def test_six_trips_or_two(record: Any) -> None:
     assert record["standard"]["trips"] == traffic.trips(schedule.STANDARD) == 6
     assert record["flash"]["trips"] == traffic.trips(schedule.FLASH) == 2
     assert [len(record[way]["launches"]) for way in ("standard", "flash")] == [3, 1]
 
 
-def test_the_bytes_are_those_of_the_account(record: Any) -> None:
+def test_the_bytes_are_those_of_traffic(record: Any) -> None:
     n, d = record["n"], lesson.DIM
     assert record["standard"]["bytes"] == 4 * traffic.standard_elements(n, d)
     grid = Grid(n, n, lesson.BLOCK, lesson.BLOCK)
@@ -53,7 +53,7 @@ def test_without_the_core_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not compared: the moon is wrong" in lines[0] and list(calls) == ["standard", "tiled loop"]
 
 
-def test_numpy_is_timed_apart(together: list[set[str]]) -> None:
+def test_numpy_is_timed_separately(together: list[set[str]]) -> None:
     x = np.ones((4, 4), np.float32)
     lesson.on_cpu(lambda line: None, x, x, x, 0.01)
     assert together[0] <= {"flashtile"} and together[1:] == [{"standard"}, {"tiled loop"}]

@@ -1,4 +1,4 @@
-"""Every lesson: it runs, what it claims holds, its text fits a terminal, and its record is plain."""
+"""Every lesson runs and holds, its text fits a terminal, and its record is plain."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_it_runs_and_holds(one: Lesson) -> None:
 
 
 @pytest.mark.parametrize("one", LESSONS, ids=ids)
-def test_its_source_is_there_to_read(one: Lesson) -> None:
+def test_its_source_can_be_read(one: Lesson) -> None:
     text = lesson.source(one)
     assert "def run(say: Say, quick: bool = False)" in text
     assert all(path.read_text() in text for path in one.files)
@@ -50,7 +50,7 @@ def test_an_answer_has_text_and_record() -> None:
     assert found["text"].startswith("One token, four tiles") and found["record"]["holds"] is True
 
 
-def test_an_answer_passes_a_reason_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_has_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def unavailable(*_: Any) -> dict[str, Any]:
         raise Unavailable("the moon is wrong")
 
@@ -59,7 +59,7 @@ def test_an_answer_passes_a_reason_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_triton_a_lesson_says_so() -> None:
-    """In a process where nothing that it needs can be imported."""
+    """In a process where its requirements cannot be imported."""
     code = """if True:
         import sys
         sys.modules["triton"] = None

@@ -1,4 +1,4 @@
-"""The lesson's loop is the softmax, whatever the tile; and its example is the one it claims to be."""
+"""The lesson's loop is the softmax for every tile size, and its example has the stated numbers."""
 
 from __future__ import annotations
 

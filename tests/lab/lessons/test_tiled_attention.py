@@ -1,4 +1,4 @@
-"""Forty lines of NumPy against the oracle: ragged lengths, any block, causal, and torch in NumPy's place."""
+"""Forty lines of NumPy against the oracle: ragged lengths, any block, causal, and torch instead of NumPy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_with_torch() -> None:
     np.testing.assert_allclose(out.numpy(), flashtile.standard_attention(q, k, v, causal=True), atol=1e-13)
 
 
-def test_memory_is_what_was_held_at_once() -> None:
+def test_memory_is_the_peak() -> None:
     one = 1 << 20
 
     def call() -> None:
@@ -50,7 +50,7 @@ def test_the_record() -> None:
     assert last["standard"] / first["standard"] > 15 and last["tiled"] / first["tiled"] < 2
 
 
-def test_numpy_is_timed_apart(together: list[set[str]]) -> None:
-    """Its BLAS keeps cores spinning: ours are timed before it, and never in turn with it."""
+def test_numpy_is_timed_separately(together: list[set[str]]) -> None:
+    """Its BLAS keeps cores spinning, so ours is timed before it, never in turns with it."""
     lesson.run(lambda line: None, quick=True)
     assert together[:2] == [{"flashtile"}, {"flashtile, causal"}] and max(map(len, together)) == 1

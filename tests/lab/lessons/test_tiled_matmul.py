@@ -1,4 +1,4 @@
-"""The tiled product is the product, its counts are BLOCK_N and BLOCK_M a load, and Triton's is the same."""
+"""The tiled product is right, elements are used BLOCK_N and BLOCK_M times per load, and Triton's agrees."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_tiles_make_the_product(blocks: tuple[int, int, int]) -> None:
     np.testing.assert_array_equal(lesson.tiled(A, B, blocks), A @ B)
 
 
-def test_uses_a_load() -> None:
+def test_uses_per_load() -> None:
     A, B = np.ones((8, 4)), np.ones((4, 12))
     count = lesson.Count.of(A, B)
     lesson.tiled(A, B, (4, 6, 2), lambda rows, inner, cols, tile: count.see(rows, inner, cols))
@@ -29,7 +29,7 @@ def test_uses_a_load() -> None:
     assert (count.loads_a == 12 // 6).all() and (count.loads_b == 8 // 4).all()
 
 
-def test_the_walk() -> None:
+def test_the_walk_through() -> None:
     lines: list[str] = []
     walked = lesson.walk_through(lines.append)
     assert walked["equal"] and (np.array(walked["A"]) @ walked["B"] == walked["C"]).all()

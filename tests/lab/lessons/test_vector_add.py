@@ -1,4 +1,4 @@
-"""Every way to add two vectors adds them, the last block included; and the price of a launch is found."""
+"""Every way to add two vectors is right, including the last block, and the overhead of a launch is found."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashtile.lab.lessons.lesson import Unavailable
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Triton's interpreter
 
 
-def test_a_program_knows_its_elements() -> None:
+def test_a_program_computes_its_positions() -> None:
     a, b, c = np.arange(10.0), np.ones(10), np.full(10, np.nan)
     o, inside = lesson.program(2, a, b, c, 4)
     assert o.tolist() == [8, 9, 10, 11] and inside.tolist() == [True, True, False, False]
@@ -52,8 +52,8 @@ def test_without_triton_the_rest_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert record["device"] == "" and record["holds"] and len(record["measured"]) == 2
 
 
-def test_where_the_work_outweighs_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that takes 10 us and 1 us an element."""
+def test_when_the_work_outweighs_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that takes 10 us, plus 1 us per element."""
     lengths = iter((1, 5, 20, 100))
 
     def timed(calls: object, **options: object) -> dict[str, Timing]:

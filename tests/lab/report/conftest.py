@@ -1,4 +1,4 @@
-"""What the tests of the page share: one run, its page parsed, and a browser."""
+"""Fixtures of the page's tests: one run, its parsed page, and a browser."""
 
 from __future__ import annotations
 

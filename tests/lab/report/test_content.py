@@ -20,7 +20,7 @@ def study(name, record=0, **more):
     )
 
 
-class Watch:
+class RecordingArtist:
     """An artist that records its calls."""
 
     def __init__(self, log):
@@ -42,7 +42,7 @@ def small(monkeypatch):
 
 def test_the_artist_waits_while_time_is_measured(small):
     log = []
-    found = content.collect(True, lambda what, done, total: log.append(f"{what} {done}/{total}"), Watch(log))
+    found = content.collect(True, lambda what, done, total: log.append(f"{what} {done}/{total}"), RecordingArtist(log))
     assert log == [
         *("About one 0/5", "draw one", "About two 1/5", "draw two"),
         *("wait", "About three 2/5", "lesson: Four 3/5", "draw three", "the viewer 4/5"),
@@ -58,7 +58,7 @@ def test_it_also_runs_without_an_artist(small):
     assert records["lessons"]["four"] == {"record": {"holds": False}, "text": "text", "unavailable": None}
 
 
-def test_what_does_not_hold_is_named(demo_run):
+def test_failing_checks_are_named(demo_run):
     found = demo_run.content
     assert found.broken == []
 

@@ -1,4 +1,4 @@
-"""figures.py: a figure in the page is text and shapes with names of its own, in the page's colours, and no address."""
+"""figures.py: inline figures have unique ids, real text, the page's colours and no external address."""
 
 import re
 
@@ -36,7 +36,7 @@ def test_it_follows_the_page(drawing):
     assert drawing.inline.startswith("<svg ") and " width=" not in head and "viewBox" in head
 
 
-def test_words_stay_words(drawing):
+def test_text_stays_text(drawing):
     assert ">A title</text>" in drawing.inline and ">measured</text>" in drawing.inline
 
 

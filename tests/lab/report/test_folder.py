@@ -1,4 +1,4 @@
-"""folder.py: written whole or not at all, and never over anything of someone else's."""
+"""folder.py: written as a whole or not at all, and never over other files."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def contents(where):
     return {name: (where / name).read_bytes() for name in everything(where) if (where / name).is_file()}
 
 
-def test_it_leaves_the_page_the_figures_and_the_records(content, drawings, tmp_path):
+def test_it_writes_the_page_the_figures_and_the_records(content, drawings, tmp_path):
     written = folder.write(content, drawings, tmp_path / "deep" / "demo")
     assert written == tmp_path / "deep" / "demo" / "index.html" and folder.MARK in written.read_text(encoding="utf-8")
     names = {result.study.name for result in content.results}
@@ -36,7 +36,7 @@ def test_it_leaves_the_page_the_figures_and_the_records(content, drawings, tmp_p
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["demo"]
 
 
-def test_a_second_run_takes_the_place_of_the_first(content, drawings, tmp_path):
+def test_a_second_run_replaces_the_first(content, drawings, tmp_path):
     first = folder.write(content, drawings, tmp_path / "demo")
     (first.parent / "figures" / "stale.svg").write_text("old")
     folder.write(content, drawings, tmp_path / "demo")
@@ -44,7 +44,7 @@ def test_a_second_run_takes_the_place_of_the_first(content, drawings, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["demo"]
 
 
-def test_a_run_that_fails_leaves_what_was_there(content, drawings, tmp_path, monkeypatch):
+def test_a_failed_run_leaves_the_old_files(content, drawings, tmp_path, monkeypatch):
     folder.write(content, drawings, tmp_path / "demo")
     before = contents(tmp_path)
     monkeypatch.setattr(page, "render", lambda *given: 1 / 0)
@@ -56,7 +56,7 @@ def test_a_run_that_fails_leaves_what_was_there(content, drawings, tmp_path, mon
     assert [path.name for path in tmp_path.iterdir()] == ["demo"]
 
 
-def test_it_is_not_written_over_someone_elses_files(content, drawings, tmp_path):
+def test_other_files_are_not_overwritten(content, drawings, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(ValueError, match="expected a new or empty folder"):
         folder.write(content, drawings, tmp_path)

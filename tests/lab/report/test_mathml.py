@@ -1,4 +1,4 @@
-"""mathml.py: the formulas are those of docs/algorithm.md, and come out as the structure they mean."""
+"""mathml.py: the formulas are those of docs/algorithm.md, and have the right structure."""
 
 import re
 from xml.etree import ElementTree
@@ -12,12 +12,12 @@ DOCUMENT = (ROOT / "docs" / "algorithm.md").read_text()
 
 
 def parsed(markup):
-    """As XML, which HTML's named characters are not part of."""
+    """Parse as XML, which lacks HTML's named characters."""
     return ElementTree.fromstring(re.sub(r"&(?!amp|lt|gt|quot|#)\w+;", "?", markup))
 
 
 def documented(number):
-    """The lines of an equation: from the indented block in which its number stands."""
+    """The lines of an equation, from the indented block with its number."""
     blocks = re.findall(r"(?:^    .*\n)+", DOCUMENT, re.MULTILINE)
     block = next(block for block in blocks if re.search(rf"\({number}\)$", block, re.MULTILINE))
     lines = [re.sub(r"\s*\(\d+\)$", "", line).strip() for line in block.splitlines()]
@@ -65,7 +65,7 @@ def test_scripts():
     assert ("munder", "?j?T") in names and ("msub", "xj?") in names
 
 
-def test_a_formula_can_be_read_aloud():
+def test_a_formula_has_a_text_label():
     assert parsed(mathml.formula("a = exp(m - m_new)")).attrib["aria-label"] == "a = exp(m - m_new)"
     assert parsed(mathml.formula("a", False)).get("display") is None
 

@@ -1,4 +1,4 @@
-"""The page: every section, every table as computed, no address, no number that was typed in."""
+"""The page: every section, every table as computed, no external address, no typed number."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def test_it_is_well_formed(markup):
     assert markup.links and set(markup.links) <= set(markup.ids)
 
 
-def test_a_tag_left_open_would_be_seen():
+def test_an_open_tag_is_detected():
     with pytest.raises(AssertionError, match="closes"):
         Markup.of("<main><p>words</main>")
 
@@ -59,7 +59,7 @@ def test_every_result_and_lesson_is_there(markup, demo_run):
         assert " ".join(told.source.split()) in markup.text
 
 
-def test_the_equations_shown_are_numbered_as_in_the_document(markup):
+def test_equations_are_numbered_as_in_the_document(markup):
     assert {f"eq-{n}" for n in mathml.EQUATIONS} <= set(markup.ids)
 
 
@@ -83,7 +83,7 @@ def test_the_page_shows_what_was_computed_and_the_records_hold_it(markup, demo_r
             assert markup.tables[table.title] == [list(table.head), *map(list, table.rows)], table.title
 
 
-def test_a_record_that_is_another_would_be_seen(markup, demo_run):
+def test_another_record_is_detected(markup, demo_run):
     result = next(r for r in demo_run.content.results if r.study.name == "split")
     first = result.tables[0]
     assert markup.tables[first.title] != [list(first.head), *map(list, first.rows[::-1])]
@@ -101,19 +101,19 @@ def test_a_record_that_is_another_would_be_seen(markup, demo_run):
         *("Is it approximate?", "Wrong:", "Right.", "FlashAttention-3", "Grouped heads", "gfx942"),
     ],
 )
-def test_what_the_sources_describe_is_on_the_page(markup, what):
+def test_the_expected_facts_are_on_the_page(markup, what):
     assert what in markup.text
 
 
 def stripped(text):
-    """A template without its expressions, tags and scripts: the words that somebody typed."""
+    """The typed text of a template, without its expressions, tags and scripts."""
     text = re.sub(r"<(script|style).*?</\1>", " ", text, flags=re.DOTALL)
     text = re.sub(r"\{\{.*?\}\}|\{%.*?%\}|\{#.*?#\}", " ", text, flags=re.DOTALL)
     return re.sub(r"<[^>]*>|&\w+;", " ", text)
 
 
 def literals(text):
-    """Strings in expressions that would be shown as they are: not formulas, not formats, not keys."""
+    """Strings in expressions that are shown as they are: not formulas, formats or keys."""
     for expression in re.findall(r"\{[{%](.*?)[%}]\}", text, re.DOTALL):
         code = r"""formula\("[^"]*"|from "[^"]*"|include .*|"%[^"]*"|\["[^"]*"\]|level="h3"|, "h4\""""
         expression = re.sub(code, " ", expression)
@@ -129,7 +129,7 @@ def test_no_number_is_typed_into_a_template(path):
         assert not NUMBER_WORDS.search(words), NUMBER_WORDS.search(words)
 
 
-def test_a_typed_number_would_be_seen():
+def test_a_typed_number_is_detected():
     assert re.search(r"\d", NAMES.sub("", stripped("<p>takes {{ n }} and 64 GiB, by FlashAttention-2</p>")))
     assert not re.search(r"\d", NAMES.sub("", stripped('<p class="h2">{{ n | size(3) }} by FlashAttention-2</p>')))
     assert "64 GiB" in list(literals('{{ "64 GiB" }} {{ formula("12 N") }}'))
@@ -142,7 +142,7 @@ def test_titles_hold_no_numbers_but_names():
 
 @pytest.fixture
 def bare(demo_run):
-    """The page of a machine without torch and triton: what it says of both depends on the records."""
+    """The page of a machine without torch and triton."""
     content = demo_run.content
     run = {result.study.name: result for result in content.results}
     sides = replace(run["speed"].record.cpu, rows=tuple(map(alone, run["speed"].record.cpu.rows)))
@@ -173,7 +173,7 @@ def _ratio(demo_run):
     return page._ratio(next(r.record for r in demo_run.content.results if r.study.name == "speed"))
 
 
-def test_what_has_nothing_to_draw_has_no_figure(bare, markup):
+def test_a_study_without_a_drawing_has_no_figure(bare, markup):
     captions = "The numbers are in the tables below"
     assert (
         "Nothing was compiled: no triton." in bare.text and "One kernel for every vendor. The numbers" not in bare.text
@@ -195,7 +195,7 @@ def test_powers_are_not_typed_with_a_caret(markup):
     assert not [cell for rows in markup.tables.values() for cell in rows[0] if "^" in cell]
 
 
-def test_a_name_that_is_not_there_is_an_error():
+def test_an_undefined_name_is_an_error():
     with pytest.raises(UndefinedError):
         page.environment().from_string("{{ nothing }}").render()
 

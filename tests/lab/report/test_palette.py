@@ -1,4 +1,4 @@
-"""palette.py: words can be read on both papers, and both have every colour."""
+"""palette.py: text is readable in both colour schemes, and both have every colour."""
 
 import pytest
 
@@ -23,23 +23,23 @@ SCHEMES = {"light": palette.LIGHT, "dark": palette.DARK}
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("paper", ["paper", "panel"])
 @pytest.mark.parametrize("name", ["ink", "muted", "accent", "warm", "good", "bad"])
-def test_words_can_be_read(scheme, paper, name):
+def test_text_is_readable(scheme, paper, name):
     assert contrast(SCHEMES[scheme][name], SCHEMES[scheme][paper]) >= 4.5
 
 
 @pytest.mark.parametrize("name", ["orange", "green", "red", "purple", "sky"])
-def test_lines_stand_out_on_dark_paper(name):
+def test_lines_are_visible_on_dark_pages(name):
     assert contrast(palette.DARK[name], palette.DARK["panel"]) >= 3
 
 
-def test_words_on_tiles_can_be_read():
+def test_text_on_tiles_is_readable():
     for scheme in SCHEMES.values():
         for name in ("orange", "sky"):
             assert contrast(canvas.ON_TILE, scheme[name]) >= 4.5
         assert contrast(scheme["ink"], scheme["skipped"]) >= 4.5
 
 
-def test_both_papers_have_every_colour():
+def test_both_schemes_have_every_colour():
     assert list(palette.LIGHT) == list(palette.DARK)
     css = palette.css()
     for colours in SCHEMES.values():

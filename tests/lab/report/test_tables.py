@@ -1,4 +1,4 @@
-"""tables.py: from the records of lessons and the machine, as they are."""
+"""tables.py: tables of the records of lessons and of the machine."""
 
 from dataclasses import replace
 
@@ -48,7 +48,7 @@ def test_the_two_orders(demo_run):
     assert rows["numbers exchanged between warps"][1] == "0" != rows["numbers exchanged between warps"][0]
 
 
-def test_what_needs_what_and_how_it_ran(demo_run):
+def test_the_needs_of_lessons_and_how_they_ran(demo_run):
     gpu = Lesson("x", "X", "", needs=("triton",), kernel="x.py")
     lessons = (
         LessonResult(gpu, "", {"device": "cuda"}, None),

@@ -20,7 +20,7 @@ def _computed(name: str, quick: bool) -> Any:
 
 
 def told(name: str, quick: bool = True) -> str:
-    """Everything the study says about its record, tables and sentences, as one text."""
+    """All tables and sentences of a study as one text."""
     study: Study[Any] = ALL[name]
     cells = [cell for table in study.tables(record(name, quick)) for row in table.rows for cell in row]
     return "\n".join([*cells, *study.findings(record(name, quick))])

@@ -35,21 +35,21 @@ MAKERS = {
 
 @pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")
 @pytest.mark.parametrize("maker", MAKERS)
-def test_it_sees(maker):
+def test_allocations_are_tracked(maker):
     with tracked() as seen:
         MAKERS[maker]()
     assert max(seen.sizes) >= BIG
     assert seen.peak >= BIG
 
 
-def test_it_sees_small_ones_too_and_views_are_not_arrays():
+def test_small_arrays_count_and_views_do_not():
     with tracked() as seen:
         small = np.zeros(3)
         view = x[3:7].T
     assert seen.sizes == [24] and view.base is not None and small.nbytes == 24
 
 
-def test_peak_and_what_lives():
+def test_peak_and_live_bytes():
     with tracked() as seen:
         a = np.zeros(1000)
         b = np.zeros(500)
@@ -108,7 +108,7 @@ def test_numpy_has_its_own_allocator_back():
 
 
 def test_arrays_that_outlive_tracking_are_freed_without_python():
-    """Otherwise an array that lives to the end would call into an interpreter that is gone."""
+    """Otherwise an array that lives until exit would call into a finalised interpreter."""
     tracker = allocations._tracker()
     with tracked():
         assert tracker.handler.free != tracker.numpy.free

@@ -1,4 +1,4 @@
-"""The worked examples of the source, and the IO complexity that its theorem gives."""
+"""The worked examples, and the IO complexity of the theorem."""
 
 import itertools
 
@@ -45,7 +45,7 @@ def test_2000_tokens(examples):
     assert values(examples, "article") == [4_000_000, 8_000_000]
 
 
-def test_the_words_are_the_sums(found):
+def test_the_products_match_their_text(found):
     for example in found.examples:
         for part in example.lines:
             product = 1
@@ -54,7 +54,7 @@ def test_the_words_are_the_sums(found):
             assert product == part.value
 
 
-def test_they_are_told():
+def test_they_are_in_the_findings():
     text = told("arithmetic")
     for figure in (
         "64 GiB",

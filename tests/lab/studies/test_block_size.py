@@ -1,4 +1,4 @@
-"""Study 3: B^2, N^2/B^2 and N^2, from what really ran."""
+"""Study 3: B^2, N^2/B^2 and N^2, from the events of real runs."""
 
 import pytest
 
@@ -37,12 +37,12 @@ def test_accuracy_is_the_same_for_all(found):
     assert any(512 % b.block for b in found.blocks), "a ragged one is among them"
 
 
-def test_what_is_moved_is_the_closed_form(found):
+def test_traffic_is_the_closed_form(found):
     for b in found.blocks:
         assert b.moved == fa2_elements(512, 512, 64, 64, b.block, b.block, full())
 
 
-def test_a_lost_tile_would_show(monkeypatch):
+def test_a_lost_tile_is_detected(monkeypatch):
     plain = tiles.schedule.FORWARD["fa2"]
 
     def lossy(band, grid):

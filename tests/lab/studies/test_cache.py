@@ -1,4 +1,4 @@
-"""cache.py: bytes a token of real models, when a GPU is full, and the two savings, which are apart."""
+"""cache.py: bytes per token of real models, when a GPU is full, and the two independent savings."""
 
 import numpy as np
 import pytest

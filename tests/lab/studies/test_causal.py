@@ -38,7 +38,7 @@ def test_about_half_is_skipped(found):
     assert all(0.35 < share < 0.5 for share in shares)
 
 
-def test_a_wrong_mask_would_show():
+def test_a_wrong_mask_is_detected():
     right = comparison.compare(40, 40, 8, 16, 16, causal=True)
     wrong = comparison.outputs(*comparison.samples((40, 8), (40, 8), (40, 8)), 16, 16)[0]["fa2"]
     exact = comparison.flashtile.standard_attention(*comparison.samples((40, 8), (40, 8), (40, 8)), causal=True)

@@ -1,4 +1,4 @@
-"""Study 1: what the source asks for, from the computed record; and that an error would show."""
+"""Study 1: the computed record meets its limits, and an error is detected."""
 
 import numpy as np
 import pytest
@@ -49,7 +49,7 @@ def test_rounding_is_no_worse_than_twice_the_standard(found):
 
 
 @pytest.mark.parametrize("off, holds", [(1e-9, False), (0.0, True)])
-def test_an_error_would_show(monkeypatch, off, holds):
+def test_an_error_is_detected(monkeypatch, off, holds):
     plain = comparison.tiles.forward
 
     def wrong(*arguments):

@@ -31,7 +31,7 @@ def test_standard_attention_is_detected(found):
     assert found.caught and found.holds
 
 
-def test_fa1_keeps_one_number_a_row(found):
+def test_fa1_keeps_one_number_per_row(found):
     assert [w.largest for w in found.ways[FA1]] == [1024, 1024, 1024, 1024, 1024, 2048]
 
 
@@ -45,7 +45,7 @@ def test_fa1_keeps_one_number_a_row(found):
     ],
     ids=["float64", "bool", "int64, a temporary", "a temporary in an expression"],
 )
-def test_an_array_that_lives_for_a_moment_would_show(monkeypatch, sneak, found):
+def test_a_short_lived_array_is_detected(monkeypatch, sneak, found):
     plain = tiles.Forward.tile
 
     def sneaking(self, at):

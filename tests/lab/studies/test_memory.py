@@ -1,4 +1,4 @@
-"""Study 2: the source's figures, from the computed record; and that a leak would show."""
+"""Study 2: the expected figures from the computed record, and a leak is detected."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def test_standard_by_the_formula(at):
 
 
 def test_tiled_by_the_formula(at, found):
-    """The source says 280 KB and 241x; its formula gives them if a statistic counts as two floats, 272 KiB if one."""
+    """280 KB and 241x if a statistic counts as two floats, 272 KiB if it counts as one."""
     assert (found.d, found.block) == (64, 32)
     assert at[1024].tiled == 4 * (2 * 32**2 + 2 * 1024 + 1024 * 64) == 272 * KIB
     assert at[1024].tiled_wide == 280 * KIB
@@ -34,7 +34,7 @@ def test_tiled_by_the_formula(at, found):
     assert round(at[8192].saved_wide) == 241
 
 
-def test_blocks_take_8_kib_whatever_n_is(found):
+def test_blocks_take_8_kib_for_every_n(found):
     assert {p.blocks for p in found.predicted} == {8 * KIB}
     assert len(found.predicted) >= 6
 
@@ -45,7 +45,7 @@ def test_measured_standard_is_the_formula(at, found):
         assert at[m.n].standard <= m.standard <= at[m.n].standard + 16 * m.n, "and a few numbers a row"
 
 
-def test_measured_tiles_need_the_same_for_every_n_besides_their_results(found):
+def test_measured_tiles_need_the_same_for_every_n(found):
     assert found.holds
     for m in found.measured:
         assert m.results == 4 * m.n * (64 + 1)
@@ -63,7 +63,7 @@ def test_savings_by_dtype(found):
     assert single.saved == pytest.approx(double.saved, rel=0.01)
 
 
-def test_a_process_grows_as_the_arrays_say(found):
+def test_process_growth_matches_the_arrays(found):
     if any(g.standard is None for g in found.grown):
         pytest.skip("the system cannot tell")
     (grown,) = found.grown
@@ -71,7 +71,7 @@ def test_a_process_grows_as_the_arrays_say(found):
     assert grown.flashtile < grown.standard / 8
 
 
-def test_the_figures_are_told():
+def test_the_figures_are_in_the_findings():
     text = told("memory")
     for figure in ("8.25 MiB", "280 KiB", "272 KiB", "241x", "248x", "8 KiB"):
         assert figure in text
@@ -83,7 +83,7 @@ def test_frugal_attention_is_attention():
     np.testing.assert_allclose(memory.frugal_attention(q, k, v), tiles.forward(problem)[0][0, 0], atol=1e-13)
 
 
-def test_a_leak_would_show(monkeypatch, found):
+def test_a_leak_is_detected(monkeypatch, found):
     plain, kept = tiles.Forward.tile, []
 
     def leaking(self, at):

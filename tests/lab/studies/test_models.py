@@ -37,7 +37,7 @@ def test_tiles_at_128k(at):
     assert "32 GiB per head and layer" in text and "16 KiB of blocks" in text and "34 MB" in text
 
 
-def test_a_tile_does_not_know_the_context(found):
+def test_a_tile_does_not_depend_on_the_context(found):
     assert found.holds and {c.sram for c in found.contexts} == {2 * (4 * 64 * 128 + 2 * 64 * 64) + 4 * 3 * 64}
 
 

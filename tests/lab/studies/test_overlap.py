@@ -1,4 +1,4 @@
-"""overlap.py: by the makers' rates, exponentials matter more on every newer GPU."""
+"""overlap.py: by published rates, exponentials matter more on newer GPUs."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""recompute.py: gradients of every backend are those of the oracle, and an error would show."""
+"""recompute.py: gradients of every backend are those of the oracle, and an error is detected."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def test_the_gradients_hold():
     assert "64 GiB" in recompute.findings(record)[1]
 
 
-def test_a_wrong_gradient_would_be_seen(monkeypatch):
+def test_a_wrong_gradient_is_detected(monkeypatch):
     right = flashtile.attention_backward
 
     def wrong(*given, backend, **more):

@@ -1,4 +1,4 @@
-"""speed.py: what is said follows from the record, with and without a GPU."""
+"""speed.py: findings, tables and figure follow from the record, with and without a GPU."""
 
 from dataclasses import replace
 
@@ -68,14 +68,14 @@ def test_an_unsteady_baseline_is_named_and_not_drawn(odd):
     assert lines[f"{NAIVE_NUMPY}, unsteady at 512"] == [1024] and lines[OURS] == [512, 1024]
 
 
-def test_our_own_line_is_drawn_as_it_is():
+def test_our_own_line_is_drawn_unfiltered():
     pytest.importorskip("matplotlib")
     side = spiked(**{OURS: run(0.3)})
     lines = {line.get_label(): list(line.get_xdata()) for line in speed.draw(replace(ALONE, cpu=side)).axes[0].lines}
     assert lines[OURS] == [512, 1024]
 
 
-def test_a_gpu_stands_beside_the_cpu():
+def test_a_gpu_has_its_own_tables_and_findings():
     assert [table.title.partition(":")[0].partition(",")[0] for table in speed.tables(BOTH)] == ["CPU"] * 2 + [
         "A GPU"
     ] * 3
@@ -83,12 +83,12 @@ def test_a_gpu_stands_beside_the_cpu():
     assert any(sentence.startswith("A GPU, N = 1,024") for sentence in speed.findings(BOTH))
 
 
-def test_a_case_too_large_for_the_standard_way_is_not_spoken_of():
+def test_findings_skip_cases_too_large_for_standard_attention():
     large = row(4096, FORWARD, **{OURS: run(1.0), SDPA: run(2.0)})
     assert speed.longest(replace(CPU, rows=(*CPU.rows, large))).n == 1024
 
 
-def test_who_did_not_run_leaves_an_empty_cell():
+def test_a_missing_contender_leaves_an_empty_cell():
     times = speed.tables(ALONE)[0]
     assert times.head == ("case", OURS, SDPA, NAIVE_NUMPY)
     assert times.rows[-1] == ("N = 2,048, forward + backward", "500 ms", "400 ms", "")

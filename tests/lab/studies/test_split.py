@@ -1,4 +1,4 @@
-"""split.py: shares of the keys merge to the whole, and a wrong merge would show."""
+"""split.py: shares of the keys merge exactly, and a wrong merge is detected."""
 
 import flashtile
 from flashtile.lab.studies import split
@@ -11,7 +11,7 @@ def test_shares_merge_exactly():
     assert "exactly the same" in split.findings(record)[1]
 
 
-def test_a_wrong_merge_would_be_seen(monkeypatch):
+def test_a_wrong_merge_is_detected(monkeypatch):
     right = flashtile.merge
     monkeypatch.setattr(flashtile, "merge", lambda a, la, b, lb: right(a, la + 1e-6, b, lb))
     assert not split.compute().holds

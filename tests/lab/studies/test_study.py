@@ -1,4 +1,4 @@
-"""Every study: plain records, tables with whole rows, sentences with numbers, a figure with its axes."""
+"""Every study: plain records, complete tables, sentences with numbers, a figure with its axes."""
 
 import dataclasses
 import json

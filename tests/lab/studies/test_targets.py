@@ -1,4 +1,4 @@
-"""targets.py: the lesson's kernel compiles for AMD as it does for NVIDIA; what cannot be compiled is told."""
+"""targets.py: the lesson's kernel compiles for AMD as for NVIDIA, and failures are reported."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def test_a_target_that_triton_does_not_know_is_an_error():
         targets._compiled_apart(("gfx0",))
 
 
-def test_matrix_units_that_are_not_used_are_told():
+def test_unused_matrix_units_are_reported():
     idle = targets.Built("x", "AMD", "MI", 1.0, 1, "")
     record = targets.Record("k", (idle,), None)
     assert not record.holds and "does not use the matrix units" in targets.findings(record)[1]

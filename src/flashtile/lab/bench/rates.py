@@ -14,7 +14,7 @@ from flashtile.lab.bench.timing import alternate
 from flashtile.numerics.dtypes import accumulator
 
 
-def here(dtype: str = "float32", seconds: float = 0.6) -> Hardware:
+def this_machine(dtype: str = "float32", seconds: float = 0.6) -> Hardware:
     """Measure this machine's CPU for elements of this type; 16-bit ones are widened before they are multiplied."""
     rates = measure(accumulator(dtype), seconds)
     memories = levels.measure(rates.bytes, seconds / 2)

@@ -18,7 +18,7 @@ from flashtile.lab.bench import records, workers
 from flashtile.lab.bench.candidates import ITEMSIZE, Limits, Target, candidates
 from flashtile.lab.bench.gpu.bench import difference
 from flashtile.lab.bench.gpu.device import Device
-from flashtile.lab.bench.gpu.peers import brief
+from flashtile.lab.bench.gpu.peers import short_error
 from flashtile.lab.bench.records import Record
 from flashtile.lab.bench.suite import Progress
 from flashtile.lab.bench.tables.tune import short
@@ -129,7 +129,7 @@ def check(job: workers.Job) -> dict[str, Any]:
             results = [call() for call in passes]
             torch.cuda.synchronize()
     except TritonError as error:  # it cannot be compiled, or needs more than the device has
-        return answer | {"rejected": brief(error)}
+        return answer | {"rejected": short_error(error)}
     found = [kernel for kernel in loaded if kernel["name"] == JIT_NAMES.get(target.kernel, "forward_kernel")]
     if not found and not job["today"]:
         return answer | {"rejected": "no launch used it"}

@@ -13,7 +13,7 @@ from flashtile.backends.triton.tuning import KERNELS
 from flashtile.lab.bench import candidates, records, suite, table, tune
 from flashtile.lab.bench.cases import GROUPS
 from flashtile.lab.bench.gpu import bench as gpu_bench
-from flashtile.lab.bench.gpu import device, moved, ncu, peers, rows, warm
+from flashtile.lab.bench.gpu import device, io, ncu, peers, precompile, rows
 from flashtile.lab.bench.tables.tune import rows as tuning_rows
 from flashtile.lab.cli import DOES_NOT_HOLD, MISSING, output
 
@@ -93,8 +93,8 @@ def gpu(
     _check(path)
     _need_gpu()
     start = time.monotonic()
-    warm.keep_on_disk()
-    here, absent = peers.present(peer or ())
+    precompile.keep_on_disk()
+    here, absent = peers.available(peer or ())
     bench = gpu_bench.Bench(device.Cuda(), here, min(rounds, 3) if quick else rounds)
     if earlier is not None:
         try:
@@ -107,7 +107,7 @@ def gpu(
     with output.progress_bar() as progress:
         half = None if seconds is None else start + seconds / 2
         left = gpu_bench.unmeasured(chosen, earlier)
-        late = warm.compile_ahead(left, here, count=workers, end=half, progress=progress)
+        late = precompile.compile_ahead(left, here, count=workers, end=half, progress=progress)
         record = gpu_bench.run(
             bench,
             chosen,
@@ -196,7 +196,7 @@ def bytes_moved(
         output.err().print("flashtile: this needs NVIDIA's profiler ncu (Nsight Compute): none found on the path")
         raise typer.Exit(MISSING)
     try:
-        record = moved.run(device.Cuda(), program)
+        record = io.run(device.Cuda(), program)
     except (ncu.ProfilerError, OSError) as error:
         output.err().print(f"flashtile: ncu: {error}", soft_wrap=True)
         raise typer.Exit(MISSING) from None

@@ -15,7 +15,7 @@ from flashtile.host import machine
 from flashtile.lab.budget import Budget, budget
 from flashtile.lab.catalogue import chips, known_as, length, models
 from flashtile.lab.cli import output
-from flashtile.lab.cli.picture import Picture, beside, legend, pictures
+from flashtile.lab.cli.picture import Picture, legend, pictures, side_by_side
 from flashtile.numerics.dtypes import EIGHT_BITS, FLOATS, ITEMSIZE
 
 T = TypeVar("T")
@@ -119,7 +119,7 @@ def _hardware(gpu: str | None, dtype: str, given: dict[str, float]) -> tuple[Har
         if name in (None, "here", "cpu"):
             from flashtile.lab.bench import rates
 
-            found, device = rates.here(dtype), "cpu"
+            found, device = rates.this_machine(dtype), "cpu"
         else:
             found, device = _one_of("--gpu", name or "", chips(), "here", "cpu", "none").hardware(dtype), "cuda"
     rates_given = {key: given[key] for key in ("flops", "bytes") if key in given}
@@ -143,7 +143,7 @@ def _show(
     if call is not None:
         head = call.q_shape[-2] * call.k_shape[-2] * ITEMSIZE[call.dtype]
         out.print(f"The scores of one head, {output.size(head)} that are never built, to scale:", style="bold")
-        out.print(beside(drawn, shades))
+        out.print(side_by_side(drawn, shades))
         out.print(legend(drawn, shades))
         out.print(output.facts("One layer" if whole else "One call", _of_call(call, hardware)))
     if whole is not None:

@@ -54,7 +54,7 @@ def _lines(
     return tuple(lines)
 
 
-def beside(found: Sequence[Picture], shades: bool) -> str:
+def side_by_side(found: Sequence[Picture], shades: bool) -> str:
     """Lay the pictures side by side, as many as fit on a line, each with its size below."""
     gap, width = "   ", 2 * SIDE
     per_line = (COLUMNS + len(gap)) // (width + len(gap))

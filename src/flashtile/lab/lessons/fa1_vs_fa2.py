@@ -49,7 +49,7 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
         f"written {each['fa2']} time, one block after the other: the writes are sequential.",
     )
     moved = count(say, 1024 if quick else 4096)
-    times, apart = race(say, *((256, 0.2) if quick else (1024, 2)))
+    times, difference = race(say, *((256, 0.2) if quick else (1024, 2)))
     shared = warps(say)
     paragraph(
         say,
@@ -62,9 +62,9 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
         "written": written,
         "moved": moved,
         "times": times,
-        "error": apart,
+        "error": difference,
         "warps": shared,
-        "holds": max(apart, *(way["error"] for way in shared.values())) < 1e-10,
+        "holds": max(difference, *(way["error"] for way in shared.values())) < 1e-10,
     }
 
 
@@ -123,11 +123,11 @@ def race(say: Say, n: int, seconds: float) -> tuple[dict[str, Any], float]:
     oracle = flashtile.standard_attention(q, k, v)
     block = 64
     ways = {order: partial(tiles.forward, problem, order, block, block) for order in ORDERS}
-    apart = max(float(np.abs(way()[0][0, 0] - oracle).max()) for way in ways.values())
+    difference = max(float(np.abs(way()[0][0, 0] - oracle).max()) for way in ways.values())
     what = f"tiles backend, N = {n}, tiles of {block} x {block}"
     times = timings(say, what, alternate(ways, seconds=seconds))
-    paragraph(say, f"Both differ from the oracle by at most {apart:.1e}.")
-    return times, apart
+    paragraph(say, f"Both differ from the oracle by at most {difference:.1e}.")
+    return times, difference
 
 
 def warps(say: Say) -> dict[str, dict[str, Any]]:

@@ -124,13 +124,13 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
             for launch in traffic.launches
         ],
     )
-    apart = float(np.abs(standard_out - flash_out).max())
+    difference = float(np.abs(standard_out - flash_out).max())
     paragraph(
         say,
         f"N = {n}, D = {DIM}, float32, tiles of {BLOCK} x {BLOCK}. Standard: {len(three.launches)} launches, "
         f"{three.trips} trips through memory, {size(three.moved)}. Flash: {len(one.launches)} launch, "
         f"{one.trips} trips, {size(one.moved)}, {three.moved / one.moved:.1f} times less. "
-        f"The outputs differ by {apart:.1e}. "
+        f"The outputs differ by {difference:.1e}. "
         "Flash mostly rereads K and V for each row of tiles; a cache holds much of that.",
     )
 
@@ -154,11 +154,11 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
         "n": n,
         "standard": {"launches": three.launches, "trips": three.trips, "bytes": three.moved},
         "flash": {"launches": one.launches, "trips": one.trips, "bytes": one.moved},
-        "error": apart,
+        "error": difference,
         "calls": calls,
         "times": times,
         "gpu": on_gpu,
-        "holds": apart < 1e-5,
+        "holds": difference < 1e-5,
     }
 
 

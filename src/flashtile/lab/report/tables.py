@@ -17,10 +17,7 @@ def worked(record: Any) -> Table:
     """All worked examples in one table, from the record of the study arithmetic."""
     rows = []
     for example in record.examples:
-        lines = [(part.what, part.sum, part.result) for part in example.lines]
-        if sum(part.dtype is not None for part in example.lines) > 1:
-            lines.append(("together", "", f"{example.total:,} B = {size(example.total)}"))
-        rows += [("" if n else example.title, *line) for n, line in enumerate(lines)]
+        rows += [("" if n else example.title, *row) for n, row in enumerate(example.rows)]
     return Table("Worked out", ("example", "what", "sum", "result"), tuple(rows))
 
 

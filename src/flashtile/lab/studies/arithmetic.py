@@ -50,6 +50,14 @@ class Example:
     lines: tuple[Line, ...]
 
     @property
+    def rows(self) -> tuple[tuple[str, ...], ...]:
+        """What, sum and result of each line, and the total if several have bytes."""
+        rows = tuple((part.what, part.sum, part.result) for part in self.lines)
+        if sum(part.dtype is not None for part in self.lines) < 2:
+            return rows
+        return (*rows, ("together", "", f"{self.total:,} B = {size(self.total)}"))
+
+    @property
     def total(self) -> int:
         """Bytes of all lines that have a dtype."""
         return sum(part.value for part in self.lines if part.dtype is not None)
@@ -139,17 +147,7 @@ def _moved(n: int, d: int, sram: int) -> Moved:
 
 
 def tables(record: Arithmetic) -> list[Table]:
-    examples = [
-        Table(
-            example.title,
-            ("what", "sum", "result"),
-            (
-                *((part.what, part.sum, part.result) for part in example.lines),
-                *((("together", "", f"{example.total:,} B = {size(example.total)}"),) if _several(example) else ()),
-            ),
-        )
-        for example in record.examples
-    ]
+    examples = [Table(example.title, ("what", "sum", "result"), example.rows) for example in record.examples]
     traffic = [
         Table(
             f"Elements through HBM by the size of SRAM, N = {n}, d = {d}",
@@ -168,10 +166,6 @@ def tables(record: Arithmetic) -> list[Table]:
         for n, d in dict.fromkeys((m.n, m.d) for m in record.moved)
     ]
     return examples + traffic
-
-
-def _several(example: Example) -> bool:
-    return sum(part.dtype is not None for part in example.lines) > 1
 
 
 def findings(record: Arithmetic) -> list[str]:

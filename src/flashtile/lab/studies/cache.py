@@ -101,7 +101,7 @@ def compute(quick: bool = False) -> Record:
         tokens=tokens,
         heads=models()[GROUPED].heads,
         prompts=_prompts(tokens, 0.05 if quick else 1.0),
-        rates=hierarchy.here(quick).rates,
+        rates=hierarchy.this_machine(quick).rates,
         decodes=tuple(_decode(n, 0.02 if quick else 0.2) for n in (DECODED[:2] if quick else DECODED)),
     )
 

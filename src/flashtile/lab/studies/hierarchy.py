@@ -38,9 +38,9 @@ class Record:
 
 
 @cache
-def here(quick: bool = False) -> Hardware:
+def this_machine(quick: bool = False) -> Hardware:
     """This machine's CPU, the best of several tries; once per process, so that every chart has the same roof."""
-    return best([rates.here(seconds=0.1 if quick else 0.4) for _ in range(1 if quick else TRIES)])
+    return best([rates.this_machine(seconds=0.1 if quick else 0.4) for _ in range(1 if quick else TRIES)])
 
 
 def best(tries: Sequence[Hardware]) -> Hardware:
@@ -56,7 +56,7 @@ def compute(quick: bool = False) -> Record:
     found = [known_as(device["name"]) for device in machine.devices() if device["device"] != "cpu"]
     gpus = dict.fromkeys(name for name in found if name is not None and name != PAPER)
     catalogue = chips()
-    return Record((catalogue[PAPER].hardware(), here(quick), *(catalogue[name].hardware() for name in gpus)))
+    return Record((catalogue[PAPER].hardware(), this_machine(quick), *(catalogue[name].hardware() for name in gpus)))
 
 
 def fast(hardware: Hardware) -> Level | None:

@@ -158,7 +158,8 @@ def findings(record: Models) -> list[str]:
         f"At {short(at.n)} tokens in {record.dtype} the score matrix takes {size(at.scores)} per head and layer.",
         f"Tiled: {size(at.blocks)} of blocks, and {size(at.results)} ({at.results / 1e6:.0f} MB) of output and "
         "statistics, which grow with N, not with its square.",
-        f"At {short(last.n)} tokens the blocks still take {size(last.blocks)}, which is {last.saved:,.0f}x less.",
+        f"At {short(last.n)} tokens the blocks still take {size(last.blocks)}. With the results, that is "
+        f"{last.saved:,.0f}x less than the score matrix.",
         f"All {model.heads} heads of one layer of {model.model} at {short(at.n)} would need "
         f"{size(layer.scores)} of scores; an {name} has {size(room)}.",
         f"The KV cache does grow: {size(layer.kv_cache)} there. Fewer key heads shrink it; tiles do not.",

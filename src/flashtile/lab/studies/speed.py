@@ -27,7 +27,7 @@ UNSTEADY = 1.5  # the largest ratio of the third to the first quartile
 
 
 def compute(quick: bool = False) -> Speed:
-    return showcase.run(hierarchy.here(quick).rates, quick)
+    return showcase.run(hierarchy.this_machine(quick).rates, quick)
 
 
 def standard_of(row: Row) -> str:

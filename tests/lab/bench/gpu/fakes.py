@@ -1,4 +1,4 @@
-"""A device whose clock only moves when a contender says so, and libraries that take the time they are given."""
+"""A fake device whose clock moves only when a contender advances it, and libraries with a given cost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flashtile.lab.bench.timing import Call
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """For torch: on a busy machine two wait for each other longer than tiny work takes."""
+    """Use one torch thread: on a busy machine, two wait for each other longer than tiny work takes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -28,7 +28,7 @@ def one_thread() -> Iterator[None]:
 
 @dataclass
 class FakeDevice:
-    """Graphs cost what their calls cost; `grown` is what every call needs beyond its result."""
+    """A fake device. Graphs cost as much as their calls; `grown` is the memory of a call beyond its result."""
 
     name: str = "cpu"
     cache: int = 1 << 14
@@ -58,7 +58,7 @@ class FakeDevice:
         return self.grown
 
     def peer(self, name: str, cost: float, *, off: float = 0.0, fails: str = "") -> Peer:
-        """Attention that takes `cost` device seconds a pass, is wrong by a factor 1 + off, or fails."""
+        """Attention that takes `cost` device seconds per pass, is wrong by a factor 1 + off, or fails."""
 
         def build(row: Row, given: Any) -> Any:
             def forward(q: Any, k: Any, v: Any) -> Any:
@@ -78,7 +78,7 @@ class FakeDevice:
 
 
 class Slow(torch.autograd.Function):
-    """The identity; its way back takes device time."""
+    """The identity; its backward pass takes device time."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, device: FakeDevice, cost: float) -> Any:
@@ -93,18 +93,18 @@ class Slow(torch.autograd.Function):
 
 
 def tiny(row: Row) -> Row:
-    """The same row with next to no work."""
+    """The same row with almost no work."""
     n_q = min(row.case.n_q, 8)
     return replace(row, case=replace(row.case, n_q=n_q, n_k=max(n_q, 16), dim=8, heads=4, kv_heads=2, batch=2))
 
 
 def row_of(words: str, shrink: Callable[[Row], Row] = tiny) -> Row:
-    """The first row with these words in its name, made tiny."""
+    """The first row with these words in its name, shrunk."""
     return shrink(rows.select(only=[words])[0])
 
 
 def small_ceilings(device: FakeDevice) -> dict[str, ceilings.Ceiling]:
-    """A product of a million FLOPs and a copy of a million bytes, a millisecond each."""
+    """A product of a million FLOPs and a copy of a million bytes, one millisecond each."""
 
     def call() -> None:
         device.log.append("ceiling")

@@ -1,4 +1,4 @@
-"""gpu/bars.py: each bar holds just where it should, and a row that we cannot do is no success."""
+"""gpu/bars.py: each bar holds exactly when it should, and a row that we cannot run is a failure."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_row_beats_flex(direction: str) -> None:
     assert best["worst"] == 0.9 and best["holds"] is None and best["worst_bar"] is None
 
 
-def test_the_same_bits_have_a_price_and_are_no_peer() -> None:
+def test_deterministic_has_a_bar_and_is_not_a_peer() -> None:
     times = {OURS: {"median_s": 1.0}, ORDERED: {"median_s": 1.1}, CUDNN: {"median_s": 1.2}}
     ratios = {name: {"value": t["median_s"]} for name, t in times.items() if name != OURS}
     found = row("train", "backward", times=times, ratios=ratios)
@@ -64,7 +64,7 @@ def test_the_same_bits_have_a_price_and_are_no_peer() -> None:
     assert only(bars.judge([found, dear]), "backward-ordered")["holds"] is False
 
 
-def test_portable_kernels_beat_flex_too_and_are_no_peer() -> None:
+def test_portable_kernels_beat_flex_too_and_are_not_a_peer() -> None:
     times = {OURS: {"median_s": 1.0}, PORTABLE: {"median_s": 1.5}, FLEX: {"median_s": 2.0}, CUDNN: {"median_s": 1.7}}
     ratios = {name: {"value": time["median_s"]} for name, time in times.items() if name != OURS}
     fast = row("train", times=times, ratios=ratios)
@@ -77,14 +77,14 @@ def test_portable_kernels_beat_flex_too_and_are_no_peer() -> None:
     assert not any(line["group"] == "forward-portable" for line in bars.judge([train("forward", flex=2.0)]))
 
 
-def test_a_row_that_we_cannot_do_is_no_success() -> None:
+def test_a_row_that_we_cannot_run_is_not_a_success() -> None:
     failed = train("forward") | {"absent": {OURS: "no"}, "times": {}}
     assert only(bars.judge([train("forward", flex=2.0), failed]), "forward-flex")["holds"] is False
     assert only(bars.judge([failed]), "forward-flex")["holds"] is False
 
 
 @pytest.mark.parametrize(("seconds", "holds"), [(0.0914, True), (0.0915, False)])
-def test_a_window_costs_what_it_leaves(seconds: float, holds: bool) -> None:
+def test_a_window_costs_its_share(seconds: float, holds: bool) -> None:
     whole = {OURS: {"median_s": 1.0}, PORTABLE: {"median_s": 2.0}}  # 1.3 * 1152 / 16384 = 0.09141
     windowed = row("train", us=seconds, unwindowed=whole, window=1024)
     assert only(bars.judge([windowed]), "forward-window")["holds"] is holds
@@ -111,7 +111,7 @@ def test_the_hopper_kernels_beat_the_best_peer(direction: str, ratios: tuple[flo
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_other_shapes_are_held_to_the_best_peer_alone(direction: str) -> None:
+def test_other_shapes_are_only_compared_with_the_best_peer(direction: str) -> None:
     found = bars.judge([hopper(direction, 1.0, extra=True), hopper(direction, 2.0)])
     assert only(found, f"{direction}-extra")["holds"] is True and only(found, f"{direction}-extra")["value"] == 1
     assert only(found, f"{direction}-grid")["value"] == pytest.approx(2)
@@ -123,7 +123,7 @@ def test_a_step_of_training() -> None:
     assert only(bars.judge([hopper("step", 1.05), hopper("step", 1.04)]), "step-hopper")["holds"] is False
 
 
-def test_bars_for_hopper_kernels_are_for_them_alone() -> None:
+def test_bars_for_hopper_kernels_apply_only_to_them() -> None:
     rows = [train(direction, cudnn=0.5) for direction in ("forward", "backward", "step")]
     groups = {line["group"]: line["holds"] for line in bars.judge(rows)}
     for name in ("forward-grid", "forward-extra", "forward-product", "backward-grid", "backward-extra", "step-hopper"):
@@ -132,7 +132,7 @@ def test_bars_for_hopper_kernels_are_for_them_alone() -> None:
 
 
 @pytest.mark.parametrize(("rate", "holds"), [(95.0, True), (94.0, False)])
-def test_dense_rows_are_held_to_the_matrix_product(rate: float, holds: bool) -> None:
+def test_dense_rows_are_compared_with_the_matrix_product(rate: float, holds: bool) -> None:
     dense = {"rates": {OURS: rate}, "ceiling": 100.0, "shape": {"batch": 1, "n_k": 16384, "dim": 128}}
     found = bars.judge([hopper("forward", 1.1, **dense), hopper("forward", 1.1), hopper("backward", 1.1, **dense)])
     line = only(found, "forward-product")
@@ -169,7 +169,7 @@ def test_memory(grown: int, holds: bool) -> None:
     assert only(found, "memory-backward")["holds"] is holds
 
 
-def test_agreement_is_with_the_nearest() -> None:
+def test_agreement_is_with_the_nearest_peer() -> None:
     near, far = train("forward"), train("forward")
     near["differences"], far["differences"] = {FLEX: 0.5, CUDNN: 0.01}, {CUDNN: 0.03, PORTABLE: 0, ORDERED: 0}
     assert only(bars.judge([near]), "agreement")["holds"] is True
@@ -183,7 +183,7 @@ def eight_bits(dim: int, ratio: float, **more: Any) -> dict[str, Any]:
     return row("train", **{"ratios": {WIDE: {"value": ratio}}, **shared, **more})
 
 
-def test_8_bits_are_held_to_our_own_bfloat16() -> None:
+def test_8_bits_are_compared_with_our_own_bfloat16() -> None:
     found = bars.judge([eight_bits(64, 1.0), eight_bits(128, 1.5), eight_bits(128, 1.31), eight_bits(256, 1.1)])
     assert only(found, "eight-bits-128")["holds"] is True and only(found, "eight-bits-128")["worst"] == 1.31
     assert only(found, "eight-bits-64")["holds"] is None and only(found, "eight-bits-256")["value"] == pytest.approx(
@@ -194,13 +194,13 @@ def test_8_bits_are_held_to_our_own_bfloat16() -> None:
     assert bars.judge([eight_bits(128, 1.0, backend="triton")]) == []
 
 
-def test_8_bits_beside_a_peer() -> None:
+def test_8_bits_compared_with_a_peer() -> None:
     ratios = {WIDE: {"value": 1.0}, FA3: {"value": 1.2}}  # we are no peer of ourselves
     line = only(bars.judge([eight_bits(128, 1.5), eight_bits(128, 1.5, ratios=ratios)]), "eight-bits-best")
     assert line["value"] == pytest.approx(1.2) and line["holds"] is None
 
 
-def test_agreement_in_8_bits_has_a_tolerance_of_its_own() -> None:
+def test_agreement_in_8_bits_has_its_own_tolerance() -> None:
     near, far = (eight_bits(128, 1.5, differences={WIDE: x}) for x in (0.049, 0.051))
     assert only(bars.judge([near]), "agreement-eight-bits")["holds"] is True
     assert only(bars.judge([near, far]), "agreement-eight-bits")["holds"] is False

@@ -1,4 +1,4 @@
-"""gpu/bench.py: what is timed is what is told, in random order, and nobody's failure stops the run."""
+"""gpu/bench.py: contenders are timed in random order and recorded, and no failure stops the run."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_contender_that_raises_is_absent_with_its_reason(fake: FakeDevice) -> 
     assert found["absent"] == {"broken": "RuntimeError: no such kernel"} and "broken" not in found["times"]
 
 
-def test_a_contender_that_does_not_do_a_row_says_so_itself(fake: FakeDevice) -> None:
+def test_a_contender_that_does_not_support_a_row_is_absent(fake: FakeDevice) -> None:
     def build(row: Any, given: Any) -> Any:
         raise UnfitError("it takes no window")
 
@@ -86,20 +86,20 @@ def test_a_contender_that_does_not_do_a_row_says_so_itself(fake: FakeDevice) -> 
     assert run.measure(row_of("train forward D64 full"))["absent"] == {"narrow": "it takes no window"}
 
 
-def test_without_us_the_others_are_still_timed(fake: FakeDevice) -> None:
+def test_peers_are_timed_even_if_ours_fails(fake: FakeDevice) -> None:
     run = Bench(fake, [fake.peer(OURS, 1.0, fails="oh"), fake.peer(CUDNN, 2e-3)], rounds=2)
     found = run.measure(row_of("train forward D64 full"))
     assert found["ratios"] == {} and set(found["times"]) == {CUDNN} and OURS in found["absent"]
 
 
-def test_a_wrong_result_is_seen(fake: FakeDevice) -> None:
+def test_a_wrong_result_is_recorded(fake: FakeDevice) -> None:
     run = Bench(fake, [fake.peer(OURS, 1e-3, off=0.1), fake.peer(CUDNN, 1e-3)], rounds=2)
     assert run.measure(row_of("train forward D64 full"))["differences"][CUDNN] == pytest.approx(0.1, abs=0.01)
     nan = torch.tensor([float("nan")])
     assert bench.difference([nan], [nan]) == float("inf")
 
 
-def test_a_window_is_timed_beside_no_window(fake: FakeDevice) -> None:
+def test_a_window_is_compared_with_no_window(fake: FakeDevice) -> None:
     run = bench_of(fake)
     run.peers = [*run.peers, fake.peer(PORTABLE, 2e-3)]
     found = run.measure(row_of("train forward window1024"))
@@ -109,7 +109,7 @@ def test_a_window_is_timed_beside_no_window(fake: FakeDevice) -> None:
     assert found["window"] == 1024 and set(found["times"]) == set(found["rates"]) == {*COSTS, PORTABLE}
 
 
-def test_decode_goes_through_graphs_and_round_the_copies(fake: FakeDevice) -> None:
+def test_decode_uses_graphs_and_cycles_through_inputs(fake: FakeDevice) -> None:
     row = row_of("decode B16")
     fake.cache = row.kv_bytes // 2  # two sets are four times as much
     found = bench_of(fake).measure(row)
@@ -131,7 +131,9 @@ def test_a_graph_is_no_longer_than_two_samples(fake: FakeDevice) -> None:
     assert fake.log.count(FLEX) < 20  # in host time too
 
 
-def test_who_cannot_be_captured_is_timed_eagerly(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contender_that_cannot_be_captured_is_timed_eagerly(
+    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(call: Any) -> Any:
         raise RuntimeError("not while capturing")
 
@@ -141,13 +143,13 @@ def test_who_cannot_be_captured_is_timed_eagerly(fake: FakeDevice, monkeypatch: 
     assert {name: t["median_s"] for name, t in found["times"].items()} == pytest.approx(COSTS)
 
 
-def test_copies() -> None:
+def test_input_sets() -> None:
     assert (
         bench.input_sets(1 << 30, 1 << 20) == 1 and bench.input_sets(3, 6) == 8 and bench.input_sets(1, 1 << 20) == 64
     )
 
 
-def test_small_calls_by_the_hosts_clock(fake: FakeDevice) -> None:
+def test_small_calls_use_the_host_clock(fake: FakeDevice) -> None:
     found = bench_of(fake).measure(row_of("small"))
     assert set(found["host"]) == set(found["times"]) == set(COSTS)
     assert 0 < found["host"][OURS]["median_s"] < 1
@@ -162,12 +164,12 @@ def test_memory(fake: FakeDevice) -> None:
     assert bench_of(fake).measure(row_of("memory forward"))["needed"] == 4 * rows
 
 
-def test_what_a_call_returned_counts_once() -> None:
+def test_shared_results_count_once() -> None:
     x = torch.zeros(10)
     assert device.returned(x) == 40 and device.returned((x, x[2:], torch.zeros(3))) == 52
 
 
-def test_a_run_leaves_a_record_that_can_be_shown(fake: FakeDevice) -> None:
+def test_the_record_of_a_run_can_be_shown(fake: FakeDevice) -> None:
     rows = [
         row_of(words)
         for words in ("train forward D64 full", "train backward D64 causal", "decode B1", "small", "memory forward")
@@ -194,7 +196,7 @@ def test_a_run_leaves_a_record_that_can_be_shown(fake: FakeDevice) -> None:
     assert all(len(width) == 1 for width in widths)  # no cell has a bar of its own
 
 
-def test_who_was_not_there_is_told(fake: FakeDevice) -> None:
+def test_absent_peers_are_reported(fake: FakeDevice) -> None:
     rows = [row_of("train forward D64 full")]
     assert "Not compared" not in caption(bench.run(bench_of(fake), rows))
     absent = {"A": "a has no attention function", "B": "b cannot be imported: ModuleNotFoundError: No module named 'b'"}
@@ -202,7 +204,7 @@ def test_who_was_not_there_is_told(fake: FakeDevice) -> None:
     assert said.endswith(" Not compared: A (a has no attention function), B (b cannot be imported).")
 
 
-def test_8_bits_have_a_table_of_their_own(fake: FakeDevice) -> None:
+def test_8_bits_have_a_separate_table(fake: FakeDevice) -> None:
     peers = [fake.peer(OURS, 1e-3), fake.peer(WIDE, 1.5e-3), fake.peer(CUDNN, 2e-3)]
     rows = [row_of("train forward D64 full"), row_of("train forward float8_e4m3fn D64 full")]
     record = bench.run(Bench(fake, peers, rounds=2), rows, unfit={"a row": "no kernel"})
@@ -216,7 +218,7 @@ def test_8_bits_have_a_table_of_their_own(fake: FakeDevice) -> None:
     assert tables[1].splitlines()[2].endswith("| 2.00 | 1.50 |")
 
 
-def test_absences_are_told_together(fake: FakeDevice) -> None:
+def test_absences_are_grouped(fake: FakeDevice) -> None:
     run = bench_of(fake)
     run.peers = [*run.peers, fake.peer("broken", 1.0, fails="no such kernel")]
     record = bench.run(run, [row_of("train forward D64 full"), row_of("train forward D64 causal")])
@@ -225,7 +227,7 @@ def test_absences_are_told_together(fake: FakeDevice) -> None:
     }
 
 
-def test_a_row_that_breaks_is_told_and_the_rest_goes_on(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_row_is_reported_and_the_rest_continues(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     run, plain = bench_of(fake), Bench.measure
     broken = row_of("train backward D64 full")
 
@@ -249,8 +251,8 @@ def test_time_runs_out_between_rows(fake: FakeDevice) -> None:
     assert "Left out for lack of time: 1 rows." in render(record)
 
 
-def test_what_was_left_out_can_follow(fake: FakeDevice) -> None:
-    """Rows of the run before stay as they are, and the others are measured; the record is as if it had been one run."""
+def test_an_unfinished_run_can_be_resumed(fake: FakeDevice) -> None:
+    """Rows of the earlier run stay, and the others are measured; the record is that of a single run."""
     rows = [row_of(words) for words in ("train forward D64 full", "train forward D64 causal", "small")]
     clock = iter([0.0, 1.0, 5.0, 11.0])
     first = json.loads(json.dumps(bench.run(bench_of(fake), rows, seconds=10, now=lambda: next(clock))))
@@ -264,8 +266,8 @@ def test_what_was_left_out_can_follow(fake: FakeDevice) -> None:
     assert bench.run(bench_of(fake), rows, earlier=whole)["measurements"] == whole["measurements"] and not fake.samples
 
 
-def test_what_failed_or_was_left_out_is_not_forgotten(fake: FakeDevice) -> None:
-    """Where a run is resumed with other rows."""
+def test_failed_and_omitted_rows_survive_a_resume(fake: FakeDevice) -> None:
+    """A run may be resumed with other rows."""
     full, causal, small = (row_of(words) for words in ("train forward D64 full", "train forward D64 causal", "small"))
     first = bench.run(bench_of(fake), [small])
     first |= {"failed": {full.name: "device lost"}, "unfit": {"old": "no"}, "left_out": [causal.name, full.name]}
@@ -285,7 +287,7 @@ def test_a_run_of_another_kind_cannot_be_resumed(fake: FakeDevice, changed: dict
         bench.run(bench_of(fake), rows, earlier=earlier)
 
 
-def test_ceilings_are_what_they_say() -> None:
+def test_ceilings_count_their_work() -> None:
     product = ceilings.product("cpu", 4)
     assert product.call().shape == (4, 4) and product.amount == 128
     copy = ceilings.copy("cpu", 100)
@@ -294,12 +296,12 @@ def test_ceilings_are_what_they_say() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
-    """Every kind of row, tiny, on the real device."""
+    """Every kind of row, with tiny sizes, on the real device."""
     from flashtile.lab.bench.gpu import peers
 
     if device.missing():
         pytest.skip(device.missing())
-    here, absent = peers.present([OURS, CUDNN, peers.SDPA_FLASH])
+    here, absent = peers.available([OURS, CUDNN, peers.SDPA_FLASH])
     assert not absent
     run = Bench(device.Cuda(), here, rounds=2, sample=1e-4)
     passes = ("train forward N1024 D64 full", "train backward N1024 D64 causal", "train step N4096")
@@ -321,7 +323,7 @@ def test_8_bits_on_a_gpu() -> None:
     row = row_of("train forward float8_e4m3fn N1024 D128 causal", _fit)
     if reason := device.missing() or row.objection("cuda"):
         pytest.skip(reason)
-    here, _ = peers.present([WIDE])
+    here, _ = peers.available([WIDE])
     record = bench.run(Bench(device.Cuda(), here, rounds=2, sample=1e-4), [row])
     (found,) = record["measurements"]
     assert found["backend"] == "gluon" and set(found["times"]) == {OURS, WIDE}

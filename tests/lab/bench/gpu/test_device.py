@@ -1,4 +1,4 @@
-"""The clock of a GPU: what is between its events."""
+"""The clock of a GPU: the time between its events."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from flashtile.lab.bench.gpu import device
 
 
-def test_the_host_is_ahead_before_the_device_is_timed() -> None:
-    """The device is kept busy first, and that is not counted."""
+def test_the_host_gets_ahead_before_the_device_is_timed() -> None:
+    """The device is kept busy first, which is not counted."""
     log: list[str] = []
 
     class Event:

@@ -1,4 +1,4 @@
-"""gpu/peers.py: every library computes the same thing as we do, forward and backward, called the way it wants to be."""
+"""gpu/peers.py: every library computes the same results as flashtile, forward and backward, through its own API."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without to
 
 
 def small(row: Row) -> Row:
-    """Large enough for every mask to cut something, in float32 for sharp comparisons."""
+    """Large enough for every mask to hide something, in float32 for strict comparisons."""
     case = replace(row.case, n_q=min(row.case.n_q, 24), n_k=24, dim=16, batch=2, dtype="float32")
     case = replace(case, heads=4, kv_heads=2 if row.case.heads != row.case.kv_heads else 4)
     if row.window is not None:
@@ -58,7 +58,7 @@ def dense(q: Any, k: Any, v: Any, causal: bool, window: tuple[Any, Any]) -> Any:
 
 
 class Library(ModuleType):
-    """flash_attn's functions; `no_limit` is what its generation calls an open side of a window."""
+    """Fake flash_attn functions; `no_limit` is that generation's value for an open side of a window."""
 
     def __init__(self, no_limit: int | None, *without: str) -> None:
         super().__init__("flash_attn")
@@ -94,7 +94,7 @@ class Library(ModuleType):
 
 @pytest.fixture
 def libraries(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """All three generations of flash_attn, SDPA by its plain kernel, FlexAttention as it is."""
+    """All three generations of flash_attn, SDPA with its math kernel, and FlexAttention itself."""
     found = SimpleNamespace(
         fa2=Library(-1), fa3=Library(-1, "flash_attn_func"), fa4=Library(None, "flash_attn_with_kvcache")
     )
@@ -126,7 +126,7 @@ def results(row: Row) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_everyone_agrees(libraries: SimpleNamespace, row: Row) -> None:
+def test_all_peers_agree(libraries: SimpleNamespace, row: Row) -> None:
     found, unfit = results(row)
     assert set(unfit) == {WIDE, *((CUDNN, SDPA_FLASH) if row.lengths or row.window else ())}
     assert set(found) | set(unfit) == {OURS, WIDE, CUDNN, SDPA_FLASH, FLEX, FA2, FA3, FA4}
@@ -157,7 +157,7 @@ def test_sets_of_inputs_share_nothing(libraries: SimpleNamespace) -> None:
         assert torch.equal(first, again) and not torch.equal(first, second), peer.name
 
 
-def test_backward_alone_is_what_is_called(libraries: SimpleNamespace) -> None:
+def test_a_backward_row_runs_only_the_backward_pass(libraries: SimpleNamespace) -> None:
     row = row_of("train backward D64 full", small)
     (contender,) = [p.prepare(row, [peers.tensors(row, "cpu", 0)]) for p in PEERS if p.name == FA2]
     before = len(libraries.fa2.called)
@@ -165,7 +165,7 @@ def test_backward_alone_is_what_is_called(libraries: SimpleNamespace) -> None:
     assert len(libraries.fa2.called) == before
 
 
-def test_a_step_goes_forward_and_backward_every_time(libraries: SimpleNamespace) -> None:
+def test_a_step_runs_both_passes_every_time(libraries: SimpleNamespace) -> None:
     step, backward = (row_of(f"train {direction} D128 causal", small) for direction in ("step", "backward"))
     given = [peers.tensors(step, "cpu", 0)]
     for peer in IN_16_BITS:
@@ -183,7 +183,7 @@ def eight(row: Row) -> Row:
 
 
 class EightBits(Library):
-    """A flash_attn that takes factors."""
+    """A fake flash_attn that takes factors."""
 
     def _flash_attn_func(
         self,
@@ -218,8 +218,8 @@ def test_8_bits(libraries: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, mas
         next(peer for peer in PEERS if peer.name == PORTABLE).build(row, given)
 
 
-def test_what_8_bits_stand_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """We are given factors with 8-bit tensors, and none with the same numbers in bfloat16."""
+def test_8_bits_and_the_same_numbers_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours gets factors with 8-bit tensors, and none with the same numbers in bfloat16."""
     called: list[Any] = []
     monkeypatch.setattr(peers.flashtile, "attention", lambda *given, **options: called.append((given, options)))
     row = row_of("train float8_e4m3fn D64 causal", eight)
@@ -248,7 +248,7 @@ def test_what_8_bits_stand_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["portable", "deterministic"],
 )
-def test_ourselves_otherwise(
+def test_our_own_variants(
     monkeypatch: pytest.MonkeyPatch, name: str, fits: str, asked: dict[str, Any], others: list[str], reason: str
 ) -> None:
     called: list[Any] = []
@@ -262,21 +262,21 @@ def test_ourselves_otherwise(
             peer.build(row_of(other, small), peers.tensors(row, "cpu", 0))
 
 
-def test_who_is_not_here_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_libraries_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     peers._not_importable.cache_clear()
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))  # all that FlashAttention-4 leaves of it
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", Library(None))
-    here, absent = peers.present()
+    here, absent = peers.available()
     assert absent[PORTABLE] == absent[ORDERED] == gluon.missing()
     assert absent[FA2] == "flash_attn has no attention function"
     assert absent[FA3].startswith("flash_attn_interface cannot be imported: ModuleNotFoundError")
     assert [peer.name for peer in here] == [OURS, WIDE, CUDNN, SDPA_FLASH, FLEX, FA4]
-    here, absent = peers.present([FLEX])
+    here, absent = peers.available([FLEX])
     assert [peer.name for peer in here] == [OURS, FLEX] and not absent
     peers._not_importable.cache_clear()
 
 
-def test_errors_are_told_in_one_line() -> None:
-    assert peers.brief(ValueError("\nfirst\nsecond")) == "ValueError: first"
-    assert len(peers.brief(ValueError("x" * 1000))) == 200
+def test_errors_are_shortened_to_one_line() -> None:
+    assert peers.short_error(ValueError("\nfirst\nsecond")) == "ValueError: first"
+    assert len(peers.short_error(ValueError("x" * 1000))) == 200

@@ -1,4 +1,4 @@
-"""The viewer's record and its page, made once."""
+"""Fixtures: the viewer's record and its page, made once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def made() -> str:
 
 @pytest.fixture(scope="session")
 def recorded(made: str) -> dict[str, Any]:
-    """Read back out of the page."""
+    """The record, read from the page."""
     return json.loads(re.search(r'<script type="application/json" id="scenes">(.*?)</script>', made, re.DOTALL)[1])
 
 

@@ -1,4 +1,4 @@
-"""The record of a scene, executed again: an attention that knows nothing but the page's JSON."""
+"""Replay the record of a scene: attention computed only from the page's JSON."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Array = np.ndarray
 
 
 def number(x: Any) -> Any:
-    """JSON back to an array: "-inf" is a number again."""
+    """Convert JSON back to an array, with "-inf" as a number."""
     return np.array(x).astype(np.float64)
 
 
 class Replay:
-    """HBM and SRAM, by the events of one run; yields the index and the numbers of each event that computes."""
+    """HBM and SRAM by the events of one run; yields the index and numbers of each computing event."""
 
     def __init__(self, scene: dict[str, Any], order: str) -> None:
         self.scene, self.run, self.order = scene, scene["runs"][order], order

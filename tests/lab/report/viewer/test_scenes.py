@@ -1,4 +1,4 @@
-"""The record: its counters land on the closed forms, and its events, executed again, give the attention."""
+"""The record: its counters equal the closed forms, and replaying its events gives attention."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def of(recorded: dict[str, Any], name: str) -> dict[str, Any]:
 
 @names
 @orders
-def test_executed_again_the_record_gives_the_attention(recorded, name, order):
+def test_replaying_the_record_gives_attention(recorded, name, order):
     scene = of(recorded, name)
     replay = Replay(scene, order)
     computed = 0
@@ -90,7 +90,7 @@ def test_the_full_scene_is_the_paper_s_formula(recorded):
 
 @names
 @orders
-def test_everything_listed_by_step_has_as_many_entries(recorded, name, order):
+def test_lists_by_step_have_the_same_length(recorded, name, order):
     run = of(recorded, name)["runs"][order]
     steps = len(run["events"]) + 1
     assert {len(run[key]) for key in ("captions", "counts", "sram", "held")} == {steps}
@@ -100,7 +100,7 @@ def test_everything_listed_by_step_has_as_many_entries(recorded, name, order):
 
 @names
 @orders
-def test_sentences_tell_the_numbers_of_their_event(recorded, name, order):
+def test_sentences_have_the_numbers_of_their_event(recorded, name, order):
     run = of(recorded, name)["runs"][order]
     for at, event in enumerate(run["events"]):
         said, moved = run["captions"][at + 1], run["counts"][at + 1][0] - run["counts"][at][0]
@@ -114,7 +114,7 @@ def test_sentences_tell_the_numbers_of_their_event(recorded, name, order):
 
 @names
 @orders
-def test_the_blocks_shown_in_sram_are_as_large_as_they_are_counted(recorded, name, order):
+def test_the_blocks_in_sram_add_up_to_the_count(recorded, name, order):
     scene = of(recorded, name)
     run, replay = scene["runs"][order], Replay(scene, order)
     own = () if order == "standard" else ("S", "P", "dP", "dS", "factor")  # of a tile: no blocks of an array
@@ -154,7 +154,7 @@ def test_the_factor_is_exp_of_the_difference(recorded, name):
 
 @names
 def test_one_clock(recorded, name):
-    """No order is ahead of the clock, none could have done more, and all are done in the last frame."""
+    """No order is ahead of or behind the clock, and all are done in the last frame."""
     scene = of(recorded, name)
     moved = {order: [counts[0] for counts in scene["runs"][order]["counts"]] for order in SIDE_BY_SIDE}
     assert moved["fa2"][-1] < moved["fa1"][-1] < moved["standard"][-1]
@@ -198,7 +198,7 @@ def test_warps(recorded):
     assert max(keys["error"], queries["error"]) < 1e-12
 
 
-def test_quick_is_the_same_but_less(recorded):
+def test_quick_is_a_part_of_the_whole(recorded):
     quick = json.loads(json.dumps(scenes(quick=True)))
     assert tuple(scene["name"] for scene in quick["scenes"]) == QUICK
     assert quick["scenes"] == [of(recorded, name) for name in QUICK]

@@ -1,4 +1,4 @@
-"""The viewer in a real browser: it plays, steps both ways, shows what was recorded, and can be read by everyone."""
+"""The viewer in a real browser: it plays, steps both ways, shows the record, and is accessible."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ READ_ALL = """() => {
 
 
 def marks(run: dict[str, Any], step: int) -> dict[str, set[tuple[str, ...]]]:
-    """What a stage has to show after some events, by the events alone."""
+    """What a stage has to show after some events, from the events alone."""
     strips = STRIPS[run["order"]]
     drawn = strips.left + strips.top + strips.right + strips.bottom
     done = run["events"][:step]
@@ -66,18 +66,18 @@ def scene_of(recorded: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def at(page: Any) -> list[str]:
-    """Scene, order, step and row, as the address tells them (a moment later)."""
+    """Scene, order, step and row of the address, which is updated a moment later."""
     page.wait_for_timeout(250)
     return page.evaluate("location.hash").removeprefix("#viewer/").split("/")
 
 
 def go(page: Any, name: str, order: str, step: int) -> None:
-    """To a moment, by its link."""
+    """Open the link to a moment."""
     page.evaluate(f"location.hash = '#viewer/{name}/{order}/{step}'")
     page.wait_for_function(f"location.hash.match(/viewer.{name}.{order}.\\d+.\\d+$/)")
 
 
-def test_it_loads_from_disk_alone(browser, page_file):
+def test_it_loads_only_from_disk(browser, page_file):
     with opened(browser, page_file) as page:
         page.wait_for_load_state("load")
         assert page.locator(".viewer.live").count() == 1
@@ -210,7 +210,7 @@ def test_a_link_leads_to_its_moment(browser, page_file, recorded, link, expected
 
 
 def test_the_lens_follows_one_row(browser, page_file, recorded):
-    """The row's moments, one click each: the sentence and the numbers are those of its tiles."""
+    """The changes of the row, one click each: the sentence and the numbers are those of its tiles."""
     scene = scene_of(recorded, "causal")
     run, row = scene["runs"]["fa2"], scene["row"]
     tiles = [x for at_, x in run["numbers"].items() if run["events"][int(at_)][1] == row // scene["br"]]
@@ -312,7 +312,7 @@ def test_it_looks_right(browser, page_file, size, scheme):
 
 
 def _colours(png: bytes) -> dict[tuple[int, ...], int]:
-    """How many pixels there are of each colour."""
+    """The number of pixels of each colour."""
     import io
 
     from PIL import Image

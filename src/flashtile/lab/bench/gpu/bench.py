@@ -13,8 +13,8 @@ from flashtile.lab.bench import records
 from flashtile.lab.bench.gpu import bars, ceilings
 from flashtile.lab.bench.gpu.ceilings import COPY, PRODUCT, Ceiling
 from flashtile.lab.bench.gpu.device import Device
-from flashtile.lab.bench.gpu.peers import OURS, PORTABLE, Contender, Peer, UnfitError, brief, tensors
-from flashtile.lab.bench.gpu.rows import DECODE, MEMORY, SMALL, TRAIN, Row, in_turn
+from flashtile.lab.bench.gpu.peers import OURS, PORTABLE, Contender, Peer, UnfitError, short_error, tensors
+from flashtile.lab.bench.gpu.rows import DECODE, MEMORY, SMALL, TRAIN, Row, run_order
 from flashtile.lab.bench.records import Record
 from flashtile.lab.bench.suite import Progress
 from flashtile.lab.bench.timing import Call, Ratio, Timing, alternate
@@ -85,7 +85,7 @@ class Bench:
             try:
                 calls[name], sizes[name] = _repeated(self.device.captured(contender.repeated(n))), n
             except Exception as error:
-                calls[name], sizes[name], eager[name] = contender.repeated, 1, brief(error)
+                calls[name], sizes[name], eager[name] = contender.repeated, 1, short_error(error)
         times = {name: timing.over(sizes[name]) for name, timing in self._device_times(calls).items()}
         found = _compared(contenders, absent, times)
         ceiling = self.copy.amount / times.pop(COPY).median
@@ -134,7 +134,7 @@ class Bench:
             except UnfitError as error:
                 absent[peer.name] = str(error)
             except Exception as error:
-                absent[peer.name] = brief(error)
+                absent[peer.name] = short_error(error)
             else:
                 found[peer.name] = contender
         return found, absent
@@ -197,7 +197,7 @@ def run(
             record[found] |= {name: reason for name, reason in earlier[found].items() if name not in places}
         record["left_out"] = [name for name in earlier["left_out"] if name not in places]
     end = None if seconds is None else now() + seconds
-    turns = in_turn(unmeasured(rows, earlier))
+    turns = run_order(unmeasured(rows, earlier))
     for done, row in enumerate(turns):
         if end is not None and now() >= end:
             record["left_out"] += sorted((left.name for left in turns[done:]), key=lambda name: places[name])
@@ -207,7 +207,7 @@ def run(
             record["measurements"].append(bench.measure(row))
             record["measurements"].sort(key=lambda found: places.get(found["case"], -1))
         except Exception as error:
-            record["failed"][row.name] = brief(error)
+            record["failed"][row.name] = short_error(error)
         save(with_summary(record))
     save(with_summary(record))
     progress("done", len(turns), len(turns))

@@ -274,7 +274,7 @@ def _not_importable(name: str) -> str | None:
     try:
         module = import_module(FLASH_MODULES[name])
     except Exception as error:  # a build for another torch can fail in any way
-        return f"{FLASH_MODULES[name]} cannot be imported: {brief(error)}"
+        return f"{FLASH_MODULES[name]} cannot be imported: {short_error(error)}"
     if hasattr(module, "flash_attn_func") or hasattr(module, "flash_attn_varlen_func"):
         return None
     return f"{FLASH_MODULES[name]} has no attention function"  # FlashAttention-4 alone leaves an empty flash_attn
@@ -304,14 +304,14 @@ PEERS = (
 NAMES = tuple(peer.name for peer in PEERS)
 
 
-def present(wanted: Iterable[str] = ()) -> tuple[list[Peer], dict[str, str]]:
+def available(wanted: Iterable[str] = ()) -> tuple[list[Peer], dict[str, str]]:
     """The peers that can be timed here, always including ours, and why the others cannot."""
     names = {OURS, *wanted} if wanted else set(NAMES)
     absent = {p.name: reason for p in PEERS if p.name in names and (reason := p.missing()) is not None}
     return [p for p in PEERS if p.name in names and p.name not in absent], absent
 
 
-def brief(error: BaseException) -> str:
+def short_error(error: BaseException) -> str:
     """An error in one short line."""
     line = next((line for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {line.strip()}"[:200]

@@ -166,7 +166,7 @@ ROWS = (
 )
 
 
-def in_turn(rows: Iterable[Row]) -> list[Row]:
+def run_order(rows: Iterable[Row]) -> list[Row]:
     """The order of a run: first rows outside the grid, then those with the least work, since time may run out."""
     return sorted(rows, key=lambda row: (row.suite == TRAIN and not row.extra, row.flops))
 

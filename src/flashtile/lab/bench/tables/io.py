@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from flashtile.lab.bench import markdown
-from flashtile.lab.bench.gpu.moved import IO
+from flashtile.lab.bench.gpu.io import IO
 from flashtile.lab.bench.gpu.peers import OURS
 from flashtile.lab.bench.gpu.rows import DTYPE
 from flashtile.lab.bench.records import Record

@@ -9,7 +9,7 @@ from typing import Any
 
 from flashtile.lab.bench import workers
 from flashtile.lab.bench.gpu.peers import FA4_CACHE, PEERS, Peer, UnfitError, tensors
-from flashtile.lab.bench.gpu.rows import ROWS, Row, in_turn
+from flashtile.lab.bench.gpu.rows import ROWS, Row, run_order
 
 LONGEST = 180.0  # seconds for one row of one peer
 # Each worker compiles in one process; there are as many workers as cores.
@@ -26,7 +26,7 @@ def jobs(rows: Sequence[Row], peers: Sequence[Peer]) -> list[workers.Job]:
 
     The order is that of the run, so rows that differ only in length, and share kernels, are not compiled concurrently.
     """
-    return [{"row": row.name, "peer": peer.name} for row in in_turn(rows) for peer in peers if peer.compiles()]
+    return [{"row": row.name, "peer": peer.name} for row in run_order(rows) for peer in peers if peer.compiles()]
 
 
 def compile_ahead(

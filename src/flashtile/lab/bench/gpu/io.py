@@ -51,7 +51,7 @@ class Entry:
         return plan(shape, shape, c.dtype, device, **c.options)
 
     def predicted(self, device: str) -> dict[str, int]:
-        """The bytes if memory delivers everything once and the L2 the rest; unknown for standard attention's tiles."""
+        """The bytes if memory delivers everything once, and the L2 the rest; unknown for standard attention."""
         p = self.plan(device)
         out = p.lse_bytes // 4 * p.v_shape[-1] * ITEMSIZE[p.dtype]
         if self.way == STANDARD:

@@ -1,4 +1,4 @@
-"""gpu/ncu.py and gpu/moved.py: the profiler's table is read as it is, and bytes are held to those of the tiles."""
+"""gpu/ncu.py and gpu/io.py: the profiler's table is parsed, and its bytes are compared with the tiles'."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ torch = pytest.importorskip("torch")
 from flashtile.band import Band  # noqa: E402
 from flashtile.cost import traffic  # noqa: E402
 from flashtile.lab.bench import records  # noqa: E402
-from flashtile.lab.bench.gpu import moved, ncu  # noqa: E402
-from flashtile.lab.bench.gpu.moved import ENTRIES, METRICS, OURS, STANDARD, Entry  # noqa: E402
+from flashtile.lab.bench.gpu import io, ncu  # noqa: E402
+from flashtile.lab.bench.gpu.io import ENTRIES, METRICS, OURS, STANDARD, Entry  # noqa: E402
 from flashtile.lab.bench.gpu.ncu import Kernel, ProfilerError  # noqa: E402
 from flashtile.lab.bench.table import details, put_into, render  # noqa: E402
 from tests.lab.bench.gpu.fakes import FakeDevice, one_thread  # noqa: E402
@@ -54,14 +54,14 @@ def test_kernels_belong_to_the_mark_before_them() -> None:
 
 
 def script(folder: Path, body: str) -> str:
-    """A profiler of our own."""
+    """A fake profiler."""
     path = folder / "ncu"
     path.write_text(f"#!/bin/sh\nexec {shlex.quote(sys.executable)} - \"$@\" <<'END'\nimport sys\n{body}\nEND\n")
     path.chmod(0o755)
     return str(path)
 
 
-def test_the_profiler_is_told_what_to_watch(tmp_path: Path) -> None:
+def test_the_profiler_gets_the_metrics_and_the_module(tmp_path: Path) -> None:
     text = talk(line(0, "a", "x.sum", "5"))
     program = script(
         tmp_path,
@@ -80,12 +80,12 @@ def test_the_profiler_is_told_what_to_watch(tmp_path: Path) -> None:
         ("", "it profiled no kernel"),
     ],
 )
-def test_what_went_wrong_is_told(tmp_path: Path, body: str, told: str) -> None:
+def test_profiler_errors_are_reported(tmp_path: Path, body: str, told: str) -> None:
     with pytest.raises(ProfilerError, match=told):
         ncu.profile(script(tmp_path, body), "some.module", ("x.sum",))
 
 
-def test_the_shapes_are_those_agreed() -> None:
+def test_the_shapes_are_as_agreed() -> None:
     ours = [(e.row.case.dim, e.row.case.n_q, e.row.causal) for e in ENTRIES if e.way == OURS]
     assert ours == [(d, n, c) for d in (64, 128) for n in (4096, 16384) for c in (False, True)]
     standard = [(e.row.case.dim, e.row.case.n_q, e.row.causal) for e in ENTRIES if e.way == STANDARD]
@@ -114,8 +114,8 @@ def small(entry: Entry) -> Entry:
 
 
 @pytest.fixture
-def watcher(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """torch.cuda where there is none: what is started, marked and stopped goes onto a list."""
+def cuda_log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A fake torch.cuda that records starts, marks and stops."""
     log: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append("mark"))
@@ -124,39 +124,39 @@ def watcher(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return log
 
 
-def test_every_call_is_behind_a_mark(watcher: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_call_follows_a_mark(cuda_log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Entry.call
 
     def call(self: Entry, given: Any) -> Callable[[], Any]:
         run = plain(self, given)
         if self.row.causal:
             raise torch.OutOfMemoryError("too much\nof it")
-        return lambda: (watcher.append(self.way), run())[1]
+        return lambda: (cuda_log.append(self.way), run())[1]
 
     monkeypatch.setattr(Entry, "call", call)
     entries = [small(entry) for entry in ENTRIES[:3]]
     assert [entry.way for entry in entries] == [OURS, STANDARD, OURS]
     with one_thread():
-        failed = moved.run_profiled(entries, "cpu")
-    assert watcher == [OURS, STANDARD, "start", "mark", OURS, "mark", STANDARD, "stop"]
+        failed = io.run_profiled(entries, "cpu")
+    assert cuda_log == [OURS, STANDARD, "start", "mark", OURS, "mark", STANDARD, "stop"]
     assert failed == {f"{OURS}: {entries[2].row.name}": "too much"}
 
 
 def test_both_ways_compute_scores_of_the_same_keys() -> None:
-    """Up to the scale, which standard attention leaves out: a kernel more would be bytes more."""
+    """Up to the scale, which standard attention leaves out: another kernel would move more bytes."""
     ours, standard = (small(entry) for entry in ENTRIES[:2])
-    given = moved.tensors(ours.row, "cpu", 0)
+    given = io.tensors(ours.row, "cpu", 0)
     root = given.q.shape[-1] ** 0.5
     with one_thread():
         a, b = ours.call(given._replace(q=given.q * root))(), standard.call(given)()
     assert a.shape == b.shape and float((a.float() - b.float()).norm() / b.float().norm()) < 0.02
 
 
-def watched_as_predicted(factor: float, failed: dict[str, str] | None = None, skip: int = 0) -> Any:
-    """A profiler that counts `factor` times what is predicted, in two kernels a call."""
+def profiled_as_predicted(factor: float, failed: dict[str, str] | None = None, skip: int = 0) -> Any:
+    """A fake profiler that counts `factor` times the prediction, in two kernels per call."""
 
     def profile(program: str, module: str, metrics: Any) -> tuple[list[Kernel], str]:
-        assert (program, module) == ("an ncu", "flashtile.lab.bench.gpu.moved")
+        assert (program, module) == ("an ncu", "flashtile.lab.bench.gpu.io")
         kernels = []
         for entry in ENTRIES[skip:]:
             counts = dict.fromkeys(METRICS, 1.0) | entry.predicted("cpu")
@@ -167,8 +167,8 @@ def watched_as_predicted(factor: float, failed: dict[str, str] | None = None, sk
     return profile
 
 
-def test_a_run_leaves_a_record_that_can_be_shown(tmp_path: Path) -> None:
-    record = json.loads(json.dumps(moved.run(FakeDevice(cache=50 << 20), "an ncu", watched_as_predicted(1.25))))
+def test_the_record_of_a_run_can_be_shown(tmp_path: Path) -> None:
+    record = json.loads(json.dumps(io.run(FakeDevice(cache=50 << 20), "an ncu", profiled_as_predicted(1.25))))
     assert record["suite"] == "io" and len(record["measurements"]) == len(ENTRIES)
     for row in record["measurements"]:
         assert set(row["measured"]) == set(METRICS) and row["kernels"] == ["a", "b"]
@@ -188,8 +188,8 @@ def test_a_run_leaves_a_record_that_can_be_shown(tmp_path: Path) -> None:
     assert text in document.read_text()
 
 
-def test_metrics_that_a_chip_does_not_have_are_left_out() -> None:
-    profile = watched_as_predicted(1.0)
+def test_metrics_that_a_chip_lacks_are_left_out() -> None:
+    profile = profiled_as_predicted(1.0)
 
     def without(*arguments: Any) -> tuple[list[Kernel], str]:
         kernels, said = profile(*arguments)
@@ -197,16 +197,16 @@ def test_metrics_that_a_chip_does_not_have_are_left_out() -> None:
             kernel.counts.pop(METRICS["cache_read"])
         return kernels, said
 
-    record = moved.run(FakeDevice(), "an ncu", without)
+    record = io.run(FakeDevice(), "an ncu", without)
     assert all("cache_read" not in row["measured"] for row in record["measurements"])
     assert render(record) and details(record)
 
 
-def test_what_could_not_run_is_told_and_the_others_keep_their_names() -> None:
+def test_failed_entries_are_reported_and_the_others_keep_their_names() -> None:
     first = ENTRIES[0]
     name = f"{first.way}: {first.row.name}"
-    record = moved.run(FakeDevice(), "an ncu", watched_as_predicted(1.0, {name: "too much"}, skip=1))
+    record = io.run(FakeDevice(), "an ncu", profiled_as_predicted(1.0, {name: "too much"}, skip=1))
     assert record["failed"] == {name: "too much"} and f"Not measured: {name} (too much)." in render(record)
     assert record["measurements"][0]["way"] == STANDARD
     with pytest.raises(ProfilerError, match="it profiled 9 calls, expected 10"):
-        moved.run(FakeDevice(), "an ncu", watched_as_predicted(1.0, skip=1))
+        io.run(FakeDevice(), "an ncu", profiled_as_predicted(1.0, skip=1))

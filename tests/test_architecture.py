@@ -24,7 +24,7 @@ def ways() -> dict[str, architecture.Way]:
 
 @needs_native
 @pytest.mark.parametrize("call", MOST)
-def test_files_of_a_warm_call(ways: dict[str, architecture.Way], call: str) -> None:
+def test_files_of_a_cached_call(ways: dict[str, architecture.Way], call: str) -> None:
     assert len(ways[call]) <= MOST[call], ways[call]
     assert "backends/native/runner.py" in ways[call]
     assert not {"problem.py", "dispatch.py"} & set(ways[call]), "a call is described once"
@@ -46,7 +46,7 @@ def test_files_of_a_gpu_call(backend: str, most: int) -> None:
             lambda: ft.attention(*plain, causal=True),
             lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
         ):
-            way = architecture.warm(run)
+            way = architecture.way_of_cached(run)
             assert len(way) <= most, way
             assert {f"backends/{backend}/forward.py", f"backends/{backend}/backward.py"} & set(way)
             assert not {"problem.py", "dispatch.py"} & set(way), "a call is described once"

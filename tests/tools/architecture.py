@@ -19,7 +19,7 @@ from tests.tools.tree import ROOT
 
 PICTURE = ROOT / "docs" / "architecture.svg"
 PACKAGE = os.path.dirname(ft.__file__)
-FOLDERS = ("checks", "numerics", "host")  # a box each in the picture
+FOLDERS = ("checks", "numerics", "host")  # one box each in the picture
 Way = dict[str, list[str]]  # the functions of each file, in the order in which they are first called
 
 
@@ -54,16 +54,18 @@ def ways() -> dict[str, Way]:
     ft.attention(x[:1], x[:1], x[:1], causal=True)  # finishes all imports
     calls.KNOWN.clear()
     first = way_of(lambda: ft.attention(x, x, x, causal=True))
-    found = {"first call of its kind": first, "NumPy": warm(lambda: ft.attention(x, x, x, causal=True))}
-    found["torch"] = warm(lambda: ft.attention(t, t.clone(), t.clone(), causal=True))
+    found = {"first call of its kind": first, "NumPy": way_of_cached(lambda: ft.attention(x, x, x, causal=True))}
+    found["torch"] = way_of_cached(lambda: ft.attention(t, t.clone(), t.clone(), causal=True))
     given = [leaf, *(leaf.detach().clone().requires_grad_() for _ in range(2))]
-    found["torch, to be trained"] = warm(lambda: ft.attention(*given, causal=True))
+    found["torch, to be trained"] = way_of_cached(lambda: ft.attention(*given, causal=True))
     out = ft.attention(*given, causal=True)
-    found["its backward pass"] = warm(lambda: torch.autograd.grad(out, given, torch.ones(x.shape), retain_graph=True))
+    found["its backward pass"] = way_of_cached(
+        lambda: torch.autograd.grad(out, given, torch.ones(x.shape), retain_graph=True)
+    )
     return found
 
 
-def warm(run: Callable[[], Any]) -> Way:
+def way_of_cached(run: Callable[[], Any]) -> Way:
     """Return the way of a cached call."""
     run()
     run()

@@ -34,7 +34,7 @@ def train(setups: tuple[training.Setup, ...] = training.GPU_SETUPS) -> records.R
 
 
 def draw(record: records.Record, picture: Path) -> None:
-    """Draw the losses and, below them, how far each is from torch's MATH kernel: more than noise would be an error."""
+    """Draw the losses and, below them, the difference of each from torch's MATH kernel."""
     setups: list[dict[str, Any]] = record["measurements"]
     figure, axes = canvas.panels(2, len(setups), width=5.0 * len(setups), height=6.0)
     for n, measured in enumerate(setups):

@@ -1,15 +1,15 @@
-"""What every test shares: fresh memory is poison, and searches are the same ones every time unless asked otherwise."""
+"""For every test: new arrays are filled with NaN, and Hypothesis repeats its examples unless another profile is set."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-# Without a GPU the Triton kernels run under Triton's interpreter, which has to be asked for before triton is imported.
+# Without a GPU the Triton kernels run under Triton's interpreter, which must be enabled before triton is imported.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Workers share the cores: with a BLAS of many threads in each they would wait for each other.
+# Workers share the cores: if each had a BLAS with many threads, they would wait for each other.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
@@ -19,7 +19,7 @@ import hypothesis
 import numpy as np
 import pytest
 
-# HYPOTHESIS_PROFILE=search looks at new examples every time, and at many.
+# HYPOTHESIS_PROFILE=search tries many new examples each time.
 hypothesis.settings.register_profile("every", deadline=None, derandomize=True, max_examples=150, database=None)
 hypothesis.settings.register_profile("search", deadline=None, max_examples=5000, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "every"))
@@ -27,7 +27,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "every"))
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """np.empty gives NaN, so that a result which nobody wrote cannot pass for a right one."""
+    """Fill the arrays of np.empty with NaN, so that a result that was never written cannot pass."""
 
     def poisoning(make: Any) -> Any:
         def made(*args: Any, **options: Any) -> Any:

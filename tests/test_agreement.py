@@ -1,4 +1,4 @@
-"""Every backend, every option, every dtype, ragged sizes: one grid, forward and backward, against the oracle."""
+"""One grid of backends, options, dtypes and ragged sizes, forward and backward, against the oracle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 RAGGED = Size(2, 4, 2, 65, 63, 33, 17)
 LONG_KEYS = Size(3, 2, 1, 17, 129, 64, 64)
 
-# Each length and each width of the edges of tiles and vectors, at least once as queries and once as keys.
+# Each length and width at the edges of tiles and vectors, at least once for queries and once for keys.
 SIZES = (
     Size(8, 4, 4, 1, 1, 1, 1),
     Size(8, 2, 1, 1, 2, 8, 3),
@@ -61,7 +61,7 @@ def grid() -> list[Case]:
         if dtype != "float16" or size is RAGGED or option == "everything"
     ]
     every += [Case(RAGGED, dtype, names) for names in COMBINATIONS for dtype in DTYPES]
-    # Over sizes, the dtypes take turns; each meets each option of the turn.
+    # The sizes cycle through the dtypes, so that each dtype meets each of these options.
     for n, size in enumerate(SIZES):
         every += [Case(size, DTYPES[(n + m) % 4], (o,)) for m, o in enumerate(("plain", "causal", "everything"))]
         every += [Case(size, "float32", ("plain",)), Case(size, "float64", ("everything",))]
@@ -133,7 +133,7 @@ def test_gradients_without_dlse(runner: Runner) -> None:
 )
 @pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
 def test_sizes_of_zero(q_shape: Any, k_shape: Any, sink: bool, runner: Runner) -> None:
-    """Empty results of the right shape; rows with no key: output 0, lse -inf (or the sink), gradients 0."""
+    """Results have the right shape; rows without a key have output 0, lse -inf (or the sink) and gradients 0."""
     from tests.support.grid import Call
 
     q, k, v = np.ones(q_shape, np.float32), np.ones(k_shape, np.float32), np.ones((*k_shape[:3], 3), np.float32)
@@ -151,8 +151,8 @@ def test_sizes_of_zero(q_shape: Any, k_shape: Any, sink: bool, runner: Runner) -
 
 
 @every_runner
-def test_rows_that_see_nothing(runner: Runner) -> None:
-    """Exactly 0 and -inf, not only near."""
+def test_rows_that_see_no_key(runner: Runner) -> None:
+    """They are exactly 0 and -inf, not only close to it."""
     call = build(Case(RAGGED, "float32", ("mask with empty rows",)))
     out, lse = runner.forward(call)
     grads = runner.backward(call, out, lse)

@@ -1,4 +1,4 @@
-"""The public functions: layouts, merging, weights, gradients; and what importing them costs."""
+"""The public functions: layouts, merging, weights, gradients, and what they import."""
 
 from __future__ import annotations
 
@@ -95,13 +95,13 @@ def test_mask_together_with_causal() -> None:
     np.testing.assert_allclose(both, ft.attention(q, q, q, mask=mask & np.tri(6, dtype=bool)), atol=1e-15)
 
 
-def test_a_group_shares_its_key_head() -> None:
+def test_grouped_heads_equal_repeated_key_heads() -> None:
     q, k, v = normal(1, 6, 5, 4), normal(1, 2, 7, 4), normal(1, 2, 7, 4)
     repeated = ft.attention(q, k.repeat(3, axis=1), v.repeat(3, axis=1))
     np.testing.assert_allclose(ft.attention(q, k, v), repeated, atol=1e-15)
 
 
-def test_out_dtype_is_not_rounded() -> None:
+def test_a_float32_output_is_not_rounded() -> None:
     q, k, v = (normal(2, 20, 8).astype(np.float16) for _ in range(3))
     wide = ft.attention(q, k, v, out_dtype=np.float32)
     assert wide.dtype == np.float32 and (wide != wide.astype(np.float16)).any()
@@ -114,7 +114,7 @@ def test_out_dtype_is_not_rounded() -> None:
 @every_array_runner
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_merge_of_shares_is_the_whole(dtype: Any, runner: Runner) -> None:
-    """Each share of the keys seen through a shifted band, in any order, is the whole."""
+    """Shares of the keys, each with a shifted band, merge to the whole in any order."""
     q, k, v = normal(2, 4, 9, 8).astype(dtype), normal(2, 2, 24, 8).astype(dtype), normal(2, 2, 24, 6).astype(dtype)
     band, backend = ft.Band(11, 3, 15), runner.name.split()[0]
     whole, whole_lse = ft.standard_attention(q, k, v, band=band, return_lse=True)
@@ -132,8 +132,8 @@ def test_merge_of_shares_is_the_whole(dtype: Any, runner: Runner) -> None:
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_many_shares_at_once_are_as_near_as_the_whole(kind: str) -> None:
-    """One after the other, each merge rounds: a thousand come ten times as far from the truth."""
+def test_merging_many_shares_at_once_is_as_accurate_as_the_whole(kind: str) -> None:
+    """Merging a thousand one by one rounds each time, with ten times the error."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 1, n, 64)).astype(np.float32) for n in (32, 8000, 8000))
     exact, exact_lse = ft.standard_attention(q, k, v, return_lse=True)
@@ -153,7 +153,7 @@ def test_many_shares_at_once_are_as_near_as_the_whole(kind: str) -> None:
         ft.merge(*given[:5], given[5][..., :3])
 
 
-def test_merge_with_nothing() -> None:
+def test_merge_with_an_empty_result() -> None:
     q, k = normal(3, 5, 4), normal(3, 6, 4)
     out, lse = ft.attention(q, k, k, return_lse=True)
     nothing = np.zeros_like(out), np.full_like(lse, -np.inf)
@@ -167,7 +167,7 @@ def test_merge_with_nothing() -> None:
 
 @pytest.mark.parametrize("carrier", [BFLOAT16, "ml_dtypes", np.float16])
 def test_merge_of_16_bits(carrier: Any) -> None:
-    """What attention() gave is taken as it is, and given back in the same carrier."""
+    """merge() accepts the results of attention(), and returns the same dtype."""
     if carrier == "ml_dtypes":
         carrier = np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
     q, k = (narrow(normal(2, 8, 16), name_of(np.dtype(carrier))).view(carrier) for _ in range(2))
@@ -180,14 +180,14 @@ def test_merge_of_16_bits(carrier: Any) -> None:
 
 
 @pytest.mark.parametrize("scale", [1e2, 1e4, 1e6, 1e8])
-def test_merge_of_equal_halves_is_either_of_them(scale: float) -> None:
-    """Also where the lse is so large that it has no bits for the sum."""
+def test_merge_of_two_equal_results(scale: float) -> None:
+    """The output stays the same, even if the lse is so large that it has no bits for the sum."""
     q, k, v = (normal(1, 1, n, 16).astype(np.float32) for n in (4, 8, 8))
     out, lse = ft.attention(q, k, v, scale=scale, return_lse=True)
     np.testing.assert_allclose(ft.merge(out, lse, out, lse)[0], out, rtol=1e-6)
 
 
-def test_merge_keeps_its_inputs_and_their_dtype() -> None:
+def test_merge_keeps_the_dtype_and_does_not_write_to_its_inputs() -> None:
     a, b = normal(5, 4).astype(np.float32), normal(5, 4).astype(np.float32)
     la, lb = normal(5).astype(np.float32) * 1000, normal(5).astype(np.float32) * 1000
     before = [x.copy() for x in (a, la, b, lb)]
@@ -267,14 +267,14 @@ def _python(code: str) -> str:
 @every_array_runner
 @pytest.mark.parametrize("integer", [np.uint8, np.uint32, np.int8])
 def test_a_band_of_numpy_integers(integer: Any, runner: Runner) -> None:
-    """Some of which have no minus."""
+    """Also unsigned ones, which have no negative values."""
     q, k, v = (normal(1, 1, 200, 8) for _ in range(3))
     want = ft.standard_attention(q, k, v, band=ft.Band(3, 2, 1))
     found = ft.attention(q, k, v, band=ft.Band(integer(3), integer(2), integer(1)), backend=runner.name.split()[0])
     np.testing.assert_allclose(found, want, atol=1e-12)
 
 
-def test_rows_of_short_integers() -> None:
+def test_rows_as_8_bit_integers() -> None:
     q, k = normal(1, 160, 4), normal(1, 5, 4)
     found = ft.probabilities(q, k, rows=np.array([-1], np.int8))
     np.testing.assert_array_equal(found, ft.probabilities(q, k, rows=[159]))
@@ -282,7 +282,7 @@ def test_rows_of_short_integers() -> None:
 
 @every_array_runner
 def test_gradients_of_no_sequences(runner: Runner) -> None:
-    """With a bias that they would share."""
+    """With a bias that sequences would share."""
     q, starts, bias = np.zeros((0, 2, 8), np.float32), np.array([0]), np.zeros(1, np.float32)
     given = {"bias": bias, "backend": runner.name.split()[0]}
     out, lse = ft.attention_packed(q, q, q, starts, starts, return_lse=True, **given)
@@ -291,8 +291,8 @@ def test_gradients_of_no_sequences(runner: Runner) -> None:
 
 
 @pytest.mark.parametrize("backend", ["native", "tiles", "reference"])
-def test_numpy_may_be_told_to_raise(backend: str) -> None:
-    """Weights that underflow are everyday numbers, and no error of the caller's."""
+def test_numpy_set_to_raise_errors(backend: str) -> None:
+    """Weights that underflow are ordinary, and not an error."""
     x = np.array([[3.0, 0.0], [400.0, 1e-30], [-400.0, 1.0]], np.float32)
     half = x.astype(np.float16)
     with np.errstate(all="raise"):

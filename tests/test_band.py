@@ -1,4 +1,4 @@
-"""Bands and their cuts: exhaustive against brute force for all small sizes, in both orientations, in both languages."""
+"""Bands and their cuts, exhaustively against brute force for small sizes, transposed too, in Python and C++."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BANDS = [Band(*b) for b in itertools.product(EDGES, EDGES, OFFSETS)]
 
 
 def rows_of_tiles() -> Iterator[tuple[int, int, int, int]]:
-    """first, last, n_cols, block: every row of tiles of every small grid."""
+    """Yield first, last, n_cols and block for every row of tiles of every small grid."""
     for n_rows, n_cols, br, bc in itertools.product((1, 2, 5, 8), (0, 1, 4, 7, 9), (1, 2, 3, 8), (1, 2, 3, 4, 10)):
         for first in range(0, n_rows, br):
             yield first, min(first + br, n_rows), n_cols, bc
@@ -28,13 +28,13 @@ ROWS = sorted(set(rows_of_tiles()))
 
 
 def kinds(band: Band, first: int, last: int, n_cols: int, block: int) -> list[Kind]:
-    """What each tile of the row is, pair by pair."""
+    """Return the kind of each tile of the row, by a test of each pair."""
     i, j = np.arange(first, last)[:, None], np.arange(n_cols)[None, :]
     seen = (-band.left <= j - (i + band.offset)) & (j - (i + band.offset) <= band.right)
     found = []
     for at in range(0, n_cols, block):
         tile = seen[:, at : at + block]
-        whole = tile.all() and tile.shape[1] == block  # a ragged tile needs a mask for what lies beyond it
+        whole = tile.all() and tile.shape[1] == block  # a ragged tile needs a mask for the missing columns
         found.append(Kind.FULL if whole else Kind.PARTIAL if tile.any() else Kind.SKIPPED)
     return found
 
@@ -57,14 +57,14 @@ def test_cuts_exhaustively(transposed: bool) -> None:
             assert 0 <= c.begin <= c.full_begin <= c.full_end <= c.end <= len(exact), where
             found = as_kinds(c, len(exact))
             if n_cols <= band.begin(first) < len(exact) * block and exact:
-                # All that the rows see lies beyond the last column, but still within its ragged tile.
+                # The rows see only columns beyond the last one, but within its ragged tile.
                 assert exact[-1] is Kind.SKIPPED, where
                 found[-1] = Kind.SKIPPED
             assert found == exact, where
 
 
 @needs_native
-def test_the_twin_in_cpp() -> None:
+def test_the_cpp_twin() -> None:
     for band in [*BANDS, *(band.T for band in BANDS)]:
         for first, last, n_cols, block in ROWS:
             c = cuts(band, first, last, n_cols, block)
@@ -73,7 +73,7 @@ def test_the_twin_in_cpp() -> None:
 
 
 @needs_native
-def test_the_twin_far_away() -> None:
+def test_the_cpp_twin_at_large_offsets() -> None:
     """64-bit arithmetic: limits and offsets of 2**40 in either direction."""
     far = (-FAR, -(2**33), 0, 2**33, FAR)
     for left, right, offset in itertools.product(far, far, far):
@@ -98,7 +98,7 @@ def test_begin_and_end_bound_what_a_query_sees(band: Band) -> None:
         assert seen == list(inside)
 
 
-def test_names_are_values() -> None:
+def test_named_bands_are_values() -> None:
     assert ft.full() == Band()
     assert ft.causal() == Band(right=0)
     assert ft.window(3, 1) == Band(3, 1)
@@ -108,7 +108,7 @@ def test_names_are_values() -> None:
 
 
 def test_a_ring_step_is_a_band() -> None:
-    """Keys cut into shares, each seen through a shifted band, are the whole."""
+    """Shares of the keys, each with a shifted band, make up the whole."""
     whole = Band(5, 2, 3)
     i = np.arange(20)[:, None]
     for share in range(0, 24, 6):

@@ -1,4 +1,4 @@
-"""The cache of NumPy calls: the second of a kind runs at once, with the same result."""
+"""The cache of NumPy calls: the second call of a kind skips the description, with the same result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(native.missing() is not None, reason="there is n
 
 
 @pytest.fixture(autouse=True)
-def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "KNOWN", {})
 
 
@@ -31,13 +31,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "band": {"band": ft.Band(3, 2, 1)},
     "scores": {"softcap": 2.0, "scale": np.float64(0.3)},
     "dropout": {"dropout": 0.5, "seed": 7},
-    "named": {"backend": "native", "threads": np.int64(1), "deterministic": True},
+    "explicit": {"backend": "native", "threads": np.int64(1), "deterministic": True},
 }
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_same_bits(name: str, dtype: Any) -> None:
+def test_cached_calls_have_the_same_bits(name: str, dtype: Any) -> None:
     options = OPTIONS[name]
     for shape in ((2, 4, 20, 16), (4, 20, 16), (20, 16)):
         given = arrays(1, dtype, shape)
@@ -54,7 +54,7 @@ def test_the_same_bits(name: str, dtype: Any) -> None:
         cache.KNOWN.clear()
 
 
-def test_a_seed_is_its_own() -> None:
+def test_each_seed_has_its_own_bits() -> None:
     given = arrays()
     found = [ft.attention(*given, dropout=0.5, seed=seed) for seed in (1, 2, 1)]
     assert len(cache.KNOWN) == 1
@@ -78,7 +78,7 @@ def test_other_strides_and_widths() -> None:
 
 
 @pytest.mark.parametrize("how", ["mask", "bias", "kv_lengths", "out_dtype", "large"])
-def test_what_is_known(how: str) -> None:
+def test_what_is_cached(how: str) -> None:
     q, k, v = arrays()
     long = tuple(x.reshape(1, 1, -1, 1)[:, :, :40] for x in arrays(1, shape=(1, 1, 1 << 15, 1)))
     calls: dict[str, tuple[tuple[Any, ...], list[dict[str, Any]]]] = {
@@ -99,7 +99,7 @@ def test_what_is_known(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["dtype", "column", "unaligned", "unaligned bias", "subclass", "empty", "tiles"])
-def test_what_is_described_each_time(how: str) -> None:
+def test_what_is_not_cached(how: str) -> None:
     q, k, v = arrays()
     shifted, bias = (np.empty(n * 4 + 1, np.uint8)[1:].view(np.float32) for n in (q.size, 400))
     shifted, bias = shifted.reshape(q.shape), bias.reshape(20, 20)
@@ -134,7 +134,7 @@ def test_wrong_calls_are_refused_after_right_ones() -> None:
         ((q, k, v), {"causal": 1.0}, "causal: expected True or False"),
         ((q, k, v), {"window": (True, 2)}, "window: expected an integer"),
         ((q, k, v), {"seed": -1, "dropout": 0.5}, "seed: expected an integer"),
-        ((q, k, v), {"backend": "moon"}, "backend: expected one of"),
+        ((q, k, v), {"backend": "unknown"}, "backend: expected one of"),
         ((q, k, v), {"threads": 0}, "threads: expected an integer"),
     ]
     for given, options, words in wrong:
@@ -157,7 +157,7 @@ def test_numbers_that_may_change_are_read_each_time() -> None:
     assert (ft.attention(*given, window=(number, 0)) != first).any() and not cache.KNOWN
 
 
-def test_the_memory_does_not_fill(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "MOST", 3)
     for n in range(1, 9):
         ft.attention(*arrays(shape=(n, 4)))

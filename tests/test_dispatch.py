@@ -1,4 +1,4 @@
-"""dispatch.py: which row runs what, by what rows support and what suits them, with tables made up for it."""
+"""dispatch.py: which row runs a problem, by what rows support and what suits them, with tables made for the tests."""
 
 from __future__ import annotations
 
@@ -18,85 +18,86 @@ PROBLEM = describe(*(np.zeros((1, 2, n, 8), np.float32) for n in (3, 5, 5)))
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """table(first={"suits": False}, second={}): rows with these answers, in this order."""
+    """table(first={"suits": False}, second={}) makes rows with these answers, in this order."""
 
-    def lay(**rows: dict[str, Any]) -> list[str]:
-        asked: list[str] = []
+    def make(**rows: dict[str, Any]) -> list[str]:
+        called: list[str] = []
 
         def module(name: str) -> Any:
-            def answer(question: str) -> Any:
-                def told(*_: Any) -> Any:
-                    asked.append(f"{name}.{question}")
-                    return rows[name][question]
+            def hook(function: str) -> Any:
+                def answer(*_: Any) -> Any:
+                    called.append(f"{name}.{function}")
+                    return rows[name][function]
 
-                return told
+                return answer
 
-            return SimpleNamespace(**{question: answer(question) for question in rows[name]})
+            return SimpleNamespace(**{function: hook(function) for function in rows[name]})
 
         modules = {name: module(name) for name in rows}
         monkeypatch.setattr(Backend, "load", lambda self: modules[self.name])
         monkeypatch.setattr(dispatch, "TABLE", tuple(Backend(name, name, "cpu", "made up") for name in rows))
         monkeypatch.setattr(dispatch, "NAMES", ("auto", *rows))
-        return asked
+        return called
 
-    return lay
+    return make
 
 
-FIT, UNFIT, UNABLE, AWAY = {"suits": True}, {"suits": False}, {"why_not": "no"}, {"missing": "away"}
+SUITED, UNSUITED = {"suits": True}, {"suits": False}
+UNABLE, MISSING = {"why_not": "no"}, {"missing": "away"}
 
 
 @pytest.mark.parametrize(
     ("rows", "chosen"),
     [
         ([{}, {}], 0),
-        ([FIT, FIT], 0),
-        ([UNFIT, {}], 1),
-        ([UNFIT, UNABLE, {}], 2),
-        ([UNFIT, UNABLE], 0),
-        ([UNFIT, AWAY], 0),
-        ([UNABLE, UNFIT], 1),
-        ([UNFIT, UNFIT], 1),
-        ([UNFIT, UNFIT, FIT, FIT], 2),
-        ([{**UNABLE, **FIT}, {}], 1),
-        ([{**AWAY, **FIT}, {}], 1),
+        ([SUITED, SUITED], 0),
+        ([UNSUITED, {}], 1),
+        ([UNSUITED, UNABLE, {}], 2),
+        ([UNSUITED, UNABLE], 0),
+        ([UNSUITED, MISSING], 0),
+        ([UNABLE, UNSUITED], 1),
+        ([UNSUITED, UNSUITED], 1),
+        ([UNSUITED, UNSUITED, SUITED, SUITED], 2),
+        ([{**UNABLE, **SUITED}, {}], 1),
+        ([{**MISSING, **SUITED}, {}], 1),
     ],
     ids=str,
 )
 def test_auto(table: Any, rows: list[dict[str, Any]], chosen: int) -> None:
-    """A row that does not suit is passed over as long as a later one can."""
+    """A row that does not suit is skipped if a later one can run the problem."""
     table(**{f"row{n}": row for n, row in enumerate(rows)})
     assert dispatch.choose(PROBLEM).name == f"row{chosen}"
 
 
-def test_whoever_is_asked_for_need_not_suit(table: Any) -> None:
-    table(first=UNFIT, second={})
+def test_an_explicit_backend_need_not_suit(table: Any) -> None:
+    table(first=UNSUITED, second={})
     assert dispatch.choose(PROBLEM, "first").name == "first"
     assert dispatch.choose(PROBLEM, "second").name == "second"
 
 
-def test_rows_behind_the_chosen_one_are_not_asked(table: Any) -> None:
-    asked = table(first={"why_not": None, "suits": True}, second={"why_not": None})
+def test_rows_after_the_chosen_one_are_not_checked(table: Any) -> None:
+    called = table(first={"why_not": None, "suits": True}, second={"why_not": None})
     dispatch.choose(PROBLEM)
-    assert asked == ["first.why_not", "first.suits"]
+    assert called == ["first.why_not", "first.suits"]
 
 
-def test_what_a_row_cannot_do_does_not_have_to_suit_it(table: Any) -> None:
-    """suits() may take for granted what why_not() has seen to."""
-    asked = table(first={**UNABLE, **FIT}, second={})
+def test_suits_is_called_only_if_why_not_has_no_objection(table: Any) -> None:
+    """suits() may rely on what why_not() has checked."""
+    called = table(first={**UNABLE, **SUITED}, second={})
     dispatch.choose(PROBLEM)
-    assert asked == ["first.why_not"]
+    assert called == ["first.why_not"]
 
 
-def test_the_reasons_of_all_rows_are_told(table: Any) -> None:
-    table(first=UNABLE, second=AWAY)
+def test_the_error_has_the_reasons_of_all_rows(table: Any) -> None:
+    table(first=UNABLE, second=MISSING)
     with pytest.raises(ft.UnsupportedError, match=r"none can run this on cpu: first: no; second: away$"):
         dispatch.choose(PROBLEM)
-    with pytest.raises(ft.UnsupportedError, match=r"first: it runs on cpu, the tensors are on moon; second"):
-        dispatch.choose(PROBLEM, device="moon")
+    with pytest.raises(ft.UnsupportedError, match=r"first: it runs on cpu, the tensors are on tpu; second"):
+        dispatch.choose(PROBLEM, device="tpu")
 
 
-def test_a_row_that_cannot_says_who_could(table: Any) -> None:
-    table(first=UNABLE, second=UNFIT, third={})
+def test_the_error_of_an_explicit_backend_names_those_that_could(table: Any) -> None:
+    table(first=UNABLE, second=UNSUITED, third={})
     with pytest.raises(ft.UnsupportedError, match=r"^backend: first cannot run this: no; could: second, third$"):
         dispatch.choose(PROBLEM, "first")
     table(first=UNABLE)

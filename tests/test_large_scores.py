@@ -1,4 +1,4 @@
-"""Gradients where scores are so large that an lse, one number, has lost the logarithm of the sum; large values."""
+"""Gradients for scores so large that the lse, one number, loses the logarithm of the sum; large values."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_gradients(case: tuple[float, tuple[str, ...], str], size: str, runner: 
 
 @cache
 def with_bias(size: str, fill: float, *more: str) -> Call:
-    """Some rows have one bias for all their keys, as padding has where masks are numbers."""
+    """Give some rows one bias for all their keys, as numeric masks do for padding."""
     call = build(Case(SIZES[size], "float32", ("bias", *more)))
     bias = np.zeros_like(call.options["bias"])
     bias[..., ::2, :] = fill
@@ -67,7 +67,7 @@ def with_bias(size: str, fill: float, *more: str) -> Call:
 
 @cache
 def with_sinks(size: str, fill: float) -> tuple[Call, Truth]:
-    """Sinks as large as the bias: they share rows with the keys."""
+    """Add sinks as large as the bias, so that sink and keys share the weight of a row."""
     call = with_bias(size, fill, "sink")
     call = replace(call, options=call.options | {"sink": np.full_like(call.options["sink"], fill)})
     return call, truth_of(call)
@@ -81,7 +81,7 @@ def truth_of_bias(size: str, fill: float) -> Truth:
 @every_runner
 @pytest.mark.parametrize("size", ["blocks", "decode", "few", "split"])
 @pytest.mark.parametrize("fill", [float(np.finfo(np.float32).min), -1e9, -3e3, 100.0])
-def test_rows_that_a_bias_hides_whole(fill: float, size: str, runner: Runner) -> None:
+def test_rows_hidden_by_a_bias(fill: float, size: str, runner: Runner) -> None:
     agree(with_bias(size, fill), truth_of_bias(size, fill), runner)
 
 
@@ -93,8 +93,8 @@ def test_gradients_through_the_lse_and_of_sinks(fill: float, size: str, runner: 
 
 
 @every_runner
-def test_rows_without_a_gradient_give_none(runner: Runner) -> None:
-    """Padding: no gradient comes back to it, and its sums need not be found."""
+def test_rows_without_an_incoming_gradient(runner: Runner) -> None:
+    """Such as padding: their gradients are 0, and their sums need not be recomputed."""
     call = with_bias("blocks", -1e9)
     dout, dlse = call.dout.copy(), call.dlse.copy()
     dout[..., ::2, :], dlse[..., ::2] = 0, 0
@@ -110,9 +110,9 @@ def test_the_core_has_the_same_limit() -> None:
     assert f"COARSE = R({COARSE:g})" in text
 
 
-def test_the_largest_error_of_large_scores_is_luck() -> None:
-    """At a scale of 1000 one near tie decides the largest error of a call, and in which order q.k is summed decides how
-    well it is met. So one call says little; over many, the core is as near as standard attention in another order.
+def test_the_error_of_large_scores_over_many_calls() -> None:
+    """At a scale of 1000 one near tie decides the largest error of a call, and the order of the sum q.k decides how
+    large it is. So one call says little; over many, the core is as accurate as standard attention in another order.
     """
     core, reordered = [], []
     for seed in range(15):
@@ -126,16 +126,16 @@ def test_the_largest_error_of_large_scores_is_luck() -> None:
         usual, other = (np.abs(x - exact).max() for x in others)
         core.append(np.abs(ft.attention(q, k, v, scale=1e3) - exact).max() / usual)
         reordered.append(other / usual)
-    by_luck = np.median(reordered)
-    assert max(reordered) > 3, "or there would be no luck in it"
-    assert np.median(core) < 2 * max(by_luck, 1 / by_luck)
+    by_chance = np.median(reordered)
+    assert max(reordered) > 3, "the order of the sum matters"
+    assert np.median(core) < 2 * max(by_chance, 1 / by_chance)
 
 
 @every_runner
 @each_size
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_values_near_the_largest_number(dtype: str, size: str, runner: Runner) -> None:
-    """Their weighted mean is finite, though a sum of them is not; and small values beside them keep their bits."""
+    """Their weighted mean is finite, although their sum is not; small values in other columns keep their bits."""
     call = build(Case(SIZES[size], dtype, ("causal",)))
     big = float(np.finfo(dtype).max) * 0.98
     v = call.v.copy()
@@ -143,14 +143,14 @@ def test_values_near_the_largest_number(dtype: str, size: str, runner: Runner) -
     v[..., 3] = np.where(np.arange(v[..., 3].size).reshape(v[..., 3].shape) % 2, big, -big)
     v[..., 4] = np.float32(1e-27)
     out, lse = runner.forward(replace(call, v=v))
-    eased = v.copy()
-    eased[..., 1:4] *= 2.0**-10
-    expected, expected_lse = runner.forward(replace(call, v=eased))
+    smaller = v.copy()
+    smaller[..., 1:4] *= 2.0**-10
+    expected, expected_lse = runner.forward(replace(call, v=smaller))
     expected[..., 1:4] *= 2.0**10
     assert np.isfinite(out).all()
-    grain = 2e-6 if dtype == "float32" else 1e-13
+    tolerance = 2e-6 if dtype == "float32" else 1e-13
     if runner.name == "sdpa" and dtype == "float32":
-        grain = 4e-6  # of the exponentials that torch's kernel has on processors with AVX-512
+        tolerance = 4e-6  # for the exponentials of torch's kernel on processors with AVX-512
     columns = np.abs(expected).max(axis=tuple(range(expected.ndim - 1)))
-    assert (np.abs(out / columns - expected / columns) < grain).all()
-    np.testing.assert_allclose(lse, expected_lse, rtol=grain, atol=grain)
+    assert (np.abs(out / columns - expected / columns) < tolerance).all()
+    np.testing.assert_allclose(lse, expected_lse, rtol=tolerance, atol=tolerance)

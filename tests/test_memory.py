@@ -1,4 +1,4 @@
-"""Memory, measured: extra arrays of tiles do not grow with N, and the native core stays within its bars."""
+"""Measured memory: the extra arrays of `tiles` do not grow with N, and the native core stays within its limits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def inputs(n: int) -> list[Any]:
 
 
 def peak_of(f: Any) -> tuple[int, int]:
-    """The most that was allocated at once while f ran, beyond what it returned; and the returned bytes."""
+    """Return the peak of what f allocates, beyond its results, and the bytes of its results."""
     f()  # imports and caches
     tracemalloc.start()
     try:
@@ -55,7 +55,7 @@ def test_tiles_forward_needs_tiles_and_row_statistics_only(option: str, order: s
         return peak_of(lambda: tiles.forward(problem, order, 64, 64))[0]
 
     small, large = extra(512), extra(2048)
-    # A few numbers a row may be added (m, l, and their copies), no row of scores.
+    # A few numbers per row may be added (m, l, and their copies), but no row of scores.
     assert large - small < (2048 - 512) * 4 * 6, f"{small} bytes at 512, {large} at 2048"
     assert large < 2048 * 2048 * 4 / 8
 
@@ -74,21 +74,21 @@ def test_tiles_backward_is_linear(option: str) -> None:
 
 @pytest.mark.parametrize("order", ["fa1", "fa2"])
 def test_the_largest_array_of_tiles_does_not_grow(order: str) -> None:
-    """Everything in SRAM after every event, in either pass, is at most a tile or a block."""
+    """Every array in SRAM, after every event of either pass, is at most a tile or a block."""
     br = bc = 32
     for n in (64, 256, 300):
         problem = describe(*inputs(n), causal=True, mask=np.ones((n, n), bool), dropout=0.1)
         sizes: list[int] = []
 
-        def watch(event: Any, machine: Any, sizes: list[int] = sizes) -> None:
+        def record(event: Any, machine: Any, sizes: list[int] = sizes) -> None:
             sizes.extend(x.size for x in machine.sram.values())
 
-        out, lse = tiles.forward(problem, order, br, bc, watch)
-        tiles.backward(problem, out, out, lse, None, br, bc, watch)
+        out, lse = tiles.forward(problem, order, br, bc, record)
+        tiles.backward(problem, out, out, lse, None, br, bc, record)
         assert max(sizes) == br * max(bc, D)
 
 
-def test_probabilities_build_only_the_rows_asked_for() -> None:
+def test_probabilities_build_only_the_requested_rows() -> None:
     q, k, _ = inputs(2048)
     extra, returned = peak_of(lambda: [ft.probabilities(q, k, rows=[3, 7])])
     assert returned == 2 * 2048 * 8
@@ -106,7 +106,7 @@ def status(name):
 
 def growth(f):
     with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak begins anew
+        file.write("5")  # resets the peak
     before = status("VmRSS")
     f()
     return status("VmHWM") - before
@@ -128,13 +128,13 @@ print(json.dumps([growth(forward), growth(backward)]))
 
 
 def native_growth(n: int, heads: int = 2, dim: int = 64, **options: Any) -> tuple[float, float]:
-    """MB that the process grew by, at its peak, in a forward and in a backward, results included."""
+    """Return the growth of the process at its peak in a forward and in a backward pass, in MB, with results."""
     forward, backward = grown(NATIVE, n, heads, dim, options)
     return forward, backward
 
 
 def grown(code: str, *given: Any) -> list[float]:
-    """What a process of its own, which may call growth(), prints of these arguments, in MB."""
+    """Run code that may call growth() in a new process, with these arguments. Return what it prints, in MB."""
     run = subprocess.run([sys.executable, "-c", GROWTH + code, json.dumps(given)], capture_output=True, text=True)
     if "clear_refs" in run.stderr:
         pytest.skip("the kernel does not let a process reset its peak")
@@ -143,8 +143,8 @@ def grown(code: str, *given: Any) -> list[float]:
 
 
 @needs_native
-def test_native_stays_within_its_bars() -> None:
-    """N = 16384, 2 heads, D = 64: outputs of 8.4 and 25.2 MB; what torch's SDPA grows by is the bar (9.8, 34.7 MiB)."""
+def test_native_grows_no_more_than_torch() -> None:
+    """N = 16384, 2 heads, D = 64: outputs of 8.4 and 25.2 MB; torch's SDPA grows by 9.8 and 34.7 MiB."""
     forward, backward = native_growth(16384, causal=True)
     assert forward < 9.8 * 1.048576
     assert backward < 34.7 * 1.048576
@@ -155,7 +155,7 @@ def test_native_stays_within_its_bars() -> None:
 def test_native_grows_linearly(options: dict[str, Any]) -> None:
     results = [n * 2 * 64 * 4 / 1e6 for n in (2048, 8192)]
     (f_small, b_small), (f_large, b_large) = (native_growth(n, **options) for n in (2048, 8192))
-    # Beyond the results: something for each thread, and a few numbers a row. Scores would be 268 MB a head.
+    # Beyond the results: scratch memory per thread, and a few numbers per row. Scores would be 268 MB per head.
     assert f_large - results[1] < f_small - results[0] + 1.0 and f_large - results[1] < 3
     assert b_large - 3 * results[1] < b_small - 3 * results[0] + 1.0 and b_large - 3 * results[1] < 4
 
@@ -182,6 +182,6 @@ print(json.dumps([growth(lambda: results.extend(attention(q, k))), sum(x.nbytes 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("n_q", "heads"), [(8, 1), (1, 8)])
 def test_tens_of_thousands_of_sequences_share_their_scratch(n_q: int, heads: int, packed: bool) -> None:
-    """It is of a thread. That of a sequence each had been 300 MB beside a result of 41."""
+    """Each thread has its own. One for each sequence had taken 300 MB, for a result of 41 MB."""
     found, results = grown(TINY, 20_000, n_q, heads, packed)
     assert found < results + 5

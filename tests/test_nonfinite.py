@@ -1,4 +1,4 @@
-"""NaN and Inf: what is masked has no effect anywhere; what is visible reaches exactly those who see it."""
+"""NaN and Inf: masked values have no effect; visible ones reach exactly the rows that see them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ each_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
 def visible(call: Call) -> Any:
-    """Which query sees which key, (batch, heads, n_q, n_k), from the words of the documentation."""
+    """Return which query sees which key, (batch, heads, n_q, n_k), by the definitions in the documentation."""
     B, H, n_q, _ = call.q.shape
     n_k, o = call.k.shape[2], call.options
     keys = np.asarray(o.get("kv_lengths", [n_k] * B))[:, None, None, None]
@@ -55,7 +55,7 @@ def visible(call: Call) -> Any:
 
 
 def case(size: str, hider: str, dtype: str, bias: bool = True) -> tuple[Call, Any]:
-    """A call with about half of it hidden, some keys from everyone and some queries from everything."""
+    """Return a call with about half of its pairs hidden; some keys are seen by no query, some queries see no key."""
     options = HIDERS[hider] + (("bias",) if bias and hider != "everything" else ())
     call = build(Case(SIZES[size], dtype, options))
     if "mask" in call.options:
@@ -68,7 +68,7 @@ def case(size: str, hider: str, dtype: str, bias: bool = True) -> tuple[Call, An
 
 
 def put(x: Any, where: Any, value: float) -> Any:
-    """A copy of x with a value where told; 16-bit carriers too."""
+    """Return a copy of x with a value at these places; bfloat16 too."""
     wide = widen(x, np.float64).copy()
     wide[where] = value
     return narrow(wide, "bfloat16") if x.dtype.names else wide.astype(x.dtype)
@@ -88,7 +88,7 @@ def everything(runner: Runner, call: Call) -> dict[str, Any]:
 
 
 def same(runner: Runner, found: Any, expected: Any, name: str) -> None:
-    """The same bits; of a runner that sends such numbers elsewhere, numbers as near as 16 bits allow."""
+    """Check for the same bits or, for a runner that passes such calls on, for numbers as close as 16 bits allow."""
     most = 0.0 if runner.same_bits else 0.05
     np.testing.assert_allclose(found, expected, rtol=most, atol=most, err_msg=name)
 
@@ -101,13 +101,13 @@ def by_key_head(seen: Any, call: Call) -> Any:
 
 
 def hidden_places(call: Call, seen: Any) -> Iterator[tuple[str, Any]]:
-    """Arrays, and where in them nobody looks."""
-    nobody = ~by_key_head(seen, call).any(axis=(2, 3))
-    blind = ~seen.any(axis=3)
+    """Yield names of arrays, and the places in them that have no effect."""
+    hidden_keys = ~by_key_head(seen, call).any(axis=(2, 3))
+    empty_rows = ~seen.any(axis=3)
     for name in ("k", "v"):
-        yield name, nobody
+        yield name, hidden_keys
     for name in ("q", "dout", "dlse"):
-        yield name, blind
+        yield name, empty_rows
     if "bias" in call.options:
         yield "bias", ~seen
 
@@ -117,8 +117,8 @@ def hidden_places(call: Call, seen: Any) -> Iterator[tuple[str, Any]]:
 @each_hider
 @each_size
 @pytest.mark.parametrize("poison", POISON)
-def test_hidden_things_have_no_effect(size: str, hider: str, dtype: str, poison: str, runner: Runner) -> None:
-    """All hidden places poisoned at once: the same bits as with zeros there, gradients included."""
+def test_hidden_values_have_no_effect(size: str, hider: str, dtype: str, poison: str, runner: Runner) -> None:
+    """With NaN or Inf in all hidden places, results and gradients have the same bits as with zeros there."""
     call, seen = case(size, hider, dtype)
     clean = poisoned = call
     for name, where in hidden_places(call, seen):
@@ -138,19 +138,19 @@ def test_hidden_things_have_no_effect(size: str, hider: str, dtype: str, poison:
 @each_size
 @pytest.mark.parametrize("target", ["k", "v", "q", "dout"])
 @pytest.mark.parametrize("poison", ["nan", "inf"])
-def test_visible_things_reach_those_who_see_them(
+def test_visible_values_reach_the_rows_that_see_them(
     size: str, hider: str, target: str, poison: str, runner: Runner
 ) -> None:
-    """One bad number: it reaches the rows that see it and the keys of those rows, and nobody else notices."""
+    """One bad number reaches the rows that see it and the keys of those rows, and nothing else."""
     call, seen = case(size, hider, "float32", bias=False)
     B, H, n_q, _ = seen.shape
     kv = call.k.shape[1]
     group = H // kv
     b, column = len(call.q) - 1, 3
-    # A place that some see and others do not, as near the middle as can be.
+    # A place that some rows see and others do not, as near to the middle as possible.
     count = by_key_head(seen, call)[b, 0].any(axis=0).sum(axis=0) if target in "kv" else seen[b, 0].sum(axis=1)
     if not count.any():
-        pytest.skip("nobody sees anything")
+        pytest.skip("no row sees a key")
     at = min(np.flatnonzero(count).tolist(), key=lambda n: abs(n - len(count) // 2))
     where = (b, 0, at, column)
     bad_rows = np.zeros((B, H, n_q), bool)
@@ -181,12 +181,12 @@ def test_visible_things_reach_those_who_see_them(
         may = np.broadcast_to(may, clean[name].shape)
         rows = may.any(axis=-1, keepdims=True) if name in ("out", "dq", "dk", "dv") else may
         rows = np.broadcast_to(rows, may.shape)
-        same(runner, found[name][~rows], clean[name][~rows], f"{name} where nobody sees it")
+        same(runner, found[name][~rows], clean[name][~rows], f"{name} where it is not seen")
         beside = rows & ~may  # other columns of a row: the same numbers, perhaps summed in another order
-        np.testing.assert_allclose(found[name][beside], clean[name][beside], atol=2e-6, err_msg=f"{name} beside it")
+        np.testing.assert_allclose(found[name][beside], clean[name][beside], atol=2e-6, err_msg=f"{name} next to it")
         if poison == "nan" and "dropout" not in call.options:
             assert np.isnan(found[name][may]).all(), f"{name} where it is seen"
-    # Where it is seen, what the oracle says. (An infinite score makes weights of 0 or NaN: only the oracle knows.)
+    # Where it is seen, compare with the oracle: an infinite score makes weights of 0 or NaN.
     exact = truth_of(changed(call, target, where, POISON[poison]))
     names = ("out", "lse") if poison == "inf" else touched
     for name in names:
@@ -196,7 +196,7 @@ def test_visible_things_reach_those_who_see_them(
 @every_runner
 @each_dtype
 def test_packed_neighbours_and_unused_keys(dtype: str, runner: Runner) -> None:
-    """A sequence of NaN spoils itself alone; so do keys beyond kv_lengths."""
+    """A sequence of NaN affects no other sequence, and keys beyond kv_lengths affect nothing."""
     size = Size.packed(4, 2, 24, 16, (17, 30), (20, 25), (5, 40))
     for options in ("causal",), ("kv_lengths",), ("dropout",), ("window", "sink"):
         call = build(Case(size, dtype, options))
@@ -237,7 +237,7 @@ def test_a_bias_of_minus_infinity_is_a_mask(size: str, dtype: str, runner: Runne
 @each_hider
 @each_size
 def test_a_weight_of_0_is_no_mask(size: str, hider: str, runner: Runner) -> None:
-    """Where a bias leaves no weight to any key of a row, a NaN among their values still reaches it, if it is seen."""
+    """If a bias leaves no weight to any key of a row, a visible NaN among their values still reaches it."""
     call, seen = case(size, hider, "float32")
     call = changed(call, "bias", np.s_[..., ::2, :], -np.inf)
     place = np.zeros(call.v.shape[:3], bool)
@@ -255,7 +255,7 @@ def test_a_weight_of_0_is_no_mask(size: str, hider: str, runner: Runner) -> None
 @pytest.mark.parametrize("size", [1e3, 1e30, -1e3, -1e30])
 @pytest.mark.parametrize(("n_q", "n_k"), [(1, 300), (3, 40), (70, 130)])
 def test_scores_of_any_size(n_q: int, n_k: int, size: float, dtype: str, runner: Runner) -> None:
-    """Scores are -size, 0 or size: the output is the mean of the values of the largest that are visible."""
+    """Scores are -size, 0 or size: the output is the mean of the values of the largest visible scores."""
     if dtype == "float16" and abs(size) > 6e4:
         pytest.skip("float16 has no such number")
     rng = np.random.default_rng(4)
@@ -314,7 +314,7 @@ def test_sinks_of_any_size(runner: Runner) -> None:
 @pytest.mark.parametrize("n_q", [1, 40])
 @pytest.mark.parametrize("bits", [0x7FC00001, 0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FF00000000007A2, 2**64 - 1])
 def test_a_nan_of_any_bits(bits: int, n_q: int, where: str) -> None:
-    """R has one for what is missing, and memory that is filled with ones has another."""
+    """R marks missing values by one of these, and memory filled with ones is another."""
     nan = np.array(bits, np.uint32).view(np.float32) if bits < 2**32 else np.array(bits, np.uint64).view(np.float64)
     rng = np.random.default_rng(0)
     arrays = {

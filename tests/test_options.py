@@ -1,4 +1,4 @@
-"""The one list of options: what is made from it, and that a new option takes a row there and its arithmetic."""
+"""The one list of options: what is made from it, and that a new option needs only a row there and its arithmetic."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flashtile.problem import Problem
 from tests.tools.tree import SOURCE
 
 
-def test_every_list_of_options_has_all_of_them() -> None:
+def test_everything_made_from_the_list_has_all_options() -> None:
     parameters = inspect.signature(ft.attention).parameters
     assert list(parameters) == ["q", "k", "v", "return_lse", "backend", *DEFAULTS]
     assert all(parameters[name].default == default for name, default in DEFAULTS.items())
@@ -82,7 +82,7 @@ torch.testing.assert_close(mapped(given[0].detach()[None])[0], lse.detach())
 
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the package with one option more."""
+    """A copy of the package with one more option."""
     folder = tmp_path_factory.mktemp("changed")
     shutil.copytree(SOURCE, folder / "flashtile", ignore=shutil.ignore_patterns("__pycache__"))
     for file, before, more in (
@@ -96,7 +96,7 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_a_new_option_is_a_row_and_its_arithmetic(changed: Path, library: str) -> None:
+def test_a_new_option_needs_a_row_and_its_arithmetic(changed: Path, library: str) -> None:
     code = USE
     if library == "torch":
         pytest.importorskip("torch")

@@ -1,4 +1,4 @@
-"""The package as a whole: what importing it costs and pulls in, what the README says, what the examples do."""
+"""The package as a whole: the cost of importing it, what its parts import, its documents and their examples."""
 
 import ast
 import re
@@ -21,24 +21,24 @@ def python(code: str) -> str:
     return done.stdout
 
 
-WATCHED = "import sys; print([m for m in ('torch', 'triton', 'rich', 'typer') if m in sys.modules])"
+PRINT_IMPORTED = "import sys; print([m for m in ('torch', 'triton', 'rich', 'typer') if m in sys.modules])"
 
 
-def test_import_pulls_in_numpy_and_nothing_else():
-    assert python(f"import flashtile, flashtile.lab.cli; {WATCHED}").strip() == "[]"
+def test_importing_flashtile_imports_only_numpy():
+    assert python(f"import flashtile, flashtile.lab.cli; {PRINT_IMPORTED}").strip() == "[]"
 
 
-def test_a_call_pulls_in_nothing_either():
+def test_a_call_imports_only_numpy():
     call = "import numpy as np; import flashtile; x = np.ones((4, 4)); flashtile.attention(x, x, x)"
-    assert python(f"{call}; {WATCHED}").strip() == "[]"
+    assert python(f"{call}; {PRINT_IMPORTED}").strip() == "[]"
 
 
-def test_the_watch_above_can_fail():
-    assert "rich" in python(f"import rich; import flashtile; {WATCHED}")
+def test_the_import_tests_can_fail():
+    assert "rich" in python(f"import rich; import flashtile; {PRINT_IMPORTED}")
 
 
 def import_seconds(name: str, path: str = "") -> float:
-    """Of processor time, so that a busy machine does not count; the best of a few fresh processes."""
+    """Return the least processor time of a few new processes; it does not depend on how busy the machine is."""
     clock = "time.process_time()"
     code = f"import numpy, sys, time; sys.path.append({path!r}); start = {clock}; import {name}; print({clock} - start)"
     return min(float(python(code)) for _ in range(5))
@@ -48,7 +48,7 @@ def test_cold_import_takes_less_than_100_ms_beyond_numpy():
     assert import_seconds("flashtile") < 0.1
 
 
-def test_the_import_clock_can_fail(tmp_path):
+def test_the_import_timer_can_fail(tmp_path):
     (tmp_path / "slowpoke.py").write_text(
         "import time\nend = time.process_time() + 0.15\nwhile time.process_time() < end: pass\n"
     )
@@ -56,7 +56,7 @@ def test_the_import_clock_can_fail(tmp_path):
 
 
 def imports_of(path: Path) -> set[str]:
-    """The modules of this package that a file imports, also within functions; of a name both readings."""
+    """Return the modules of this package that a file imports, also within functions; "a.b" if b may be a name in a."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -66,8 +66,8 @@ def imports_of(path: Path) -> set[str]:
     return {name.removeprefix("flashtile.") for name in found if name.startswith("flashtile.")}
 
 
-# Files of a folder, and what none of them may import.
-APART = [
+# A folder, a subfolder that is left out, and what none of its files may import.
+FORBIDDEN_IMPORTS = [
     ("", "lab", "lab"),
     ("backends/gpu", "", "backends.triton"),
     ("backends/gpu", "", "backends.gluon"),
@@ -79,16 +79,16 @@ APART = [
 ]
 
 
-@pytest.mark.parametrize(("folder", "but", "other"), APART)
-def test_what_is_apart(folder, but, other):
+@pytest.mark.parametrize(("folder", "left_out", "other"), FORBIDDEN_IMPORTS)
+def test_forbidden_imports(folder, left_out, other):
     root = tree.SOURCE / folder
-    files = [path for path in root.rglob("*.py") if not but or root / but not in path.parents]
+    files = [path for path in root.rglob("*.py") if not left_out or root / left_out not in path.parents]
     assert files
     wrong = [path for path in files if any(f"{name}.".startswith(f"{other}.") for name in imports_of(path))]
     assert wrong == []
 
 
-def test_the_reading_of_imports_can_fail():
+def test_imports_are_found():
     assert {"problem", "problem.describe"} <= imports_of(tree.SOURCE / "api.py")
     assert any(name.startswith("lab.") for name in imports_of(tree.SOURCE / "lab" / "cli" / "bench.py"))
 
@@ -99,7 +99,7 @@ def test_tab_completion_shows_the_public_names():
     assert not modules & set(flashtile.__all__), "a name is a function and a module"
 
 
-def test_every_public_name_exists_and_is_told_about():
+def test_every_public_name_is_documented():
     for name in flashtile.__all__:
         assert name == "__version__" or getattr(flashtile, name).__doc__, name
 
@@ -109,25 +109,25 @@ def test_the_version_has_one_source():
     assert "version =" not in (tree.ROOT / "pyproject.toml").read_text().partition("[tool.")[0]
 
 
-def test_it_is_typed():
+def test_the_package_is_marked_as_typed():
     assert (Path(flashtile.__file__).parent / "py.typed").exists()
 
 
 @pytest.mark.parametrize("document", tree.DOCUMENTS, ids=lambda path: path.name)
-def test_documents_show_the_tree_as_it_is(document):
+def test_documents_show_the_current_tree(document):
     text = document.read_text()
     assert tree.MARKED.search(text) and text == tree.renewed(text), "run: python -m tests.tools.tree"
 
 
-def test_every_file_says_what_it_is():
-    untold = [name for name, about in tree.lines(tree.SOURCE, 1) if not about and not name.endswith("/")]
-    assert untold == []
+def test_every_file_has_a_docstring():
+    without = [name for name, about in tree.lines(tree.SOURCE, 1) if not about and not name.endswith("/")]
+    assert without == []
 
 
 @pytest.mark.parametrize(
     "name", ["README.md", *(f"docs/{path.name}" for path in sorted((tree.ROOT / "docs").glob("*.md")))]
 )
-def test_documents_show_their_records_as_they_are(name):
+def test_documents_match_their_records(name):
     document = tree.ROOT / name
     places = table.marked(document.read_text())
     assert places or name not in ("README.md", "docs/speed.md")

@@ -1,4 +1,4 @@
-"""Wrong calls: each raises the right error, whose text names the argument; and right ones are described rightly."""
+"""Wrong calls raise the right error, which names the argument; right calls are described correctly."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ BASES: dict[str, Callable[[], dict[str, Any]]] = {
 SHAPE, DTYPE, UNSUPPORTED = ft.ShapeError, ft.DTypeError, ft.UnsupportedError
 Wrong = tuple[str, dict[str, Any], type[Exception], str]
 
-# function, what is changed in a right call, the error, the argument its text names
+# function, what is changed in a right call, the error, the argument that it names
 WRONG: list[Wrong] = [
     # shapes of q, k and v
     ("attention", {"q": zeros(D)}, SHAPE, "q"),
@@ -306,7 +306,7 @@ WRONG: list[Wrong] = [
     ("standard_attention", {"mask": [[True]]}, DTYPE, "mask"),
     ("trace", {"bias": [[1.0]]}, DTYPE, "bias"),
     ("probabilities", {"cu_q": np.array([0, B])}, SHAPE, "cu_q"),
-    # bytes in the order of another machine
+    # non-native byte order
     ("attention", {name: good()[name].astype(">f4") for name in "qkv"}, DTYPE, "q"),
     ("attention", {"bias": zeros(NQ, NK, dtype=">f4")}, DTYPE, "bias"),
     ("merge", {"lse_b": zeros(B, H, NQ, dtype=">f4")}, DTYPE, "lse_b"),
@@ -329,18 +329,18 @@ def test_wrong_call(wrong: Wrong) -> None:
     assert isinstance(caught.value, ft.FlashtileError)
     text = str(caught.value)
     assert text.startswith((f"{argument}:", f"{argument}.")), text
-    assert "got" in text or "expected" in text, "it says what was expected and what came"
+    assert "got" in text or "expected" in text, "it should say what was expected and what it got"
     for name, x in before.items():
         np.testing.assert_array_equal(given[name], x, name)
 
 
 @pytest.mark.parametrize("function", BASES)
 def test_the_right_calls_are_right(function: str) -> None:
-    """So that each wrong call is wrong for what was changed in it, and for nothing else."""
+    """So each wrong call is wrong only because of what was changed in it."""
     call(function, BASES[function]())
 
 
-def test_heads_in_the_place_of_lengths_are_told_the_axes() -> None:
+def test_the_error_for_swapped_heads_and_lengths_names_the_axes() -> None:
     with pytest.raises(ft.ShapeError, match=r"got 120; in attention\(\) axes are \(batch, heads, length, dim\)"):
         ft.attention(zeros(1, 100, 8, 64), *[zeros(1, 120, 8, 64)] * 2)
     given = packed()
@@ -352,13 +352,13 @@ def test_there_are_enough_wrong_calls() -> None:
     assert len(WRONG) >= 60
 
 
-def test_errors_are_those_of_python_too() -> None:
+def test_errors_derive_from_python_errors() -> None:
     assert issubclass(ft.ShapeError, ValueError)
     assert issubclass(ft.DTypeError, TypeError)
     assert issubclass(ft.UnsupportedError, NotImplementedError)
 
 
-def test_factors_that_only_float64_can_hold() -> None:
+def test_factors_that_only_float64_can_represent() -> None:
     x = np.ones((3, 8))
     for options in ({"scale": 1e39}, {"softcap": 1e39}, {"softcap": 1e-40}):
         assert np.isfinite(ft.attention(x, x, x, **options)).all()
@@ -370,7 +370,7 @@ def test_unknown_options() -> None:
             call(function, base() | {"casual": True})
 
 
-def test_a_mask_that_is_something_else_is_told_what() -> None:
+def test_the_error_for_a_wrong_mask_names_the_right_option() -> None:
     with pytest.raises(ft.DTypeError, match=r"^mask: .* got float32; numbers to be added to the scores are a bias"):
         ft.attention(**good(), mask=zeros(NQ, NK))
     with pytest.raises(ft.ShapeError, match=r"^mask: .* got \(2, 7\); a mask of \(batch, keys\) is key_padding_mask"):
@@ -378,7 +378,7 @@ def test_a_mask_that_is_something_else_is_told_what() -> None:
 
 
 @pytest.mark.parametrize("n_k", [NQ, NK])
-def test_a_mask_of_which_nobody_knows_whether_its_rows_are_sequences(n_k: int) -> None:
+def test_a_mask_whose_rows_may_be_queries_or_sequences(n_k: int) -> None:
     q, k, mask = zeros(NQ, H, NQ, D), zeros(NQ, KV, n_k, D), zeros(NQ, n_k, dtype=bool)
     with pytest.raises(
         ft.ShapeError, match=r"^mask: expected four axes.*\(queries, keys\) or \(batch, keys\), got two"
@@ -396,16 +396,16 @@ def test_backward_of_torch_is_autograd() -> None:
         ft.attention_backward(**{name: torch.from_numpy(x) for name, x in backward().items()})
 
 
-def test_an_explicit_backend_that_cannot_says_who_could(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_an_explicit_backend_names_those_that_could(monkeypatch: pytest.MonkeyPatch) -> None:
     from flashtile.backends import tiles
 
-    monkeypatch.setattr(tiles, "missing", lambda: "the tiles fell off", raising=False)
-    with pytest.raises(ft.UnsupportedError, match=r"^backend: tiles.*the tiles fell off.*could: .*reference"):
+    monkeypatch.setattr(tiles, "missing", lambda: "not here", raising=False)
+    with pytest.raises(ft.UnsupportedError, match=r"^backend: tiles.*not here.*could: .*reference"):
         ft.attention(**good(), backend="tiles")
-    ft.attention(**good())  # auto goes on to the next
+    ft.attention(**good())  # auto chooses another backend
 
 
-def test_what_a_problem_says() -> None:
+def test_fields_of_a_problem() -> None:
     p = describe(**good(), causal=True, window=(3, 5))
     assert (p.sequences, p.heads, p.kv_heads, p.n_q, p.n_k, p.dim, p.dim_v) == (B, H, KV, NQ, NK, D, DV)
     assert p.group == 2 and not p.packed and p.accumulator == "float32" and p.out_dtype == "float32"
@@ -429,8 +429,8 @@ def test_out_dtype(dtype: str) -> None:
         assert out.dtype == np.dtype(asked or dtype) and lse.dtype == wide
 
 
-def test_views_not_copies() -> None:
-    """Describing a call moves no data, whatever the strides."""
+def test_describe_copies_nothing() -> None:
+    """Whatever the strides."""
     size = Size(2, 4, 2, 5, 7, 8, 6)
     q = zeros(size.batch, size.n_q, size.heads, size.dim).swapaxes(1, 2)[:, ::-1]
     k, v = good()["k"], good()["v"]

@@ -1,4 +1,4 @@
-"""Hypothesis over whole problems: whatever can be asked for, every backend gives what the oracle gives."""
+"""Hypothesis over whole problems: for any valid call, every backend agrees with the oracle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ bands = st.builds(ft.Band, edges, edges, st.integers(-50, 50))
 
 @st.composite
 def calls(draw: Any) -> Call:
-    """Any sizes from 0, any heads, any strides, any options, alone and together."""
+    """Draw a call with any sizes from 0, heads, strides, and options, alone and combined."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     dtype = draw(st.sampled_from(["float64", "float64", "float32", "bfloat16", "float16"]))
     kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2, 4]))
@@ -84,14 +84,14 @@ def calls(draw: Any) -> Call:
 
 def agree(call: Call, runner: Runner) -> None:
     exact = truth_of(call)
-    # So small a problem gives the yardstick few numbers to err in: let it be at least the dtype's own grain.
-    grain = {"float64": 0.0, "float32": 2e-6, "bfloat16": 4e-2, "float16": 5e-3}[call.problem().dtype]
+    # Small problems measure the error of standard attention on few numbers: allow at least the dtype's rounding.
+    rounding = {"float64": 0.0, "float32": 2e-6, "bfloat16": 4e-2, "float16": 5e-3}[call.problem().dtype]
     largest = max(1.0, *(float(np.abs(np.nan_to_num(x, neginf=0)).max(initial=0)) for x in (exact.out, exact.lse)))
     gradients = [np.abs(x).max(initial=0) for x in exact.grads.values() if x is not None]
     exact = replace(
         exact,
         error={
-            name: max(error, grain * (max(largest, *map(float, gradients)) if name.startswith("d") else largest))
+            name: max(error, rounding * (max(largest, *map(float, gradients)) if name.startswith("d") else largest))
             for name, error in exact.error.items()
         },
     )

@@ -1,4 +1,4 @@
-"""Arguments that are wrong by themselves, whatever they stand beside: kinds of arrays, and of numbers."""
+"""Arguments that are wrong by themselves, whatever the others are: kinds of arrays and of numbers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from tests.test_problem import BASES, DV, NK, NQ, B, D, H, call, good, zeros
         *(("attention", name) for name in ("mask", "bias", "alibi", "sink", "kv_lengths")),
     ],
 )
-def test_kin_of_arrays(function: str, argument: str) -> None:
-    """Masked arrays and matrices are refused by name."""
+def test_masked_arrays_and_matrices_are_refused(function: str, argument: str) -> None:
     given = BASES[function]()
     masked = np.ma.masked_array(given.get(argument, zeros(1)), mask=True)
     with pytest.raises(ft.DTypeError, match=f"^{argument}: .* a masked one"):
@@ -102,6 +101,6 @@ def test_numbers_too_large_for_a_float(argument: str) -> None:
     assert describe(x, x, x, scale=10**308).scale == 1e308
 
 
-def test_integers_of_more_digits_than_python_writes() -> None:
+def test_integers_with_more_digits_than_python_prints() -> None:
     with pytest.raises(ft.ShapeError, match=r"^seed: .* of very many digits"):
         ft.attention(**good(), seed=10**5000)

@@ -1,4 +1,4 @@
-"""A keyword that a function does not have names the one it has."""
+"""The error for an unknown keyword names the right one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WITH_OPTIONS = [name for name in BASES if name not in ("merge", "online_softmax"
 
 
 @pytest.mark.parametrize("function", WITH_OPTIONS)
-def test_a_keyword_like_one_there_is(function: str) -> None:
+def test_a_misspelt_keyword(function: str) -> None:
     for wrong, near in (("casual", "causal"), ("dropuot", "dropout"), ("kv_length", "kv_lengths")):
         with pytest.raises(ft.DTypeError, match=rf"^{wrong}: expected {near}; got a keyword that {function}\(\)"):
             call(function, BASES[function]() | {wrong: 1})

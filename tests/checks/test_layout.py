@@ -1,4 +1,4 @@
-"""layout= and key_padding_mask=: the same answers as with axes swapped and a mask made by hand; and doubtful shapes."""
+"""layout= and key_padding_mask= equal axes swapped and a mask made by hand; warnings for doubtful shapes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.
 
 
 def arrays() -> list[Any]:
-    """Heads first."""
+    """Return q, k and v as (batch, heads, length, dim)."""
     return [rng.standard_normal(s) for s in ((B, H, NQ, D), (B, KV, NK, D), (B, KV, NK, DV))]
 
 
@@ -34,7 +34,7 @@ def swapped(*given: Any) -> list[Any]:
 
 
 @every_option
-def test_rows_before_heads(options: dict[str, Any]) -> None:
+def test_layout_bnhd(options: dict[str, Any]) -> None:
     q, k, v = arrays()
     dout = rng.standard_normal((B, H, NQ, DV))
     out, lse = ft.attention(q, k, v, return_lse=True, **options)
@@ -54,7 +54,7 @@ def test_rows_before_heads(options: dict[str, Any]) -> None:
         np.testing.assert_array_equal(grads.dbias, wanted.dbias)
 
 
-def test_results_of_shares_merge_in_either_layout() -> None:
+def test_merge_of_results_in_the_layout_bnhd() -> None:
     q, k, v = swapped(*arrays())
     parts = [ft.attention(q, k[:, s], v[:, s], return_lse=True, layout="bnhd") for s in (slice(3), slice(3, None))]
     merged, _ = ft.merge(*parts[0], *parts[1])
@@ -74,7 +74,7 @@ def test_layouts_of_fewer_axes() -> None:
 
 
 def padding(batch: int = B) -> Any:
-    """The last keys of the first sequence, and the first of the others."""
+    """Hide the last keys of the first sequence, and the first keys of the others."""
     seen = np.ones((batch, NK), bool)
     seen[0, 4:] = False
     seen[1:, :2] = False
@@ -111,7 +111,7 @@ def test_padding_of_fewer_axes() -> None:
     np.testing.assert_allclose(ft.attention(q[0], k[0], v[0], key_padding_mask=seen), want[0], atol=1e-14)
 
 
-def test_packed_sequences_have_neither() -> None:
+def test_packed_sequences_accept_neither() -> None:
     q, starts = rng.standard_normal((5, 2, 4)), np.array([0, 2, 5])
     for more in ({"layout": "bnhd"}, {"layout": "bhnd"}, {"key_padding_mask": np.ones((2, 3), bool)}):
         with pytest.raises(ft.ShapeError, match=f"^{next(iter(more))}: expected None, because sequences are packed"):
@@ -137,7 +137,7 @@ def test_lists_of_lengths() -> None:
     )
 
 
-# Shapes that speak for the other layout: (q, k, causal)
+# Shapes that suggest the other layout: (q, k, causal)
 
 DOUBTFUL = [
     ((1, 64, 32, 16), (1, 64, 8, 16), True),  # 64 tokens, 32 heads on 8: 24 of 32 rows would see no key
@@ -150,7 +150,7 @@ PLAIN = [
     ((2, 32, 1, 16), (2, 8, 500, 16), True),  # decodes
     ((2, 32, 1, 16), (2, 32, 1, 16), True),
     ((2, 128, 1, 16), (2, 1, 9, 16), False),
-    ((1, 128, 4, 16), (1, 128, 4, 16), True),  # many heads of a short prompt
+    ((1, 128, 4, 16), (1, 128, 4, 16), True),  # a short prompt with many heads
     ((1, 64, 16, 16), (1, 64, 16, 16), False),
     ((1, 32, 9, 16), (1, 8, 3, 16), True),  # more queries than keys
     ((1, 4, 9, 16), (1, 4, 3, 16), True),
@@ -159,7 +159,7 @@ PLAIN = [
 ]
 
 
-def doubts(q: Any, k: Any, **options: Any) -> list[str]:
+def warnings_of(q: Any, k: Any, **options: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ft.attention(q, k, k, **options)
@@ -168,13 +168,14 @@ def doubts(q: Any, k: Any, **options: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_shapes_that_speak_for_the_other_layout(library: str) -> None:
+def test_shapes_that_suggest_the_other_layout(library: str) -> None:
     torch = pytest.importorskip("torch") if library == "torch" else None
     zeros = np.zeros if torch is None else torch.zeros
     for q_shape, k_shape, causal in DOUBTFUL:
         q, k = zeros(q_shape), zeros(k_shape)
-        (said,) = doubts(q, k, causal=causal)
-        assert said.startswith("q: expected (batch, heads, length, dim)") and 'layout="bnhd"' in said
-        assert not doubts(q, k, causal=causal, layout="bhnd") and not doubts(q, k, causal=causal, layout="bnhd")
+        (warning,) = warnings_of(q, k, causal=causal)
+        assert warning.startswith("q: expected (batch, heads, length, dim)") and 'layout="bnhd"' in warning
+        for layout in ("bhnd", "bnhd"):
+            assert not warnings_of(q, k, causal=causal, layout=layout)
     for q_shape, k_shape, causal in PLAIN:
-        assert not doubts(zeros(q_shape), zeros(k_shape), causal=causal), (q_shape, k_shape)
+        assert not warnings_of(zeros(q_shape), zeros(k_shape), causal=causal), (q_shape, k_shape)

@@ -20,7 +20,7 @@ TEXT = (ROOT / "docs" / "io.md").read_text()
 ROWS = [list(map(int, re.findall(r"\d+", line))) for line in re.findall(r"^\| \d+, \d+ .*", TEXT, re.MULTILINE)]
 
 
-def test_the_table_is_there():
+def test_the_table_has_both_rows():
     assert [row[:2] for row in ROWS] == [[1024, 64], [8192, 128]]
 
 
@@ -42,7 +42,7 @@ def test_flops_per_byte():
     assert plan((1, 32, 1, d), (1, 8, n, d), "bfloat16").intensity == pytest.approx(32 / 8, rel=0.01)
 
 
-def test_its_other_numbers():
+def test_other_numbers_of_the_document():
     deepseek = models()["deepseek-v3"]
     assert f"({deepseek.cached_numbers})" in TEXT and f"({deepseek.latent})" in TEXT
     assert f"the\n  {MAX_DIM} that the kernels here support" in TEXT and deepseek.cached_numbers > MAX_DIM

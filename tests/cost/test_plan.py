@@ -97,7 +97,7 @@ def test_devices_of_torch():
         for other in others:
             found = flashtile.plan((16, 8), (16, 8), device=other)
             assert replace(found, reasons={}) == replace(wanted, reasons={})
-            # A device of torch's on a CPU stands for tensors.
+            # A torch.device of a CPU means that the call has tensors.
             assert found.reasons | {"sdpa": ""} == wanted.reasons | {"sdpa": ""}
         assert wanted.device == name
 
@@ -107,7 +107,7 @@ def test_an_explicit_backend_that_cannot_run_is_an_error():
         flashtile.plan((16, 8), (16, 8), device="toaster", backend="tiles")
 
 
-def test_it_checks_like_attention_does():
+def test_plan_checks_what_attention_checks():
     with pytest.raises(ShapeError, match="k: expected head dim"):
         flashtile.plan((16, 8), (16, 9))
     with pytest.raises(ShapeError, match="bias"):
@@ -175,7 +175,7 @@ def on_gpu(q_shape, k_shape, capability, dtype="bfloat16", **options):
 
 
 @pytest.mark.parametrize("capability", [(10, 0), (8, 0), None])
-def test_a_gpu_that_is_not_here_still_has_a_tile(capability):
+def test_the_tile_of_a_gpu_that_is_not_present(capability):
     p = on_gpu((1, 8, 4096, 128), (1, 8, 4096, 128), capability)
     assert p.tile_of == "triton" and p.tile_heads == 1
     assert p.tile == tuning.choose("forward", 128, 128, 2, capability, False)[:2]
@@ -199,7 +199,7 @@ SHAPE = (2, 8, 4096, 128)
         (SHAPE, {"bias": (4096, 4096)}),
         (SHAPE, {"dropout": 0.1}),
         ((2, 8, 4096, 36), {}),  # rows that the copy engine cannot fetch
-        ((1, 8, 1, 128), {}),  # too little to do
+        ((1, 8, 1, 128), {}),  # too little work
     ],
     ids=["float32", "bias", "dropout", "width", "decode"],
 )
@@ -259,7 +259,7 @@ print(flashtile.plan(shape, shape, "bfloat16", "cuda", hardware=chips()["h200"].
     assert run.stdout == "gluon\n", run.stderr
 
 
-def test_a_row_not_chosen_has_a_reason(monkeypatch):
+def test_a_row_that_is_not_chosen_has_a_reason(monkeypatch):
     monkeypatch.setattr(dispatch.Backend, "missing", lambda self: None)
     assert on_gpu(SHAPE, SHAPE, (9, 0)).reasons["triton"] == "it could, but comes later in the table"
     monkeypatch.setattr(gluon, "suits", lambda problem: False)

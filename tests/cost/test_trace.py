@@ -47,7 +47,7 @@ def test_standard(options: dict[str, Any]) -> None:
     np.testing.assert_allclose(P, ft.probabilities(q, k, rows=range(13), **options)[:, : t.grid.n_k], atol=1e-13)
 
 
-def test_the_numbers_of_a_tile() -> None:
+def test_numbers_of_the_tiles() -> None:
     t = ft.trace(q, k, v, block_q=4, block_k=5, causal=True)
     S = np.where(np.arange(17) <= np.arange(13)[:, None] + 4, q @ k.T * 0.5, -np.inf)
     running = np.full(13, -np.inf)

@@ -108,7 +108,7 @@ def test_flops_of_whole_grids():
     assert count(backward(Band(), grid), grid, Layout(16, 16)).flops == 10 * 32 * 48 * 16
 
 
-def test_standard_is_three_launches_and_six_trips_flash_one_and_two():
+def test_launches_and_trips_of_standard_and_flash():
     assert (len(STANDARD), traffic.trips(STANDARD)) == (3, 6)
     assert (len(FLASH), traffic.trips(FLASH)) == (1, 2)
 

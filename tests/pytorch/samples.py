@@ -1,4 +1,4 @@
-"""Calls of the grid as tensors, and what their results are compared with."""
+"""Calls of the grid as tensors, and a comparison of their results with arrays."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def tensor(x: np.ndarray[Any, Any], requires_grad: bool = False) -> torch.Tensor:
-    """A tensor of its own with the values of an array, bfloat16 in any carrier included."""
+    """Return a new tensor with the values of an array, bfloat16 in either NumPy dtype included."""
     name = name_of(x.dtype)
     result = torch.from_numpy(np.array(widen(x))).bfloat16() if name == "bfloat16" else torch.from_numpy(np.array(x))
     return result.requires_grad_(requires_grad)
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float64, requires_grad: bool = False) -> torch.Tensor:
-    """Normal numbers that depend on the shape alone."""
+    """Return normal numbers that depend on the shape alone."""
     generator = torch.Generator().manual_seed(sum(7**i * n for i, n in enumerate(shape)))
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(requires_grad)
 
 
 def as_tensors(call: Call) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """q, k, v, and the options; all that have gradients ask for them."""
+    """Return q, k, v, and the options; all inputs that can have gradients require them."""
     options = {
         name: tensor(x, name in ("bias", "sink")) if isinstance(x, np.ndarray) else x
         for name, x in (call.packed | call.options).items()
@@ -40,12 +40,12 @@ def as_tensors(call: Call) -> tuple[list[torch.Tensor], dict[str, Any]]:
 
 
 def run(q: Any, k: Any, v: Any, **options: Any) -> Any:
-    """attention() or attention_packed(), whichever the options ask for, with the lse."""
+    """Call attention(), or attention_packed() if the options have cu_q, with the lse."""
     function = ft.attention_packed if "cu_q" in options else ft.attention
     return function(q, k, v, return_lse=True, **options)
 
 
 def equal(found: torch.Tensor, wanted: np.ndarray[Any, Any]) -> None:
-    """The same dtype, shape and numbers."""
+    """Check for the same dtype, shape and numbers."""
     assert name_of(found.dtype) == name_of(wanted.dtype)
     np.testing.assert_array_equal(found.detach().double().numpy(), widen(wanted, np.float64))

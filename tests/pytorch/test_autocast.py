@@ -1,4 +1,4 @@
-"""Under autocast attention takes the dtypes that torch's own attention takes."""
+"""Under autocast, attention uses the same dtypes as torch's own attention."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_inputs_are_cast(dtype: torch.dtype, grad: bool) -> None:
         assert q.grad.dtype == torch.float32
 
 
-def test_mixed_inputs_meet() -> None:
+def test_mixed_dtypes_are_cast_to_one() -> None:
     q, k = randn(2, 9, 8, dtype=torch.float32), randn(2, 9, 8, dtype=torch.bfloat16)
     bias, sink = randn(9, 9, dtype=torch.float32, requires_grad=True), randn(2, dtype=torch.float16)
     with pytest.raises(ft.DTypeError, match=r"^k: "):
@@ -39,13 +39,13 @@ def test_mixed_inputs_meet() -> None:
     assert bias.grad.dtype == torch.float32
 
 
-def test_float64_stays() -> None:
+def test_float64_is_not_cast() -> None:
     q = randn(9, 8)
     with torch.autocast("cpu", torch.bfloat16):
         assert ft.attention(q, q, q).dtype == torch.float64
 
 
-def test_switched_off() -> None:
+def test_disabled_autocast_casts_nothing() -> None:
     q = randn(9, 8, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
         assert ft.attention(q, q, q).dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Arrays share the memory of tensors, which stays the tensors' own: they may be resized as before."""
+"""Arrays share the memory of tensors without owning it: the tensors can still be resized."""
 
 from __future__ import annotations
 
@@ -22,50 +22,50 @@ from tests.pytorch.samples import BACKENDS, every_backend, randn
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("spread", [lambda x: x, lambda x: x.mT, lambda x: x[:, ::2], lambda x: x[:1].expand(4, 6)])
-def test_there_and_back(dtype: str, spread: object) -> None:
+def test_round_trip(dtype: str, spread: object) -> None:
     x = spread(torch.arange(24).reshape(4, 6).to(getattr(torch, dtype)))  # type: ignore[operator]
     array = to_numpy(x.requires_grad_())
     assert name_of(array.dtype) == dtype and array.shape == x.shape
     assert array.strides == tuple(s * x.element_size() for s in x.stride())
     assert array.__array_interface__["data"][0] == x.data_ptr()
-    again = to_torch(array)
-    assert torch.equal(again, x) and again.is_contiguous()
-    assert again.data_ptr() != x.data_ptr() and not again.requires_grad
+    back = to_torch(array)
+    assert torch.equal(back, x) and back.is_contiguous()
+    assert back.data_ptr() != x.data_ptr() and not back.requires_grad
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64])
-def test_other_types(dtype: torch.dtype) -> None:
+def test_other_dtypes(dtype: torch.dtype) -> None:
     x = torch.arange(6).reshape(2, 3).to(dtype)
     np.testing.assert_array_equal(to_numpy(x), x.numpy())
     assert to_numpy(x).dtype == x.numpy().dtype
-    pytest.importorskip("ml_dtypes")  # which gives NumPy such a dtype
+    pytest.importorskip("ml_dtypes")  # gives NumPy such dtypes
     for lacking in (torch.float8_e4m3fn, torch.float8_e5m2, torch.complex32):
         with pytest.raises(TypeError):
             to_numpy(torch.zeros(2, dtype=lacking))
 
 
 @pytest.mark.parametrize("shape", [(), (0, 4), (3, 0)])
-def test_one_number_and_none(shape: tuple[int, ...]) -> None:
+def test_scalars_and_empty_tensors(shape: tuple[int, ...]) -> None:
     x = torch.ones(shape)
     assert to_numpy(x).shape == shape and to_torch(to_numpy(x)).shape == shape
 
 
-def test_bfloat16_is_told_from_integers() -> None:
+def test_bfloat16_is_no_integer_array() -> None:
     assert to_numpy(torch.ones(2, dtype=torch.bfloat16)).dtype == BFLOAT16
     assert to_torch(np.full(2, 0x3F80, np.uint16).view(BFLOAT16)).tolist() == [1, 1]
 
 
-def test_an_array_keeps_its_tensor() -> None:
+def test_an_array_keeps_its_tensor_alive() -> None:
     x = torch.ones(3)
-    gone = weakref.ref(x)
+    alive = weakref.ref(x)
     array = to_numpy(x)[1:]
     del x
     gc.collect()
-    assert gone() is not None
+    assert alive() is not None
     del array
     gc.collect()
-    assert gone() is None
+    assert alive() is None
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -78,7 +78,7 @@ def test_results_are_plain_tensors(dtype: str) -> None:
     assert not found.any()
 
 
-def test_a_copy_that_the_core_can_read() -> None:
+def test_contiguous_copies_are_aligned() -> None:
     memory = torch.zeros(9, dtype=torch.uint8)
     odd = memory[1:].view(torch.uint8)
     between = torch.empty(0, dtype=torch.float32).set_(odd.untyped_storage(), 0, (2,))
@@ -105,7 +105,7 @@ def test_tensors_of_the_caller_can_be_resized_afterwards(shape: tuple[int, ...],
                 x.untyped_storage().resize_(0)
 
 
-def test_so_can_those_of_packed_calls_and_of_plans() -> None:
+def test_tensors_of_packed_calls_and_plans_can_be_resized_afterwards() -> None:
     x = randn(9, 2, 8, dtype=torch.float32, requires_grad=True)
     starts = torch.tensor([0, 4, 9])
     lengths = torch.tensor([3, 5])
@@ -121,12 +121,12 @@ def test_results_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     plain = runner.Runner.forward
 
-    def listen(*args: Any, **more: Any) -> Any:
+    def record(*args: Any, **more: Any) -> Any:
         found = plain(*args, **more)
         made.extend(x.data_ptr() for x in found)
         return found
 
-    monkeypatch.setattr(runner.Runner, "forward", listen)
+    monkeypatch.setattr(runner.Runner, "forward", record)
     q = randn(*LARGE, dtype=torch.float32)
     found = ft.attention(q, q[:, :, :1], q[:, :, :1], return_lse=True)
     assert [x.data_ptr() for x in found] == made

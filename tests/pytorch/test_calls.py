@@ -1,4 +1,4 @@
-"""What a GPU launches is found again by shapes and options; here the interpreter stands for the GPU."""
+"""Cached GPU calls are found by shapes and options; here Triton's interpreter replaces the GPU."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def find(q: Any, k: Any, v: Any, **more: Any) -> tuple[Any, Any]:
 
 
 def attention(q: Any, k: Any, v: Any, **more: Any) -> Any:
-    run, inputs = find(q, k, v, **more)
-    return run.runner.forward(inputs)[0].numpy()
+    entry, inputs = find(q, k, v, **more)
+    return entry.runner.forward(inputs)[0].numpy()
 
 
 def expected(q: Any, k: Any, v: Any, **more: Any) -> Any:
     return ft.standard_attention(q.numpy(), k.numpy(), v.numpy(), **more)
 
 
-def test_other_numbers_run_what_was_prepared() -> None:
+def test_a_prepared_call_runs_other_values() -> None:
     first, _ = find(*tensors(seed=1))
     for seed in (2, 3):
         given = tensors(seed=seed)
@@ -72,7 +72,7 @@ def test_other_numbers_run_what_was_prepared() -> None:
     [{"causal": True}, {"softcap": 2.0}, {"window": (3, None)}, {"bias": torch.zeros(20, 20)}, {"dropout": 0.5}],
     ids=str,
 )
-def test_other_options_are_prepared_anew(more: dict[str, Any]) -> None:
+def test_other_options_are_prepared_separately(more: dict[str, Any]) -> None:
     given = tensors()
     assert find(*given)[0] is not find(*given, **more)[0]
     assert find(*given, **more)[0] is find(*given, **more)[0]
@@ -80,33 +80,33 @@ def test_other_options_are_prepared_anew(more: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("more", [{}, {"causal": True}, {"causal": True, "window": (3, None), "softcap": 2.0}], ids=str)
 def test_a_call_with_gradients_is_prepared_once(more: dict[str, Any]) -> None:
-    """attention() looks at it before the operator does, and the way back after it."""
+    """attention(), the operator and the backward pass find the same entry."""
     given = tensors()
     first, _ = cache.find(*given, "auto", more)
     assert cache.find(*given, "auto", operands.operands(*given, "auto", more).options())[0] is first
 
 
-def test_other_shapes_strides_and_alignments_are_prepared_anew() -> None:
+def test_other_shapes_strides_and_alignments_are_prepared_separately() -> None:
     q, k, v = tensors()
-    runs = [find(q, k, v)[0], find(*tensors(21))[0]]
-    runs.append(find(q.swapaxes(1, 2).contiguous().swapaxes(1, 2), k, v)[0])
+    entries = [find(q, k, v)[0], find(*tensors(21))[0]]
+    entries.append(find(q.swapaxes(1, 2).contiguous().swapaxes(1, 2), k, v)[0])
     room = torch.zeros(q.numel() + 1)
     shifted = room[1:].view(q.shape).copy_(q)
-    runs.append(find(shifted, k, v)[0])
-    runs.append(find(*(x.double() for x in (q, k, v)))[0])
-    assert len(set(map(id, runs))) == len(runs)
+    entries.append(find(shifted, k, v)[0])
+    entries.append(find(*(x.double() for x in (q, k, v)))[0])
+    assert len(set(map(id, entries))) == len(entries)
 
 
-def test_a_seed_is_no_reason_to_prepare_anew() -> None:
+def test_another_seed_uses_the_same_entry() -> None:
     given = tensors()
-    run, _ = find(*given, dropout=0.5, seed=1)
+    entry, _ = find(*given, dropout=0.5, seed=1)
     for seed in (1, 2**31, 2**63 + 5, 2**64 - 1):
-        assert find(*given, dropout=0.5, seed=seed)[0] is run
+        assert find(*given, dropout=0.5, seed=seed)[0] is entry
         found = attention(*given, dropout=0.5, seed=seed)
         np.testing.assert_allclose(found, expected(*given, dropout=0.5, seed=seed), atol=1e-5)
 
 
-def test_a_wrong_call_is_refused_after_a_right_one_too() -> None:
+def test_wrong_calls_are_refused_after_right_ones() -> None:
     given = tensors()
     find(*given, causal=True, dropout=0.5)
     with pytest.raises(ft.DTypeError, match="causal"):
@@ -121,13 +121,13 @@ def test_a_wrong_call_is_refused_after_a_right_one_too() -> None:
         find(*given, causal=True, dropout=0.5, seed=-1)
 
 
-def test_an_option_that_cannot_be_hashed() -> None:
+def test_a_call_with_an_unhashable_option_is_not_cached() -> None:
     given = tensors()
     np.testing.assert_allclose(attention(*given, window=[3, 0]), expected(*given, window=(3, 0)), atol=1e-5)
     assert not cache._known
 
 
-def test_columns_apart_are_copied_each_time() -> None:
+def test_strided_columns_are_copied_each_time() -> None:
     q, k, v = tensors()
     apart = torch.zeros(1, 2, 20, 32)[..., ::2].copy_(q)
     np.testing.assert_allclose(attention(apart, k, v), expected(q, k, v), atol=1e-5)
@@ -136,7 +136,7 @@ def test_columns_apart_are_copied_each_time() -> None:
     assert not cache._known
 
 
-def test_the_memory_does_not_fill(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "MOST", 3)
     for n in range(1, 9):
         find(*tensors(n))
@@ -146,50 +146,50 @@ def test_the_memory_does_not_fill(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1 <= sum(map(len, cache._known.values())) <= 3
 
 
-def test_nothing_prepared_holds_a_tensor() -> None:
+def test_entries_hold_no_tensors() -> None:
     import gc
     import weakref
 
     given = tensors()
     attention(*given)
-    interception = weakref.ref(given[0])
+    alive = weakref.ref(given[0])
     del given
     gc.collect()
-    assert interception() is None
+    assert alive() is None
 
 
 def test_gradients_of_any_layout() -> None:
-    """A gradient that came by expand() has no strides; of rank 3 and packed calls it has the caller's layout."""
+    """A gradient from expand() has strides of 0; for rank 3 and packed calls it has the caller's layout."""
     q, k, v = tensors()
-    run, inputs = find(q, k, v)
-    out, lse = run.runner.forward(inputs)
+    entry, inputs = find(q, k, v)
+    out, lse = entry.runner.forward(inputs)
     ones = torch.ones(1).expand(out.shape)
-    grads = run.runner.backward(inputs, ones, out, lse, None)
+    grads = entry.runner.backward(inputs, ones, out, lse, None)
     whole = ft.attention_backward(
         ones.contiguous().numpy(), *(x.numpy() for x in (q, k, v)), out.numpy(), lse.numpy(), backend="reference"
     )
     for found, exact in zip(grads[:3], whole[:3], strict=True):
         np.testing.assert_allclose(found.numpy(), exact, atol=1e-5)
-    run, inputs = find(q[0], k[0], v[0])
-    out, lse = run.runner.forward(inputs)
-    grads = run.runner.backward(inputs, ones[0], out, lse, None)
+    entry, inputs = find(q[0], k[0], v[0])
+    out, lse = entry.runner.forward(inputs)
+    grads = entry.runner.backward(inputs, ones[0], out, lse, None)
     assert grads.dq.shape == q[0].shape and lse.shape == (2, 20)
     np.testing.assert_allclose(grads.dq.numpy(), whole.dq[0], atol=1e-5)
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("shared", ["rows", "heads"])
-def test_wide_gradients_that_rows_or_heads_share(packed: bool, shared: str) -> None:
-    """They are rounded to the dtype of q, and torch gives such copies strides of its own choice."""
+def test_float32_gradients_that_rows_or_heads_share(packed: bool, shared: str) -> None:
+    """They are rounded to the dtype of q, and torch chooses the strides of such copies."""
     rng = torch.Generator().manual_seed(0)
     q, k, v, x = (torch.randn((20, 3, 16) if packed else (3, 20, 16), generator=rng) for _ in range(4))
     cu = torch.tensor([0, 7, 20], dtype=torch.int32)
     more = {"cu_q": cu, "cu_k": cu} if packed else {}
-    run, inputs = find(q.half(), k.half(), v.half(), out_dtype="float32", **more)
-    out, lse = run.runner.forward(inputs)
+    entry, inputs = find(q.half(), k.half(), v.half(), out_dtype="float32", **more)
+    out, lse = entry.runner.forward(inputs)
     dout = x.narrow(int((shared == "heads") == packed), 0, 1).expand(x.shape)
     assert dout.stride(-1) == 1
-    found, wanted = (run.runner.backward(inputs, each, out, lse, None) for each in (dout, dout.contiguous()))
+    found, wanted = (entry.runner.backward(inputs, each, out, lse, None) for each in (dout, dout.contiguous()))
     for a, b in zip(found[:3], wanted[:3], strict=True):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
 
@@ -209,7 +209,7 @@ class Subclass(torch.Tensor):  # type: ignore[misc]
 
 
 class Nested:
-    """As torch's nested tensors say it."""
+    """Like torch's nested tensors, without a shape."""
 
     @property
     def shape(self) -> Any:
@@ -218,7 +218,7 @@ class Nested:
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Tensors that lie nowhere, as plain to the dispatcher as those of a GPU are; no kernel is started for them."""
+    """Tensors without memory that pass as those of a GPU; launches do nothing."""
     found = [torch.empty(1, 2, 20, 16, device="meta") for _ in range(3)]
     monkeypatch.setattr(interception, "_PLAIN", interception._PLAIN | torch._C._dispatch_keys(found[0]).raw_repr())
     monkeypatch.setattr(LaunchSequence, "__call__", lambda self, *values: None)
@@ -229,7 +229,7 @@ def recall(q: Any, k: Any, v: Any, **options: Any) -> Any:
     return cache.recall(q, k, v, "auto", options)
 
 
-def test_a_call_like_one_before_is_recalled(given: list[Any]) -> None:
+def test_a_similar_call_is_recalled(given: list[Any]) -> None:
     assert recall(*given) is None
     ft.attention(*given)
     known = recall(*given)
@@ -247,7 +247,7 @@ def test_a_call_like_one_before_is_recalled(given: list[Any]) -> None:
     assert inputs.sink is sink and inputs.seed == 3 and inputs.q is given[0] and inputs.bias is None
 
 
-def test_one_that_needs_gradients_is_told_so(given: list[Any]) -> None:
+def test_entries_know_whether_gradients_are_needed(given: list[Any]) -> None:
     given[1].requires_grad_()
     out = ft.attention(*given)
     assert recall(*given).needs_gradients and out.requires_grad
@@ -260,7 +260,7 @@ def test_one_that_needs_gradients_is_told_so(given: list[Any]) -> None:
 
 
 def unlike(q: Any, k: Any, v: Any) -> dict[str, tuple[Any, ...]]:
-    """Calls that are none like one of these, right and wrong ones."""
+    """Return calls that differ from that of q, k and v, valid and invalid ones."""
     return {
         "dtype": (q.double(), k.double(), v.double()),
         "keys": (q, k[:, :, 1:], v[:, :, 1:]),
@@ -279,15 +279,15 @@ def unlike(q: Any, k: Any, v: Any) -> dict[str, tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("how", unlike(*(torch.empty(1, 2, 20, 16, device="meta") for _ in range(3))))
-def test_another_call_is_not_recalled(how: str, given: list[Any]) -> None:
+def test_a_different_call_is_not_recalled(how: str, given: list[Any]) -> None:
     ft.attention(*given)
     assert recall(*unlike(*given)[how]) is None
 
 
 @pytest.mark.parametrize("twice", ["q, k and v", "k and v", "cu_q and cu_k"])
 @pytest.mark.parametrize("training", [False, True])
-def test_a_tensor_that_comes_twice(twice: str, training: bool, given: list[Any]) -> None:
-    """It is prepared once, and not taken for two."""
+def test_a_tensor_passed_twice(twice: str, training: bool, given: list[Any]) -> None:
+    """There is one entry, and it is not used for two different tensors."""
     cu = torch.empty(4, device="meta", dtype=torch.int32)
     calls: dict[str, Any] = {
         "q, k and v": (lambda x, *_: ft.attention(x, x, x)),
@@ -318,7 +318,7 @@ def test_a_tensor_that_comes_twice(twice: str, training: bool, given: list[Any])
     ],
     ids=str,
 )
-def test_other_options_are_not_recalled(options: dict[str, Any], given: list[Any]) -> None:
+def test_different_options_are_not_recalled(options: dict[str, Any], given: list[Any]) -> None:
     ft.attention(*given)
     ft.attention(*given, causal=True)
     ft.attention(*given, softcap=1.0)
@@ -326,8 +326,8 @@ def test_other_options_are_not_recalled(options: dict[str, Any], given: list[Any
     assert recall(*given, **options) is None
 
 
-@pytest.mark.parametrize("name", ["seed", "causal", "dropout", "softcap", "deterministic", "moon"])
-def test_nothing_that_may_not_be_none_is(name: str, given: list[Any]) -> None:
+@pytest.mark.parametrize("name", ["seed", "causal", "dropout", "softcap", "deterministic", "unknown"])
+def test_none_is_recalled_only_where_it_is_valid(name: str, given: list[Any]) -> None:
     ft.attention(*given)
     assert recall(*given, mask=None, window=None) is not None
     assert recall(*given, **{name: None}) is None
@@ -352,7 +352,7 @@ def test_numbers_that_may_change_are_read_each_time(kind: Any, given: list[Any])
     assert recall(*given, window=(np.int64(2), 0), scale=np.float64(0.5), out_dtype=np.float32) is not None
 
 
-def test_few_calls_share_a_key(given: list[Any]) -> None:
+def test_the_entries_of_a_key_are_bounded(given: list[Any]) -> None:
     for n in range(3 * cache.MOST_OF_A_KEY):
         q = torch.empty(1, 2, 20, 16 + n, device="meta")[..., :16]
         ft.attention(q, *given[1:])
@@ -360,8 +360,8 @@ def test_few_calls_share_a_key(given: list[Any]) -> None:
     assert recall(q, *given[1:]) is not None
 
 
-def test_factors_of_8_bits_are_looked_at_each_time(given: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is remembered of them is one tensor, which is not what a caller may give."""
+def test_descale_is_checked_each_time(given: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry holds the factors as one tensor, a form that a caller must not pass."""
     row = next(row for row in dispatch.TABLE if row.name == "gluon")
     monkeypatch.setattr(cache, "dispatch", SimpleNamespace(choose=lambda *_: row))
     given = [torch.empty(1, 2, 64, 64, device="meta", dtype=torch.float8_e4m3fn) for _ in range(3)]
@@ -373,7 +373,7 @@ def test_factors_of_8_bits_are_looked_at_each_time(given: list[Any], monkeypatch
 
 
 def seen_within(how: str, q: Any, k: Any, v: Any) -> Any:
-    """What is recalled of a call while something watches it, or would cast it first."""
+    """Return what is recalled of a call while a transform, a mode or autocast is active."""
     seen: list[Any] = []
 
     def look(x: Any) -> Any:
@@ -407,15 +407,15 @@ def seen_within(how: str, q: Any, k: Any, v: Any) -> Any:
     return seen
 
 
-WATCHERS = [
+TRANSFORMS_AND_MODES = [
     *("vmap", "grad", "jvp", "functionalize", "make_fx", "jit", "dual"),
     *("function mode", "dispatch mode", "fake", "autocast"),
 ]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*vmap")
-@pytest.mark.parametrize("how", WATCHERS)
-def test_nothing_is_recalled_where_somebody_watches(how: str, given: list[Any]) -> None:
+@pytest.mark.parametrize("how", TRANSFORMS_AND_MODES)
+def test_nothing_is_recalled_under_transforms_and_modes(how: str, given: list[Any]) -> None:
     ft.attention(*given)
     assert recall(*given) is not None
     found = seen_within(how, *given)
@@ -423,8 +423,8 @@ def test_nothing_is_recalled_where_somebody_watches(how: str, given: list[Any]) 
     assert recall(*given) is not None
 
 
-def test_a_call_that_was_watched_is_not_recalled(given: list[Any]) -> None:
-    """Not even by one that is watched in the same way."""
+def test_a_call_under_a_mode_or_transform_is_not_recalled(given: list[Any]) -> None:
+    """Not even under the same mode or transform."""
     with DispatchMode():
         ft.attention(*given)
         assert recall(*given) is None
@@ -440,18 +440,18 @@ def test_a_call_that_was_watched_is_not_recalled(given: list[Any]) -> None:
 
 
 def test_calls_of_a_subclass_are_not_recalled(given: list[Any]) -> None:
-    """It hears of every call, and within what it does about it nobody would tell the tensors from plain ones."""
-    with torch.inference_mode():  # where tensors are the same to the dispatcher before the operator and within
-        mine = [x.clone().as_subclass(Subclass) for x in given]
+    """A subclass handles every call itself, and within its handler the tensors would pass as plain ones."""
+    with torch.inference_mode():  # here tensors have the same dispatch keys before the operator and within it
+        subclassed = [x.clone().as_subclass(Subclass) for x in given]
         with torch._C.DisableTorchFunctionSubclass():
-            cache.find(*mine, "auto", {})
-        assert recall(*mine) is None
+            cache.find(*subclassed, "auto", {})
+        assert recall(*subclassed) is None
     parameters = [torch.nn.Parameter(x, requires_grad=False) for x in given]
     ft.attention(*parameters)
     assert recall(*parameters) is not None
 
 
-def test_algorithms_that_have_to_be_deterministic(given: list[Any]) -> None:
+def test_deterministic_algorithms_have_an_entry_of_their_own(given: list[Any]) -> None:
     ft.attention(*given)
     torch.use_deterministic_algorithms(True)
     try:

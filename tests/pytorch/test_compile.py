@@ -1,4 +1,4 @@
-"""torch.compile and torch.export take flashtile in one graph, sizes known or not."""
+"""torch.compile and torch.export capture flashtile in one graph, with static or dynamic sizes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fresh_compiler() -> Iterator[None]:
 
 
 def same(function: Callable[..., Any], *calls: tuple[Any, ...], inner: str = "aot_eager", **how: Any) -> int:
-    """Compiled and plain give the same results, layouts and gradients. How many graphs that took."""
+    """Check that compiled and eager results, layouts and gradients are equal. Return the number of graphs."""
     counters.clear()
     compiled = torch.compile(function, fullgraph=True, backend=inner, **how)
     for arguments in calls:
@@ -66,13 +66,13 @@ def test_one_graph(recorded: bool) -> None:
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["plain", "recorded"])
-def test_sizes_unknown(recorded: bool) -> None:
+def test_dynamic_sizes(recorded: bool) -> None:
     assert same(causal, qkv(9, 11, recorded), qkv(5, 14, recorded), qkv(12, 7, recorded), dynamic=True) == 1
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch asks for it itself
-def test_the_way_back_alone() -> None:
-    """Compiled autograd takes the backward pass of an eager call in one graph."""
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch itself reads it
+def test_compiled_autograd() -> None:
+    """It captures the backward pass of an eager call in one graph."""
     inputs = qkv(9, 11)
 
     def gradients() -> Any:
@@ -87,8 +87,7 @@ def test_the_way_back_alone() -> None:
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("order", ["grad", "vmap of grad", "grad of vmap"])
-def test_gradients_within(order: str, inner: str) -> None:
-    """torch.func under torch.compile."""
+def test_torch_func_under_compile(order: str, inner: str) -> None:
 
     def loss(q: Any, k: Any, v: Any) -> Any:
         return sum(x.square().sum() for x in causal(q, k, v))
@@ -118,17 +117,17 @@ def test_packed() -> None:
     assert same(packed, tuple(randn(*shape, requires_grad=True) for shape in shapes), dynamic=True) == 1
 
 
-def test_numbers_unknown() -> None:
+def test_changing_numbers() -> None:
     def function(q: Any, left: int, seed: int) -> Any:
         return ft.attention(q, q, q, band=ft.Band(left, 2, 1), dropout=0.5, seed=seed)
 
     q = randn(2, 9, 8, requires_grad=True)
-    # The first numbers are compiled in; once they change they stay open.
+    # The first numbers are compiled in; once they change, they become symbolic.
     assert same(function, *((q, left, seed) for left, seed in ((1, 5), (2, 6), (3, 7), (0, 2**62)))) <= 3
     assert same(function, (q, 1, 2**64 - 1)) == 1
 
 
-def test_everything_else() -> None:
+def test_all_other_options() -> None:
     def function(q: Any, k: Any, v: Any, mask: Any, alibi: Any, lengths: Any) -> Any:
         return ft.attention(
             q,
@@ -166,7 +165,7 @@ def test_autocast() -> None:
     assert same(function, qkv(9, 11)) == 1
 
 
-def test_a_wrong_call_is_told_at_compile_time() -> None:
+def test_a_wrong_call_is_an_error_at_compile_time() -> None:
     q, k, v = qkv(9, 11, False)
     with pytest.raises(Exception, match="k: expected head dim 7 like q, got 8"):
         torch.compile(causal, fullgraph=True, backend="aot_eager")(q[..., :7], k, v)
@@ -182,15 +181,15 @@ WRONG = {
     "softcap": {"softcap": True},
     "dropout": {"dropout": 1},
     "window": {"window": (True, 2)},
-    "window of none": {"window": 5},
+    "window without a pair": {"window": 5},
     "band beside a window": {"band": ft.Band(), "window": (1, 2)},
     "threads": {"threads": True},
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_eager_calls_refuse(name: str) -> None:
-    """In our words, whoever says them: torch.compile quotes an error where it may not leave the graph."""
+def test_compiled_calls_refuse_what_eager_calls_refuse(name: str) -> None:
+    """With the same message: with fullgraph, torch.compile quotes the error."""
     q = qkv(9, 11, False)[0]
 
     def function(q: Any) -> Any:
@@ -212,7 +211,7 @@ NUMPY: dict[str, Callable[[], dict[str, Any]]] = {
     "seed": lambda: {"dropout": np.float64(0.5), "seed": np.int64(3)},
     "threads": lambda: {"threads": np.int64(1)},
 }
-NUMPY_FROM_OUTSIDE: dict[str, Callable[[], dict[str, Any]]] = {
+NUMPY_GLOBALS: dict[str, Callable[[], dict[str, Any]]] = {
     "scale": lambda: {"scale": HALF},
     "window": lambda: {"window": (THREE, None)},
     "band": lambda: {"band": ft.Band(THREE, THREE, 0)},
@@ -222,18 +221,18 @@ NUMPY_FROM_OUTSIDE: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", NUMPY)
-def test_numbers_of_numpy(name: str) -> None:
+def test_numpy_numbers(name: str) -> None:
     if torch.__version__ < (2, 9) and name in ("window", "seed", "threads"):
-        pytest.skip("torch 2.8 leaves the graph at a whole number of NumPy's")
+        pytest.skip("torch 2.8 breaks the graph at a NumPy integer")
     assert same(lambda q: ft.attention(q, q, q, **NUMPY[name]()), qkv(9, 11)[:1]) == 1
 
 
-@pytest.mark.parametrize("name", NUMPY_FROM_OUTSIDE)
-def test_numbers_of_numpy_from_outside(name: str) -> None:
-    """torch.compile does not know their values, and so leaves the graph."""
+@pytest.mark.parametrize("name", NUMPY_GLOBALS)
+def test_numpy_numbers_in_globals(name: str) -> None:
+    """torch.compile does not know their values, so the graph breaks."""
 
     def function(q: Any) -> Any:
-        return ft.attention(q, q, q, **NUMPY_FROM_OUTSIDE[name]())
+        return ft.attention(q, q, q, **NUMPY_GLOBALS[name]())
 
     q = qkv(9, 11, False)[0]
     torch.testing.assert_close(torch.compile(function, backend="aot_eager")(q), function(q))
@@ -243,14 +242,14 @@ OUT_DTYPES = [torch.float32, "float32", np.float32, np.dtype("float32"), BFLOAT1
 
 
 @pytest.mark.parametrize("out_dtype", OUT_DTYPES, ids=str)
-def test_every_name_of_an_out_dtype(out_dtype: Any) -> None:
+def test_every_form_of_out_dtype(out_dtype: Any) -> None:
     def function(q: Any) -> Any:
         return ft.attention(q, q, q, out_dtype=out_dtype)
 
     assert same(function, (randn(2, 9, 8, dtype=torch.bfloat16, requires_grad=True),)) == 1
 
 
-def test_what_is_no_name_of_an_out_dtype() -> None:
+def test_an_invalid_out_dtype() -> None:
     def function(q: Any) -> Any:
         return ft.attention(q, q, q, out_dtype="torch.float32")
 
@@ -260,20 +259,20 @@ def test_what_is_no_name_of_an_out_dtype() -> None:
             run(q)
 
 
-NARROWER: dict[str, Callable[[Any], dict[str, Any]]] = {
+LENGTH_DEPENDENT: dict[str, Callable[[Any], dict[str, Any]]] = {
     "window": lambda q: {"window": (q.shape[2] // 2, 2)},
     "band": lambda q: {"band": ft.Band(q.shape[2] // 2, 2, 0)},
 }
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["lenient", "strict"])
-@pytest.mark.parametrize("name", NARROWER)
-def test_export_of_options_that_go_by_a_length(name: str, strict: bool) -> None:
-    """Which may be any: they are checked when it is known."""
+@pytest.mark.parametrize("name", LENGTH_DEPENDENT)
+def test_export_of_options_that_depend_on_a_length(name: str, strict: bool) -> None:
+    """The length is dynamic: such options are checked when it is known."""
 
     class Module(torch.nn.Module):
         def forward(self, q: Any) -> Any:
-            return ft.attention(q, q, q, **NARROWER[name](q))
+            return ft.attention(q, q, q, **LENGTH_DEPENDENT[name](q))
 
     module, shapes = Module(), ({2: torch.export.Dim("n")},)
     exported = torch.export.export(module, qkv(9, 11, False)[:1], dynamic_shapes=shapes, strict=strict)

@@ -1,4 +1,4 @@
-"""8-bit tensors where no kernel multiplies them as they are: widened, in float32 on a CPU. Errors and layouts too."""
+"""8-bit tensors where no kernel multiplies them directly: widened to float32 on a CPU. Also errors and layouts."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ CALLS = {
     "causal": {"causal": True},
     "numbers": {"descale": (0.5, 3.0, 0.01)},
     "one tensor each": {"descale": (ONE, ONE, ONE)},
-    "a factor a head": {"descale": (EACH, 2 * EACH, 3 * EACH), "causal": True},
+    "factors per head": {"descale": (EACH, 2 * EACH, 3 * EACH), "causal": True},
     "mixed": {"descale": (1, EACH, ONE)},
     "large": {"descale": (8.0, 4.0, 1000.0)},
     "small": {"descale": (2.0**-20, 2.0**-20, 2.0**-20)},
-    "no sign": {"descale": (0.0, -2.0, -1.0)},
+    "not positive": {"descale": (0.0, -2.0, -1.0)},
     "float16": {"out_dtype": torch.float16},
     "float32": {"out_dtype": torch.float32, "descale": (EACH, EACH, EACH)},
     "softcap sink": {"softcap": 5.0, "sink": torch.arange(4.0), "descale": (EACH, 1.0, 1.0)},
@@ -41,7 +41,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_widened_on_the_cpu(name: str) -> None:
-    """In float32, so that the output has little but its own rounding."""
+    """In float32, so that rounding the output is nearly the only error."""
     call = EightBitCall.draw(Q, K, 16, **CALLS[name])
     out, lse = call.run()
     exact, exact_lse = call.exact()
@@ -51,12 +51,12 @@ def test_widened_on_the_cpu(name: str) -> None:
     error = np.abs(out.double().numpy() - exact).max()
     assert error <= 2 * np.abs(torch.from_numpy(exact).to(wanted).double().numpy() - exact).max() + room
     np.testing.assert_allclose(lse.numpy(), exact_lse, rtol=1e-5, atol=1e-5)
-    if "no sign" not in name:
-        call.check()  # the bound that kernels of 8 bits are held to is wider
+    if name != "not positive":
+        call.check()  # the wider bound for 8-bit kernels
 
 
 @pytest.mark.parametrize("row", [row.name for row in dispatch.TABLE if row.device == "cpu" and row.missing() is None])
-def test_every_backend_takes_them(row: str) -> None:
+def test_every_cpu_backend(row: str) -> None:
     EightBitCall.draw(Q, K, causal=True, descale=(EACH, EACH, EACH)).check(backend=row)
 
 
@@ -87,8 +87,8 @@ def test_wrong_starts(cu: list[int]) -> None:
         assert words[0] == words[1]
 
 
-def test_starts_that_nobody_looks_at_stay_within_the_factors() -> None:
-    """As on a GPU, where an index out of bounds could not be told of."""
+def test_unchecked_starts_index_within_the_factors() -> None:
+    """As on a GPU, where an index out of bounds could not be reported."""
     from flashtile.problem import describe
 
     call = EightBitCall.draw((8, 2, 4), (8, 2, 4))
@@ -98,7 +98,7 @@ def test_starts_that_nobody_looks_at_stay_within_the_factors() -> None:
         assert [x.shape for x in wide] == [call.q.shape] * 3
 
 
-def test_widened_tensors_are_exact_where_factors_are_powers_of_two() -> None:
+def test_widening_by_powers_of_two_is_exact() -> None:
     from flashtile.problem import describe
 
     call = EightBitCall.draw(Q, K)
@@ -133,7 +133,7 @@ def test_errors(options: dict[str, Any], error: type[Exception], words: str) -> 
         ft.attention(call.q, call.k, call.v, **options)
 
 
-def test_descale_is_for_8_bits() -> None:
+def test_descale_requires_8_bits() -> None:
     call = EightBitCall.draw(Q, K)
     with pytest.raises(ft.DTypeError, match="descale: expected q of float8_e4m3fn"):
         ft.attention(call.q.float(), call.k.float(), call.v.float(), descale=(1, 1, 1))
@@ -144,7 +144,7 @@ def test_descale_is_for_8_bits() -> None:
 
 
 @pytest.mark.parametrize("needs", ["q", "sink"])
-def test_no_gradient(needs: str) -> None:
+def test_gradients_are_refused(needs: str) -> None:
     call = EightBitCall.draw(Q, K)
     q, sink = call.q.clone(), torch.zeros(4)
     (q if needs == "q" else sink).requires_grad_()
@@ -154,7 +154,7 @@ def test_no_gradient(needs: str) -> None:
         ft.attention(q, call.k, call.v, sink=sink)
 
 
-def test_compiled_and_mapped() -> None:
+def test_compile_and_vmap() -> None:
     call = EightBitCall.draw(Q, K)
 
     def run(q: Any, each: Any) -> Any:
@@ -167,7 +167,7 @@ def test_compiled_and_mapped() -> None:
     assert torch.equal(mapped, torch.stack([run(call.q, each) for each in several]))
 
 
-def test_planned() -> None:
+def test_plan() -> None:
     shape = (4, 16, 4096, 128)
     here = plan(shape, shape, "float8_e4m3fn", descale=(1, 1, 1))
     assert here.backend == plan(shape, shape, "float32").backend and here.tile == plan(shape, shape).tile
@@ -176,7 +176,7 @@ def test_planned() -> None:
 
 
 def test_vmap_of_single_factors() -> None:
-    """Three key heads share a number, in each of the examples."""
+    """Three key heads share a number in each example."""
     x = torch.randn(4, 2, 3, 5, 16).to(torch.float8_e4m3fn)
     attend = partial(_attend_itself, descale=(2.0, 0.5, 1.0))
     assert torch.equal(torch.vmap(attend)(x), torch.stack([attend(a) for a in x]))

@@ -1,4 +1,4 @@
-"""Gradients against finite differences, and what has none says so."""
+"""Gradients against finite differences, and errors where there are none."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def differentiate(case: Case, backend: str) -> None:
 
     def function(q: Any, k: Any, v: Any, *rest: Any) -> Any:
         out, lse = run(q, k, v, backend=backend, threads=1, **(options | dict(zip(names, rest, strict=True))))
-        return out, lse.masked_fill(lse == -torch.inf, 0)  # finite differences know no infinities
+        return out, lse.masked_fill(lse == -torch.inf, 0)  # finite differences cannot handle infinities
 
     assert gradcheck(function, (q, k, v, *(options[name] for name in names)))
 
@@ -49,7 +49,7 @@ def test_finite_differences_of_packed_sequences(option: str, backend: str) -> No
 
 
 @every_backend
-def test_only_the_lse_is_used(backend: str) -> None:
+def test_gradients_through_the_lse_alone(backend: str) -> None:
     q, k, v = (randn(2, 3, 2, requires_grad=True) for _ in range(3))
     assert gradcheck(lambda q, k: ft.attention(q, k, v, return_lse=True, backend=backend)[1], (q, k))
 
@@ -66,7 +66,7 @@ def test_gradients_of_one_input_alone(wanted: str, backend: str) -> None:
     assert all(x.grad is None for name, x in alone.items() if name != wanted)
 
 
-def test_the_gradient_of_a_bias_is_computed_only_where_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gradient_of_a_bias_is_computed_only_if_required(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     row = next(row for row in dispatch.TABLE if row.name == "tiles").load()
     backward = row.backward
@@ -89,7 +89,7 @@ def test_strides_of_the_incoming_gradient(backend: str) -> None:
 
 
 @every_backend
-@pytest.mark.parametrize("layout", ["rows first", "expanded", "sliced", "columns apart"])
+@pytest.mark.parametrize("layout", ["rows first", "expanded", "sliced", "strided columns"])
 def test_strides_of_the_inputs(layout: str, backend: str) -> None:
     def lay(x: torch.Tensor) -> torch.Tensor:
         match layout:
@@ -128,7 +128,7 @@ def test_gradients_of_gradients_are_refused() -> None:
 
 
 def test_gradients_of_slopes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is computed, and also where torch.func asks for them."""
+    """Before anything is computed, and under torch.func too."""
     q, slopes = randn(2, 5, 4), randn(2, requires_grad=True)
     with monkeypatch.context() as patch:
         patch.setattr(kernel, "forward", lambda *args: pytest.fail("it was computed"))
@@ -141,7 +141,7 @@ def test_gradients_of_slopes_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     ft.attention(q, q, q, alibi=slopes.detach())
 
 
-FIRST_DUAL = pytest.mark.filterwarnings("ignore:.torch.jit.script")  # torch's own, on the first such call
+FIRST_DUAL = pytest.mark.filterwarnings("ignore:.torch.jit.script")  # torch's own warning, on the first such call
 
 
 @FIRST_DUAL
@@ -152,13 +152,13 @@ def test_forward_mode_is_refused() -> None:
             ft.attention(q, q, q)
 
 
-def test_through_a_checkpoint() -> None:
+def test_checkpoint() -> None:
     from torch.utils.checkpoint import checkpoint
 
     q = randn(2, 5, 4, requires_grad=True)
     (want,) = torch.autograd.grad(ft.attention(q, q, q, causal=True).sum(), q)
-    again = checkpoint(lambda q: ft.attention(q, q, q, causal=True), q, use_reentrant=False)
-    assert torch.equal(torch.autograd.grad(again.sum(), q)[0], want)
+    out = checkpoint(lambda q: ft.attention(q, q, q, causal=True), q, use_reentrant=False)
+    assert torch.equal(torch.autograd.grad(out.sum(), q)[0], want)
 
 
 def test_there_is_a_backend_to_test() -> None:
@@ -166,8 +166,8 @@ def test_there_is_a_backend_to_test() -> None:
 
 
 @FIRST_DUAL
-def test_forward_mode_is_refused_where_it_is_compiled() -> None:
-    """There, too, tangents would be lost without a word."""
+def test_forward_mode_is_refused_in_compiled_code() -> None:
+    """Tangents would be lost silently there too."""
     x = torch.randn(2, 5, 8)
     compiled = torch.compile(
         lambda x: torch.func.jvp(lambda a: ft.attention(a, a, a), (x,), (x,))[1], backend="aot_eager", fullgraph=True
@@ -176,7 +176,7 @@ def test_forward_mode_is_refused_where_it_is_compiled() -> None:
         compiled(x)
 
 
-def test_a_window_that_changes_before_the_gradients_are_made() -> None:
+def test_a_window_that_changes_before_the_backward_pass() -> None:
     def gradient(later: list[int]) -> Any:
         x = torch.linspace(-1, 1, 160).reshape(1, 1, 20, 8).requires_grad_()
         window = [2, 1]
@@ -190,7 +190,7 @@ def test_a_window_that_changes_before_the_gradients_are_made() -> None:
 @pytest.mark.parametrize("window", ["ab", b"ab", bytearray(b"ab")], ids=str)
 @pytest.mark.parametrize("grad", [False, True])
 def test_text_is_no_window(grad: bool, window: Any) -> None:
-    """Also where a call is recorded, and its numbers are settled first."""
+    """Also for a call that autograd records, whose numbers are converted first."""
     x = randn(1, 1, 20, 8, requires_grad=grad)
     with pytest.raises(ft.ShapeError, match=r"^window: expected a pair"):
         ft.attention(x, x, x, window=window)
@@ -204,10 +204,10 @@ def test_text_is_no_window(grad: bool, window: Any) -> None:
         lambda n: {"window": UserList([n, 0])},
         lambda n: {"band": ft.Band(n, 0, 0)},
     ],
-    ids=["seed", "window", "a list of its own", "band"],
+    ids=["seed", "window", "UserList", "band"],
 )
 @pytest.mark.parametrize("number", [torch.tensor(3), np.array(3)], ids=["tensor", "array"])
-def test_a_number_that_changes_before_the_gradients_are_made(number: Any, options: Callable[[Any], Any]) -> None:
+def test_a_number_that_changes_before_the_backward_pass(number: Any, options: Callable[[Any], Any]) -> None:
     x = torch.linspace(-1, 1, 160).reshape(1, 1, 20, 8).requires_grad_()
     number = deepcopy(number)
     expected = torch.autograd.grad(ft.attention(x, x, x, **options(3)).square().sum(), x)[0]

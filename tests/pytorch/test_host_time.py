@@ -1,4 +1,4 @@
-"""What a small call costs the host, counted in function calls: a count is the same on every machine."""
+"""The host's cost of a small call, as a number of function calls, which is the same on every machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flashtile.backends.gpu import device as gpu  # noqa: E402
 from flashtile.backends.gpu.kernel_launch import LaunchSequence  # noqa: E402
 from flashtile.pytorch import calls, interception  # noqa: E402
 
-# Of Python, and of C. One of either takes a twentieth of a microsecond or more.
+# Python and C function calls. Each takes a twentieth of a microsecond or more.
 MOST = {"triton": (22, 29), "gluon": (24, 30)}
 
 MOST_WITH_GRADIENTS = {"forward": (26, 30), "backward": (25, 64)}
@@ -29,7 +29,7 @@ MOST_WITH_GRADIENTS = {"forward": (26, 30), "backward": (25, 64)}
 
 @pytest.fixture(params=MOST)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Tensors that hold no memory go to this backend, as those of a Hopper GPU would, and no kernel is started."""
+    """Send tensors without memory to this backend, like those of a Hopper GPU; launches do nothing."""
     if request.param == "gluon":
         from flashtile.backends.gluon import backward, forward
         from flashtile.backends.gluon.work_counters import WorkCounters
@@ -48,9 +48,9 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def calls_of(run: Callable[[], Any], files: str = "") -> Counter[str]:
-    """How many functions of Python ("call") and of C ("c_call") it calls, itself among them; or of these files."""
+    """Count the Python ("call") and C ("c_call") functions that run() calls, itself included, in these files."""
     found: Counter[str] = Counter()
-    gc.collect()  # not meanwhile: others listen to it
+    gc.collect()  # not while counting: it runs callbacks
     sys.setprofile(lambda frame, event, arg: found.update([event] if files in frame.f_code.co_filename else []))
     try:
         run()
@@ -59,7 +59,7 @@ def calls_of(run: Callable[[], Any], files: str = "") -> Counter[str]:
     return found
 
 
-def test_calls_of_a_small_call(backend: str) -> None:
+def test_function_calls_of_a_small_call(backend: str) -> None:
     q, k, v = (torch.empty(8, 8, 128, 64, device="meta", dtype=torch.bfloat16) for _ in range(3))
     for more in ({}, {"causal": True}, {"return_lse": True}):
         ft.attention(q, k, v, **more)  # prepares
@@ -69,7 +69,7 @@ def test_calls_of_a_small_call(backend: str) -> None:
         assert found["call"] <= python and found["c_call"] <= c, (more, found)
 
 
-def test_calls_with_gradients(backend: str) -> None:
+def test_function_calls_with_gradients(backend: str) -> None:
     leaves = [torch.empty(8, 8, 128, 64, device="meta", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     out = ft.attention(*leaves, causal=True)
     dout = torch.empty_like(out)
@@ -84,7 +84,7 @@ def test_calls_with_gradients(backend: str) -> None:
         assert found["call"] <= python and found["c_call"] <= c, (name, found)
 
 
-def test_counts_rise_with_calls() -> None:
+def test_calls_are_counted() -> None:
     def twice() -> None:
         len("")
         len("")

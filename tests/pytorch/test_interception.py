@@ -1,4 +1,4 @@
-"""Inside torch's context_parallel() a rank has a part of the sequences, and calls are refused; not so around it."""
+"""Calls inside torch's context_parallel(), where a rank has a part of the sequences, are refused."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from flashtile.pytorch import calls, interception  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available() or sys.platform != "linux", reason="this torch has no gloo"),
-    pytest.mark.filterwarnings("ignore"),  # torch's own, of a feature that it calls a prototype
+    pytest.mark.filterwarnings("ignore"),  # torch's own, for a prototype feature
 ]
 REFUSAL = r"^(q, k, v|query, key, value): expected whole sequences, got a rank's part of them, as inside torch's "
 
 
 @pytest.fixture
 def mesh(tmp_path: Path) -> Iterator[Any]:
-    """Of this process alone, which torch treats as it does many."""
+    """A device mesh of this process alone, which torch treats like any other."""
     from torch.distributed.device_mesh import init_device_mesh
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -60,12 +60,12 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("known", [False, True], ids=["first", "known"])
+@pytest.mark.parametrize("cached", [False, True], ids=["first", "cached"])
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_are_refused_there(name: str, known: bool, mesh: Any) -> None:
+def test_calls_are_refused_inside(name: str, cached: bool, mesh: Any) -> None:
     calls._known.clear()
     given, call = qkv(), CALLS[name]
-    if known:
+    if cached:
         for _ in range(2):
             before = call(*given)
     with context(mesh):
@@ -73,10 +73,10 @@ def test_calls_are_refused_there(name: str, known: bool, mesh: Any) -> None:
             with pytest.raises(ft.UnsupportedError, match=REFUSAL):
                 call(*given)
     after = call(*given)
-    assert not known or torch.equal(before, after)
+    assert not cached or torch.equal(before, after)
 
 
-def test_so_are_graphs_that_were_compiled_before(mesh: Any) -> None:
+def test_graphs_compiled_before_are_refused_inside(mesh: Any) -> None:
     given = qkv()
     compiled = torch.compile(ft.attention, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(*given), ft.attention(*given))
@@ -85,8 +85,8 @@ def test_so_are_graphs_that_were_compiled_before(mesh: Any) -> None:
     torch._dynamo.reset()
 
 
-def test_a_mode_in_the_place_of_the_function() -> None:
-    """As torch 2.8 has it as well."""
+def test_context_parallel_by_a_mode() -> None:
+    """torch 2.8 can also do it by a mode, instead of replacing its attention function."""
     from torch.overrides import TorchFunctionMode
 
     class DistributeFunction(TorchFunctionMode):
@@ -101,7 +101,7 @@ def test_a_mode_in_the_place_of_the_function() -> None:
         ft.attention(*given)
 
 
-def test_another_function_in_the_place_of_torchs_own_is_none_of_our_business(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_replacements_of_torchs_attention_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     given = qkv()
     ft.attention(*given)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", nullcontext)

@@ -1,4 +1,4 @@
-"""layout= and key_padding_mask= on tensors: gradients, calls that come again, torch.compile, torch.export, vmap."""
+"""layout= and key_padding_mask= on tensors: gradients, repeated calls, torch.compile, torch.export, vmap."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PADDING = torch.tensor([[True] * 4 + [False] * 3, [False] * 2 + [True] * 5])
 
 
 def tensors(dtype: torch.dtype = torch.float64, grad: bool = False) -> list[torch.Tensor]:
-    """Rows first."""
+    """Return q, k and v as (batch, length, heads, dim)."""
     fixed = torch.Generator().manual_seed(0)
     shapes = (B, NQ, H, D), (B, NK, KV, D), (B, NK, KV, D)
     return [torch.randn(s, generator=fixed, dtype=torch.float64).to(dtype).requires_grad_(grad) for s in shapes]
@@ -34,7 +34,7 @@ def by_hand(q: Any, k: Any, v: Any, padding: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": torch.rand(B, 1, NQ, NK) > 0.3}], ids=",".join)
-def test_options_beside_them(options: dict[str, Any]) -> None:
+def test_combined_with_other_options(options: dict[str, Any]) -> None:
     given = tensors(grad=True)
     hand = options | {"mask": options.get("mask", torch.tensor(True)) & PADDING[:, None, None]}
     want = ft.attention(*(x.transpose(1, 2) for x in given), **hand).transpose(1, 2)
@@ -45,16 +45,16 @@ def test_options_beside_them(options: dict[str, Any]) -> None:
     assert not grads[1][~PADDING].any() and grads[1][PADDING].any()
 
 
-def test_gradients_are_those_of_the_other_layout() -> None:
+def test_gradients_equal_those_of_the_other_layout() -> None:
     given = tensors(grad=True)
     weight = torch.linspace(-1, 1, B * NQ * H * D, dtype=torch.float64).reshape(B, NQ, H, D)
     grads = [torch.autograd.grad((f(*given, PADDING) * weight).sum(), given) for f in (rows_first, by_hand)]
     assert_close(*grads, rtol=0, atol=0)
 
 
-def test_calls_that_come_again() -> None:
-    """Each is a call of its own, whatever was called before it with the same tensors."""
-    square = [torch.randn(2, 4, 4, 8) for _ in range(3)]  # either way round
+def test_repeated_calls() -> None:
+    """The options of a call matter, whatever was called before with the same tensors."""
+    square = [torch.randn(2, 4, 4, 8) for _ in range(3)]  # valid in both layouts
     every = torch.ones(2, 4, dtype=torch.bool)
     some = torch.tensor([[True, True, False, False], [False, True, True, True]])
     transposed = [x.transpose(1, 2).contiguous() for x in square]
@@ -69,14 +69,14 @@ def test_calls_that_come_again() -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_in_one_graph(dynamic: bool) -> None:
+def test_compile(dynamic: bool) -> None:
     given = tensors(torch.float32)
     torch._dynamo.reset()
     compiled = torch.compile(rows_first, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     assert_close(compiled(*given, PADDING, causal=True), rows_first(*given, PADDING, causal=True))
 
 
-def test_exported() -> None:
+def test_export() -> None:
     class Layer(torch.nn.Module):
         def forward(self, q: Any, k: Any, v: Any, padding: Any) -> Any:
             return rows_first(q, k, v, padding)
@@ -86,7 +86,7 @@ def test_exported() -> None:
     assert_close(program.module()(*given, PADDING), rows_first(*given, PADDING))
 
 
-def test_under_vmap() -> None:
+def test_vmap() -> None:
     given = [torch.stack([x, x.flip(1), -x]) for x in tensors()]
     seen = torch.stack([PADDING, ~PADDING, PADDING])
     found = torch.func.vmap(rows_first)(*given, seen)
@@ -107,7 +107,7 @@ def test_lists_of_lengths() -> None:
 
 
 @pytest.mark.parametrize("wrong", [torch.float32, torch.strided, torch.Size([2, 3]), torch.device("cpu"), torch])
-def test_what_comes_from_torch_but_is_no_tensor(wrong: Any) -> None:
+def test_torch_objects_that_are_no_tensors(wrong: Any) -> None:
     x = torch.randn(1, 2, 3, 4)
     with pytest.raises(ft.DTypeError, match=r"^q: expected a NumPy array or a torch tensor"):
         ft.attention(wrong, x, x)

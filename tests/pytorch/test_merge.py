@@ -1,4 +1,4 @@
-"""merge() of tensors: the whole from its parts, with gradients, and rows that saw nothing do no harm."""
+"""merge() of tensors: the whole from its parts, gradients, and rows that saw no key."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_same_as_numpy() -> None:
         np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_nothing_is_the_identity() -> None:
+def test_merging_with_an_empty_result_changes_nothing() -> None:
     out, lse = randn(3, 5, dtype=torch.float32), randn(3, dtype=torch.float32)
     nothing = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
     for found in (ft.merge(out, lse, *nothing), ft.merge(*nothing, out, lse)):
@@ -50,7 +50,7 @@ def test_nothing_is_the_identity() -> None:
     assert torch.equal(empty[0], nothing[0]) and torch.equal(empty[1], nothing[1])
 
 
-def test_gradients_where_nothing_was_seen() -> None:
+def test_gradients_of_rows_that_saw_no_key() -> None:
     lse_a = torch.tensor([0.0, -torch.inf, 1.0, -torch.inf], requires_grad=True)
     lse_b = torch.tensor([-torch.inf, 0.0, 2.0, -torch.inf], requires_grad=True)
     out_a, out_b = randn(4, 3, dtype=torch.float32), randn(4, 3, dtype=torch.float32)
@@ -69,7 +69,7 @@ def test_finite_differences() -> None:
 
 @pytest.mark.parametrize("of_lse", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("of_out", [torch.float16, torch.float32])
-def test_every_dtype_as_in_numpy(of_out: torch.dtype, of_lse: torch.dtype) -> None:
+def test_every_pair_of_dtypes_as_in_numpy(of_out: torch.dtype, of_lse: torch.dtype) -> None:
     out_a, out_b = randn(9, 5, dtype=of_out), randn(9, 5, dtype=of_out).flip(0)
     lse_a, lse_b = (20 * randn(9)).to(of_lse), (20 * randn(9)).flip(0).to(of_lse)
     given = (out_a, lse_a, out_b, lse_b)
@@ -78,7 +78,7 @@ def test_every_dtype_as_in_numpy(of_out: torch.dtype, of_lse: torch.dtype) -> No
         np.testing.assert_allclose(found.numpy(), wanted, rtol=2 * np.finfo(wanted.dtype).eps, atol=1e-6)
 
 
-def test_dtypes() -> None:
+def test_wrong_dtypes_and_shapes() -> None:
     half, lse = randn(2, 3, dtype=torch.bfloat16), randn(2, dtype=torch.float32)
     out, merged = ft.merge(half, lse, half, lse)
     assert out.dtype == torch.bfloat16 and merged.dtype == torch.float32

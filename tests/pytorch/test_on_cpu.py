@@ -1,4 +1,4 @@
-"""Small calls on a CPU: the second of a kind goes straight to the core, and nobody can tell."""
+"""Cached calls on a CPU: the second of a kind goes straight to the core, with the same results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(native.missing() is not None, reason="there is n
 
 
 @pytest.fixture(autouse=True)
-def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "_known", {})
 
 
@@ -32,7 +32,7 @@ def tensors(seed: int = 0, dtype: Any = torch.float32, shape: tuple[int, ...] = 
     return [torch.randn(shape, generator=rng).to(dtype) for _ in range(3)]
 
 
-def known() -> int:
+def cached() -> int:
     return sum(map(len, calls._known.values()))
 
 
@@ -43,20 +43,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "scores": {"softcap": 2.0, "scale": 0.3},
     "dropout": {"dropout": 0.5, "seed": 7},
     "unrounded": {"out_dtype": torch.float32},
-    "named": {"backend": "native", "threads": 1, "deterministic": True},
+    "explicit": {"backend": "native", "threads": 1, "deterministic": True},
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_same_bits(name: str, dtype: Any) -> None:
+def test_cached_calls_have_the_same_bits(name: str, dtype: Any) -> None:
     for shape in ((2, 4, 20, 16), (4, 20, 16), (20, 16)):
         options = OPTIONS[name]
         given = tensors(1, dtype, shape)
         first = ft.attention(*tensors(0, dtype, shape), **options)
-        assert known() == 1
+        assert cached() == 1
         out, lse = ft.attention(*given, **options, return_lse=True)
-        assert known() == 1 and out.dtype == first.dtype and out.is_contiguous() and lse.is_contiguous()
+        assert cached() == 1 and out.dtype == first.dtype and out.is_contiguous() and lse.is_contiguous()
         calls._known.clear()
         wanted = ft.attention(*given, **options, return_lse=True)
         for found, exact in zip((out, lse), wanted, strict=True):
@@ -65,10 +65,10 @@ def test_the_same_bits(name: str, dtype: Any) -> None:
         calls._known.clear()
 
 
-def test_a_seed_is_its_own() -> None:
+def test_each_seed_has_its_own_bits() -> None:
     given = tensors()
     found = [ft.attention(*given, dropout=0.5, seed=seed) for seed in (1, 2, 2**63 + 1, 1, np.int64(2))]
-    assert known() == 1
+    assert cached() == 1
     assert torch.equal(found[0], found[3]) and torch.equal(found[1], found[4])
     assert not torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
 
@@ -82,26 +82,26 @@ def test_shared_heads_strides_and_expanded_keys() -> None:
         out = ft.attention(q, k, v)
         exact = ft.standard_attention(q.numpy(), k.numpy(), v.numpy())
         np.testing.assert_allclose(out.numpy(), exact, atol=1e-5)
-    assert known() == 2
+    assert cached() == 2
     k = cache[0, :, :1].expand(1, 8, 100, 32)
     for _ in range(2):
         out = ft.attention(q, k, k)
         np.testing.assert_allclose(out.numpy(), ft.standard_attention(q.numpy(), k.numpy(), k.numpy()), atol=1e-5)
 
 
-def test_gradients_of_calls_that_are_known() -> None:
+def test_gradients_of_cached_calls() -> None:
     results = []
     for _ in range(3):
         leaves = [x.requires_grad_() for x in tensors(5)]
         out, lse = ft.attention(*leaves, causal=True, return_lse=True)
         (out.square().sum() + lse.sum()).backward()
         results.append([out.detach(), *(x.grad for x in leaves)])
-    assert known() == 1
+    assert cached() == 1
     for each in results[1:]:
         assert all(map(torch.equal, each, results[0]))
 
 
-def others(name: str, seed: int) -> Any:
+def option(name: str, seed: int) -> Any:
     rng = torch.Generator().manual_seed(seed)
     return {
         "mask": torch.rand(2, 1, 1, 20, generator=rng) < 0.7,
@@ -112,11 +112,11 @@ def others(name: str, seed: int) -> Any:
 
 
 @pytest.mark.parametrize("name", ["mask", "bias", "alibi", "sink"])
-def test_calls_with_other_tensors(name: str) -> None:
+def test_options_that_are_tensors(name: str) -> None:
     for seed in range(3):
-        given, more = tensors(seed), others(name, seed)
+        given, more = tensors(seed), option(name, seed)
         found = ft.attention(*given, **{name: more}, return_lse=True)
-        assert known() == 1
+        assert cached() == 1
         arrays = [x.numpy() for x in given]
         wanted = ft.attention(*arrays, **{name: more.numpy()}, return_lse=True, backend="native")
         for a, b in zip(found, wanted, strict=True):
@@ -127,46 +127,46 @@ def test_gradients_of_a_bias_and_a_sink() -> None:
     results = []
     for _ in range(2):
         leaves = [x.requires_grad_() for x in tensors(5)]
-        bias, sink = others("bias", 1).requires_grad_(), others("sink", 2).requires_grad_()
+        bias, sink = option("bias", 1).requires_grad_(), option("sink", 2).requires_grad_()
         ft.attention(*leaves, bias=bias, sink=sink).square().sum().backward()
         results.append([x.grad for x in (*leaves, bias, sink)])
-    assert known() == 1 and all(map(torch.equal, *results))
+    assert cached() == 1 and all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_lengths_are_looked_at_each_time(dtype: Any) -> None:
+def test_lengths_are_read_each_time(dtype: Any) -> None:
     given = tensors()
     arrays = [x.numpy() for x in given]
     for lengths in ([5, 20], [20, 0], [7, 7]):
         found = ft.attention(*given, causal=True, kv_lengths=torch.tensor(lengths, dtype=dtype))
         wanted = ft.attention(*arrays, causal=True, kv_lengths=np.array(lengths), backend="native")
         np.testing.assert_array_equal(found.numpy(), wanted)
-    assert known() == 1
+    assert cached() == 1
     for wrong in ([5, 21], [-1, 5]):
         with pytest.raises(ft.ShapeError, match=r"^kv_lengths: expected values from 0 to the keys given \(20\), got"):
             ft.attention(*given, causal=True, kv_lengths=torch.tensor(wrong, dtype=dtype))
 
 
-def test_large_calls_are_kept_too() -> None:
+def test_large_calls_are_cached_too() -> None:
     large = (1, 1, 1 << 15, 2)
     wanted = ft.attention(*tensors(shape=large), window=(3, 0))
     for _ in range(2):
         assert torch.equal(ft.attention(*tensors(shape=large), window=(3, 0)), wanted)
-    assert known() == 1
+    assert cached() == 1
 
 
-def test_other_backends_and_copies_are_not_kept() -> None:
+def test_other_backends_and_copies_are_not_cached() -> None:
     ft.attention(*tensors(), backend="tiles")
     ft.attention(*(x[..., ::2] for x in tensors()))  # copied first
     ft.attention(*(x[:, :, :0] for x in tensors()))
-    assert known() == 0
+    assert cached() == 0
 
 
-def test_torch_says_how_many_threads_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int] = []
+def test_the_number_of_threads_is_read_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[int] = []
 
     def forward(words: Any) -> int:
-        told.append(words[runner.THREADS])
+        used.append(words[runner.THREADS])
         return 0
 
     monkeypatch.setattr(runner.library, "load", lambda: SimpleNamespace(ft_forward=forward, ft_backward=None))
@@ -183,7 +183,7 @@ def test_torch_says_how_many_threads_each_time(monkeypatch: pytest.MonkeyPatch) 
         ft.attention(*tensors())
     finally:
         torch.set_num_threads(before)
-    assert told == [1, 2, 1, 3, 3, 5]
+    assert used == [1, 2, 1, 3, 3, 5]
 
 
 def test_wrong_calls_are_refused_after_right_ones() -> None:
@@ -201,29 +201,29 @@ def test_wrong_calls_are_refused_after_right_ones() -> None:
     with pytest.raises(ft.DTypeError, match=r"^return_lse"):
         ft.attention(q, k, v, return_lse=1)
     with pytest.raises(ft.UnsupportedError, match=r"^backend: expected one of"):
-        ft.attention(q, k, v, backend="moon")
-    assert known() == 1
+        ft.attention(q, k, v, backend="unknown")
+    assert cached() == 1
 
 
-def test_a_tensor_that_comes_twice() -> None:
+def test_a_tensor_passed_twice() -> None:
     x, y = tensors(4)[:2]
     for _ in range(3):
         assert torch.equal(ft.attention(x, x, x), ft.attention(x, x.clone(), x.clone()))
         assert torch.equal(ft.attention(x, y, y), ft.attention(x, y, y.clone()))
-    assert known() == 3  # distinct ones are one kind
+    assert cached() == 3  # one entry for all calls of distinct tensors
 
 
-def test_no_tensor_is_kept() -> None:
+def test_the_cache_holds_no_tensors() -> None:
     given = tensors()
     out = ft.attention(*given)
     ft.attention(*given)
-    gone = [weakref.ref(x) for x in (*given, out)]
+    alive = [weakref.ref(x) for x in (*given, out)]
     del given, out
     gc.collect()
-    assert [ref() for ref in gone] == [None] * 4
+    assert [ref() for ref in alive] == [None] * 4
 
 
-def test_transforms_and_compiled_calls_agree() -> None:
+def test_transforms_and_modes_agree() -> None:
     q, k, v = tensors(9)
     exact = ft.attention(q, k, v, causal=True)
     assert torch.equal(ft.attention(q, k, v, causal=True), exact)

@@ -1,4 +1,4 @@
-"""The operators keep the promises of torch.library: schema, fakes, autograd; and fakes reject what kernels reject."""
+"""The operators meet the requirements of torch.library (schema, fakes, autograd), and reject wrong calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CALLS = {
     "causal": lambda: some(causal=True),
     "band": lambda: some(band=ft.Band(3, 2, 1)),
     "bias and sink": lambda: some(bias=randn(4, 9, 1, requires_grad=True), sink=randn(4, requires_grad=True)),
-    "the rest": lambda: some(
+    "other options": lambda: some(
         mask=torch.ones(9, 11, dtype=torch.bool).tril(),
         alibi=randn(2, 4).abs(),
         kv_lengths=torch.tensor([3, 11]),
@@ -66,7 +66,7 @@ def test_opcheck(name: str) -> None:
 
 
 @every_backend
-def test_opcheck_of_the_way_back(backend: str) -> None:
+def test_opcheck_of_the_backward_operator(backend: str) -> None:
     given = some(grad=False, bias=randn(9, 11), sink=randn(4), backend=backend)
     out, lse = operators.ATTENTION(*given)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -75,27 +75,27 @@ def test_opcheck_of_the_way_back(backend: str) -> None:
         torch.library.opcheck(operators.ATTENTION_BACKWARD, arguments, test_utils=checks)
 
 
-def test_schema_and_call_name_the_same_arguments() -> None:
+def test_the_schema_has_the_arguments_of_a_call() -> None:
     assert tuple(argument.name for argument in operators.ATTENTION._schema.arguments) == operands.Operands._fields
     tensors = re.findall(r"Tensor\??\s(\w+)", operands.SCHEMA)
     assert tuple(tensors) == operands.Operands._fields[: len(tensors)] == operands.TENSORS
     assert {*tensors} - {"seed_tensor"} == set(inputs.TENSORS)
 
 
-def test_a_call_is_its_options_again() -> None:
+def test_operands_convert_back_to_options() -> None:
     for options in (
         {"causal": True, "window": (3, None), "seed": 2**64 - 1, "softcap": 2.0, "dropout": 0.5, "threads": 2},
         {"band": ft.Band(1, 2, -3), "seed": 2**63, "out_dtype": torch.float32, "scale": 0.1, "deterministic": True},
     ):
         q = randn(3, 4)
-        again = operands.operands(q, q, q, "tiles", options).options()
-        assert again == options | ({"out_dtype": "float32"} if "out_dtype" in options else {})
-        assert list(again) == [name for name in signature(ft.attention).parameters if name in options]
+        back = operands.operands(q, q, q, "tiles", options).options()
+        assert back == options | ({"out_dtype": "float32"} if "out_dtype" in options else {})
+        assert list(back) == [name for name in signature(ft.attention).parameters if name in options]
     assert operands.operands(q, q, q, "tiles", {}).options() == {}
 
 
 @pytest.mark.parametrize("where", ["meta", "fake", "fake cuda"])
-def test_shapes_without_numbers(where: str) -> None:
+def test_meta_and_fake_tensors(where: str) -> None:
     device = {"meta": "meta", "fake": "cpu", "fake cuda": "cuda"}[where]
 
     def check() -> None:
@@ -108,7 +108,7 @@ def test_shapes_without_numbers(where: str) -> None:
         assert lse.shape == (2, 4, 9) and lse.dtype == torch.float32
         with pytest.raises(ft.ShapeError, match=r"^k: "):
             ft.attention(q, v, v)
-        if out.requires_grad:  # torch's autograd wants a driver even of a GPU that is not there
+        if out.requires_grad:  # torch's autograd needs a driver even for a fake GPU
             out.sum().backward()
             assert k.grad.shape == k.shape
 
@@ -119,8 +119,8 @@ def test_shapes_without_numbers(where: str) -> None:
             check()
 
 
-class Watch(TorchDispatchMode):
-    """Writes down the operators that pass."""
+class OperatorRecorder(TorchDispatchMode):
+    """Records the names of the operators that it sees."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,10 +133,10 @@ class Watch(TorchDispatchMode):
 
 def test_modes_see_the_operators() -> None:
     q = randn(3, 4, requires_grad=True)
-    with Watch() as watch:
+    with OperatorRecorder() as recorder:
         ft.attention(q, q, q).sum().backward()
         ft.attention(q.detach(), q.detach(), q.detach())
-    assert [name for name in watch.seen if "flashtile" in name] == [
+    assert [name for name in recorder.seen if "flashtile" in name] == [
         "flashtile::attention",
         "flashtile::attention_backward",
         "flashtile::attention",
@@ -152,7 +152,7 @@ def test_subclasses_see_the_function() -> None:
     assert type(ft.attention(torch.nn.Parameter(q), q, q)) is torch.Tensor
 
 
-def test_a_device_that_no_backend_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_device(monkeypatch: pytest.MonkeyPatch) -> None:
     from flashtile import dispatch
 
     q = randn(3, 4, requires_grad=True)
@@ -177,15 +177,15 @@ WRONG = {
     "kv_lengths": (ft.ShapeError, "kv_lengths", {"kv_lengths": torch.tensor([1, 12])}),
     "softcap": (ft.DTypeError, "softcap", {"softcap": "much"}),
     "scale": (ft.DTypeError, "scale", {"scale": torch.tensor(2.0, requires_grad=True)}),
-    "scale of nothing": (ft.ShapeError, "scale", {"scale": float("nan")}),
+    "scale of NaN": (ft.ShapeError, "scale", {"scale": float("nan")}),
     "dropout": (ft.ShapeError, "dropout", {"dropout": 1.0}),
     "seed": (ft.ShapeError, "seed", {"seed": -1}),
     "large seed": (ft.ShapeError, "seed", {"seed": 2**64}),
     "seed of 32 bits": (ft.DTypeError, "seed", {"seed": torch.tensor(1, dtype=torch.int32)}),
     "fraction as seed": (ft.DTypeError, "seed", {"seed": torch.tensor(1.0)}),
-    "seeds": (ft.ShapeError, "seed", {"seed": torch.tensor([1, 2])}),
-    "no seed": (ft.ShapeError, "seed", {"seed": torch.zeros(0, dtype=torch.int64)}),
-    "seed elsewhere": (ft.DTypeError, "seed", {"seed": torch.zeros((), dtype=torch.int64, device="meta")}),
+    "two seeds": (ft.ShapeError, "seed", {"seed": torch.tensor([1, 2])}),
+    "empty seed": (ft.ShapeError, "seed", {"seed": torch.zeros(0, dtype=torch.int64)}),
+    "seed on another device": (ft.DTypeError, "seed", {"seed": torch.zeros((), dtype=torch.int64, device="meta")}),
     "causal": (ft.DTypeError, "causal", {"causal": 1}),
     "window": (ft.ShapeError, "window", {"window": (1, 2, 3)}),
     "window below 0": (ft.ShapeError, "window", {"window": (-1, 2)}),
@@ -195,7 +195,7 @@ WRONG = {
     "threads": (ft.DTypeError, "threads", {"threads": 1.5}),
     "deterministic": (ft.DTypeError, "deterministic", {"deterministic": "yes"}),
     "backend": (ft.UnsupportedError, "backend", {"backend": "abacus"}),
-    "backend of no name": (ft.UnsupportedError, "backend", {"backend": 3}),
+    "backend that is a number": (ft.UnsupportedError, "backend", {"backend": 3}),
     "NumPy among tensors": (ft.DTypeError, "bias", {"bias": randn(9, 11).numpy()}),
     "two devices": (ft.DTypeError, "k", {"k": torch.empty(2, 2, 11, 8, device="meta")}),
 }
@@ -213,7 +213,7 @@ def test_wrong_calls(name: str, grad: bool) -> None:
 @pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
 @pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fnuz, torch.complex32], ids=str)
 @pytest.mark.parametrize("argument", ["q", "k", "v", "mask", "bias", "alibi", "sink", "kv_lengths", "cu_k"])
-def test_dtypes_that_numpy_lacks(argument: str, dtype: torch.dtype) -> None:
+def test_dtypes_unknown_to_numpy(argument: str, dtype: torch.dtype) -> None:
     q = torch.zeros(9, 2, 4)
     right = {"q": q, "k": q, "v": q, "cu_q": CU_Q, "cu_k": CU_Q}
     for x in (q, q.clone().requires_grad_()):
@@ -258,25 +258,25 @@ def test_wrong_starts(cu: list[int], grad: bool) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_rows_of_no_sequence(device: str) -> None:
-    """That is known from shapes alone."""
+def test_rows_without_a_sequence(device: str) -> None:
+    """Shapes alone show this."""
     q, starts = torch.zeros(9, 2, 4, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     with pytest.raises(ft.ShapeError, match=r"^cu_q: .* got one entry"):
         ft.attention_packed(q, q, q, starts, starts)
     assert ft.attention_packed(q[:0], q[:0], q[:0], starts, starts).shape == (0, 2, 4)
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_torch_may_ask_for_determinism(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("enabled", [False, True])
+def test_deterministic_algorithms_set_the_option(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(
         run, "forward", lambda q, k, v, backend, options, _: [seen.append(options.get("deterministic", False))]
     )
     x = torch.zeros(2, 3, 4)
-    torch.use_deterministic_algorithms(asked)
+    torch.use_deterministic_algorithms(enabled)
     try:
         ft.attention(x, x, x)
         ft.attention(x, x, x, deterministic=True)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert seen == [asked, True]
+    assert seen == [enabled, True]

@@ -1,4 +1,4 @@
-"""A seed in a tensor: the bits of the same number, in one graph, whichever number it is."""
+"""A seed in a tensor: the same bits as for the number, and one graph for all numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fresh_compiler() -> Iterator[None]:
 
 
 def tensor(seed: int) -> Any:
-    """With the bits of a number of 64 without a sign."""
+    """Return an int64 tensor with the bits of an unsigned 64-bit number."""
     return torch.tensor(seed - 2**64 if seed >= 2**63 else seed)
 
 
@@ -57,7 +57,7 @@ def equal(found: list[Any], wanted: list[Any]) -> bool:
 
 @every_backend
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_bits_of_the_number(seed: int, backend: str) -> None:
+def test_the_same_bits_as_the_number(seed: int, backend: str) -> None:
     wanted = passes(lambda *x: drop(*x, backend=backend), seed)
     for given in (tensor(seed), tensor(seed)[None]):
         for _ in range(2):
@@ -65,7 +65,7 @@ def test_the_bits_of_the_number(seed: int, backend: str) -> None:
     assert not equal(passes(lambda *x: drop(*x, backend=backend), tensor(seed ^ 1)), wanted)
 
 
-def test_of_the_reference_and_packed_calls() -> None:
+def test_the_reference_and_packed_calls() -> None:
     q, k, v = qkv(False)
     assert torch.equal(*(drop(q, k, v, seed, backend="reference") for seed in (7, tensor(7))))
     x, starts = randn(9, 2, 8), torch.tensor([0, 4, 9])
@@ -73,13 +73,13 @@ def test_of_the_reference_and_packed_calls() -> None:
     assert torch.equal(*packed)
 
 
-def test_without_dropout_it_means_nothing() -> None:
+def test_without_dropout_the_seed_has_no_effect() -> None:
     q, k, v = qkv(False)
     assert torch.equal(ft.attention(q, k, v, seed=tensor(7)), ft.attention(q, k, v))
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-def test_one_graph_for_a_counter(inner: str) -> None:
+def test_one_graph_for_all_values_of_a_counter(inner: str) -> None:
     compiled = torch.compile(drop, fullgraph=True, backend=inner)
     counter = torch.zeros((), dtype=torch.int64)
     for n in range(12):
@@ -97,7 +97,7 @@ DRAWN: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["plain", "recorded"])
 @pytest.mark.parametrize("how", DRAWN)
-def test_seeds_that_are_drawn_in_the_graph(how: str, recorded: bool) -> None:
+def test_seeds_drawn_in_the_graph(how: str, recorded: bool) -> None:
     def run(q: Any, k: Any, v: Any, seed: Any) -> Any:
         return drop(q, k, v, DRAWN[how]())
 
@@ -121,8 +121,8 @@ COMPAT: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", COMPAT)
-def test_the_dropout_of_others_compiles(name: str, inner: str) -> None:
-    """In one graph, which drops others each time it runs, and the same ones for the same state of the generator."""
+def test_dropout_of_compat_functions_compiles(name: str, inner: str) -> None:
+    """In one graph, which drops other weights in each run, and the same ones for the same generator state."""
     compiled = torch.compile(COMPAT[name], fullgraph=True, backend=inner)
 
     def run(*given: Any) -> Any:
@@ -149,8 +149,8 @@ def test_the_dropout_of_transformers_compiles() -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_a_graph_that_dropped_is_differentiated_by_the_same_seed() -> None:
-    """The tensor is not copied: whoever writes to it in between is told."""
+def test_writing_to_the_seed_of_a_graph_is_an_error_in_the_backward_pass() -> None:
+    """The tensor is saved, not copied."""
     seed = tensor(5)
     compiled = torch.compile(drop, fullgraph=True, backend="aot_eager")
     out = compiled(*qkv(), seed)
@@ -159,7 +159,7 @@ def test_a_graph_that_dropped_is_differentiated_by_the_same_seed() -> None:
         out.sum().backward()
 
 
-def test_outside_of_graphs_the_number_is_read_at_once() -> None:
+def test_eager_calls_read_the_number_at_once() -> None:
     seed, given = tensor(5), qkv()
     out = drop(*given, seed)
     seed.add_(1)
@@ -168,10 +168,10 @@ def test_outside_of_graphs_the_number_is_read_at_once() -> None:
 
 
 def test_a_seed_that_only_kernels_read_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one on a GPU is."""
+    """As on a GPU."""
     monkeypatch.setattr(entry, "settled_seed", lambda seed: seed)
     calls._known.clear()
-    for _ in range(2):  # a call that is known the second time
+    for _ in range(2):  # the second call is cached
         given, seed = qkv(), tensor(5)
         out = drop(*given, seed)
         found = [out.detach(), *torch.autograd.grad(out.square().sum(), given, retain_graph=True)]
@@ -183,7 +183,7 @@ def test_a_seed_that_only_kernels_read_is_saved(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(one, drop(*qkv(False), 6)) and torch.equal(other, drop(*qkv(False), 7))
 
 
-def test_the_operator_saves_it() -> None:
+def test_the_operator_saves_the_seed() -> None:
     given, seed = qkv(), tensor(5)
     out, _ = operators.ATTENTION(*operands.operands(*given, "auto", {"causal": True, "dropout": 0.5, "seed": seed}))
     found = [out.detach(), *torch.autograd.grad(out.square().sum(), given, retain_graph=True)]
@@ -227,7 +227,7 @@ def test_tracing_and_autocast() -> None:
         assert torch.equal(*(drop(*given, seed) for seed in (3, tensor(3))))
 
 
-def test_a_seed_that_is_freed_or_nested_is_refused() -> None:
+def test_a_freed_or_sparse_seed_is_refused() -> None:
     given, freed = qkv(False), tensor(3)
     drop(*given, 3)
     freed.untyped_storage().resize_(0)
@@ -237,12 +237,12 @@ def test_a_seed_that_is_freed_or_nested_is_refused() -> None:
         drop(*given, torch.zeros(1, dtype=torch.int64).to_sparse())
 
 
-def test_known_calls_take_numbers_and_tensors() -> None:
+def test_cached_calls_accept_numbers_and_tensors() -> None:
     calls._known.clear()
     for seed in (1, 2):
         assert torch.equal(drop(*qkv(False), seed), drop(*qkv(False), tensor(seed)))
     assert sum(map(len, calls._known.values())) <= 1
 
 
-def test_plans() -> None:
+def test_plan_ignores_the_seed() -> None:
     assert ft.plan((9, 8), (9, 8), dropout=0.5, seed=tensor(3)) == ft.plan((9, 8), (9, 8), dropout=0.5)

@@ -1,4 +1,4 @@
-"""Tensors whose storage was freed or shrunk, and nested ones, are refused by name, also by a call that is known."""
+"""Tensors with freed or shrunk storage, and nested ones, are refused by name, also by cached calls."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def shrink(x: Any, share: float) -> None:
 @pytest.mark.parametrize("share", [0, 0.5])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("options", ["none", "all"])
-def test_a_storage_that_was_shrunk(options: str, name: str, share: float) -> None:
+def test_a_shrunk_storage_is_refused(options: str, name: str, share: float) -> None:
     given = tensors() if options == "all" else {n: tensors()[n] for n in {"q", "k", "v", name}}
     for _ in range(2):
         out = attention(given)
@@ -58,7 +58,7 @@ def test_a_storage_that_was_shrunk(options: str, name: str, share: float) -> Non
     assert torch.equal(attention({n: tensors()[n] for n in given}), out)
 
 
-def test_a_mask_that_meets_another_before_the_call() -> None:
+def test_masks_that_are_combined_before_the_call() -> None:
     q, k, v = torch.randn(3, 2, 4, 6, 8)
     mask, padding = torch.ones(2, 4, 6, 6, dtype=torch.bool), torch.ones(2, 6, dtype=torch.bool)
     for name, wrong in (("mask", mask), ("key_padding_mask", padding)):
@@ -69,7 +69,7 @@ def test_a_mask_that_meets_another_before_the_call() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_in_the_other_layout() -> None:
+def test_in_the_layout_bnhd() -> None:
     q, k, v = torch.randn(3, 2, 4, 6, 8)
     k = k.clone()
     shrink(k, 0)
@@ -81,15 +81,15 @@ def test_in_the_other_layout() -> None:
 
 
 @every_backend
-def test_by_every_backend(backend: str) -> None:
+def test_every_backend_refuses_a_freed_storage(backend: str) -> None:
     given = tensors()
     shrink(given["v"], 0)
     with pytest.raises(ft.ShapeError, match=r"^v: expected a storage"):
         attention(given, backend=backend)
 
 
-def test_a_view_of_a_storage_that_was_shrunk_is_told_by_where_it_ends() -> None:
-    """All three lie in one storage, of which the first part is still there."""
+def test_only_views_beyond_the_end_of_a_shrunk_storage_are_refused() -> None:
+    """All three tensors are views of one storage, whose first part remains."""
     whole = torch.randn(3, 2, 4, 20, 16)
     q, k, v = whole
     for _ in range(2):
@@ -104,7 +104,7 @@ def test_a_view_of_a_storage_that_was_shrunk_is_told_by_where_it_ends() -> None:
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "bias", "out"])
-def test_between_the_two_passes(name: str) -> None:
+def test_a_storage_freed_between_the_two_passes(name: str) -> None:
     given = {n: tensors()[n].requires_grad_() for n in ("q", "k", "v", "bias")}
     for _ in range(2):
         out = attention(given)
@@ -114,7 +114,7 @@ def test_between_the_two_passes(name: str) -> None:
         loss.backward()
 
 
-def test_an_empty_tensor_needs_none() -> None:
+def test_an_empty_tensor_needs_no_storage() -> None:
     q = torch.randn(1, 2, 3, 8)
     k = torch.empty(1, 2, 0, 8)
     k.untyped_storage().resize_(0)
@@ -129,7 +129,7 @@ def test_lengths_of_a_plan() -> None:
         ft.plan((1, 2, 3, 8), (1, 2, 3, 8), kv_lengths=lengths)
 
 
-def test_factors_of_8_bits() -> None:
+def test_8_bit_tensors() -> None:
     q = torch.randn(1, 2, 3, 8).to(torch.float8_e4m3fn)
     shrink(q, 0)
     with pytest.raises(ft.ShapeError, match=r"^q: expected a storage of at least 48 bytes"):
@@ -156,8 +156,8 @@ for name in {names}:
 """
 
 
-def test_nested_tensors_in_the_place_of_others() -> None:
-    """In a process of its own: torch's guards ended it."""
+def test_nested_tensors_in_cached_calls() -> None:
+    """In a separate process, because torch's guards used to end it."""
     names = ("q", "k", "v", "mask", "bias")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
@@ -168,8 +168,8 @@ def test_nested_tensors_in_the_place_of_others() -> None:
     assert done.stdout.splitlines() == wanted
 
 
-def test_tensors_between_elements() -> None:
-    """A call that is known runs them too, from a copy."""
+def test_unaligned_tensors() -> None:
+    """They are copied, also if the call is cached."""
     given = {name: tensors()[name] for name in ("q", "k", "v", "bias")}
     out = attention(given)
     for name, x in given.items():

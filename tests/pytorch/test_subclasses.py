@@ -1,4 +1,4 @@
-"""Tensors that do not hold their values plainly: refused by name at every door; those that do, in a way, work."""
+"""Tensors that do not hold their values plainly are refused by name in every function; other subclasses work."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import flashtile as ft
 from flashtile.compat.flash_attn import flash_attn_func
 from flashtile.compat.sdpa import scaled_dot_product_attention
 
-pytestmark = pytest.mark.filterwarnings(  # that these kinds are prototypes
+pytestmark = pytest.mark.filterwarnings(  # torch's own, for prototype features
     "ignore:The PyTorch API of", "ignore:Sparse CSR tensor support"
 )
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
-    """A process group of this process."""
+def process_group() -> Iterator[None]:
+    """A process group of this process alone."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
@@ -39,7 +39,7 @@ def masked() -> Tensor:
     return torch.masked.masked_tensor(plain(), torch.ones(2, 3, 8, 8, dtype=torch.bool))
 
 
-def spread() -> Tensor:
+def distributed() -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
     return DTensor.from_local(plain(), init_device_mesh("cpu", (1,)), [Replicate()])
@@ -57,12 +57,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "sparse rows": (lambda: plain()[0, 0].to_sparse_csr(), "torch.sparse_csr"),
     "mkldnn": (lambda: plain().to_mkldnn(), "torch._mkldnn"),
     "masked": (masked, "a MaskedTensor, whose mask nobody looks at"),
-    "spread": (spread, "a DTensor, whose values are spread over devices"),
+    "distributed": (distributed, "a DTensor, whose values are spread over devices"),
 }
 every_kind = pytest.mark.parametrize("kind", REFUSED)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("process_group")
 @every_kind
 def test_refused_by_name(kind: str) -> None:
     make, words = REFUSED[kind]
@@ -81,7 +81,7 @@ def test_refused_by_name(kind: str) -> None:
             call(other)
 
 
-def test_refused_where_the_same_call_of_a_plain_tensor_is_known() -> None:
+def test_refused_after_the_same_call_with_plain_tensors() -> None:
     x = plain()
     for _ in range(3):
         ft.attention(x, x, x, bias=torch.zeros(8, 8))
@@ -89,7 +89,7 @@ def test_refused_where_the_same_call_of_a_plain_tensor_is_known() -> None:
             ft.attention(x, x, x, bias=causal_upper_left(8, 8))
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("process_group")
 @every_kind
 def test_refused_as_a_mask_of_sdpa(kind: str) -> None:
     make, words = REFUSED[kind]
@@ -101,7 +101,7 @@ def test_refused_as_a_mask_of_sdpa(kind: str) -> None:
         scaled_dot_product_attention(x, x, x, make())
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("process_group")
 @every_kind
 def test_refused_by_flash_attn(kind: str) -> None:
     make, _ = REFUSED[kind]
@@ -110,12 +110,12 @@ def test_refused_by_flash_attn(kind: str) -> None:
     assert isinstance(caught.value, ft.FlashtileError)
 
 
-class OfItsOwn(Tensor):
-    """A subclass that holds values as any tensor does."""
+class Plain(Tensor):
+    """A subclass that holds values like any tensor."""
 
 
-class Silent(Tensor):
-    """Likewise, and no call is told to it."""
+class WithoutTorchFunction(Tensor):
+    """The same, with __torch_function__ disabled."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -127,8 +127,8 @@ def awaited() -> Tensor:
 
 
 WORKING: dict[str, Callable[[], Tensor]] = {
-    "of a class of its own": lambda: plain().as_subclass(OfItsOwn),
-    "silent": lambda: plain().as_subclass(Silent),
+    "subclass": lambda: plain().as_subclass(Plain),
+    "without __torch_function__": lambda: plain().as_subclass(WithoutTorchFunction),
     "parameter": lambda: torch.nn.Parameter(plain()),
     "negated": lambda: torch.complex(-plain(), -plain()).conj().imag,
     "zero": lambda: torch._efficientzerotensor((2, 3, 8, 8)),
@@ -138,7 +138,7 @@ WORKING: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("kind", WORKING)
-def test_others_work(kind: str) -> None:
+def test_other_subclasses_work(kind: str) -> None:
     x, other = plain(), WORKING[kind]()
     value = torch.zeros_like(x) if kind == "zero" else x
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""torch.func: vmap(f) is f for each example, also under, inside and without gradients."""
+"""torch.func: vmap(f) equals f for each example, with gradients outside, inside and not at all."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int | None, ...], tuple[Any, ...]]]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_vmap_is_a_loop(name: str) -> None:
+def test_vmap_equals_a_loop(name: str) -> None:
     options, dims, given = CASES[name]
     options = dict(options)
     names = options.pop("names", [])
@@ -94,14 +94,14 @@ def test_vmap_of_vmap() -> None:
 
 @pytest.mark.parametrize("shape", [(5, 5), (2, 1, 5), (1, 2, 5, 5), (0, 2, 5, 5)])
 def test_gradients_of_an_empty_batch(shape: tuple[int, ...]) -> None:
-    """A bias that none of them shared has the gradient 0."""
+    """A bias shared by no sequences has the gradient 0."""
     q, bias = randn(N, 0, 2, 5, 4), randn(N, *shape)
     found = vmap(grad(lambda q, b: ft.attention(q, q, q, bias=b).sum(), (0, 1)))(q, bias)
     torch.testing.assert_close(found, (torch.zeros_like(q), torch.zeros_like(bias)))
 
 
-def test_a_map_over_nothing() -> None:
-    """Also where calls are made one after the other: with dropout, a mapped sink, or packed."""
+def test_vmap_over_an_empty_axis() -> None:
+    """Also where vmap makes one call after another: with dropout, a mapped sink, or packed sequences."""
     q, sink, cu = torch.randn(0, 4, 5, 8, requires_grad=True), torch.randn(0, 4), torch.tensor([0, 5])
     calls = (
         lambda q, sink: ft.attention(q, q, q, dropout=0.1),
@@ -114,14 +114,14 @@ def test_a_map_over_nothing() -> None:
         assert torch.autograd.grad(out.sum(), q)[0].shape == q.shape
 
 
-def test_numbers_of_numpy() -> None:
+def test_numpy_numbers() -> None:
     x = randn(N, 4, 9, 8)
     options = {"scale": np.float32(0.5), "window": [np.int64(3), None], "causal": np.bool_(True)}
     torch.testing.assert_close(vmap(lambda q: ft.attention(q, q, q, **options))(x), ft.attention(x, x, x, **options))
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, "float32", np.float32, np.dtype("float32")], ids=str)
-def test_every_name_of_an_out_dtype(out_dtype: Any) -> None:
+def test_every_form_of_out_dtype(out_dtype: Any) -> None:
     x = randn(N, 4, 9, 8, dtype=torch.bfloat16)
 
     def loss(q: Any) -> Any:
@@ -134,7 +134,7 @@ def test_every_name_of_an_out_dtype(out_dtype: Any) -> None:
         torch.testing.assert_close(found, wanted)
 
 
-def test_gradients_between_two_maps() -> None:
+def test_gradients_between_two_vmaps() -> None:
     x = randn(2, 3, 4, 9, 8)
 
     def loss(q: Any) -> Any:
@@ -145,7 +145,7 @@ def test_gradients_between_two_maps() -> None:
     torch.testing.assert_close(grad(lambda x: vmap(vmap(loss))(x).sum())(x), wanted)
 
 
-def test_the_way_back_after_its_transform() -> None:
+def test_a_vjp_called_after_its_transform() -> None:
     x, dout = randn(N, 4, 9, 8), randn(N, 4, 9, 8)
     _, back = vjp(vmap(lambda q: ft.attention(q, q, q)), x)
     q = x.clone().requires_grad_()
@@ -154,7 +154,7 @@ def test_the_way_back_after_its_transform() -> None:
 
 
 def test_second_derivatives_are_refused() -> None:
-    """By any way to them: what torch does not ask for it would take for zero."""
+    """In every way to request them; where torch did not, it would take them to be zero."""
     x = randn(4, 9, 8)
 
     def loss(q: Any) -> Any:
@@ -179,7 +179,7 @@ def test_second_derivatives_are_refused() -> None:
 
 
 @pytest.mark.parametrize("ways", [(vmap,), (vmap, vmap)], ids=["once", "twice"])
-def test_forward_mode_is_refused_where_it_is_mapped(ways: Any) -> None:
+def test_forward_mode_is_refused_under_vmap(ways: Any) -> None:
     def function(q: Any) -> Any:
         return ft.attention(q, q, q)
 
@@ -192,7 +192,7 @@ def test_forward_mode_is_refused_where_it_is_mapped(ways: Any) -> None:
         vmap(lambda x: jvp(lambda q: ft.attention(q, q, q), (x,), (x,)))(x)
 
 
-def test_what_has_no_gradient_says_so_where_it_is_mapped() -> None:
+def test_gradients_of_slopes_are_refused_under_vmap() -> None:
     x, slopes = randn(N, 2, 9, 8), randn(N, 2)
     with pytest.raises(ft.UnsupportedError, match=r"^alibi: "):
         grad(lambda a: vmap(lambda q, a: ft.attention(q, q, q, alibi=a))(x, a).sum())(slopes)

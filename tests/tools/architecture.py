@@ -1,6 +1,6 @@
-"""The way of a call through the files of the package, as it runs, and its picture: python -m tests.tools.architecture.
+"""Draw the files that calls pass through, as they run: python -m tests.tools.architecture.
 
-It writes docs/architecture.svg. Colours follow the reader's light or dark scheme.
+Writes docs/architecture.svg. Its colours follow the reader's light or dark scheme.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tests.tools.tree import ROOT
 
 PICTURE = ROOT / "docs" / "architecture.svg"
 PACKAGE = os.path.dirname(ft.__file__)
-FOLDERS = ("checks", "numerics", "host")  # a box each in the picture
+FOLDERS = ("checks", "numerics", "host")  # one box each in the picture
 Way = dict[str, list[str]]  # the functions of each file, in the order in which they are first called
 
 
 def way_of(run: Callable[[], Any]) -> Way:
-    """The files that a call passes through."""
+    """Return the files that a call passes through, and their functions."""
     found: Way = {}
 
     def enter(frame: Any, event: str, arg: Any) -> None:
@@ -43,7 +43,7 @@ def way_of(run: Callable[[], Any]) -> Way:
 
 
 def ways() -> dict[str, Way]:
-    """Of calls on a CPU: the first of its kind, and those after it."""
+    """Return the way of each kind of call on a CPU: the first of its kind, and cached ones."""
     import torch
 
     from flashtile import calls
@@ -51,26 +51,29 @@ def ways() -> dict[str, Way]:
     x = np.zeros((2, 4, 8, 16), np.float32)
     t = torch.zeros(x.shape)
     leaf = torch.zeros(x.shape, requires_grad=True)
-    ft.attention(x[:1], x[:1], x[:1], causal=True)  # which imports what is left to import
+    ft.attention(x[:1], x[:1], x[:1], causal=True)  # finishes all imports
     calls.KNOWN.clear()
     first = way_of(lambda: ft.attention(x, x, x, causal=True))
-    found = {"first call of its kind": first, "NumPy": warm(lambda: ft.attention(x, x, x, causal=True))}
-    found["torch"] = warm(lambda: ft.attention(t, t.clone(), t.clone(), causal=True))
+    found = {"first call of its kind": first, "NumPy": way_of_cached(lambda: ft.attention(x, x, x, causal=True))}
+    found["torch"] = way_of_cached(lambda: ft.attention(t, t.clone(), t.clone(), causal=True))
     given = [leaf, *(leaf.detach().clone().requires_grad_() for _ in range(2))]
-    found["torch, to be trained"] = warm(lambda: ft.attention(*given, causal=True))
+    found["torch, to be trained"] = way_of_cached(lambda: ft.attention(*given, causal=True))
     out = ft.attention(*given, causal=True)
-    found["its backward pass"] = warm(lambda: torch.autograd.grad(out, given, torch.ones(x.shape), retain_graph=True))
+    found["its backward pass"] = way_of_cached(
+        lambda: torch.autograd.grad(out, given, torch.ones(x.shape), retain_graph=True)
+    )
     return found
 
 
-def warm(run: Callable[[], Any]) -> Way:
-    """The way of a call like one before."""
+def way_of_cached(run: Callable[[], Any]) -> Way:
+    """Return the way of a cached call."""
     run()
     run()
     return way_of(run)
 
 
-WIDTH, BOX, GAP, ROW, COLUMNS = 1190, 150, 20, 72, 7  # in pixels, but for the last
+WIDTH, BOX, GAP, ROW = 1190, 150, 20, 72  # in pixels
+COLUMNS = 7
 STYLE = """
   text { font: 12px system-ui, sans-serif; fill: #1b1f24 }
   .name { font-weight: 600; font-size: 11px } .title { font-weight: 600; font-size: 13px }
@@ -85,7 +88,7 @@ STYLE = """
 
 
 def svg(found: dict[str, Way]) -> str:
-    """A lane for each call, a box for each file it passes through."""
+    """Draw a lane for each call, with a box for each file that it passes through."""
     lanes, y = [], 8
     for title, way in found.items():
         boxes = _boxes(way)
@@ -110,7 +113,7 @@ def svg(found: dict[str, Way]) -> str:
 
 
 def _boxes(way: Way) -> list[tuple[str, list[str]]]:
-    """Files as they are; some folders as one; the C++ core, which no profiler of Python's sees, at the end."""
+    """Return a box for each file, one for some folders, and the C++ core, which Python's profiler does not see."""
     found: Way = {}
     for file, functions in way.items():
         folder = file.split("/")[0]
@@ -123,13 +126,13 @@ def _boxes(way: Way) -> list[tuple[str, list[str]]]:
 
 
 def _box(x: int, y: int, name: str, functions: list[str]) -> str:
-    said = ", ".join(functions)
-    said = said if len(said) < 28 else f"{said[:25].rsplit(',', 1)[0]}, ..."
+    names = ", ".join(functions)
+    names = names if len(names) < 28 else f"{names[:25].rsplit(',', 1)[0]}, ..."
     kind = ' class="core"' if "core" in name else ""
     return (
         f'<g{kind}><rect x="{x}" y="{y}" width="{BOX}" height="46" rx="6"/>'
         f'<text class="name" x="{x + 8}" y="{y + 19}">{escape(name.removeprefix("backends/"))}</text>'
-        f'<text class="small" x="{x + 8}" y="{y + 36}">{escape(said)}</text></g>'
+        f'<text class="small" x="{x + 8}" y="{y + 36}">{escape(names)}</text></g>'
     )
 
 

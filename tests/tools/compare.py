@@ -1,7 +1,7 @@
-"""Versions of this package beside each other, in one process and in turns.
+"""Compare the speed of versions of this package, which take turns in one process.
 
 python -m tests.tools.compare OTHER... --only WORDS: OTHER is a commit, or a folder that holds a package `flashtile`;
-the rows are those of `flashtile bench gpu`. Prints its time / the time of the package that is installed.
+the rows are those of `flashtile bench gpu`. Prints its time / the time of the installed package.
 
 With --cpu the cases are those of `flashtile bench cpu` and a small training step. OTHER, a commit, is compiled first.
 """
@@ -36,7 +36,7 @@ NAME = re.compile(r"\bflashtile\b")
 
 
 def files_of(other: str) -> dict[str, str]:
-    """The Python files of a version, by their path in the package."""
+    """Return the Python files of a version by their path in the package."""
     folder = Path(other, "flashtile")
     if folder.is_dir():
         return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*.py")}
@@ -46,8 +46,8 @@ def files_of(other: str) -> dict[str, str]:
         return {name: file.read().decode() for name in names if (file := archive.extractfile(name))}
 
 
-def renamed(other: str, name: str, folder: Path) -> None:
-    """Leave a copy of a version in this folder as a package of another name, which shares nothing with ours."""
+def copy_renamed(other: str, name: str, folder: Path) -> None:
+    """Copy a version to this folder as a package of another name, which shares nothing with the installed one."""
     for path, text in files_of(other).items():
         place = folder / name / path
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -55,13 +55,13 @@ def renamed(other: str, name: str, folder: Path) -> None:
 
 
 def benchmark_of(name: str, module: str) -> ModuleType:
-    """A module of such a package's benchmark, which stood elsewhere before it was a part of flashtile.lab."""
+    """Import a module of a renamed package's benchmark, which was elsewhere before flashtile.lab."""
     bench = "lab.bench" if find_spec(f"{name}.lab") else "bench"
     return import_module(f"{name}.{bench}.{module}")
 
 
 def peer_of(name: str) -> peers.Peer:
-    """What such a package calls its own, in the benchmark."""
+    """Return the renamed package's own peer in the benchmark."""
     found: peers.Peer = benchmark_of(name, "gpu.peers").PEERS[0]
     assert found.name == name
     return found
@@ -72,20 +72,20 @@ def compare(others: list[str], only: list[str], rounds: int) -> None:
         sys.path.insert(0, folder)
         names = {f"flashtile_{n}": other for n, other in enumerate(others)}
         for name, other in names.items():
-            renamed(other, name, Path(folder))
+            copy_renamed(other, name, Path(folder))
         bench = Bench(device.Cuda(), [peers.PEERS[0], *map(peer_of, names)], rounds)
         for row in rows.measurable(rows.select([rows.TRAIN], only, False), bench.device.name)[0]:
             found = bench.measure(row)
             ratios = {other: found["ratios"][name]["value"] for name, other in names.items() if name in found["ratios"]}
-            told = " ".join(f"{other} {ratio:.3f}" for other, ratio in ratios.items())
-            print(f"{row.name}: {found['times'][peers.OURS]['median_s'] * 1e6:.1f} us; {told}", found["absent"] or "")
+            text = " ".join(f"{other} {ratio:.3f}" for other, ratio in ratios.items())
+            print(f"{row.name}: {found['times'][peers.OURS]['median_s'] * 1e6:.1f} us; {text}", found["absent"] or "")
 
 
 SMALL_STEP = Group("small-training", "a small training step", (Case(128, 128, 64, 4, 4, 2, direction=TRAINING),), bar=1)
 
 
-def compiled(other: str, package: Path) -> None:
-    """Put the C++ core of a commit where its renamed package looks for it."""
+def build_core(other: str, package: Path) -> None:
+    """Build the C++ core of a commit into its renamed package."""
     with TemporaryDirectory() as folder:
         command = ("git", "archive", other)
         with TarFile(fileobj=BytesIO(subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout)) as tar:
@@ -101,7 +101,7 @@ def compiled(other: str, package: Path) -> None:
 
 
 def contender(name: str, group: Group, case: Case, threads: int) -> Call | None:
-    """A case run by such a package, by what its own benchmark calls; None if that has no such case."""
+    """Return a renamed package's call for a case of its own benchmark; None if that has no such case."""
     module = benchmark_of(name, "peers")
     known = (x for x in benchmark_of(name, "cases").CPU if x.name == group.name or group is SMALL_STEP)
     if group is not SMALL_STEP and all(case.to_dict() != x.to_dict() for found in known for x in found.cases):
@@ -111,7 +111,7 @@ def contender(name: str, group: Group, case: Case, threads: int) -> Call | None:
 
 
 def compare_on_cpu(others: list[str], only: list[str], seconds: float) -> Iterator[tuple[str, str, dict[str, float]]]:
-    """Of each case: our time / the time of each other."""
+    """Yield the group and name of each case, and our time / the time of each other version."""
     if "FLASHTILE_NATIVE_DIR" in os.environ:
         raise SystemExit("FLASHTILE_NATIVE_DIR names one core for all versions: unset it, and install this tree")
     threads = on_cpu.default_threads()
@@ -119,8 +119,8 @@ def compare_on_cpu(others: list[str], only: list[str], seconds: float) -> Iterat
         sys.path.insert(0, folder)
         names = {other: f"flashtile_{n}" for n, other in enumerate(others)}
         for other, name in names.items():
-            renamed(other, name, Path(folder))
-            compiled(other, Path(folder, name))
+            copy_renamed(other, name, Path(folder))
+            build_core(other, Path(folder, name))
         for group in (*CPU, SMALL_STEP):
             if only and not any(word in group.name for word in only):
                 continue
@@ -136,8 +136,8 @@ def compare_on_cpu(others: list[str], only: list[str], seconds: float) -> Iterat
                 yield group.name, case.name, ratios
 
 
-def tell_cpu(others: list[str], only: list[str], seconds: float) -> None:
-    """A line a case, and one a group with the geometric mean."""
+def print_cpu(others: list[str], only: list[str], seconds: float) -> None:
+    """Print a line for each case, and one for each group with the geometric mean."""
     groups: dict[str, list[dict[str, float]]] = {}
     for group, case, ratios in compare_on_cpu(others, only, seconds):
         groups.setdefault(group, []).append(ratios)
@@ -154,8 +154,8 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=11, help="on a GPU")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--seconds", type=float, default=4.0, help="for a case on a CPU")
-    asked = parser.parse_args()
-    if asked.cpu:
-        tell_cpu(asked.others, asked.only, asked.seconds)
+    arguments = parser.parse_args()
+    if arguments.cpu:
+        print_cpu(arguments.others, arguments.only, arguments.seconds)
     else:
-        compare(asked.others, asked.only, asked.rounds)
+        compare(arguments.others, arguments.only, arguments.rounds)

@@ -1,9 +1,9 @@
-"""Tests with other releases of torch and transformers, each in an environment of its own.
+"""Run the tests with other releases of torch and transformers, each in a separate environment.
 
 python -m tests.tools.environments
 
-It makes the environments under build/environments (gigabytes each, removed when done), installs this tree in them, runs
-the tests, and writes the record and the table of docs/versions.md. Names of environments choose among them.
+Creates the environments under build/environments (gigabytes each, removed when done), installs this tree in them, runs
+the tests, and writes the record and the table of docs/versions.md. Names of environments select some of them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TRANSFORMERS = (("tests/compat", "-k", "transformers"),)
 
 @dataclass(frozen=True)
 class Environment:
-    """What pip is asked for, and what pytest: once for each tuple of arguments."""
+    """What pip installs, and the arguments of each pytest run."""
 
     name: str
     wanted: tuple[str, ...]
@@ -63,11 +63,11 @@ ENVIRONMENTS = (
 
 
 class CannotInstall(Exception):  # noqa: N818
-    """pip found no such release for this Python, or no network."""
+    """pip found no such release for this Python, or there is no network."""
 
 
 def wheel() -> Path:
-    """The package as it would be installed, compiled for this machine only."""
+    """Build the package as it would be installed, compiled for this machine only."""
     library = runpy.run_path(str(ROOT / "src/flashtile/backends/native/library.py"))
     folder = FOLDER / "wheel"
     shutil.rmtree(folder, ignore_errors=True)
@@ -78,7 +78,7 @@ def wheel() -> Path:
 
 
 def run(environment: Environment, package: Path, keep: bool = False) -> dict[str, Any]:
-    """Its row of the record. keep: what was installed stays, for another time."""
+    """Run an environment's tests and return its row of the record. keep: do not remove the environment."""
     folder = FOLDER / environment.name
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     try:
@@ -111,23 +111,25 @@ def _pip(python: Path, *arguments: str) -> None:
         raise CannotInstall((done.stderr.strip() or done.stdout.strip()).splitlines()[-1])
 
 
-def _alone() -> dict[str, str]:
-    """The variables of this process, but those by which another tree or core would be found."""
+def _clean_variables() -> dict[str, str]:
+    """Return the environment variables without those that would select another tree or core."""
     return {name: x for name, x in os.environ.items() if name not in ("PYTHONPATH", "FLASHTILE_NATIVE_DIR")}
 
 
 def _versions(python: Path) -> dict[str, str]:
     code = "import json; from flashtile.host import machine; print(json.dumps(machine.versions()))"
-    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True, env=_alone(), cwd="/")
+    done = subprocess.run(
+        [str(python), "-c", code], capture_output=True, text=True, check=True, env=_clean_variables(), cwd="/"
+    )
     found: dict[str, str] = json.loads(done.stdout)
     return found
 
 
 def _outcomes(python: Path, results: Path, arguments: Sequence[str]) -> list[tuple[str, str]]:
-    """passed, failed or skipped, and the name of each test."""
+    """Return "passed", "failed" or "skipped", and the name, of each test."""
     results.unlink(missing_ok=True)
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={results}", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=_alone(), capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=_clean_variables(), capture_output=True, text=True)
     if not results.exists():
         raise RuntimeError(f"{' '.join(command)}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
     return [_outcome(case) for case in ElementTree.parse(results).iter("testcase")]
@@ -140,7 +142,7 @@ def _outcome(case: ElementTree.Element) -> tuple[str, str]:
 
 
 def recorded(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The record with these rows in the place of older ones of the same environments."""
+    """Return the record in which these rows replace older ones of the same environments."""
     before = json.loads(RECORD.read_text())["environments"] if RECORD.exists() else []
     by_name = {row["name"]: row for row in (*before, *rows)}
     known = [by_name[environment.name] for environment in ENVIRONMENTS if environment.name in by_name]
@@ -148,7 +150,7 @@ def recorded(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def render(record: dict[str, Any]) -> str:
-    """The table of docs/versions.md."""
+    """Return the table of docs/versions.md."""
     head = (*SHOWN, "passed", "failed", "skipped", "on")
     rows = [
         (
@@ -162,7 +164,7 @@ def render(record: dict[str, Any]) -> str:
 
 
 def renewed(text: str, record: dict[str, Any]) -> str:
-    """A document with its table as the record has it."""
+    """Return a document with its table made from the record."""
     return MARKED.sub(lambda _: render(record), text)
 
 
@@ -177,7 +179,7 @@ def main() -> int:
     names = [environment.name for environment in ENVIRONMENTS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(names)}; all by default")
-    parser.add_argument("--keep", action="store_true", help="leave what was installed for another time")
+    parser.add_argument("--keep", action="store_true", help="do not remove the environments")
     given = parser.parse_args()
     if unknown := set(given.names) - set(names):
         parser.error(f"expected {', '.join(names)}, got {', '.join(unknown)}")

@@ -1,4 +1,4 @@
-"""Draws docs/viewer.png, the README's picture of the page: python -m tests.tools.picture [index.html of a demo]."""
+"""Draw docs/viewer.png, the README's picture of the page: python -m tests.tools.picture [index.html of a demo]."""
 
 from __future__ import annotations
 

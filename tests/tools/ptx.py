@@ -1,9 +1,9 @@
 """Compare the GPU code of every kernel between this tree and a commit: python -m tests.tools.ptx COMMIT [--slow].
 
 The cases are those of the cross-compilation gates (tests/backends/*/test_targets.py). Each tree compiles its own
-kernels, in a process of its own, for the cases of this tree. Kernel names, comments and line information are left out:
-a change of names or words must leave everything else as it is. Prints a line for each kernel that differs, and a
-summary; exits with 1 if any does.
+kernels for the cases of this tree, in a separate process. Kernel names, comments and line information are ignored:
+a change of names or comments must change nothing else. Prints a line for each kernel that differs, and a summary;
+exits with 1 if any does.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tests.backends.triton import test_targets as triton
 from tests.tools.tree import ROOT
 
 HOPPER = "gluon"  # the name of the Gluon cases among the targets
-CACHE = ROOT / "build" / "ptx-cache"  # its kernels have no machine code: not the cache of the gates
-# Runs in the root of a tree, with its sources on the path. It relies on names that both trees have.
+CACHE = ROOT / "build" / "ptx-cache"  # not the cache of the gates: its kernels have no machine code
+# Runs in the root of a tree, with its sources on the path. Both trees must have the names that it uses.
 DRIVER = """
 import json, sys
 import triton
@@ -45,7 +45,7 @@ def recording(src, *args, **options):
     found.append((src.name, asm["ptx"] if "ptx" in asm else asm["amdgcn"]))
     return made
 triton.compiler.compile = compiler.compile = recording
-def tell(n):
+def report(n):
     for name, code in found:
         print(json.dumps([n, name, code]), flush=True)
     found.clear()
@@ -54,21 +54,21 @@ if sys.argv[1] == "gluon":
     triton.runtime.driver.set_active(offline.Phantom(offline.TARGETS["sm_90"]))
     for n, row in enumerate(rows):
         offline.start_call(offline.Case(*row))
-        tell(n)
+        report(n)
 else:
     from tests.backends.triton import offline
     offline._built = lambda *_, **__: None
     def cases():
         for n, row in enumerate(rows):
             yield offline.Case(*row)
-            tell(n)
+            report(n)
     for _ in offline.build_here(sys.argv[1], cases()):
         pass
 """
 
 
 class Kernel(NamedTuple):
-    """A kernel that a case compiled; kernels that an earlier case has compiled are not repeated."""
+    """A kernel that a case compiled; kernels that an earlier case compiled are not repeated."""
 
     case: Any
     name: str
@@ -76,7 +76,7 @@ class Kernel(NamedTuple):
 
 
 def cases_of(slow: bool) -> dict[str, list[Any]]:
-    """The cases of the gates, by target."""
+    """Return the cases of the gates by target."""
     found: dict[str, list[Any]] = {name: list(rows) for name, rows in triton.QUICK.items()}
     found["sm_90"] += triton.SHORT
     found[HOPPER] = [case for group in gluon.QUICK.values() for case in group]
@@ -88,7 +88,7 @@ def cases_of(slow: bool) -> dict[str, list[Any]]:
 
 
 def compiled(root: Path, target: str, cases: list[Any]) -> list[Kernel]:
-    """The kernels of these cases, as the tree at `root` makes them."""
+    """Return the kernels of these cases, compiled by the tree at `root`."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(CACHE), "TRITON_DISABLE_LINE_INFO": "1", "PYTHONPATH": f"{root / 'src'}:{root}"}
     command, sent = [sys.executable, "-c", DRIVER, target], json.dumps(cases)
@@ -100,7 +100,7 @@ def compiled(root: Path, target: str, cases: list[Any]) -> list[Kernel]:
 
 
 def normalized(code: str, name: str) -> str:
-    """The code without comments, line information and the name of its kernel."""
+    """Return the code without comments, line information and the name of its kernel."""
     code = re.sub(rf"\b{re.escape(name)}(?=\b|_param_|_begin|_end)", "KERNEL", code)
     code = re.sub(r"//.*|/\*.*?\*/", "", code)
     code = re.sub(r"\s;\s.*", "", code) if ".amdgcn_target" in code else code
@@ -109,7 +109,7 @@ def normalized(code: str, name: str) -> str:
 
 
 def differences(old: list[Kernel], new: list[Kernel]) -> Iterator[str]:
-    """A line for each kernel that differs, with the first lines that do."""
+    """Yield a line for each kernel that differs, with its first lines that do."""
     for before, after in zip(old, new, strict=False):
         names = after.name if before.name == after.name else f"{before.name} -> {after.name}"
         if before.case != after.case:
@@ -123,7 +123,7 @@ def differences(old: list[Kernel], new: list[Kernel]) -> Iterator[str]:
 
 
 def compare(commit: str, only: Iterable[str], slow: bool) -> bool:
-    """Whether all kernels have the same code."""
+    """Return whether all kernels have the same code."""
     CACHE.mkdir(parents=True, exist_ok=True)
     total = differing = 0
     with TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
@@ -148,5 +148,5 @@ if __name__ == "__main__":
     parser.add_argument("commit", metavar="COMMIT")
     parser.add_argument("--slow", action="store_true", help="the cases of the slow gates too")
     parser.add_argument("--only", action="append", default=[], metavar="TARGET")
-    asked = parser.parse_args()
-    sys.exit(not compare(asked.commit, asked.only, asked.slow))
+    arguments = parser.parse_args()
+    sys.exit(not compare(arguments.commit, arguments.only, arguments.slow))

@@ -1,4 +1,4 @@
-"""tests/tools/compare.py: a version under another name works and shares nothing with ours."""
+"""tests/tools/compare.py: a renamed version works and shares nothing with the installed one."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
-def test_a_folder_under_another_name(folder: Path) -> None:
-    compare.renamed(str(ROOT / "src"), "flashtile_other", folder)
+def test_a_renamed_folder(folder: Path) -> None:
+    compare.copy_renamed(str(ROOT / "src"), "flashtile_other", folder)
     other = import_module("flashtile_other")
     q = np.ones((2, 3, 4), np.float32)
     assert other.attention is not flashtile.attention
@@ -38,7 +38,7 @@ def test_a_folder_under_another_name(folder: Path) -> None:
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists() or not shutil.which("git"), reason="not a checkout")
-def test_a_commit() -> None:
+def test_files_of_a_commit() -> None:
     assert set(compare.files_of("HEAD")) >= {"__init__.py", "api.py", "backends/gluon/forward_kernel.py"}
 
 

@@ -1,4 +1,4 @@
-"""docs/versions.md shows what was tested; the tests themselves, in environments of their own, are slow."""
+"""docs/versions.md matches its record; the tests with other releases are slow."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def test_other_releases(environment: environments.Environment, package: Path) ->
     assert row["passed"] and not row["failures"]
 
 
-def test_the_document_shows_its_record() -> None:
+def test_the_document_matches_its_record() -> None:
     text, record = environments.DOCUMENT.read_text(), json.loads(environments.RECORD.read_text())
     assert environments.MARKED.search(text) and text == environments.renewed(text, record)
 
 
-def test_what_was_tested_is_supported() -> None:
+def test_tested_releases_are_supported() -> None:
     for row in json.loads(environments.RECORD.read_text())["environments"]:
         assert row["passed"] and not row["failures"]
         assert all(machine.too_old(name, row["versions"][name]) is None for name in ("torch", "transformers"))
 
 
-def test_a_row_that_is_run_again_takes_the_place_of_the_old_one(monkeypatch: Any, tmp_path: Path) -> None:
+def test_a_new_row_replaces_the_old_one(monkeypatch: Any, tmp_path: Path) -> None:
     def row(name: str, passed: int) -> dict[str, Any]:
         versions = dict.fromkeys(environments.SHOWN, "1.2")
         return {"name": name, "versions": versions, "passed": passed, "failed": 0, "skipped": 1, "failures": []}

@@ -1,6 +1,6 @@
-"""Trains on this GPU, leaves docs/training.json and draws docs/training.png: python -m tests.tools.training_curves.
+"""Train on this GPU, write docs/training.json and draw docs/training.png: python -m tests.tools.training_curves.
 
-With a record of such a run it draws that one: python -m tests.tools.training_curves docs/training.json.
+To draw the record of an earlier run: python -m tests.tools.training_curves docs/training.json.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COLOURS = (canvas.BLUE, canvas.RED, canvas.GREEN)
 
 
 def train(setups: tuple[training.Setup, ...] = training.GPU_SETUPS) -> records.Record:
-    """Every setup with every backend of its device that can run here, beside torch's kernels."""
+    """Train every setup with every backend of its device that can run here, and with torch's kernels."""
     record = records.new("training", quick=False)
     for setup in setups:
         able = [row.name for row in dispatch.TABLE if row.device == setup.device and row.missing() is None]
@@ -34,7 +34,7 @@ def train(setups: tuple[training.Setup, ...] = training.GPU_SETUPS) -> records.R
 
 
 def draw(record: records.Record, picture: Path) -> None:
-    """Above, the losses; below, how far each is from that of torch's plainest kernel, which is noise or is not."""
+    """Draw the losses and, below them, the difference of each from torch's MATH kernel."""
     setups: list[dict[str, Any]] = record["measurements"]
     figure, axes = canvas.panels(2, len(setups), width=5.0 * len(setups), height=6.0)
     for n, measured in enumerate(setups):

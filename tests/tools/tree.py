@@ -1,4 +1,4 @@
-"""File trees in README and docs, from the first line of each file. `python -m tests.tools.tree` renews them."""
+"""Write the file trees in README and docs, from the first line of each file: python -m tests.tools.tree."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "flashtile"
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "code.md")
-# Down to a depth, where there is one.
+# The optional depth limits the tree.
 MARKED = re.compile(r"(?P<mark><!-- tree(?:: (?P<depth>\d+))? -->\n)(?P<body>.*?)(?=<!-- end of tree -->)", re.DOTALL)
 
 
-def meaning(path: Path) -> str:
-    """The first line of a module's docstring, or the first real sentence of a C++ file's comment."""
+def summary(path: Path) -> str:
+    """Return the first line of a module's docstring, or the first full sentence of a C++ file's comment."""
     text = path.read_text()
     if path.suffix == ".py":
         return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
     comment = re.match(r"(//.*\n)*", text)
     words = " ".join(line.removeprefix("//").strip() for line in comment[0].splitlines()) if comment else ""
-    told = ""
-    for sentence in re.split(r"(?<=\.) ", words):  # a first sentence that is only a title takes the next one with it
-        told = f"{told} {sentence}".strip()
-        if len(told.split()) > 3:
+    found = ""
+    for sentence in re.split(r"(?<=\.) ", words):  # if the first sentence is only a title, add the next one
+        found = f"{found} {sentence}".strip()
+        if len(found.split()) > 3:
             break
-    return textwrap.shorten(told, 120, placeholder=" ...")
+    return textwrap.shorten(found, 120, placeholder=" ...")
 
 
 def lines(folder: Path, depth: int) -> list[tuple[str, str]]:
-    """Files first, then folders; a folder means what its __init__.py says."""
+    """List files, then folders, each with its summary; that of a folder is from its __init__.py."""
     found: list[tuple[str, str]] = []
     for path in sorted(folder.iterdir(), key=lambda p: (p.is_dir(), p.name)):
         indent = "  " * depth
         if path.suffix in (".py", ".h", ".cpp", ".cu") and (path.name != "__init__.py" or depth == 1):
-            found.append((f"{indent}{path.name}", meaning(path)))
+            found.append((f"{indent}{path.name}", summary(path)))
         elif path.is_dir() and path.name != "__pycache__":
-            about = meaning(path / "__init__.py") if (path / "__init__.py").exists() else ""
+            about = summary(path / "__init__.py") if (path / "__init__.py").exists() else ""
             found.append((f"{indent}{path.name}/", about))
             found += lines(path, depth + 1)
     return found
@@ -52,7 +52,7 @@ def tree(depth: str | None = None) -> str:
 
 
 def renewed(text: str) -> str:
-    """A document with its trees as they are now."""
+    """Return a document with its trees made from the current files."""
     return MARKED.sub(lambda found: found["mark"] + tree(found["depth"]), text)
 
 

@@ -1,7 +1,7 @@
-"""Host time of a small GPU call with a driver that does nothing, and no GPU: python -m tests.tools.idle_driver.
+"""Measure the host time of a small GPU call with a stub driver, without a GPU: python -m tests.tools.host_time.
 
-What is left is Python, and an allocation. Compare two trees by taking turns on one machine, in each:
-PYTHONPATH=src python -m tests.tools.idle_driver
+It is the time of the Python code and an allocation. To compare two trees, alternate between them on one machine:
+PYTHONPATH=src python -m tests.tools.host_time
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from flashtile import dispatch
 from flashtile.backends.gluon import backward, forward
 from flashtile.backends.gluon.work_counters import MAX_FLAGS, WorkCounters
 from flashtile.backends.gpu import device as gpu
-from flashtile.backends.gpu import kernel_launch as starting
-from flashtile.backends.gpu import launcher
+from flashtile.backends.gpu import kernel_launch, launcher
 from flashtile.backends.gpu.kernel_launch import KernelLaunch
 from flashtile.pytorch import calls, interception
 from tests.backends.gpu.test_kernel_launch import MAPPED, CudaLauncher, Map
@@ -38,7 +37,7 @@ extern "C" int cuTensorMapReplaceAddress(void*, void*) { return 0; }
 
 
 def _kind(x: Any) -> Any:
-    """Of an argument, as Triton would say it of the compiled kernel."""
+    """Return the type of an argument as in the signature of Triton's compiled kernel."""
     if isinstance(x, tuple):
         return tuple(map(_kind, x))
     if x is None:
@@ -47,7 +46,7 @@ def _kind(x: Any) -> Any:
 
 
 def _compile(launch: KernelLaunch, *args: Any) -> None:
-    """In place of the first start of a kernel."""
+    """Replace the first launch of a kernel, which would compile it."""
     kinds = dict(enumerate(map(_kind, launch.kernel_args(args))))
     launch.compiled = SimpleNamespace(
         run=CudaLauncher(),
@@ -59,8 +58,8 @@ def _compile(launch: KernelLaunch, *args: Any) -> None:
 
 
 @contextmanager
-def idle(backend: str) -> Iterator[None]:
-    """Tensors that hold no memory go to this backend, as those of a Hopper GPU would."""
+def stub_driver(backend: str) -> Iterator[None]:
+    """Send tensors without memory to this backend, like those of a Hopper GPU, and launch nothing."""
     row = next(row for row in dispatch.TABLE if row.name == backend)
     shared = WorkCounters(torch.empty(2, device="meta"), torch.empty(MAX_FLAGS, device="meta"), None)
     active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream={0: 5}.__getitem__)
@@ -75,8 +74,8 @@ def idle(backend: str) -> Iterator[None]:
             (launcher, "DRIVER", library),
             (launcher, "_encode", lambda descriptor, _: [Map(), *descriptor.shape, *descriptor.strides]),
             (KernelLaunch, "__call__", _compile),
-            (starting, "INTERPRETED", False),
-            (starting, "driver", SimpleNamespace(active=active)),
+            (kernel_launch, "INTERPRETED", False),
+            (kernel_launch, "driver", SimpleNamespace(active=active)),
             (forward, "acquire_counters", lambda _: shared),
             (backward, "acquire_counters", lambda _: shared),
             (dispatch, "choose", lambda *_: row),
@@ -90,9 +89,9 @@ def idle(backend: str) -> Iterator[None]:
 
 
 def host_time(backend: str, **options: Any) -> float:
-    """Microseconds, of the fastest round: all else is somebody else's."""
+    """Return the microseconds per call of the fastest round, which other processes disturbed least."""
     q, k, v = (torch.empty(SHAPE, device="meta", dtype=torch.bfloat16) for _ in range(3))
-    with idle(backend):
+    with stub_driver(backend):
         found = timeit.repeat(lambda: ft.attention(q, k, v, **options), number=CALLS, repeat=ROUNDS)
     return min(found) / CALLS * 1e6
 

@@ -33,7 +33,7 @@ def test_every_list_of_options_has_all_of_them() -> None:
 
 # A constant that is added to all scores: the lse grows by it, and nothing else changes.
 LACKING = ("native", "sdpa", "gluon", "triton")
-ROW = f'    shift: Annotated[float, Option(0.0, "float", checks.real_or_none, lacking={LACKING})]\n'
+ROW = f'    shift: Annotated[float, Option(0.0, "float", checks.real_or_none, unsupported_by={LACKING})]\n'
 ARITHMETIC = "        S = S + dtype.type(p.shift)\n"
 USE = """
 import inspect, warnings

@@ -71,9 +71,9 @@ def inputs_of(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Inputs:
     return inputs((q, k, v, *map(options.get, ARRAYS), options.get("seed", 0)))
 
 
-def remember(key: Any, runner: Any) -> None:
+def store(key: Any, runner: Any) -> None:
     """Store a runner, if it runs other calls as well."""
-    if key is not None and runner.lasting:
+    if key is not None and runner.reusable:
         if len(KNOWN) >= MOST:
             KNOWN.clear()
         KNOWN[key] = runner

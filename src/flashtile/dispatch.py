@@ -60,12 +60,12 @@ class Backend:
         if self.tensors_only and not tensors:
             return "it takes torch tensors only"
         for name in problem.given:
-            if self.name in OPTIONS[name].lacking:
+            if self.name in OPTIONS[name].unsupported_by:
                 return f"it takes no {name}"
         reason: str | None = getattr(self.load(), "why_not", _nothing)(problem)
         return reason
 
-    def made_for(self, capability: tuple[int, int] | None) -> bool:
+    def runs_on(self, capability: tuple[int, int] | None) -> bool:
         """Whether it runs on such a GPU; None: one of which nothing is known."""
         return self.generation is None or (capability is not None and capability[0] == self.generation)
 
@@ -80,7 +80,7 @@ class Backend:
         return (self.missing() if asked else None) or self.objection(problem, device, tensors)
 
     def prepare(self, problem: Problem, arrays: Arrays = NUMPY) -> tuple[Any, Inputs]:
-        """What runs this problem, and its inputs; `runner.lasting`: and all that differ in their inputs alone.
+        """What runs this problem, and its inputs; `runner.reusable`: and all that differ in their inputs alone.
 
         runner.forward(inputs, with_lse) gives output and lse, runner.backward(inputs, dout, out, lse, dlse) the Grads,
         as arrays of this library in the caller's layout. `arrays` counts on a CPU only.
@@ -94,10 +94,10 @@ class Backend:
 class _Joined:
     """The forward pass of one backend and the backward pass of another."""
 
-    __slots__ = ("alignment", "backward", "forward", "lasting")
+    __slots__ = ("alignment", "backward", "forward", "reusable")
 
     def __init__(self, forward: Any, backward: Any) -> None:
-        self.lasting, self.alignment = forward.lasting and backward.lasting, forward.alignment
+        self.reusable, self.alignment = forward.reusable and backward.reusable, forward.alignment
         self.forward, self.backward = forward.forward, backward.backward
 
 
@@ -173,14 +173,14 @@ def _able(
             reasons[row.name] = reason
 
 
-_told_of_numpy = False
+_warned_of_numpy = False
 
 
 def _warn_of_numpy(reasons: dict[str, str]) -> None:
     """Once a process: the answer is right, but takes many times as long as it has to."""
-    global _told_of_numpy
-    if not _told_of_numpy:
-        _told_of_numpy = True
+    global _warned_of_numpy
+    if not _warned_of_numpy:
+        _warned_of_numpy = True
         warnings.warn(
             f"flashtile: this call runs on NumPy, many times slower than on the C++ core ({_listed(reasons)}). To get "
             "the core, install a C++ compiler, then run: pip install --force-reinstall --no-deps --no-cache-dir "

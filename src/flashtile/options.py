@@ -58,7 +58,7 @@ class Option(NamedTuple):
     # For an array, whose values may change from call to call: "bool", "like q", "integers" or "factors".
     array: str | None = None
     rank: int | None = None  # axes of an array, the first of them the batch; None: it has no batch
-    lacking: tuple[str, ...] = ()  # the backends that do not take it
+    unsupported_by: tuple[str, ...] = ()  # the backends that do not take it
 
 
 class Options(TypedDict, total=False):
@@ -67,22 +67,22 @@ class Options(TypedDict, total=False):
     causal: Annotated[bool, Option(False, "bool", checks.flag)]
     window: Annotated[tuple[int | None, int | None] | None, Option(None, "SymInt[]?", checks.window)]
     band: Annotated[Band | None, Option(None, "SymInt[]?", checks.band)]
-    mask: Annotated[Any, Option(None, "Tensor?", checks.mask, "bool", 4, lacking=("gluon",))]
-    bias: Annotated[Any, Option(None, "Tensor?", checks.bias, "like q", 4, lacking=("gluon",))]
-    alibi: Annotated[Any, Option(None, "Tensor?", checks.alibi, "like q", 2, lacking=("sdpa",))]
-    softcap: Annotated[float, Option(0.0, "float", checks.at_least_zero, lacking=("sdpa",))]
-    sink: Annotated[Any, Option(None, "Tensor?", checks.sink, "like q", lacking=("sdpa",))]
+    mask: Annotated[Any, Option(None, "Tensor?", checks.mask, "bool", 4, unsupported_by=("gluon",))]
+    bias: Annotated[Any, Option(None, "Tensor?", checks.bias, "like q", 4, unsupported_by=("gluon",))]
+    alibi: Annotated[Any, Option(None, "Tensor?", checks.alibi, "like q", 2, unsupported_by=("sdpa",))]
+    softcap: Annotated[float, Option(0.0, "float", checks.at_least_zero, unsupported_by=("sdpa",))]
+    sink: Annotated[Any, Option(None, "Tensor?", checks.sink, "like q", unsupported_by=("sdpa",))]
     scale: Annotated[float | None, Option(None, "float?", checks.real_or_none)]
-    dropout: Annotated[float, Option(0.0, "float", checks.probability, lacking=("sdpa", "gluon"))]
+    dropout: Annotated[float, Option(0.0, "float", checks.probability, unsupported_by=("sdpa", "gluon"))]
     seed: Annotated[Any, Option(0, "SymInt", checks.seed)]
-    kv_lengths: Annotated[Any, Option(None, "Tensor?", checks.kv_lengths, "integers", 1, lacking=("sdpa",))]
+    kv_lengths: Annotated[Any, Option(None, "Tensor?", checks.kv_lengths, "integers", 1, unsupported_by=("sdpa",))]
     descale: Annotated[Any, Option(None, "Tensor?", checks.descale, "factors", 3)]
     out_dtype: Annotated[Any, Option(None, "str?", checks.out_dtype)]
     deterministic: Annotated[bool, Option(False, "bool", checks.flag)]
     threads: Annotated[int | None, Option(None, "int?", checks.threads)]
 
 
-class Laid(Options, total=False):
+class LayoutOptions(Options, total=False):
     """The same, with the order of axes and the padding of a batch."""
 
     layout: Annotated[str | None, Option(None, "")]
@@ -106,13 +106,13 @@ OPTIONS = _of(Packed)  # of describe()
 ARRAYS = tuple(name for name, option in OPTIONS.items() if option.array)
 PLAIN_ARRAYS = tuple(name for name in ARRAYS if OPTIONS[name].array != "factors")  # factors may also be numbers
 NUMBERS = tuple(name for name, option in OPTIONS.items() if not option.array)
-DEFAULTS = {name: option.default for name, option in _of(Laid).items()}  # of attention()
+DEFAULTS = {name: option.default for name, option in _of(LayoutOptions).items()}  # of attention()
 
 
 def documented(function: F) -> F:
     """Give a function that takes **options the signature and the docstring of what it takes."""
     parameters = [*inspect.signature(function).parameters.values()][:-1]
-    hints = get_type_hints(Laid)
+    hints = get_type_hints(LayoutOptions)
     kind = inspect.Parameter.KEYWORD_ONLY
     for name, default in DEFAULTS.items():
         parameters.append(inspect.Parameter(name, kind, default=default, annotation=hints[name]))

@@ -81,7 +81,7 @@ class Problem(_Options):  # type: ignore[misc]
         """The rank-4 shape of the output; the lse has it without the last axis."""
         return (*self.q.shape[:3], self.dim_v)
 
-    def as_given(self, x: Any) -> Any:
+    def in_caller_layout(self, x: Any) -> Any:
         """A rank-4 result, or a rank-3 lse, in the layout the caller used."""
         if self.packed:
             return x[0].swapaxes(0, 1)
@@ -111,10 +111,10 @@ def describe(q: Any, k: Any, v: Any, **options: Any) -> Problem:
     shapes = checks.Shapes(q, dtype, sequences, heads, kv_heads, n_q, n_k, cu_q, cu_k)
     values = {name: x.check(name, options.get(name, x.default), shapes) for name, x in OPTIONS.items()}
     values |= {"cu_q": cu_q, "cu_k": cu_k}
-    values["band"], align_end = checks.settled_band(values.pop("causal"), values.pop("window"), values["band"])
+    values["band"], align_end = checks.combine_bands(values.pop("causal"), values.pop("window"), values["band"])
     if values["scale"] is None:
         values["scale"] = dim**-0.5
-    checks.check_factors(values["scale"], values["softcap"], accumulator(dtype))
+    checks.check_scale_and_softcap(values["scale"], values["softcap"], accumulator(dtype))
     return Problem(
         q=q,
         k=k,

@@ -170,7 +170,7 @@ def test_torch_says_how_many_threads_each_time(monkeypatch: pytest.MonkeyPatch) 
         return 0
 
     monkeypatch.setattr(runner.library, "load", lambda: SimpleNamespace(ft_forward=forward, ft_backward=None))
-    monkeypatch.setattr(threads, "asked_for", lambda: None)
+    monkeypatch.setattr(threads, "from_environment", lambda: None)
     before = torch.get_num_threads()
     try:
         for n in (1, 2, 1):
@@ -178,7 +178,7 @@ def test_torch_says_how_many_threads_each_time(monkeypatch: pytest.MonkeyPatch) 
             ft.attention(*tensors())
         ft.attention(*tensors(), threads=3)
         ft.attention(*tensors(), threads=np.int64(3))
-        monkeypatch.setattr(threads, "asked_for", lambda: 5)
+        monkeypatch.setattr(threads, "from_environment", lambda: 5)
         calls._known.clear()  # the environment is read once
         ft.attention(*tensors())
     finally:

@@ -169,7 +169,7 @@ def test_outside_of_graphs_the_number_is_read_at_once() -> None:
 
 def test_a_seed_that_only_kernels_read_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one on a GPU is."""
-    monkeypatch.setattr(entry, "settled_seed", lambda seed: seed)
+    monkeypatch.setattr(entry, "resolve_seed", lambda seed: seed)
     calls._known.clear()
     for _ in range(2):  # a call that is known the second time
         given, seed = qkv(), tensor(5)

@@ -81,7 +81,7 @@ class Forward(Machine):
 
     def zero(self, name: str, n: int) -> None:
         rows = self.grid.rows(n)
-        self._keep(OnlineSoftmax.empty(rows.stop - rows.start, self.hbm["O"].shape[1], self.real, self.head.sink))
+        self._set_state(OnlineSoftmax.empty(rows.stop - rows.start, self.hbm["O"].shape[1], self.real, self.head.sink))
 
     def load(self, name: str, n: int) -> None:
         super().load(name, n)
@@ -95,7 +95,7 @@ class Forward(Machine):
         P, factor = state.absorb(scores.S)
         kept = self.head.kept(rows, cols, self.real)
         state.O = state.O + guarded_product(P if kept is None else P * kept, self.sram["V"], scores.visible)
-        self._keep(state)
+        self._set_state(state)
         self.sram |= {"S": scores.S, "P": P, "factor": factor}
 
     def store(self, name: str, n: int) -> None:
@@ -112,11 +112,11 @@ class Forward(Machine):
     def _state(self) -> OnlineSoftmax:
         return OnlineSoftmax(self.sram["m"], self.sram["l"], self.sram["O"])
 
-    def _keep(self, state: OnlineSoftmax) -> None:
+    def _set_state(self, state: OnlineSoftmax) -> None:
         self.sram |= {"m": state.m, "l": state.l, "O": state.O}
 
 
-class Sums(Forward):
+class RowStatistics(Forward):
     """The maximum and the logarithm of the sum of each row, apart: what L holds, where one number is enough for it."""
 
     def store(self, name: str, n: int) -> None:
@@ -128,16 +128,16 @@ class Sums(Forward):
 class Backward(Machine):
     """P is computed again from the scores and L; nothing of the forward pass but O and L was kept.
 
-    tops: what to take off the scores of a row before L, where L is coarse (softmax.py).
+    row_max: what to take off the scores of a row before L, where L is coarse (softmax.py).
     """
 
     dbias: Array | None = None
-    tops: Array | None = None
+    row_max: Array | None = None
 
     def tile(self, at: Tile) -> None:
         rows, cols, sram, scale = self.grid.rows(at.i), self.grid.cols(at.j), self.sram, self.real(self.scale)
         scores = self.head.scores(sram["Q"], sram["K"], rows, cols, masked=at.kind is Kind.PARTIAL)
-        S = scores.S if self.tops is None else scores.S - self.tops[rows, None]
+        S = scores.S if self.row_max is None else scores.S - self.row_max[rows, None]
         P = np.exp(S - sram["L"][:, None])  # eq. 9
         kept = self.head.kept(rows, cols, self.real)
         dP = sram["dO"] @ sram["V"].T  # eq. 11
@@ -255,7 +255,7 @@ def backward(
     dsink = None if problem.sink is None else np.zeros(problem.sink.shape, real)
     for head in heads(problem):
         grid = Grid(head.n_q, head.n_k, block_q, block_k)
-        L, tops = _statistics(head, grid, head.queries(lse))
+        L, row_max = _statistics(head, grid, head.queries(lse))
         hbm = {
             "Q": head.queries(problem.q),
             "K": head.keys(problem.k),
@@ -268,22 +268,22 @@ def backward(
             "dV": head.keys(dv),
         }
         machine = Backward(head, grid, real, hbm)
-        machine.dbias, machine.tops = dbias, tops
+        machine.dbias, machine.row_max = dbias, row_max
         machine.run(schedule.backward(head.band, grid, head.first_of_group), observe)
         if dsink is not None and head.sink is not None:
-            above = head.sink if tops is None else head.sink - tops
+            above = head.sink if row_max is None else head.sink - row_max
             dsink[head.head] -= (np.exp(above - pivot(L)) * hbm["D"]).sum()
     return Grads(dq, dk, dv, dbias, dsink)
 
 
 def _statistics(head: Head, grid: Grid, lse: Array) -> tuple[Array, Array | None]:
-    """L, and the tops that go with it; None where no lse is coarse."""
+    """L, and the row_max that go with it; None where no lse is coarse."""
     if not any(is_coarse(lse[grid.rows(i)]).any() for i in range(grid.shape[0])):
         return lse, None
     coarse = is_coarse(lse)
     hbm = {"Q": head.queries(head.problem.q), "K": head.keys(head.problem.k), "V": head.keys(head.problem.v)[:, :0]}
     hbm |= {"O": lse[:, None][:, :0], "m": np.zeros_like(lse), "L": np.zeros_like(lse)}
-    Sums(head, grid, lse.dtype.type, hbm).run(schedule.fa2_forward(head.band, grid))
+    RowStatistics(head, grid, lse.dtype.type, hbm).run(schedule.fa2_forward(head.band, grid))
     return np.where(coarse, hbm["L"], lse), np.where(coarse, hbm["m"], 0)
 
 

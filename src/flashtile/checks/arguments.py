@@ -24,7 +24,7 @@ def library_of(q: Any, first: str = "q") -> str:
     """'numpy' or 'torch', whichever q belongs to. first: what the caller knows q by."""
     if isinstance(q, np.ndarray):
         if q.__class__ is not np.ndarray:
-            _reject_kin(first, q)
+            _reject_masked_or_matrix(first, q)
         if name_of(q.dtype) == EIGHT_BITS:
             got = f"a NumPy array of {EIGHT_BITS}, which NumPy cannot read"
             raise DTypeError(f"{first}: expected a torch tensor, got {got}")
@@ -46,13 +46,13 @@ def library(q: Any, first: str = "q", /, **others: Any) -> str:
         if isinstance(x, np.ndarray) != numpy or not (numpy or hasattr(x, "__torch_function__")):
             wanted = "a NumPy array" if numpy else "a torch tensor"
             raise DTypeError(f"{name}: expected {wanted} like {first}, got {type(x).__name__}")
-        _reject_kin(name, x)
+        _reject_masked_or_matrix(name, x)
         if device is not None and x.device != device:
             raise DTypeError(f"{name}: expected a tensor on {device} like {first}, got one on {x.device}")
     return kind
 
 
-def _reject_kin(name: str, x: Any) -> None:
+def _reject_masked_or_matrix(name: str, x: Any) -> None:
     """Of NumPy's: arrays that mean something else by the same operations."""
     if isinstance(x, np.ma.MaskedArray):
         raise DTypeError(f"{name}: expected a plain NumPy array, got a masked one, whose mask nobody looks at")
@@ -82,10 +82,10 @@ def check_merge(*results: Any) -> str:
     out_a = results[0]
     kind = library(out_a, "out_a", **{name: x for name, x in given.items() if name != "out_a"})
     if kind == "torch":
-        from flashtile.pytorch.subclasses import check_plain, check_whole
+        from flashtile.pytorch.subclasses import check_plain, check_storage_if_eager
 
         check_plain(given)
-        check_whole(given)
+        check_storage_if_eager(given)
     whole = tuple(out_a.shape)
     if not whole:
         raise ShapeError("out_a: expected at least one axis, got shape ()")
@@ -108,7 +108,7 @@ def check_starts(cu_q: Any, cu_k: Any) -> None:
             raise ShapeError(f"{name}: expected the starts of the sequences, got None")
 
 
-def listed(name: str, x: Any, like: Any) -> Any:
+def as_array(name: str, x: Any, like: Any) -> Any:
     """Starts or lengths, if in a list, as an array of the library of `like` and where that is."""
     if not isinstance(x, list | tuple):
         return x
@@ -136,7 +136,7 @@ def check_rows_of_floats(name: str, x: Any) -> None:
     """That x is a NumPy array with columns to go through."""
     if not isinstance(x, np.ndarray):
         raise DTypeError(f"{name}: expected a NumPy array, got {type(x).__name__}")
-    _reject_kin(name, x)
+    _reject_masked_or_matrix(name, x)
     if name_of(x.dtype) not in FLOATS:
         raise DTypeError(f"{name}: expected one of {', '.join(FLOATS)}, got {x.dtype}")
     if not x.ndim:
@@ -145,7 +145,7 @@ def check_rows_of_floats(name: str, x: Any) -> None:
 
 def check_rows(rows: Any, n_q: int) -> Any:
     """Query rows by index, as probabilities() takes them; negative ones count from the end."""
-    _reject_kin("rows", rows)
+    _reject_masked_or_matrix("rows", rows)
     rows = np.asarray(rows)
     if rows.shape == (0,):  # an empty list has no dtype of its own
         rows = rows.astype(np.int64)
@@ -194,9 +194,9 @@ def to_host(name: str, x: Any) -> Any:
         return x
     if x.device.type == "meta":
         raise DTypeError(f"{name}: expected a tensor with values, got one on {x.device}")
-    from flashtile.pytorch.interception import check_stored
+    from flashtile.pytorch.interception import check_storage
 
-    check_stored({name: x})
+    check_storage({name: x})
     return x.to("cpu", copy=True).numpy()  # which fixes the size of a storage, and so not of that of the caller
 
 

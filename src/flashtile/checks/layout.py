@@ -18,7 +18,7 @@ MOST_HEADS = 256  # more than any model has
 _name_of: Any = name_of.__wrapped__  # without its cache, of which torch.compile warns
 
 
-def rows_first(layout: Any) -> bool:
+def is_bnhd(layout: Any) -> bool:
     """Whether arrays of this layout, or of None, which is "bhnd", have lengths before heads."""
     if layout is None:
         return False
@@ -26,29 +26,29 @@ def rows_first(layout: Any) -> bool:
     return bool(layout == "bnhd")
 
 
-def swapped(*arrays: Any) -> tuple[Any, ...]:
+def swap_axes(*arrays: Any) -> tuple[Any, ...]:
     """Heads and rows of each in the other's place: (.., n, heads, d) <-> (.., heads, n, d); (n, d) has no heads."""
     return tuple(x.swapaxes(-3, -2) if len(getattr(x, "shape", ())) > 2 else x for x in arrays)
 
 
-def swapped_lse(*arrays: Any) -> tuple[Any, ...]:
+def swap_lse_axes(*arrays: Any) -> tuple[Any, ...]:
     return tuple(x.swapaxes(-2, -1) if len(getattr(x, "shape", ())) > 1 else x for x in arrays)
 
 
-def check_held(**arrays: Any) -> None:
+def check_tensors(**arrays: Any) -> None:
     """Of tensors: that they hold their values, and plainly, where something is done with them before a call asks."""
     tensors = {name: x for name, x in arrays.items() if is_tensor(x)}
     if tensors:
         from flashtile.pytorch import subclasses
 
         subclasses.check_plain(tensors)
-        subclasses.check_whole(tensors)
+        subclasses.check_storage_if_eager(tensors)
 
 
 def with_padding(q: Any, k: Any, mask: Any, padding: Any) -> Any:
     """The mask that also hides padded keys."""
     library(q, k=k, mask=mask, key_padding_mask=padding)
-    check_held(mask=mask, key_padding_mask=padding)
+    check_tensors(mask=mask, key_padding_mask=padding)
     if (kind := _name_of(padding.dtype)) != "bool":
         raise DTypeError(f"key_padding_mask: expected booleans, True where a key may be attended, got {kind}")
     if not 2 <= len(q.shape) == len(k.shape) <= 4:
@@ -65,7 +65,7 @@ def with_padding(q: Any, k: Any, mask: Any, padding: Any) -> Any:
     return broadcastable("mask", mask, (batch, heads, q.shape[-2], k.shape[-2]), True) & padding
 
 
-def doubt(q: Any, k: Any, causal: bool, level: int) -> None:
+def warn_if_axes_swapped(q: Any, k: Any, causal: bool, level: int) -> None:
     """A warning where shapes speak for (batch, length, heads, dim), at the caller `level` frames up.
 
     Read as (batch, heads, length, dim), such arrays seem to have as many key heads as query heads, more of them than
@@ -92,11 +92,11 @@ def doubt(q: Any, k: Any, causal: bool, level: int) -> None:
     )
 
 
-def result(found: Any, with_lse: bool) -> Any:
+def swap_results(found: Any, with_lse: bool) -> Any:
     """What attention() found for swapped arrays, swapped back and contiguous, as results are."""
     out, lse = found if with_lse else (found, None)
-    out = _contiguous(*swapped(out))
-    return (out, _contiguous(*swapped_lse(lse))) if with_lse else out
+    out = _contiguous(*swap_axes(out))
+    return (out, _contiguous(*swap_lse_axes(lse))) if with_lse else out
 
 
 def _contiguous(x: Any) -> Any:

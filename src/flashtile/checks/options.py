@@ -39,7 +39,7 @@ class Shapes(NamedTuple):
         return self.sequences, self.heads, self.n_q, self.n_k
 
     @property
-    def known(self) -> bool:
+    def lengths_known(self) -> bool:
         """Whether n_q and n_k are those of the longest sequence, and not only what it cannot exceed."""
         return self.cu_q is None or on_host(self.cu_q)
 
@@ -116,7 +116,7 @@ def band(name: str, x: Any, shapes: Shapes | None) -> Band | None:
     )
 
 
-def settled_band(causal: bool, window: Any, band: Band | None) -> tuple[Band, bool]:
+def combine_bands(causal: bool, window: Any, band: Band | None) -> tuple[Band, bool]:
     """The band that these say together, each checked, and whether it is aligned at the last query and key."""
     if band is not None:
         if causal or window is not None:
@@ -138,20 +138,20 @@ def mask(name: str, x: Any, shapes: Shapes | None) -> Any:
             f"{name}: expected four axes, because {shape} may be (queries, keys) or (batch, keys), got two; "
             f"{PADDING}, one of (queries, keys) is mask[None, None]"
         )
-    return broadcastable(name, x, shapes.pairs, shapes.known)
+    return broadcastable(name, x, shapes.pairs, shapes.lengths_known)
 
 
 def bias(name: str, x: Any, shapes: Shapes | None) -> Any:
     if x is None or shapes is None:
         return x
-    _like_q(name, x, shapes.dtype)
-    return broadcastable(name, x, shapes.pairs, shapes.known)
+    _check_float_dtype(name, x, shapes.dtype)
+    return broadcastable(name, x, shapes.pairs, shapes.lengths_known)
 
 
 def alibi(name: str, x: Any, shapes: Shapes | None) -> Any:
     if x is None or shapes is None:
         return x
-    _like_q(name, x, shapes.dtype)
+    _check_float_dtype(name, x, shapes.dtype)
     wanted, each = (shapes.heads,), (shapes.sequences, shapes.heads)
     if tuple(x.shape) not in (wanted, each):
         raise ShapeError(f"{name}: expected shape {wanted} or {each}, got {tuple(x.shape)}")
@@ -161,7 +161,7 @@ def alibi(name: str, x: Any, shapes: Shapes | None) -> Any:
 def sink(name: str, x: Any, shapes: Shapes | None) -> Any:
     if x is None or shapes is None:
         return x
-    _like_q(name, x, shapes.dtype)
+    _check_float_dtype(name, x, shapes.dtype)
     if tuple(x.shape) != (shapes.heads,):
         raise ShapeError(f"{name}: expected shape ({shapes.heads},), one logit a query head, got {tuple(x.shape)}")
     return x
@@ -170,7 +170,7 @@ def sink(name: str, x: Any, shapes: Shapes | None) -> Any:
 def kv_lengths(name: str, x: Any, shapes: Shapes | None) -> Any:
     if x is None or shapes is None:
         return x
-    _integers(name, x)
+    _check_integers(name, x)
     if x.shape[0] != shapes.sequences:
         raise ShapeError(f"{name}: expected {shapes.sequences} entries, one a sequence, got {x.shape[0]}")
     if not on_host(x):
@@ -180,11 +180,11 @@ def kv_lengths(name: str, x: Any, shapes: Shapes | None) -> Any:
     return lengths
 
 
-def check_lengths(lengths: Any, room: Any) -> None:
+def check_lengths(lengths: Any, available: Any) -> None:
     """That no sequence uses more keys than it has."""
-    if ((lengths < 0) | (lengths > room)).any():
+    if ((lengths < 0) | (lengths > available)).any():
         raise ShapeError(
-            f"kv_lengths: expected values from 0 to the keys given ({_short(room)}), got {_short(lengths)}"
+            f"kv_lengths: expected values from 0 to the keys given ({_brief(available)}), got {_brief(lengths)}"
         )
 
 
@@ -192,7 +192,7 @@ def starts(name: str, cu: Any, total: int) -> tuple[Any, int]:
     """Where packed sequences start, and the length of the longest, as far as the host can know it."""
     if cu is None:
         raise ShapeError(f"{name}: expected the starts of the packed sequences, got None")
-    _integers(name, cu)
+    _check_integers(name, cu)
     if cu.shape[0] < 1:
         raise ShapeError(f"{name}: expected at least one entry, 0, got none")
     if cu.shape[0] == 1 and total:
@@ -201,7 +201,7 @@ def starts(name: str, cu: Any, total: int) -> tuple[Any, int]:
         return cu, total
     cu = cu.astype(np.int64, copy=False)
     if cu[0] != 0 or cu[-1] != total or (cu[1:] < cu[:-1]).any():  # not by differences, which may wrap around
-        raise ShapeError(f"{name}: expected to rise from 0 to {total}, the rows given, got {_short(cu)}")
+        raise ShapeError(f"{name}: expected to rise from 0 to {total}, the rows given, got {_brief(cu)}")
     return cu, int(np.diff(cu).max(initial=0))
 
 
@@ -232,7 +232,7 @@ def out_dtype(name: str, x: Any, shapes: Shapes | None) -> str | None:
     return found
 
 
-def check_factors(scale: float, softcap: float, real: str) -> None:
+def check_scale_and_softcap(scale: float, softcap: float, real: str) -> None:
     """That both, and the quotient by which scores are multiplied before a softcap, are numbers in this dtype."""
     most = LARGEST[real]
     if abs(scale) > most:
@@ -260,7 +260,7 @@ def name_of_any(dtype: Any) -> str:
         return type(dtype).__name__
 
 
-def _integers(name: str, x: Any) -> None:
+def _check_integers(name: str, x: Any) -> None:
     kind = dtype_of(name, x)
     if kind not in INTEGERS:
         raise DTypeError(f"{name}: expected int32 or int64, got {kind}")
@@ -268,12 +268,12 @@ def _integers(name: str, x: Any) -> None:
         raise ShapeError(f"{name}: expected one axis, got shape {tuple(x.shape)}")
 
 
-def _like_q(name: str, x: Any, dtype: str) -> None:
+def _check_float_dtype(name: str, x: Any, dtype: str) -> None:
     kind = dtype_of(name, x)
     beside = (accumulator(dtype),) if dtype == EIGHT_BITS else (dtype, accumulator(dtype))
     if kind not in beside:
         raise DTypeError(f"{name}: expected {' or '.join(dict.fromkeys(beside))}, got {kind}")
 
 
-def _short(x: Any) -> str:
+def _brief(x: Any) -> str:
     return str(x) if np.ndim(x) == 0 else np.array2string(np.asarray(x), threshold=8)

@@ -165,7 +165,7 @@ def _fall_back(
             stacklevel=4,
         )
     if attn_mask is not None:
-        attn_mask = _at_least_2d(subclasses.with_values(attn_mask, query.device))
+        attn_mask = _at_least_2d(subclasses.materialized(attn_mask, query.device))
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     out: Tensor = TORCH_SDPA(query, key, value, attn_mask, dropout_p, is_causal, **options)
     return out

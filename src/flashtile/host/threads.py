@@ -15,7 +15,7 @@ _PROCESS = os.getpid()  # that imported the package
 _FORKNOEXEC = 0x40  # Linux's flag of a process that was forked and runs the same program
 
 
-def in_a_fork() -> bool:
+def is_forked() -> bool:
     """Whether this process was forked: it has none of the threads that were started before, by torch for one."""
     return os.getpid() != _PROCESS or bool(_process_flags() & _FORKNOEXEC)
 
@@ -34,7 +34,7 @@ def cores() -> int:
 
 
 @cache
-def asked_for(variable: str = VARIABLES[0]) -> int | None:
+def from_environment(variable: str = VARIABLES[0]) -> int | None:
     """What the environment asks for; None where it says nothing, or nothing sensible."""
     value = os.environ.get(variable, "")
     return min(int(value), MOST) if value.isdecimal() and int(value) > 0 else None
@@ -42,4 +42,4 @@ def asked_for(variable: str = VARIABLES[0]) -> int | None:
 
 @cache
 def default() -> int:
-    return next((n for variable in VARIABLES if (n := asked_for(variable))), cores())
+    return next((n for variable in VARIABLES if (n := from_environment(variable))), cores())

@@ -18,10 +18,10 @@ from torch.autograd.function import _SingleLevelFunction
 from flashtile.errors import UnsupportedError
 from flashtile.inputs import Inputs
 from flashtile.pytorch import calls, eight_bits, operators, run
-from flashtile.pytorch.interception import unwatched
+from flashtile.pytorch.interception import can_skip_dispatcher
 from flashtile.pytorch.operands import FIELDS, TENSORS, Operands, operands
 
-_NONE = Operands(*(None for _ in FIELDS))
+_NO_GRADIENTS = Operands(*(None for _ in FIELDS))
 
 
 class Attention(torch.autograd.Function):
@@ -78,12 +78,12 @@ def _differentiate(
     given = [dout, out, lse, *tensors]
     if dlse is not None:
         given.append(dlse)
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not unwatched(given):
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not can_skip_dispatcher(given):
         grads: operators.Five = operators.ATTENTION_BACKWARD(
             dout, dlse, out, lse, bias_grad, *operands(q, k, v, entry.backend, options)
         )
         return grads
-    if not entry.fits_again(tuple(tensors)):
+    if not entry.fits_backward(tuple(tensors)):
         return run.backward(dout, dlse, out, lse, bias_grad, q, k, v, entry.backend, options)
     return entry.differentiate(entry.inputs(q, k, v, options), options, dout, dlse, out, lse, bias_grad)
 
@@ -119,7 +119,7 @@ class _Forward(_Operator):
             dout = torch.zeros_like(out)
         grads = operators.ATTENTION_BACKWARD(dout, dlse, out, lse, needs.bias, *tensors, *ctx.numbers)
         named = zip(("q", "k", "v", "bias", "sink"), grads, strict=True)
-        return None, *_NONE._replace(**{name: grad for name, grad in named if getattr(needs, name)})
+        return None, *_NO_GRADIENTS._replace(**{name: grad for name, grad in named if getattr(needs, name)})
 
 
 class _Backward(_Operator):

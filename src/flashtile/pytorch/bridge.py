@@ -19,12 +19,12 @@ from torch import Tensor
 from flashtile.host.arrays import Arrays
 from flashtile.numerics.dtypes import BFLOAT16, Array, name_of
 from flashtile.pytorch import pages
-from flashtile.pytorch.operands import number_of
+from flashtile.pytorch.operands import seed_value
 
 _GUARDS: Any = torch._C._dynamo.guards
 
 
-class _Lent(ctypes.Array):  # type: ignore[type-arg]
+class _BorrowedMemory(ctypes.Array):  # type: ignore[type-arg]
     """The memory of a tensor, which it keeps; arrays over that memory keep this. NumPy is to look at no end of it."""
 
     _type_ = ctypes.c_char
@@ -37,7 +37,7 @@ def to_numpy(x: Tensor) -> Array:
     dtype = _dtype(x.dtype)
     if not x.numel():  # it may lie nowhere
         return np.empty(tuple(x.shape), dtype)
-    memory: Any = _Lent.from_address(x.data_ptr())
+    memory: Any = _BorrowedMemory.from_address(x.data_ptr())
     memory.tensor = x
     strides = None if x.is_contiguous() else [n * dtype.itemsize for n in x.stride()]
     array: Array = np.ndarray(x.shape, dtype, memory, 0, strides)
@@ -91,6 +91,6 @@ TENSORS = Arrays(
     clear=Tensor.zero_,
     to_numpy=to_numpy,
     from_numpy=to_torch,
-    number=number_of,
+    number=seed_value,
     threads=torch.get_num_threads,
 )

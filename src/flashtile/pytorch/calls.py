@@ -17,11 +17,18 @@ from flashtile.numerics.dtypes import EIGHT_BITS
 from flashtile.options import ARRAYS
 from flashtile.problem import describe
 from flashtile.pytorch import on_cpu
-from flashtile.pytorch.interception import check_stored, elements_across, left_alone, never_hears, quiet, unwatched
-from flashtile.pytorch.operands import constants, tensors_among, tensors_of
+from flashtile.pytorch.interception import (
+    can_skip_dispatcher,
+    check_storage,
+    element_span,
+    has_no_torch_function,
+    no_modes_active,
+    skip_dynamo,
+)
+from flashtile.pytorch.operands import constants, named_tensors, tensor_names
 
 MOST = 2048  # calls in the cache: one that grows by a token a step would otherwise fill the memory
-MOST_OF_A_KEY = 16  # each is looked at until one fits
+MOST_PER_KEY = 16  # each is looked at until one fits
 _ARRAYS = frozenset(ARRAYS)
 _MAY_BE_NONE = {*ARRAYS, "window", "band", "scale", "out_dtype", "threads"}
 Grads = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
@@ -38,7 +45,7 @@ class Entry:
 
     __slots__ = (
         *("alignment", "backend", "constants", "guard", "names", "needs_gradients"),
-        *("off", "reach", "runner", "shared", "unwatched"),
+        *("misalignment", "spans", "runner", "shared", "skips_dispatcher"),
     )
 
     def __init__(
@@ -46,18 +53,18 @@ class Entry:
     ) -> None:
         """tensors: those of the call, each once. shared: whether one of them comes twice."""
         self.backend, self.runner, self.shared = backend, runner, shared
-        self.names = tensors_among(options)
+        self.names = tensor_names(options)
         self.constants = constants(options)
         self.needs_gradients = any(x.requires_grad for x in tensors)
         self.guard: Any = None
-        if runner.lasting:
+        if runner.reusable:
             self.guard = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
             self.alignment = runner.alignment
-            self.off: tuple[int, ...] | None = _off(tensors, runner.alignment)
-            if len(tensors) == 3 and not any(self.off):
-                self.off = None
-            self.reach = tuple((elements_across(x), x.element_size()) for x in tensors)
-            self.unwatched = unwatched(tensors) and all(map(never_hears, tensors))
+            self.misalignment: tuple[int, ...] | None = _misalignment(tensors, runner.alignment)
+            if len(tensors) == 3 and not any(self.misalignment):
+                self.misalignment = None
+            self.spans = tuple((element_span(x), x.element_size()) for x in tensors)
+            self.skips_dispatcher = can_skip_dispatcher(tensors) and all(map(has_no_torch_function, tensors))
 
     def fits(self, tensors: tuple[Tensor, ...]) -> bool:
         """Whether the runner can run a call of these tensors, whose storage may have been freed or shrunk since."""
@@ -65,22 +72,26 @@ class Entry:
             return False
         alignment = self.alignment
         if len(tensors) == 3:  # as in most calls; a loop takes longer
-            (q, k, v), ((of_q, size), (of_k, _), (of_v, _)) = tensors, self.reach
+            (q, k, v), ((of_q, size), (of_k, _), (of_v, _)) = tensors, self.spans
             at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
             return (
-                ((at_q | at_k | at_v) % alignment == 0 if self.off is None else self.off == _off(tensors, alignment))
+                (
+                    (at_q | at_k | at_v) % alignment == 0
+                    if self.misalignment is None
+                    else self.misalignment == _misalignment(tensors, alignment)
+                )
                 and len(q.untyped_storage()) >= (q.storage_offset() + of_q) * size
                 and len(k.untyped_storage()) >= (k.storage_offset() + of_k) * size
                 and len(v.untyped_storage()) >= (v.storage_offset() + of_v) * size
             )
-        if self.off != _off(tensors, alignment):
+        if self.misalignment != _misalignment(tensors, alignment):
             return False
-        for x, (across, size) in zip(tensors, self.reach, strict=True):
+        for x, (across, size) in zip(tensors, self.spans, strict=True):
             if len(x.untyped_storage()) < (x.storage_offset() + across) * size:
                 return False
         return True
 
-    def fits_again(self, tensors: tuple[Tensor, ...]) -> bool:
+    def fits_backward(self, tensors: tuple[Tensor, ...]) -> bool:
         """Whether it can run the backward pass of a call whose tensors come back like this from autograd."""
         return self.guard is not None and not self.shared and self.fits(tensors)
 
@@ -95,7 +106,7 @@ class Entry:
         found = self.constants | dict(zip(self.names, tensors, strict=True))
         return found | {"seed": seed} if seed else found
 
-    @left_alone
+    @skip_dynamo
     def differentiate(
         self,
         x: Inputs,
@@ -107,36 +118,42 @@ class Entry:
         bias_grad: bool,
     ) -> Grads:
         """dq, dk, dv, dbias, dsink, each contiguous and like its input; None where there is none to give."""
-        check_stored({"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse}))
+        check_storage({"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse}))
         grads = self.runner.backward(x, dout, out, lse, dlse, bias_grad=bias_grad)
         if grads.dbias is None and grads.dsink is None:
             return grads  # type: ignore[no-any-return]
-        return (*grads[:3], _like(options.get("bias"), grads.dbias), _like(options.get("sink"), grads.dsink))
+        return (
+            *grads[:3],
+            _shaped_like(options.get("bias"), grads.dbias),
+            _shaped_like(options.get("sink"), grads.dsink),
+        )
 
 
-def _like(given: Any, grad: Tensor | None) -> Tensor | None:
+def _shaped_like(given: Any, grad: Tensor | None) -> Tensor | None:
     return None if given is None or grad is None else grad.to(given.dtype).reshape(given.shape)
 
 
 _known: dict[Any, list[Entry]] = {}
 
 
-def find(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Entry | None, Inputs]:
+def find_or_prepare(
+    q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]
+) -> tuple[Entry | None, Inputs]:
     """What runs this call, and its inputs; an error if the call is wrong.
 
     None where the backend does not multiply 8-bit tensors as they are.
     """
     key, tensors = _key(q, k, v, backend, options)
-    entry = _recall(key, tensors)
+    entry = _lookup(key, tensors)
     if entry is not None:
         return entry, entry.inputs(q, k, v, options)
-    check_stored(tensors_of(q, k, v, options))
+    check_storage(named_tensors(q, k, v, options))
     runner, given = (on_cpu.prepare if q.is_cpu else _on_gpu)(q, k, v, backend, options)
     if runner is None:
         return None, given
-    entry = Entry(backend, options, runner, tensors, len(tensors) < 3 + len(tensors_among(options)))
-    if runner.lasting:
-        _remember(key, entry)
+    entry = Entry(backend, options, runner, tensors, len(tensors) < 3 + len(tensor_names(options)))
+    if runner.reusable:
+        _store(key, entry)
         given = entry.inputs(q, k, v, options)
     return entry, given
 
@@ -150,37 +167,39 @@ def _on_gpu(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, An
     return row.prepare(problem)
 
 
-@left_alone
-def recall(q: Any, k: Any, v: Any, backend: str, options: dict[str, Any]) -> Entry | None:
+@skip_dynamo
+def lookup(q: Any, k: Any, v: Any, backend: str, options: dict[str, Any]) -> Entry | None:
     """The entry of a call, which may be anything that a caller might give, if nobody watches it; None without one."""
-    if not quiet() or (options and options.get("descale") is not None):  # what is remembered of it is something else
+    if not no_modes_active() or (
+        options and options.get("descale") is not None
+    ):  # what is remembered of it is something else
         return None
     try:
-        entry = _recall(*_key(q, k, v, backend, options))
+        entry = _lookup(*_key(q, k, v, backend, options))
     except (AttributeError, RuntimeError, TypeError):  # not even a shape; or one that cannot be hashed
         return None
-    return entry if entry is not None and entry.unwatched else None
+    return entry if entry is not None and entry.skips_dispatcher else None
 
 
-def _recall(key: Any, tensors: tuple[Tensor, ...]) -> Entry | None:
+def _lookup(key: Any, tensors: tuple[Tensor, ...]) -> Entry | None:
     for entry in _known.get(key, _NO_ENTRIES):
         if entry.fits(tensors):
             return entry
     return None
 
 
-def _remember(key: Any, entry: Entry) -> None:
+def _store(key: Any, entry: Entry) -> None:
     if key is None:
         return
     if sum(map(len, _known.values())) >= MOST:
         _known.clear()
     found = _known.setdefault(key, [])
     found.append(entry)
-    if len(found) > MOST_OF_A_KEY:
+    if len(found) > MOST_PER_KEY:
         del found[0]
 
 
-def _off(tensors: tuple[Tensor, ...], alignment: int) -> tuple[int, ...]:
+def _misalignment(tensors: tuple[Tensor, ...], alignment: int) -> tuple[int, ...]:
     """By how many bytes addresses miss an alignment."""
     return tuple(x.data_ptr() % alignment for x in tensors)
 

@@ -13,7 +13,7 @@ from flashtile.problem import Problem
 DTYPE: torch.dtype = getattr(torch, EIGHT_BITS)
 
 
-def side_by_side(factors: tuple[Any, Any, Any], device: torch.device) -> Tensor:
+def stack_factors(factors: tuple[Any, Any, Any], device: torch.device) -> Tensor:
     """Those of q, k and v: (batch, kv_heads, 3), or (1, 1, 3) where all are single numbers."""
     parts = [x if isinstance(x, Tensor) else torch.full((), x, dtype=torch.float32, device=device) for x in factors]
     shapes = [x.shape for x in parts if x.ndim]  # torch.compile cannot follow next() before torch 2.9
@@ -31,13 +31,13 @@ def widened(p: Problem) -> tuple[list[Tensor], dict[str, Any]]:
             factor = p.descale[:, :, n]  # [sequences or 1, kv_heads or 1]
             if n == 0 and factor.shape[1] > 1:
                 factor = factor.repeat_interleave(p.group, 1)
-            real = real * _of_rows(factor, p, p.cu_q if n == 0 else p.cu_k, x.shape[2])
-        wide.append(p.as_given(real.to(getattr(torch, kind))))
+            real = real * _factor_of_rows(factor, p, p.cu_q if n == 0 else p.cu_k, x.shape[2])
+        wide.append(p.in_caller_layout(real.to(getattr(torch, kind))))
     # What the wider type cannot be rounded to at once comes as float32.
     return wide, {"descale": None, "out_dtype": kind if p.out_dtype == kind else "float32"}
 
 
-def _of_rows(factor: Tensor, p: Problem, starts: Any, n: int) -> Tensor:
+def _factor_of_rows(factor: Tensor, p: Problem, starts: Any, n: int) -> Tensor:
     """[sequences or 1, heads or 1] as what a tensor of rank 4 is multiplied with."""
     if not p.packed or factor.shape[0] == 1:
         return factor[:, :, None, None]

@@ -34,7 +34,7 @@ for _key in (
     _PLAIN |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _key)).raw_repr()
 
 
-def unwatched(tensors: Iterable[Tensor]) -> bool:
+def can_skip_dispatcher(tensors: Iterable[Tensor]) -> bool:
     """vmap, fake tensors, subclasses, modes and tracers all show as dispatch keys of the tensors or of the thread.
 
     Autograd and autocast are the caller's business.
@@ -47,15 +47,15 @@ def unwatched(tensors: Iterable[Tensor]) -> bool:
 
 def readable(x: Tensor) -> bool:
     """Whether the host can look at the numbers of x at no cost, and keeps none of them in a graph that way."""
-    return x.is_cpu and not torch.compiler.is_compiling() and unwatched((x,))
+    return x.is_cpu and not torch.compiler.is_compiling() and can_skip_dispatcher((x,))
 
 
-def never_hears(x: Tensor) -> bool:
+def has_no_torch_function(x: Tensor) -> bool:
     """Whether x is of a class that hears of no call; one that does may be kept from it for the moment."""
     return x.__class__ is Tensor or x.__class__.__torch_function__ is torch._C._disabled_torch_function_impl
 
 
-def quiet() -> bool:
+def no_modes_active() -> bool:
     """No mode is on, no derivative is on its way forward, and nothing is cast: none of these needs show on tensors."""
     return not (
         _function_modes()
@@ -93,26 +93,26 @@ def reject_shards() -> None:
         )
 
 
-_LEAVE = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+_SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 
 
-def left_alone(function: F) -> F:
+def skip_dynamo(function: F) -> F:
     """Where a call had to leave the graph of torch.compile, that should not make graphs of this function either."""
-    eval_frame.set_code_exec_strategy(function.__code__, _LEAVE)
+    eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
     return function
 
 
-def elements_across(x: Any) -> int:
+def element_span(x: Any) -> int:
     """From the first element of a tensor in memory to the last one."""
     return 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
 
 
-def check_stored(tensors: Mapping[str, Any]) -> None:
+def check_storage(tensors: Mapping[str, Any]) -> None:
     """Of torch's: that the storage of each, which may have been freed or shrunk since, still holds all of it."""
     for name, x in tensors.items():
         size, begin = len(x.untyped_storage()), x.storage_offset() * x.element_size()
         if x.is_contiguous() and begin + x.nbytes <= size:  # at once, for backward passes look each time
             continue
-        needed = begin + elements_across(x) * x.element_size()
+        needed = begin + element_span(x) * x.element_size()
         if x.numel() and size < needed:
             raise ShapeError(f"{name}: expected a storage of at least {needed} bytes, for its shape, got one of {size}")

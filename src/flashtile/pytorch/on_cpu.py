@@ -12,7 +12,7 @@ from flashtile.inputs import Inputs
 from flashtile.options import ARRAYS
 from flashtile.problem import describe
 from flashtile.pytorch.bridge import TENSORS, to_numpy
-from flashtile.pytorch.operands import number_of
+from flashtile.pytorch.operands import seed_value
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Any, Inputs]:
@@ -28,6 +28,6 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, An
         raise
     if isinstance(seed := options.get("seed"), Tensor):
         check_seed_tensor(seed, q)
-        options["seed"] = number_of(seed)
+        options["seed"] = seed_value(seed)
     problem = describe(*arrays, **options)
     return dispatch.choose(problem, backend, "cpu", tensors=True).prepare(problem, TENSORS)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from flashtile.band import FAR, Band
 from flashtile.checks.numbers import TEXT
-from flashtile.checks.options import settled_band
+from flashtile.checks.options import combine_bands
 from flashtile.options import ARRAYS, NUMBERS, OPTIONS
-from flashtile.pytorch.interception import check_stored, readable
+from flashtile.pytorch.interception import check_storage, readable
 
 TENSORS = ("q", "k", "v", *ARRAYS, "seed_tensor")
 FIELDS = (*TENSORS, *NUMBERS, "backend")
@@ -29,8 +29,8 @@ SCHEMA = ", ".join(
     ]
 )
 _MAY_BE_TENSORS = frozenset((*ARRAYS, "seed"))
-_WHOLE = ("window", "band", "seed", "threads")  # whole numbers, or made of them
-_ONE = (torch.Size(()), torch.Size((1,)))
+_INTEGER_OPTIONS = ("window", "band", "seed", "threads")  # whole numbers, or made of them
+_ONE_ELEMENT = (torch.Size(()), torch.Size((1,)))
 if TYPE_CHECKING:
     _Fields = Any
 else:
@@ -52,7 +52,7 @@ class Operands(_Fields):  # type: ignore[misc]
         for name, option in OPTIONS.items():
             x = getattr(self, name)
             if name == "seed":
-                x = x % 2**64 if self.seed_tensor is None else settled_seed(self.seed_tensor)
+                x = x % 2**64 if self.seed_tensor is None else resolve_seed(self.seed_tensor)
             elif x is not None and name == "window":
                 x = tuple(None if n == FAR else n for n in x)
             elif x is not None and name == "band":
@@ -74,12 +74,12 @@ def operands(q: Any, k: Any, v: Any, backend: str, options: Mapping[str, Any]) -
             found[name] = x
         elif name == "seed":
             found["seed_tensor"] = x if isinstance(x, Tensor) else None
-            x = 0 if isinstance(x, Tensor) else _plain(x)
-            found[name] = x if _is_drawn(x) else _signed(option.check(name, x, None))
+            x = 0 if isinstance(x, Tensor) else _to_python(x)
+            found[name] = x if _is_unbacked(x) else _signed(option.check(name, x, None))
         else:
-            found[name] = option.check(name, _plain(x, option.schema.startswith("float")), None)
+            found[name] = option.check(name, _to_python(x, option.schema.startswith("float")), None)
     window, band = found["window"], found["band"]
-    settled_band(found["causal"], window, band)
+    combine_bands(found["causal"], window, band)
     if window is not None:
         found["window"] = [FAR if n is None else n for n in window]
     if band is not None:
@@ -90,36 +90,36 @@ def operands(q: Any, k: Any, v: Any, backend: str, options: Mapping[str, Any]) -
 def constants(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options without tensors and seed, whose values a later change of the caller's objects cannot reach."""
     found = {name: x for name, x in options.items() if name not in _MAY_BE_TENSORS}
-    for name in _WHOLE:
+    for name in _INTEGER_OPTIONS:
         if name in found:
-            found[name] = _settled(found[name])
+            found[name] = _snapshot(found[name])
     return found
 
 
-def tensors_of(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> dict[str, Tensor]:
+def named_tensors(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> dict[str, Tensor]:
     """All tensors of a call, by name."""
-    return {"q": q, "k": k, "v": v, **{name: options[name] for name in tensors_among(options)}}
+    return {"q": q, "k": k, "v": v, **{name: options[name] for name in tensor_names(options)}}
 
 
-def tensors_among(options: Mapping[str, Any]) -> list[str]:
+def tensor_names(options: Mapping[str, Any]) -> list[str]:
     """The names of the options that are tensors."""
     return [name for name, x in options.items() if name in _MAY_BE_TENSORS and isinstance(x, Tensor)]
 
 
-def number_of(seed: Tensor) -> int:
+def seed_value(seed: Tensor) -> int:
     """The seed that a tensor holds, a negative one by its bits."""
-    check_stored({"seed": seed})
+    check_storage({"seed": seed})
     return int(seed.item()) % 2**64
 
 
-def settled_seed(x: Any) -> Any:
+def resolve_seed(x: Any) -> Any:
     """The seed in a tensor that the host can read at no cost; anything else, wrong or not, as it is."""
     if isinstance(x, Tensor):
-        return number_of(x) if readable(x) and x.dtype is torch.int64 and x.shape in _ONE else x
-    return _settled(x)
+        return seed_value(x) if readable(x) and x.dtype is torch.int64 and x.shape in _ONE_ELEMENT else x
+    return _snapshot(x)
 
 
-def _settled(x: Any) -> Any:
+def _snapshot(x: Any) -> Any:
     """An option in Python's own numbers: an array, say, may have another value before gradients are made.
 
     What is wrong with it stays as it is, for describe() to say so.
@@ -127,9 +127,9 @@ def _settled(x: Any) -> Any:
     if x is None or isinstance(x, (int, *TEXT)):
         return x
     if isinstance(x, Band):
-        return Band(*map(_settled, (x.left, x.right, x.offset)))
+        return Band(*map(_snapshot, (x.left, x.right, x.offset)))
     if isinstance(x, Sequence):
-        return tuple(map(_settled, x))
+        return tuple(map(_snapshot, x))
     try:
         return operator.index(x)
     except TypeError:
@@ -140,7 +140,7 @@ def _signed(seed: int) -> int:
     return seed - 2**64 if seed >= 2**63 else seed
 
 
-def _is_drawn(seed: Any) -> bool:
+def _is_unbacked(seed: Any) -> bool:
     """Whether a number comes from a tensor of the graph that is being traced: nothing can be asked of its value."""
     if not torch.compiler.is_compiling() or isinstance(seed, bool) or not isinstance(seed, (int, torch.SymInt)):
         return False
@@ -150,7 +150,7 @@ def _is_drawn(seed: Any) -> bool:
     return drawn
 
 
-def _plain(x: Any, real: bool = False) -> Any:
+def _to_python(x: Any, real: bool = False) -> Any:
     """A number of NumPy's as Python's own: torch.compile takes it for an array, of which it cannot trace int()."""
     if isinstance(x, np.ndarray):
         return float(x) if real and x.ndim == 0 else x.tolist()

@@ -9,18 +9,18 @@ from torch import Tensor
 
 from flashtile.problem import describe
 from flashtile.pytorch import calls, eight_bits
-from flashtile.pytorch.interception import check_stored, left_alone
-from flashtile.pytorch.operands import tensors_of
+from flashtile.pytorch.interception import check_storage, skip_dynamo
+from flashtile.pytorch.operands import named_tensors
 
 
-@left_alone
+@skip_dynamo
 def forward(
     q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any], with_lse: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Output and lse, contiguous, in the layout of q. An lse that is not asked for is anything."""
     entry = None
     if not (q.is_cpu and q.dtype is eight_bits.DTYPE):  # no backend on a CPU multiplies these
-        entry, inputs = calls.find(q, k, v, backend, options)
+        entry, inputs = calls.find_or_prepare(q, k, v, backend, options)
     if entry is None:
         return _widened(q, k, v, backend, options)
     results: tuple[Tensor, Tensor] = entry.runner.forward(inputs, with_lse)
@@ -29,14 +29,14 @@ def forward(
 
 def _widened(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """forward() of 8-bit tensors where the backend does not multiply them as they are."""
-    check_stored(tensors_of(q, k, v, options))
+    check_storage(named_tensors(q, k, v, options))
     problem = describe(q, k, v, **options)
     (q, k, v), more = eight_bits.widened(problem)
     out, lse = forward(q, k, v, backend, {**options, **more})
     return out.to(getattr(torch, problem.out_dtype)), lse
 
 
-@left_alone
+@skip_dynamo
 def backward(
     dout: Tensor,
     dlse: Tensor | None,
@@ -50,6 +50,6 @@ def backward(
     options: dict[str, Any],
 ) -> calls.Grads:
     """dq, dk, dv, dbias, dsink, each contiguous and like its input; None where there is none to give."""
-    entry, inputs = calls.find(q, k, v, backend, options)
+    entry, inputs = calls.find_or_prepare(q, k, v, backend, options)
     assert entry is not None, "8-bit tensors have no gradients"
     return entry.differentiate(inputs, options, dout, dlse, out, lse, bias_grad)

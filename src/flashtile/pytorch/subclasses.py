@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashtile.errors import DTypeError, ShapeError
-from flashtile.pytorch.interception import check_stored, unwatched
+from flashtile.pytorch.interception import can_skip_dispatcher, check_storage
 
 # By the module of a class. Other subclasses have the operators to answer to, or hold values as plain tensors do.
 _REFUSED = {
@@ -38,10 +38,10 @@ def check_plain(tensors: Mapping[str, Any]) -> None:
                 raise DTypeError(f"{name}: expected a plain tensor, got {what.format(kind.__name__)}")
 
 
-def check_whole(tensors: Mapping[str, Any]) -> None:
+def check_storage_if_eager(tensors: Mapping[str, Any]) -> None:
     """That the storage of each, which may have been freed, holds all of it; of none where others see the call first."""
-    if not torch.compiler.is_compiling() and unwatched([x for x in tensors.values() if x is not None]):
-        check_stored({name: x for name, x in tensors.items() if x is not None})
+    if not torch.compiler.is_compiling() and can_skip_dispatcher([x for x in tensors.values() if x is not None]):
+        check_storage({name: x for name, x in tensors.items() if x is not None})
 
 
 def triangle(bias: Any, n_q: int, n_k: int) -> bool | None:
@@ -55,7 +55,7 @@ def triangle(bias: Any, n_q: int, n_k: int) -> bool | None:
     return last
 
 
-def with_values(mask: Any, device: torch.device) -> Any:
+def materialized(mask: Any, device: torch.device) -> Any:
     """A CausalBias as the mask that it stands for; any other as it is."""
     if type(mask) is Tensor or not isinstance(mask, _causal_bias()):
         return mask

@@ -52,8 +52,8 @@ def _attention(info: Any, dims: Dims, *args: Any) -> Mapped:
     n = info.batch_size
     args, mapped = _mapped_first(args, dims)
     call, of = Operands(*args), Operands(*mapped)
-    if _stands_alone(call) or of.sink:
-        return _in_turn(operators.ATTENTION, n, args, mapped)
+    if _cannot_fold(call) or of.sink:
+        return _one_by_one(operators.ATTENTION, n, args, mapped)
     rows = call.q.shape[of.q : -1]
     out, lse = operators.ATTENTION(*Fold(n, call.q, of.q).call(call, of))
     return (out.reshape(n, *rows, out.shape[-1]), lse.reshape(n, *rows)), (0, 0)
@@ -64,8 +64,8 @@ def _attention_backward(info: Any, dims: Dims, *args: Any) -> Mapped:
     args, mapped = _mapped_first(args, dims)
     dout, dlse, out, lse, bias_grad = args[:5]
     call, of = Operands(*args[5:]), Operands(*mapped[5:])
-    if _stands_alone(call) or call.sink is not None:  # the gradient of a sink sums over the batch
-        return _in_turn(operators.ATTENTION_BACKWARD, n, args, mapped)
+    if _cannot_fold(call) or call.sink is not None:  # the gradient of a sink sums over the batch
+        return _one_by_one(operators.ATTENTION_BACKWARD, n, args, mapped)
     fold = Fold(n, call.q, of.q)
     grads = operators.ATTENTION_BACKWARD(
         fold.fold(dout, mapped[0]),
@@ -97,12 +97,12 @@ def _mapped_first(args: tuple[Any, ...], dims: Dims) -> tuple[tuple[Any, ...], t
     return tuple(x.movedim(d, 0) if m else x for x, d, m in zip(args, dims, mapped, strict=True)), mapped
 
 
-def _stands_alone(call: Operands) -> bool:
+def _cannot_fold(call: Operands) -> bool:
     """Packed sequences have no batch to join, and dropout's bits depend on the place in it."""
     return call.cu_q is not None or call.dropout != 0
 
 
-def _in_turn(op: Callable[..., tuple[Tensor, ...]], n: int, args: Sequence[Any], mapped: Sequence[bool]) -> Mapped:
+def _one_by_one(op: Callable[..., tuple[Tensor, ...]], n: int, args: Sequence[Any], mapped: Sequence[bool]) -> Mapped:
     if n == 0:  # then only the shapes of results are to be known, and what they are made of
         outlines = (x.detach().to("meta") if isinstance(x, Tensor) else x for x in args)
         one = op(*(x.new_empty(x.shape[1:]) if m else x for x, m in zip(outlines, mapped, strict=True)))

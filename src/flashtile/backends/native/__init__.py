@@ -24,5 +24,5 @@ def prepare(problem: Problem, arrays: Arrays) -> tuple[Runner, Inputs]:
     from flashtile.backends.native.runner import Runner, laid_out
 
     p = laid_out(problem)
-    lasting = p is problem and not p.packed and bool(p.q.size and p.k.size and p.v.size)
-    return Runner(p, arrays, lasting), Inputs.of(p)
+    reusable = p is problem and not p.packed and bool(p.q.size and p.k.size and p.v.size)
+    return Runner(p, arrays, reusable), Inputs.of(p)

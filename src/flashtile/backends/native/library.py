@@ -77,7 +77,7 @@ def load() -> ctypes.CDLL:
     library.ft_keep.argtypes = [u64, i64, i64, i64, i64, ctypes.c_double, pointer]
     library.ft_cuts.restype = library.ft_keep.restype = library.ft_after_fork.restype = None
     library.ft_isa.restype = ctypes.c_char_p
-    if threads.in_a_fork():
+    if threads.is_forked():
         library.ft_after_fork()
     return library
 

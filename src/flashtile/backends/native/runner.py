@@ -39,38 +39,43 @@ _ABSENT: _Tensor = (0, 0, 0, 0, 0)
 
 
 class Runner:
-    """Runs calls whose arrays lie like those of a problem, forward and backward; `lasting` says whether others may.
+    """Runs calls whose arrays lie like those of a problem, forward and backward; `reusable` says whether others may.
 
     Threads at once have a copy of the struct each.
     """
 
-    def __init__(self, p: Problem, arrays: Arrays, lasting: bool) -> None:
+    def __init__(self, p: Problem, arrays: Arrays, reusable: bool) -> None:
         core = library.load()
-        self.lasting, self._alive = lasting, None if lasting else p
+        self.reusable, self._alive = reusable, None if reusable else p
         self._problem = p = _outlined(p)
         self.alignment = max(x.itemsize for x in (p.q, p.bias, p.alibi, p.sink) if x is not None)
         self._arrays = arrays
-        self._address = arrays.address if lasting else address
-        self._threads = p.threads or threads.asked_for()
+        self._address = arrays.address if reusable else address
+        self._threads = p.threads or threads.from_environment()
         self._others = [(name, word) for name, word in OTHERS.items() if getattr(p, name) is not None]
         self._has_lengths, self._packed = p.kv_lengths is not None, p.packed
         self._forward, self._backward = core.ft_forward, core.ft_backward
         self._out, self._lse = self._result(p.out_shape(), p.out_dtype), self._result(p.out_shape()[:-1], p.accumulator)
-        self._words = _STRUCT.pack(
-            *_inputs(p), *_lies(p, p.out_shape()), *_lies(p, p.out_shape()[:-1]), *_options(p), *_ABSENT * 6, 0
+        self._template = _STRUCT.pack(
+            *_inputs(p),
+            *_contiguous_field(p, p.out_shape()),
+            *_contiguous_field(p, p.out_shape()[:-1]),
+            *_options(p),
+            *_ABSENT * 6,
+            0,
         )
-        self._rooms: list[tuple[Any, Any]] = []
-        self._ways_back: dict[Any, _WayBack] = {}
+        self._free_structs: list[tuple[Any, Any]] = []
+        self._backwards: dict[Any, _BackwardLayout] = {}
 
     def forward(self, x: Inputs, with_lse: bool = True) -> tuple[Any, Any]:
         """Output, and lse if asked for, contiguous in the caller's layout."""
         out, lse = self._out(), self._lse() if with_lse else None
-        words, _ = room = self._given(x, self._rooms, self._words)
+        words, _ = room = self._filled(x, self._free_structs, self._template)
         address = self._arrays.address
         words[OUT], words[LSE] = address(out), address(lse) if with_lse else 0
         if status := self._forward(words):
             _fail(status)
-        self._rooms.append(room)
+        self._free_structs.append(room)
         return out, lse
 
     def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Grads:
@@ -88,17 +93,17 @@ class Runner:
         )
         if dlse is not None:
             key += *_kind(dlse), strides(dlse)
-        way = self._ways_back.get(key)
+        way = self._backwards.get(key)
         if way is None:
-            way = self._ways_back[key] = _WayBack(self, dout, out, lse, dlse, bias_grad)
+            way = self._backwards[key] = _BackwardLayout(self, dout, out, lse, dlse, bias_grad)
         at_dout, at_out, at_lse = address(dout), address(out), address(lse)
         at_dlse = 0 if dlse is None else address(dlse)
-        if way.copies or (at_dout | at_out) & way.between or (at_lse | at_dlse) & way.between_sums:
+        if way.copies or (at_dout | at_out) & way.align_mask or (at_lse | at_dlse) & way.sums_align_mask:
             dout, out, lse, dlse = (None if y is None else arrays.contiguous(y) for y in (dout, out, lse, dlse))
             if way.copies:
                 return self.backward(x, dout, out, lse, dlse, bias_grad=bias_grad)
             at_dout, at_out, at_lse, at_dlse = (0 if y is None else address(y) for y in (dout, out, lse, dlse))
-        words, _ = room = self._given(x, way.rooms, way.words)
+        words, _ = room = self._filled(x, way.rooms, way.words)
         words[OUT], words[LSE], words[DOUT], words[DLSE] = at_out, at_lse, at_dout, at_dlse
         make_dq, make_dk, make_dv, make_dbias, make_dsink = way.results
         dq, dk, dv, dbias, dsink = make_dq(), make_dk(), make_dv(), None, None
@@ -115,12 +120,12 @@ class Runner:
         way.rooms.append(room)
         return Grads(dq, dk, dv, dbias, dsink)
 
-    def _given(self, x: Inputs, rooms: list[tuple[Any, Any]], struct: bytes) -> tuple[Any, Any]:
+    def _filled(self, x: Inputs, rooms: list[tuple[Any, Any]], struct: bytes) -> tuple[Any, Any]:
         """A struct with the inputs of a call, and the memory that its lengths are in."""
         try:
             room = rooms.pop()
         except IndexError:
-            room = self._room(struct)
+            room = self._new_struct(struct)
         words, lengths = room
         address, seed = self._address, x.seed
         words[THREADS] = self._threads or self._arrays.threads()
@@ -130,14 +135,14 @@ class Runner:
             words[word] = address(getattr(x, name))
         if self._has_lengths:
             given = x.kv_lengths.tolist()
-            if self.lasting and given and not 0 <= min(given) <= max(given) <= self._problem.n_k:
+            if self.reusable and given and not 0 <= min(given) <= max(given) <= self._problem.n_k:
                 check_lengths(np.array(given), self._problem.n_k)
             lengths[:] = given
         if self._packed:
             words[STARTS], words[STARTS + 1] = address(x.cu_q), address(x.cu_k)
         return room
 
-    def _room(self, struct: bytes) -> tuple[Any, Any]:
+    def _new_struct(self, struct: bytes) -> tuple[Any, Any]:
         words = (ctypes.c_uint64 * (len(struct) // 8)).from_buffer_copy(struct)
         lengths = (ctypes.c_int64 * self._problem.sequences)() if self._has_lengths else None
         if lengths is not None:
@@ -151,18 +156,18 @@ class Runner:
         return self._arrays.maker(given, dtype, p.q.dtype)
 
 
-class _WayBack:
+class _BackwardLayout:
     """A backward pass of dout, out, lse and dlse that lie like these.
 
-    copies: whether they have to be copied first, for the core reads rows of contiguous columns between whole elements.
+    copies: whether they have to be copied first, for the core reads rows of contiguous columns align_mask whole elements.
     """
 
     def __init__(self, runner: Runner, dout: Any, out: Any, lse: Any, dlse: Any, bias_grad: bool) -> None:
         p, arrays = runner._problem, runner._arrays
         checked = check_gradients(p, dout, out, lse, dlse)
         views = [None if x is None else arrays.to_numpy(x) for x in checked]
-        self.between, self.between_sums = ITEMSIZE[p.out_dtype] - 1, ITEMSIZE[p.accumulator] - 1
-        self.copies = not all(x is None or _lies_well(x, n < 2, 0) for n, x in enumerate(views))
+        self.align_mask, self.sums_align_mask = ITEMSIZE[p.out_dtype] - 1, ITEMSIZE[p.accumulator] - 1
+        self.copies = not all(x is None or _is_readable(x, n < 2, 0) for n, x in enumerate(views))
         self.rooms: list[tuple[Any, Any]] = []
         if self.copies:
             return
@@ -172,15 +177,15 @@ class _WayBack:
         self.results: list[Any] = [runner._result(shape, p.dtype) for shape in shapes]
         self.results += [arrays.maker(p.bias.shape, real, None) if of_bias else None]
         self.results += [None if p.sink is None else arrays.maker(p.sink.shape, real, None)]
-        gradients = [_lies(p, shape) for shape in shapes]
-        dbias = _lies(None, p.bias.shape) if of_bias else _ABSENT
+        gradients = [_contiguous_field(p, shape) for shape in shapes]
+        dbias = _contiguous_field(None, p.bias.shape) if of_bias else _ABSENT
         self.words = _STRUCT.pack(
             *_inputs(p),
-            *_rows(out),
-            *_rows(lse[..., None]),
+            *_row_field(out),
+            *_row_field(lse[..., None]),
             *_options(p),
-            *_rows(dout),
-            *(_ABSENT if dlse is None else _rows(dlse[..., None])),
+            *_row_field(dout),
+            *(_ABSENT if dlse is None else _row_field(dlse[..., None])),
             *sum(gradients, ()),
             *dbias,
             0,
@@ -190,7 +195,7 @@ class _WayBack:
 def laid_out(p: Problem) -> Problem:
     """The problem with copies of what the core cannot read where it lies; p itself if it can read all."""
     copies: dict[str, Any] = {
-        name: np.array(x, order="C") for name in "qkv" if not _lies_well(x := getattr(p, name), True, address(x))
+        name: np.array(x, order="C") for name in "qkv" if not _is_readable(x := getattr(p, name), True, address(x))
     }
     for name in ("mask", "bias"):
         x = getattr(p, name)
@@ -226,12 +231,12 @@ def _inputs(p: Problem) -> list[Any]:
     sizes = (p.sequences, p.heads, p.kv_heads, p.n_q, p.n_k, p.dim, p.dim_v)
     band = (p.band.left, p.band.right, p.band.offset, p.align_end)
     fields = [_STRUCT.size, 1, *dtypes, *sizes, *band, p.scale, p.softcap, p.dropout, 0, 0, 0, 0]
-    return [*fields, *_rows(p.q), *_rows(p.k), *_rows(p.v)]
+    return [*fields, *_row_field(p.q), *_row_field(p.k), *_row_field(p.v)]
 
 
 def _options(p: Problem) -> tuple[int, ...]:
     """bias, mask, alibi and sink, without addresses."""
-    pairs = (_ABSENT if x is None else _pairs(x) for x in (p.bias, p.mask))
+    pairs = (_ABSENT if x is None else _broadcast_field(x) for x in (p.bias, p.mask))
     alibi = _ABSENT
     if p.alibi is not None:
         rows, heads = p.alibi.shape
@@ -239,18 +244,18 @@ def _options(p: Problem) -> tuple[int, ...]:
     return (*sum(pairs, ()), *alibi, 0)
 
 
-def _pairs(x: Any) -> _Tensor:
+def _broadcast_field(x: Any) -> _Tensor:
     """A mask or bias: 0 along axes of length 1."""
     return (0, *(0 if n == 1 else s // x.itemsize for n, s in zip(x.shape, x.strides, strict=True)))
 
 
-def _rows(x: Any) -> _Tensor:
+def _row_field(x: Any) -> _Tensor:
     """A tensor of rank 4 with contiguous columns."""
     a, b, c, _ = x.strides
     return 0, a // x.itemsize, b // x.itemsize, c // x.itemsize, 1
 
 
-def _lies(p: Problem | None, shape: Sequence[int]) -> _Tensor:
+def _contiguous_field(p: Problem | None, shape: Sequence[int]) -> _Tensor:
     """A contiguous result of this shape, rank 4 or 3. Packed ones, whose problem this is, are contiguous by rows."""
     _, heads, rows, *rest = shape
     width = rest[0] if rest else 1
@@ -263,7 +268,7 @@ def _lies(p: Problem | None, shape: Sequence[int]) -> _Tensor:
     return 0, heads * rows * width, rows * width, width, 1
 
 
-def _lies_well(x: Any, has_columns: bool, at: int) -> bool:
+def _is_readable(x: Any, has_columns: bool, at: int) -> bool:
     """Whether the core can read x at this address: flags.aligned is true for any record, and so for any bfloat16."""
     if not x.size:
         return True

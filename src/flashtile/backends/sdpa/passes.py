@@ -29,7 +29,7 @@ _backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 def forward(p: Problem) -> tuple[Array, Array]:
     """Output in the problem's out_dtype, and lse."""
     with torch.no_grad(), _threads(p):
-        given = Given(p)
+        given = Call(p)
         if given.finite():
             out, lse = given.forward()
             merged = len(given.parts) > 1
@@ -42,7 +42,7 @@ def forward(p: Problem) -> tuple[Array, Array]:
 def backward(p: Problem, dout: Array, out: Array, lse: Array, dlse: Array | None, *, bias_grad: bool = True) -> Grads:
     """dq, dk and dv in the problem's out_dtype."""
     with torch.no_grad(), _threads(p):
-        given, rows = Given(p), [_tensor(x) for x in (out, lse, dout)]
+        given, rows = Call(p), [_tensor(x) for x in (out, lse, dout)]
         others = [] if dlse is None else [_tensor(dlse)]
         exact = not (p.bias is not None and bias_grad) and not _coarse(rows[1])
         if exact and given.finite() and _finite(rows[0], rows[2], *others):
@@ -53,14 +53,14 @@ def backward(p: Problem, dout: Array, out: Array, lse: Array, dlse: Array | None
     return tiles.backward(p, dout, out, lse, dlse, bias_grad=bias_grad)
 
 
-class Part(NamedTuple):
+class KeyRange(NamedTuple):
     """Keys of one call of the kernel. causal: its first query sees the first of them, the next one the second too."""
 
     keys: slice
     causal: bool
 
 
-class Given:
+class Call:
     """The tensors of a problem, and how the kernel takes them."""
 
     def __init__(self, p: Problem) -> None:
@@ -72,10 +72,10 @@ class Given:
         band = p.band_for(p.n_q, p.n_k)
         ahead = band.offset + band.right  # the key up to which query 0 sees
         self.first = max(-ahead, 0)  # of the queries that see any
-        self.parts = [Part(slice(0, p.n_k), False)]
+        self.parts = [KeyRange(slice(0, p.n_k), False)]
         if ahead < p.n_k - 1:
-            whole = [Part(slice(0, ahead), False)] if ahead > 0 else []
-            self.parts = [*whole, Part(slice(max(ahead, 0), p.n_k), True)]
+            whole = [KeyRange(slice(0, ahead), False)] if ahead > 0 else []
+            self.parts = [*whole, KeyRange(slice(max(ahead, 0), p.n_k), True)]
         # Heads that share keys: rows of one head where all see the same, else copies of the keys.
         alike = all(x is None or x.shape[1] == x.shape[2] == 1 for x in (p.mask, p.bias))
         self.folded = alike and not self.parts[-1].causal
@@ -84,7 +84,7 @@ class Given:
         return _finite(self.q, self.k, self.v, *(() if self.bias is None else (self.bias,)))
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        p, q, found = self.p, self._wide(self._queries(self.q)), []
+        p, q, found = self.p, self._padded(self._queries(self.q)), []
         for part in self.parts:
             out, lse = _forward(q, self._keys(self.k, part), self._keys(self.v, part), **self._options(part))
             out = out[..., : p.dim_v]
@@ -100,14 +100,14 @@ class Given:
     def backward(self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None = None) -> tuple[Tensor, ...]:
         # A number for empty rows: the weights of exp(-inf - 0) are 0.
         statistics = self._queries(lse.masked_fill(lse == -torch.inf, 0)[..., None])[..., 0].contiguous()
-        q, out, dout = (self._wide(self._queries(x)) for x in (self.q, out, dout))
+        q, out, dout = (self._padded(self._queries(x)) for x in (self.q, out, dout))
         if dlse is not None:  # one more column, which takes it off D, the row sums of dO * O
-            q, out, dout = _beside(q, 0), _beside(out, 1), _beside(dout, -self._queries(dlse[..., None]))
+            q, out, dout = _with_column(q, 0), _with_column(out, 1), _with_column(dout, -self._queries(dlse[..., None]))
         dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype) for x in (self.q, self.k, self.v))
         for part in self.parts:
             k, v = (self._keys(x, part) for x in (self.k, self.v))
             if dlse is not None:
-                k, v = _beside(k, 0), _beside(v, 0)
+                k, v = _with_column(k, 0), _with_column(v, 0)
             made = _backward(dout, q, k, v, out, statistics, **self._options(part))
             for whole, x in zip((dq[:, :, self.first :], dk[:, :, part.keys], dv[:, :, part.keys]), made, strict=True):
                 x = x[..., : whole.shape[3]]
@@ -120,41 +120,41 @@ class Given:
         x = x[:, :, self.first :]
         return x.reshape(x.shape[0], self.p.kv_heads, -1, x.shape[-1]) if self.folded else x
 
-    def _keys(self, x: Tensor, part: Part) -> Tensor:
+    def _keys(self, x: Tensor, part: KeyRange) -> Tensor:
         x = x[:, :, part.keys]
-        return self._wide(x if self.folded else x.repeat_interleave(self.p.group, 1) if self.p.group > 1 else x)
+        return self._padded(x if self.folded else x.repeat_interleave(self.p.group, 1) if self.p.group > 1 else x)
 
-    def _wide(self, x: Tensor) -> Tensor:
+    def _padded(self, x: Tensor) -> Tensor:
         """x with columns of zeros up to the width, side by side, in rows that do not overlap."""
         if x.shape[3] < self.width:
             return pad(x, (0, self.width - x.shape[3]))
         beside = x.stride(3) == 1 or x.shape[3] == 1
         return x if beside and (x.stride(2) >= x.shape[3] or x.shape[2] == 1) else x.contiguous()
 
-    def _options(self, part: Part) -> dict[str, Any]:
+    def _options(self, part: KeyRange) -> dict[str, Any]:
         return {
             "dropout_p": 0.0,
             "is_causal": part.causal,
-            "attn_mask": self._added(part),
+            "attn_mask": self._additive_mask(part),
             "scale": self.p.scale,
         }
 
-    def _added(self, part: Part) -> Tensor | None:
+    def _additive_mask(self, part: KeyRange) -> Tensor | None:
         """Bias and mask as what is added to scores, rank 4."""
         real = getattr(torch, self.p.accumulator)
-        mask, bias = (self._pairs(x, part) for x in (self.mask, self.bias))
+        mask, bias = (self._part_of(x, part) for x in (self.mask, self.bias))
         if mask is None:
             return None if bias is None else bias.to(real)
         return torch.where(mask, torch.zeros((), dtype=real) if bias is None else bias.to(real), -torch.inf)
 
-    def _empty(self, part: Part) -> Tensor:
+    def _empty(self, part: KeyRange) -> Tensor:
         """Which rows see none of these keys."""
-        mask: Tensor = self._pairs(self.mask, part).expand(-1, -1, -1, part.keys.stop - part.keys.start)
+        mask: Tensor = self._part_of(self.mask, part).expand(-1, -1, -1, part.keys.stop - part.keys.start)
         sees, first = mask.max(-1)
         late = first > torch.arange(self.p.n_q - self.first) if part.causal else False
         return ~sees | late
 
-    def _pairs(self, x: Any, part: Part) -> Any:
+    def _part_of(self, x: Any, part: KeyRange) -> Any:
         """Of a mask or bias, the rows and keys of this part."""
         if x is None:
             return None
@@ -162,7 +162,7 @@ class Given:
         return x[..., part.keys] if x.shape[3] > 1 else x
 
 
-def _beside(x: Tensor, column: Any) -> Tensor:
+def _with_column(x: Tensor, column: Any) -> Tensor:
     """x with one more column."""
     wider = pad(x, (0, 1))
     wider[..., -1:] = column

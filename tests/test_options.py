@@ -28,7 +28,7 @@ def test_every_list_of_options_has_all_of_them() -> None:
     assert set(DEFAULTS) < {line.split()[0] for line in lines if line and line[0] != " "}
     assert set(OPTIONS) - {"causal", "window"} < set(Problem.__dataclass_fields__)
     assert ("q", "k", "v", *ARRAYS) == TENSORS
-    assert all(name in options.Packed.__annotations__ for name in OPTIONS)
+    assert all(name in options.PackedOptions.__annotations__ for name in OPTIONS)
 
 
 # A constant that is added to all scores: the lse grows by it, and nothing else changes.

@@ -1,4 +1,4 @@
-"""attention(), attention_packed(), attention_backward(), merge(), probabilities(), standard_attention()."""
+"""The public functions: attention(), attention_packed(), attention_backward(), merge() and two for inspection."""
 
 from __future__ import annotations
 
@@ -52,20 +52,20 @@ def attention(
 ) -> X | tuple[X, X]: ...
 @documented
 def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, backend: str = "auto", **options: Any) -> Any:
-    """softmax(q k^T * scale) v, exactly, without ever storing the scores.
+    """Compute softmax(q k^T * scale) v exactly, without ever storing the scores.
 
     q is (batch, heads, queries, dim), or (heads, queries, dim), or (queries, dim); k and v may have fewer heads (each
-    serves a group of query heads) and v another width. NumPy arrays give a NumPy array; torch tensors give a tensor on
-    their device, with gradients for q, k, v, bias and sink, and through the lse.
+    serves a group of query heads), and v may have another width. NumPy arrays give a NumPy array; torch tensors give a
+    tensor on their device, with gradients for q, k, v, bias and sink, and through the lse.
 
     return_lse  also return the log-sum-exp of each row's scores, shaped like the output without its last axis
-    backend     "auto", or one of those that `flashtile doctor` lists
+    backend     "auto", or one that `flashtile doctor` lists
     {options}
 
     The order of operations on a score: scale, softcap, bias, alibi, mask, softmax, dropout. A row that sees no key
-    gives output 0 and lse -inf. What is masked has no effect, NaN and Inf included.
+    gives output 0 and lse -inf. Masked values have no effect, NaN and Inf included.
     """
-    changed: dict[str, Any] = {}  # what is not as it is by default
+    changed: dict[str, Any] = {}  # options that differ from their defaults
     if options:
         try:
             for name, x in options.items():
@@ -76,7 +76,7 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, backend: str 
             raise
     if return_lse is not False:
         return_lse = check_flag("return_lse", return_lse)
-    layout_unspecified = True  # in which order the axes are
+    layout_unspecified = True
     if changed and ("layout" in changed or "key_padding_mask" in changed):
         if axes.is_bnhd(changed.get("layout")):
             return _attention_bnhd(q, k, v, return_lse, backend, changed)
@@ -84,7 +84,7 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, backend: str 
         if (padding := changed.pop("key_padding_mask", None)) is not None:
             changed["mask"] = axes.with_padding(q, k, changed.get("mask"), padding)
     if q.__class__ is not np.ndarray and hasattr(q, "__torch_function__"):
-        import flashtile.pytorch  # not "from": that is one call more each time
+        import flashtile.pytorch  # "from ... import" costs one more function call each time
 
         if "kv_lengths" in changed:
             changed["kv_lengths"] = as_array("kv_lengths", changed["kv_lengths"], q)
@@ -102,19 +102,19 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, backend: str 
 
 
 def _attention_bnhd(q: Any, k: Any, v: Any, return_lse: bool, backend: str, options: dict[str, Any]) -> Any:
-    """attention() of (batch, length, heads, dim)."""
+    """Run attention() on arrays of (batch, length, heads, dim)."""
     try:
         q, k, v = axes.swap_axes(q, k, v)
-    except RuntimeError:  # torch's, which does not say which tensor
+    except RuntimeError:  # torch does not name the tensor
         axes.check_tensors(q=q, k=k, v=v)
         raise
     options["layout"] = "bhnd"
-    found: Any = attention(q, k, v, return_lse=return_lse, backend=backend, **options)
-    return axes.swap_results(found, return_lse)
+    results: Any = attention(q, k, v, return_lse=return_lse, backend=backend, **options)
+    return axes.swap_results(results, return_lse)
 
 
 def _prepare(q: Any, k: Any, v: Any, backend: str, options: dict[str, Any], key: Any = None) -> tuple[Any, Any]:
-    """What runs a call of NumPy arrays that is not known, and its inputs."""
+    """Return a runner for an uncached call of NumPy arrays, and its inputs."""
     options = _with_arrays(q, options)
     library(q, k=k, v=v, **{name: x for name, x in options.items() if name in PLAIN_ARRAYS})
     problem = describe(q, k, v, **options)
@@ -134,9 +134,9 @@ def attention_packed(
     backend: str = "auto",
     **options: Unpack[Options],
 ) -> Any:
-    """attention() over sequences laid back to back: q is (total, heads, dim), sequence s has rows cu_q[s]:cu_q[s+1].
+    """Attention over packed (varlen) sequences: q is (total, heads, dim), sequence s has rows cu_q[s]:cu_q[s+1].
 
-    Takes every option of attention(). mask and bias broadcast to (sequences, heads, longest q, longest k), counted
+    Takes every option of attention(). mask and bias broadcast to (sequences, heads, longest q, longest k), indexed
     within each sequence; alibi may be (sequences, heads); kv_lengths is (sequences,). The lse is (total, heads).
     """
     check_keywords("attention_packed", options, _PACKED)
@@ -166,7 +166,7 @@ def attention_backward(
     backend: str = "auto",
     **options: Unpack[LayoutOptions],
 ) -> Grads:
-    """Gradients for NumPy users: out and lse are what attention(..., return_lse=True) gave for the same options.
+    """Compute gradients of NumPy arrays. out and lse: from attention(..., return_lse=True) with the same options.
 
     Takes cu_q and cu_k for packed sequences. torch users call .backward() on the output of attention() instead.
     """
@@ -177,7 +177,7 @@ def attention_backward(
     arrays = {name: given.get(name) for name in PLAIN_ARRAYS}
     if library(q, k=k, v=v, dout=dout, out=out, lse=lse, dlse=dlse, **arrays) == "torch":
         raise UnsupportedError(
-            "q: expected NumPy arrays; torch tensors have gradients through autograd, call backward()"
+            "q: expected a NumPy array, got a torch tensor, whose gradients come from autograd: call backward()"
         )
     problem = describe(q, k, v, **given)
     check_gradients(problem, dout, out, lse, dlse)
@@ -194,11 +194,11 @@ def attention_backward(
 
 
 def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *more: Any) -> tuple[Any, Any]:
-    """Results of the same queries over disjoint keys -> the result over their union, exactly.
+    """Merge results of the same queries over disjoint keys into the exact result over their union.
 
-    Two or any number, each as out and lse: merge(*a, *b, *c). (0, -inf) is the identity. Give it float32 outputs
-    (out_dtype) to lose nothing to rounding on the way, and many results at once: merged one after the other, each step
-    rounds, and a thousand of them come ten times as far from the truth.
+    Takes two or more results, each as out and lse: merge(*a, *b, *c). (0, -inf) is the identity. Pass float32 outputs
+    (out_dtype) to avoid rounding on the way, and all results at once: each separate merge rounds, and the error of a
+    thousand merges in a row is ten times as large.
     """
     results = (out_a, lse_a, out_b, lse_b, *more)
     if check_merge(*results) == "torch":
@@ -212,9 +212,9 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *more: Any) -> tuple[A
 
 
 def probabilities(q: Any, k: Any, *, rows: Any, **options: Unpack[LayoutOptions]) -> Any:
-    """The softmax weights of chosen query rows, (batch, heads, rows, keys) in float64; nothing else is built.
+    """Compute the softmax weights of chosen query rows only, (batch, heads, rows, keys) in float64.
 
-    For looking at attention, not for computing with it: weights are before dropout. NumPy arrays only.
+    For inspection, not for further computation: the weights are those before dropout. NumPy arrays only.
     """
     from flashtile.backends import reference
 
@@ -239,7 +239,7 @@ def standard_attention(
     cu_k: Any = None,
     **options: Unpack[LayoutOptions],
 ) -> Any:
-    """The oracle: scores stored whole, everything in float64, and a float64 result whatever the inputs."""
+    """Compute attention with all scores stored, in float64: the oracle. The result is float64 for any inputs."""
     from flashtile.backends import reference
 
     check_keywords("standard_attention", options, DEFAULTS)
@@ -256,7 +256,7 @@ def standard_attention(
 
 
 def _with_arrays(q: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """The options with arrays in place of lists."""
+    """Replace lists among the options by arrays."""
     for name in ("cu_q", "cu_k", "kv_lengths"):
         if isinstance(options.get(name), list | tuple):
             options[name] = as_array(name, options[name], q)
@@ -264,7 +264,7 @@ def _with_arrays(q: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _resolve_layout(q: Any, k: Any, options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """The options of a call of (batch, heads, length, dim), and whether its arrays have to become that first."""
+    """Return the options for (batch, heads, length, dim), and whether the arrays are (batch, length, heads, dim)."""
     layout, padding = options.pop("layout", None), options.pop("key_padding_mask", None)
     packed = options.get("cu_q") is not None or options.get("cu_k") is not None
     if packed and (layout is not None or padding is not None):
@@ -277,7 +277,7 @@ def _resolve_layout(q: Any, k: Any, options: dict[str, Any]) -> tuple[dict[str, 
     return _with_arrays(q, options), bnhd
 
 
-def _rounded(x: Any, name: str, carrier: Any) -> Any:
-    """x in the named dtype; bfloat16 in the carrier that the caller's arrays use."""
+def _rounded(x: Any, name: str, dtype: Any) -> Any:
+    """Round x to the named dtype; bfloat16 results have the NumPy dtype of the caller's arrays."""
     x = narrow(x, name)
-    return x.view(carrier) if x.dtype == BFLOAT16 else x
+    return x.view(dtype) if x.dtype == BFLOAT16 else x

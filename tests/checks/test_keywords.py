@@ -1,4 +1,4 @@
-"""A keyword that a function does not have names the one it has."""
+"""Errors for unknown keywords name the right one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_keyword_like_one_there_is(function: str) -> None:
         ("is_causal", "causal"),
         ("attn_mask", "mask .* or bias"),
         ("dropout_p", "dropout, with a seed"),
-        ("enable_gqa", "nothing in its place"),
+        ("enable_gqa", "no keyword"),
         ("softmax_scale", "scale"),
         ("window_size", "window"),
         ("alibi_slopes", "alibi"),

@@ -143,7 +143,9 @@ def test_lengths_are_looked_at_each_time(dtype: Any) -> None:
         np.testing.assert_array_equal(found.numpy(), wanted)
     assert known() == 1
     for wrong in ([5, 21], [-1, 5]):
-        with pytest.raises(ft.ShapeError, match=r"^kv_lengths: expected values from 0 to the keys given \(20\), got"):
+        with pytest.raises(
+            ft.ShapeError, match=r"^kv_lengths: expected values from 0 to the number of keys \(20\), got"
+        ):
             ft.attention(*given, causal=True, kv_lengths=torch.tensor(wrong, dtype=dtype))
 
 

@@ -1,6 +1,6 @@
-"""Tensors on the CPU <-> NumPy arrays, the same memory both ways.
+"""Views of CPU tensors as NumPy arrays, and tensors from NumPy arrays.
 
-Not by Tensor.numpy() and torch.from_numpy(), after which no one may resize the storage of the tensor any more.
+Tensor.numpy() is no option: it makes the tensor's storage unresizable.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GUARDS: Any = torch._C._dynamo.guards
 
 
 class _BorrowedMemory(ctypes.Array):  # type: ignore[type-arg]
-    """The memory of a tensor, which it keeps; arrays over that memory keep this. NumPy is to look at no end of it."""
+    """The memory of a tensor. It keeps the tensor alive, and arrays keep it; its length is no limit to NumPy."""
 
     _type_ = ctypes.c_char
     _length_ = sys.maxsize
@@ -33,9 +33,9 @@ class _BorrowedMemory(ctypes.Array):  # type: ignore[type-arg]
 
 
 def to_numpy(x: Tensor) -> Array:
-    """A view of a CPU tensor; bfloat16, which NumPy lacks, as flashtile's record of its bits."""
+    """View a CPU tensor as an array; bfloat16, which NumPy lacks, as the record dtype BFLOAT16."""
     dtype = _dtype(x.dtype)
-    if not x.numel():  # it may lie nowhere
+    if not x.numel():  # it may have no address
         return np.empty(tuple(x.shape), dtype)
     memory: Any = _BorrowedMemory.from_address(x.data_ptr())
     memory.tensor = x
@@ -45,7 +45,7 @@ def to_numpy(x: Tensor) -> Array:
 
 
 def to_torch(x: Array) -> Tensor:
-    """A contiguous tensor with the values of an array."""
+    """Copy an array to a contiguous tensor."""
     copy: Tensor = maker(x.shape, name_of(x.dtype))()
     to_numpy(copy)[...] = x
     return copy
@@ -53,7 +53,7 @@ def to_torch(x: Array) -> Tensor:
 
 @cache
 def _dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """A TypeError says so of those that NumPy lacks, though the ml_dtypes package may have taught it their names."""
+    """Raise a TypeError for dtypes that NumPy lacks, even if the ml_dtypes package has registered their names."""
     if dtype is torch.bfloat16:
         return BFLOAT16
     found = np.dtype(str(dtype).removeprefix("torch."))
@@ -64,7 +64,7 @@ def _dtype(dtype: torch.dtype) -> np.dtype[Any]:
 
 @lru_cache(1024)
 def maker(shape: tuple[int, ...], name: str, q_dtype: Any = None) -> Callable[[], Any]:
-    """What makes contiguous tensors like this, past the dispatcher."""
+    """Return a function that makes contiguous tensors of this shape and dtype, without the dispatcher."""
     dtype = getattr(torch, name)
     make = partial(_GUARDS._empty_strided_cpu, shape, torch.empty(shape, device="meta").stride(), dtype)
     if prod(shape) * dtype.itemsize < pages.LARGE:
@@ -91,6 +91,6 @@ TENSORS = Arrays(
     clear=Tensor.zero_,
     to_numpy=to_numpy,
     from_numpy=to_torch,
-    number=seed_value,
+    seed_value=seed_value,
     threads=torch.get_num_threads,
 )

@@ -1,4 +1,4 @@
-"""attention() on tensors: autocast, then autograd or the operator, then the answer."""
+"""attention() on tensors: autocast, then autograd, the operator or a runner."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def attention(
     options: dict[str, Any],
     layout_unspecified: bool = False,
 ) -> Any:
-    """The torch side of flashtile.attention() and flashtile.attention_packed(). The options become its own.
+    """Run flashtile.attention() or flashtile.attention_packed() on tensors. It may modify the options.
 
-    layout_unspecified: the caller does not say in which layout the tensors are.
+    layout_unspecified: the caller did not pass a layout.
     """
     if torch.are_deterministic_algorithms_enabled() and options.get("deterministic", False) is False:
         options["deterministic"] = True
     if torch.compiler.is_compiling():
         q, k, v, options = _normalize(q, k, v, options)
         subclasses.check_plain({"q": q, "k": k, "v": v, **{name: options[name] for name in tensor_names(options)}})
-        # operands() checks the numbers, the operator's fake the tensors
+        # operands() checks the numbers, the operator's fake checks the tensors.
         out, lse = operators.ATTENTION(*operands(q, k, v, backend, options))
         return (out, lse) if return_lse else out
     if "seed" in options:
@@ -48,7 +48,7 @@ def attention(
 
 @skip_dynamo
 def _run_cached(entry: calls.Entry, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, options: dict[str, Any]) -> Any:
-    """A call like one before."""
+    """Run a cached call."""
     if entry.needs_gradients and torch.is_grad_enabled():
         results = _run_recorded(q, k, v, entry.backend, options, entry)
     else:
@@ -59,7 +59,7 @@ def _run_cached(entry: calls.Entry, q: Tensor, k: Tensor, v: Tensor, return_lse:
 def _normalize(
     q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    """Arguments that belong together, factors in one tensor, everything cast as autocast has it."""
+    """Check that the arguments belong together, stack the factors, and apply autocast."""
     arrays = {name: x for name, x in options.items() if name in PLAIN_ARRAYS} if options else options
     library(q, k=k, v=v, **arrays)
     if options and options.get("descale") is not None:
@@ -74,14 +74,14 @@ def _normalize(
 def _run_uncached(
     q: Tensor, k: Tensor, v: Tensor, backend: str, return_lse: bool, options: dict[str, Any], layout_unspecified: bool
 ) -> Any:
-    """Of a call that is not known; one that is watched never is."""
+    """Run a call that is not in the cache. Calls that must go through the dispatcher never are."""
     reject_shards()
     q, k, v, options = _normalize(q, k, v, options)
     names = tensor_names(options)
     tensors = [q, k, v, *(options[name] for name in names)]
     if not can_skip_dispatcher(tensors):
         subclasses.check_plain(dict(zip(("q", "k", "v", *names), tensors, strict=True)))
-        describe(q, k, v, **options)  # a wrong call should meet our words before torch's
+        describe(q, k, v, **options)  # raise our error, not torch's
         out, lse = operators.ATTENTION(*operands(q, k, v, backend, options))
         return (out, lse) if return_lse else out
     if layout_unspecified:
@@ -98,8 +98,8 @@ def _run_uncached(
 def _run_recorded(
     q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any], entry: calls.Entry | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Output and lse for autograd, of a call that nobody else watches."""
-    if q.dtype is eight_bits.DTYPE or options:  # before anything is computed
+    """Return output and lse, recorded for autograd."""
+    if q.dtype is eight_bits.DTYPE or options:  # before computing anything
         slopes = options.get("alibi")
         reject_gradients(q, slopes is not None and slopes.requires_grad)
     if entry is None:

@@ -1,4 +1,4 @@
-"""Calls on a CPU: tensors seen as NumPy arrays."""
+"""Calls of CPU tensors, viewed as NumPy arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashtile.pytorch.operands import seed_value
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Any, Inputs]:
-    """What runs this call, and its inputs, as Backend.prepare() says."""
+    """Return a runner for this call, and its inputs, as Backend.prepare() does."""
     given, options = options, options.copy()
     try:
         for name in ARRAYS:
@@ -24,7 +24,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, An
                 options[name] = to_numpy(x)
         arrays = to_numpy(q), to_numpy(k), to_numpy(v)
     except TypeError:  # a dtype that NumPy lacks
-        describe(q, k, v, **given)  # names the argument that has it
+        describe(q, k, v, **given)  # raises an error that names the argument
         raise
     if isinstance(seed := options.get("seed"), Tensor):
         check_seed_tensor(seed, q)

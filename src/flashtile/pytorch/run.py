@@ -1,4 +1,4 @@
-"""What the operators run, and eager calls without them: find the runner of a call, and give tensors back."""
+"""Run a call below autograd, from an operator or without one: find its runner, and return tensors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from flashtile.pytorch.operands import named_tensors
 def forward(
     q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any], with_lse: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Output and lse, contiguous, in the layout of q. An lse that is not asked for is anything."""
+    """Return output and lse, contiguous, in the layout of q. The lse is undefined unless with_lse."""
     entry = None
-    if not (q.is_cpu and q.dtype is eight_bits.DTYPE):  # no backend on a CPU multiplies these
+    if not (q.is_cpu and q.dtype is eight_bits.DTYPE):  # no CPU backend multiplies these
         entry, inputs = calls.find_or_prepare(q, k, v, backend, options)
     if entry is None:
         return _widened(q, k, v, backend, options)
@@ -28,7 +28,7 @@ def forward(
 
 
 def _widened(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """forward() of 8-bit tensors where the backend does not multiply them as they are."""
+    """forward() of 8-bit tensors for a backend that does not multiply them directly."""
     check_storage(named_tensors(q, k, v, options))
     problem = describe(q, k, v, **options)
     (q, k, v), more = eight_bits.widened(problem)
@@ -49,7 +49,7 @@ def backward(
     backend: str,
     options: dict[str, Any],
 ) -> calls.Grads:
-    """dq, dk, dv, dbias, dsink, each contiguous and like its input; None where there is none to give."""
+    """Return dq, dk, dv, dbias, dsink, each contiguous and with its input's shape and dtype, or None."""
     entry, inputs = calls.find_or_prepare(q, k, v, backend, options)
     assert entry is not None, "8-bit tensors have no gradients"
     return entry.differentiate(inputs, options, dout, dlse, out, lse, bias_grad)

@@ -140,7 +140,7 @@ def test_lengths() -> None:
         p = describe(*arrays(*shapes, seed=2), causal=True, kv_lengths=np.array(lengths))
         same(run.forward(Inputs.of(p)), alone(p))
     for wrong in ([7, 1, 1], [1, -1, 1]):
-        with pytest.raises(ft.ShapeError, match=r"^kv_lengths: expected values from 0 to the keys given"):
+        with pytest.raises(ft.ShapeError, match=r"^kv_lengths: expected values from 0 to the number of keys"):
             run.forward(Inputs.of(p)._replace(kv_lengths=np.array(wrong)))
 
 

@@ -129,7 +129,7 @@ class Runner:
         words, lengths = room
         address, seed = self._address, x.seed
         words[THREADS] = self._threads or self._arrays.threads()
-        words[SEED] = seed if seed.__class__ is int else self._arrays.number(seed)
+        words[SEED] = seed if seed.__class__ is int else self._arrays.seed_value(seed)
         words[Q], words[K], words[V] = address(x.q), address(x.k), address(x.v)
         for name, word in self._others:
             words[word] = address(getattr(x, name))

@@ -1,4 +1,4 @@
-"""Once: a runner for backends that take a Problem as it is, and work out nothing beforehand."""
+"""Once: a runner for backends that run a Problem without preparation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashtile.results import Grads
 
 
 class Once:
-    """Runs the one call that it was made for, by the forward() and backward() of a module on NumPy arrays."""
+    """Runs one call, by a module's forward() and backward() on NumPy arrays."""
 
     __slots__ = ("_arrays", "_module", "_problem")
     reusable = False
@@ -37,7 +37,7 @@ class Once:
         return Grads(dq, dk, dv, dbias, dsink)
 
     def _to_caller(self, x: Any, dtype: str) -> Any:
-        """A result in the caller's layout and dtype."""
+        """Convert a result to the caller's layout, dtype and library."""
         p = self._problem
         x = narrow(x, dtype)
         if dtype == "bfloat16" and name_of(p.q.dtype) == dtype:

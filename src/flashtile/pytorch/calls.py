@@ -36,11 +36,11 @@ _NO_ENTRIES: tuple[Entry, ...] = ()
 
 
 class Entry:
-    """A runner, the call it is for without its tensors, and the guard that recognises calls like that one.
+    """A cached runner and the guard that recognises its calls.
 
-    torch's guard compares types, devices, dtypes, shapes, strides, which tensors need gradients, and what the
-    dispatcher would do with them. Besides, `off` says by how many bytes addresses miss the alignment (None: not any of
-    three), and `reach` how many elements lie from the first to the last of each tensor, and the bytes of an element.
+    torch's guard compares types, devices, dtypes, shapes, strides, requires_grad, and dispatch keys. Besides,
+    `misalignment` has each address modulo the alignment (None: three zeros), and `spans` the number of elements from
+    the first to the last of each tensor in memory, and the bytes of an element.
     """
 
     __slots__ = (

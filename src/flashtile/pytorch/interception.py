@@ -51,7 +51,7 @@ def readable(x: Tensor) -> bool:
 
 
 def has_no_torch_function(x: Tensor) -> bool:
-    """Whether x's class has no active __torch_function__ at any time; one may be disabled for the moment."""
+    """Whether x's class has no __torch_function__, not even one that is disabled for the moment."""
     return x.__class__ is Tensor or x.__class__.__torch_function__ is torch._C._disabled_torch_function_impl
 
 

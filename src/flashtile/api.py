@@ -1,4 +1,4 @@
-"""The public functions: attention(), attention_packed(), attention_backward(), merge() and two for inspection."""
+"""attention(), attention_packed(), attention_backward(), merge(), probabilities(), standard_attention()."""
 
 from __future__ import annotations
 
@@ -142,12 +142,12 @@ def attention_packed(
     check_keywords("attention_packed", options, _PACKED)
     return_lse = check_flag("return_lse", return_lse)
     check_starts(cu_q, cu_k)
-    given = _with_arrays(q, {"cu_q": cu_q, "cu_k": cu_k, **options})
+    all_options = _with_arrays(q, {"cu_q": cu_q, "cu_k": cu_k, **options})
     if library_of(q) == "torch":
         from flashtile import pytorch
 
-        return pytorch.attention(q, k, v, backend, return_lse, given)
-    runner, inputs = _prepare(q, k, v, backend, given)
+        return pytorch.attention(q, k, v, backend, return_lse, all_options)
+    runner, inputs = _prepare(q, k, v, backend, all_options)
     out, lse = runner.forward(inputs, return_lse)
     return (out, lse) if return_lse else out
 
@@ -171,15 +171,15 @@ def attention_backward(
     Takes cu_q and cu_k for packed sequences. torch users call .backward() on the output of attention() instead.
     """
     check_keywords("attention_backward", options, DEFAULTS)
-    given, bnhd = _resolve_layout(q, k, {"cu_q": cu_q, "cu_k": cu_k, **options})
+    all_options, bnhd = _resolve_layout(q, k, {"cu_q": cu_q, "cu_k": cu_k, **options})
     if bnhd:
         q, k, v, dout, out, lse, dlse = *axes.swap_axes(q, k, v, dout, out), *axes.swap_lse_axes(lse, dlse)
-    arrays = {name: given.get(name) for name in PLAIN_ARRAYS}
+    arrays = {name: all_options.get(name) for name in PLAIN_ARRAYS}
     if library(q, k=k, v=v, dout=dout, out=out, lse=lse, dlse=dlse, **arrays) == "torch":
         raise UnsupportedError(
             "q: expected a NumPy array, got a torch tensor, whose gradients come from autograd: call backward()"
         )
-    problem = describe(q, k, v, **given)
+    problem = describe(q, k, v, **all_options)
     check_gradients(problem, dout, out, lse, dlse)
     runner, inputs = dispatch.choose(problem, backend).prepare(problem)
     grads = runner.backward(inputs, dout, out, lse, dlse)
@@ -206,9 +206,9 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *more: Any) -> tuple[A
 
         merged: tuple[Any, Any] = pytorch.merge(*results)
         return merged
-    wide = [widen(x, accumulator(name_of(x.dtype))) for x in results]
-    out, lse = merge_normalized(*wide)
-    return _rounded(out, name_of(out_a.dtype), out_a.dtype), narrow(lse, np.result_type(*wide[1::2]).name)
+    widened = [widen(x, accumulator(name_of(x.dtype))) for x in results]
+    out, lse = merge_normalized(*widened)
+    return _rounded(out, name_of(out_a.dtype), out_a.dtype), narrow(lse, np.result_type(*widened[1::2]).name)
 
 
 def probabilities(q: Any, k: Any, *, rows: Any, **options: Unpack[LayoutOptions]) -> Any:
@@ -220,11 +220,11 @@ def probabilities(q: Any, k: Any, *, rows: Any, **options: Unpack[LayoutOptions]
 
     check_unpacked(options)
     check_keywords("probabilities", options, {*DEFAULTS, "cu_q", "cu_k"})
-    given, bnhd = _resolve_layout(q, k, dict(options))
+    all_options, bnhd = _resolve_layout(q, k, dict(options))
     if bnhd:
         q, k = axes.swap_axes(q, k)
-    check_numpy(q, given, k=k)
-    problem = describe(q, k, k, **given)
+    check_numpy(q, all_options, k=k)
+    problem = describe(q, k, k, **all_options)
     P = reference.probabilities(problem, check_rows(rows, problem.n_q))
     return problem.in_caller_layout(P)
 
@@ -243,11 +243,11 @@ def standard_attention(
     from flashtile.backends import reference
 
     check_keywords("standard_attention", options, DEFAULTS)
-    given, bnhd = _resolve_layout(q, k, {"cu_q": cu_q, "cu_k": cu_k, **options})
+    all_options, bnhd = _resolve_layout(q, k, {"cu_q": cu_q, "cu_k": cu_k, **options})
     if bnhd:
         q, k, v = axes.swap_axes(q, k, v)
-    check_numpy(q, given, k=k, v=v)
-    problem = describe(q, k, v, **given)
+    check_numpy(q, all_options, k=k, v=v)
+    problem = describe(q, k, v, **all_options)
     out, lse = reference.forward(problem)
     out, lse = problem.in_caller_layout(out), problem.in_caller_layout(lse)
     if bnhd:

@@ -103,9 +103,7 @@ class _CombinedRunner:
 
 TABLE = (
     Backend("native", "flashtile.backends.native", "cpu", "C++ core, queries in the SIMD lanes"),
-    Backend(
-        "sdpa", "flashtile.backends.sdpa", "cpu", "torch's own attention, where there is no core", tensors_only=True
-    ),
+    Backend("sdpa", "flashtile.backends.sdpa", "cpu", "torch's own attention, if there is no core", tensors_only=True),
     Backend("tiles", "flashtile.backends.tiles", "cpu", "NumPy, tile by tile: the one to read"),
     Backend("reference", "flashtile.backends.reference", "cpu", "NumPy, N x N, float64: the oracle"),
     Backend(

@@ -36,7 +36,7 @@ OPTIONS = {"causal": False, "window": None, "bias": None, "dropout": 0.0, "seed"
 def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     row = next(row for row in dispatch.TABLE if row.name == "triton")
     monkeypatch.setattr(cache, "dispatch", SimpleNamespace(choose=lambda *_: row))
-    monkeypatch.setattr(cache, "on_cpu", SimpleNamespace(prepare=cache._on_gpu))
+    monkeypatch.setattr(cache, "on_cpu", SimpleNamespace(prepare=cache._prepare_on_gpu))
     monkeypatch.setattr(tuning, "choose", lambda *_: tuning.Config(16, 16, 4, 1))
     monkeypatch.setattr(cache, "_known", {})
 
@@ -72,7 +72,7 @@ def test_other_numbers_run_what_was_prepared() -> None:
     [{"causal": True}, {"softcap": 2.0}, {"window": (3, None)}, {"bias": torch.zeros(20, 20)}, {"dropout": 0.5}],
     ids=str,
 )
-def test_other_options_are_prepared_anew(more: dict[str, Any]) -> None:
+def test_other_options_are_prepared_separately(more: dict[str, Any]) -> None:
     given = tensors()
     assert find(*given)[0] is not find(*given, **more)[0]
     assert find(*given, **more)[0] is find(*given, **more)[0]
@@ -80,13 +80,13 @@ def test_other_options_are_prepared_anew(more: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("more", [{}, {"causal": True}, {"causal": True, "window": (3, None), "softcap": 2.0}], ids=str)
 def test_a_call_with_gradients_is_prepared_once(more: dict[str, Any]) -> None:
-    """attention() looks at it before the operator does, and the way back after it."""
+    """attention(), the operator and the backward pass share its entry."""
     given = tensors()
     first, _ = cache.find_or_prepare(*given, "auto", more)
     assert cache.find_or_prepare(*given, "auto", operands.operands(*given, "auto", more).options())[0] is first
 
 
-def test_other_shapes_strides_and_alignments_are_prepared_anew() -> None:
+def test_other_shapes_strides_and_alignments_are_prepared_separately() -> None:
     q, k, v = tensors()
     runs = [find(q, k, v)[0], find(*tensors(21))[0]]
     runs.append(find(q.swapaxes(1, 2).contiguous().swapaxes(1, 2), k, v)[0])
@@ -243,11 +243,11 @@ def test_a_call_like_one_before_is_found(given: list[Any]) -> None:
     sink = torch.empty(2, device="meta")
     ft.attention(*given, sink=sink)
     assert lookup(*given, sink=sink, seed=3) is lookup(*given, sink=sink)
-    inputs = cache.inputs(*given, {"sink": sink, "seed": 3})
+    inputs = lookup(*given, sink=sink).inputs(*given, {"sink": sink, "seed": 3})
     assert inputs.sink is sink and inputs.seed == 3 and inputs.q is given[0] and inputs.bias is None
 
 
-def test_one_that_needs_gradients_is_told_so(given: list[Any]) -> None:
+def test_entries_record_whether_gradients_are_needed(given: list[Any]) -> None:
     given[1].requires_grad_()
     out = ft.attention(*given)
     assert lookup(*given).needs_gradients and out.requires_grad
@@ -373,7 +373,7 @@ def test_factors_of_8_bits_are_looked_at_each_time(given: list[Any], monkeypatch
 
 
 def seen_within(how: str, q: Any, k: Any, v: Any) -> Any:
-    """What is found in the cache of a call while something watches it, or would cast it first."""
+    """Look a call up in the cache while a mode, transform or autocast is active."""
     seen: list[Any] = []
 
     def look(x: Any) -> Any:
@@ -407,15 +407,15 @@ def seen_within(how: str, q: Any, k: Any, v: Any) -> Any:
     return seen
 
 
-WATCHERS = [
+INTERCEPTORS = [
     *("vmap", "grad", "jvp", "functionalize", "make_fx", "jit", "dual"),
     *("function mode", "dispatch mode", "fake", "autocast"),
 ]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*vmap")
-@pytest.mark.parametrize("how", WATCHERS)
-def test_nothing_is_found_where_somebody_watches(how: str, given: list[Any]) -> None:
+@pytest.mark.parametrize("how", INTERCEPTORS)
+def test_nothing_is_found_while_a_mode_or_transform_is_active(how: str, given: list[Any]) -> None:
     ft.attention(*given)
     assert lookup(*given) is not None
     found = seen_within(how, *given)
@@ -423,8 +423,8 @@ def test_nothing_is_found_where_somebody_watches(how: str, given: list[Any]) -> 
     assert lookup(*given) is not None
 
 
-def test_a_call_that_was_watched_is_not_found(given: list[Any]) -> None:
-    """Not even by one that is watched in the same way."""
+def test_an_intercepted_call_is_not_cached(given: list[Any]) -> None:
+    """An identical intercepted call does not find it either."""
     with DispatchMode():
         ft.attention(*given)
         assert lookup(*given) is None
@@ -439,8 +439,8 @@ def test_a_call_that_was_watched_is_not_found(given: list[Any]) -> None:
     assert seen == [None]
 
 
-def test_calls_of_a_subclass_are_not_found(given: list[Any]) -> None:
-    """It hears of every call, and within what it does about it nobody would tell the tensors from plain ones."""
+def test_calls_of_a_subclass_are_not_cached(given: list[Any]) -> None:
+    """Inside its __torch_function__ the tensors look like plain ones."""
     with torch.inference_mode():  # where tensors are the same to the dispatcher before the operator and within
         mine = [x.clone().as_subclass(Subclass) for x in given]
         with torch._C.DisableTorchFunctionSubclass():

@@ -30,8 +30,8 @@ class Once:
 
     def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Grads:
         p, to_numpy = self._problem, self._arrays.to_numpy
-        given = (None if y is None else to_numpy(y) for y in (dout, out, lse, dlse))
-        grads = self._module.backward(p, *check_gradients(p, *given), bias_grad=bias_grad)
+        arrays = (None if y is None else to_numpy(y) for y in (dout, out, lse, dlse))
+        grads = self._module.backward(p, *check_gradients(p, *arrays), bias_grad=bias_grad)
         dq, dk, dv = (self._to_caller(y, p.dtype) for y in grads[:3])
         dbias, dsink = (None if y is None else self._arrays.from_numpy(y) for y in grads[3:])
         return Grads(dq, dk, dv, dbias, dsink)

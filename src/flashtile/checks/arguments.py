@@ -80,18 +80,18 @@ def check_merge(*results: Any) -> str:
     if len(results) % 2:
         raise ShapeError(f"merge: expected an lse for each out, got {len(results)} arrays")
     letters = ("a", "b", *range(2, len(results)))
-    given = {f"{('out', 'lse')[n % 2]}_{letters[n // 2]}": x for n, x in enumerate(results)}
+    arrays = {f"{('out', 'lse')[n % 2]}_{letters[n // 2]}": x for n, x in enumerate(results)}
     out_a = results[0]
-    kind = library(out_a, "out_a", **{name: x for name, x in given.items() if name != "out_a"})
+    kind = library(out_a, "out_a", **{name: x for name, x in arrays.items() if name != "out_a"})
     if kind == "torch":
         from flashtile.pytorch.subclasses import check_plain, check_storage_if_eager
 
-        check_plain(given)
-        check_storage_if_eager(given)
+        check_plain(arrays)
+        check_storage_if_eager(arrays)
     whole = tuple(out_a.shape)
     if not whole:
         raise ShapeError("out_a: expected at least one axis, got shape ()")
-    for name, x in given.items():
+    for name, x in arrays.items():
         shape = whole if name.startswith("out") else whole[:-1]
         if x is None:
             raise DTypeError(f"{name}: expected an array of shape {shape}, got None")

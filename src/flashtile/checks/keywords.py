@@ -45,9 +45,9 @@ FOREIGN_KEYWORDS = {
 }
 
 
-def check_keywords(function: str, given: Iterable[str], known: Collection[str]) -> None:
+def check_keywords(function: str, names: Iterable[str], known: Collection[str]) -> None:
     """Raise a DTypeError, which is a TypeError as in Python, for keywords that a function does not have."""
-    for name in given:
+    for name in names:
         if name in known:
             continue
         wanted = FOREIGN_KEYWORDS.get(name)

@@ -102,7 +102,7 @@ def check_gradients(problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any) 
     """Check dout, out, lse and dlse; return views of rank 4 (lse, dlse: rank 3)."""
     lead = 1 if problem.packed else 4 - problem.rank
     shape = problem.out_shape()
-    given = [shape[2], shape[1], shape[3]] if problem.packed else list(shape[lead:])
+    caller_shape = [shape[2], shape[1], shape[3]] if problem.packed else list(shape[lead:])
     checked: list[Any] = []
     for name, x, dtype in (
         ("dout", dout, problem.out_dtype),
@@ -113,7 +113,7 @@ def check_gradients(problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any) 
         if x is None and name == "dlse":
             checked.append(None)
             continue
-        wanted = tuple(given if name in ("dout", "out") else given[:-1])
+        wanted = tuple(caller_shape if name in ("dout", "out") else caller_shape[:-1])
         if not hasattr(x, "shape"):
             raise DTypeError(f"{name}: expected an array of shape {wanted}, got {type(x).__name__}")
         if tuple(x.shape) != wanted:

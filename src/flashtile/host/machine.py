@@ -92,8 +92,8 @@ def devices() -> list[dict[str, Any]]:
         import torch
 
         for n in range(torch.cuda.device_count()):
-            about = torch.cuda.get_device_properties(n)
-            found.append({"device": f"cuda:{n}", "name": about.name, "memory": about.total_memory})
+            properties = torch.cuda.get_device_properties(n)
+            found.append({"device": f"cuda:{n}", "name": properties.name, "memory": properties.total_memory})
     return found
 
 

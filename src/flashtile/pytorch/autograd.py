@@ -75,10 +75,10 @@ def _differentiate(
     """
     q, k, v, *others = tensors
     options = entry.options_with(others, seed)
-    given = [dout, out, lse, *tensors]
+    all_tensors = [dout, out, lse, *tensors]
     if dlse is not None:
-        given.append(dlse)
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not can_skip_dispatcher(given):
+        all_tensors.append(dlse)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not can_skip_dispatcher(all_tensors):
         grads: operators.Five = operators.ATTENTION_BACKWARD(
             dout, dlse, out, lse, bias_grad, *operands(q, k, v, entry.backend, options)
         )

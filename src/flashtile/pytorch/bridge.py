@@ -56,10 +56,10 @@ def _dtype(dtype: torch.dtype) -> np.dtype[Any]:
     """Raise a TypeError for dtypes that NumPy lacks, even if the ml_dtypes package has registered their names."""
     if dtype is torch.bfloat16:
         return BFLOAT16
-    found = np.dtype(str(dtype).removeprefix("torch."))
-    if found.isbuiltin != 1:
+    numpy_dtype = np.dtype(str(dtype).removeprefix("torch."))
+    if numpy_dtype.isbuiltin != 1:
         raise TypeError(f"NumPy has no {dtype}")
-    return found
+    return numpy_dtype
 
 
 @lru_cache(1024)
@@ -71,9 +71,9 @@ def maker(shape: tuple[int, ...], name: str, q_dtype: Any = None) -> Callable[[]
         return make
 
     def make_large() -> Any:
-        made = make()
-        pages.make_large(made.data_ptr(), made.nbytes)
-        return made
+        x = make()
+        pages.make_large(x.data_ptr(), x.nbytes)
+        return x
 
     return make_large
 

@@ -103,8 +103,8 @@ class Entry:
 
     def options_with(self, tensors: Iterable[Any], seed: int) -> dict[str, Any]:
         """The options of a call with these tensors, in the order of `names`, and this seed."""
-        found = self.constants | dict(zip(self.names, tensors, strict=True))
-        return found | {"seed": seed} if seed else found
+        options = self.constants | dict(zip(self.names, tensors, strict=True))
+        return options | {"seed": seed} if seed else options
 
     @skip_dynamo
     def differentiate(
@@ -129,8 +129,8 @@ class Entry:
         )
 
 
-def _shaped_like(given: Any, grad: Tensor | None) -> Tensor | None:
-    return None if given is None or grad is None else grad.to(given.dtype).reshape(given.shape)
+def _shaped_like(x: Any, grad: Tensor | None) -> Tensor | None:
+    return None if x is None or grad is None else grad.to(x.dtype).reshape(x.shape)
 
 
 _known: dict[Any, list[Entry]] = {}
@@ -148,14 +148,14 @@ def find_or_prepare(
     if entry is not None:
         return entry, entry.inputs(q, k, v, options)
     check_storage(named_tensors(q, k, v, options))
-    runner, given = (on_cpu.prepare if q.is_cpu else _prepare_on_gpu)(q, k, v, backend, options)
+    runner, call_inputs = (on_cpu.prepare if q.is_cpu else _prepare_on_gpu)(q, k, v, backend, options)
     if runner is None:
-        return None, given
+        return None, call_inputs
     entry = Entry(backend, options, runner, tensors, len(tensors) < 3 + len(tensor_names(options)))
     if runner.reusable:
         _store(key, entry)
-        given = entry.inputs(q, k, v, options)
-    return entry, given
+        call_inputs = entry.inputs(q, k, v, options)
+    return entry, call_inputs
 
 
 def _prepare_on_gpu(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Any, Inputs]:
@@ -191,10 +191,10 @@ def _store(key: Any, entry: Entry) -> None:
         return
     if sum(map(len, _known.values())) >= MOST:
         _known.clear()
-    found = _known.setdefault(key, [])
-    found.append(entry)
-    if len(found) > MOST_PER_KEY:
-        del found[0]
+    entries = _known.setdefault(key, [])
+    entries.append(entry)
+    if len(entries) > MOST_PER_KEY:
+        del entries[0]
 
 
 def _misalignment(tensors: tuple[Tensor, ...], alignment: int) -> tuple[int, ...]:

@@ -103,9 +103,9 @@ def _run_recorded(
         slopes = options.get("alibi")
         reject_gradients(q, slopes is not None and slopes.requires_grad)
     if entry is None:
-        entry, given = calls.find_or_prepare(q, k, v, backend, options)
+        entry, inputs = calls.find_or_prepare(q, k, v, backend, options)
         assert entry is not None, "8-bit tensors have no gradients"
     else:
-        given = entry.inputs(q, k, v, options)
-    results: tuple[Tensor, Tensor] = record(entry, given, q, k, v, *map(options.get, entry.names))
+        inputs = entry.inputs(q, k, v, options)
+    results: tuple[Tensor, Tensor] = record(entry, inputs, q, k, v, *map(options.get, entry.names))
     return results

@@ -17,14 +17,14 @@ from flashtile.pytorch.operands import seed_value
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Any, Inputs]:
     """Return a runner for this call, and its inputs, as Backend.prepare() does."""
-    given, options = options, options.copy()
+    original, options = options, options.copy()
     try:
         for name in ARRAYS:
             if (x := options.get(name)) is not None:
                 options[name] = to_numpy(x)
         arrays = to_numpy(q), to_numpy(k), to_numpy(v)
     except TypeError:  # a dtype that NumPy lacks
-        describe(q, k, v, **given)  # raises an error that names the argument
+        describe(q, k, v, **original)  # raises an error that names the argument
         raise
     if isinstance(seed := options.get("seed"), Tensor):
         check_seed_tensor(seed, q)

@@ -42,9 +42,9 @@ def _attention_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, bias_grad: bool, *args: Any
 ) -> Five:
     call = Operands(*args)
-    given = (dout, dlse, out, lse, bias_grad, call.q, call.k, call.v, call.backend, call.options())
+    arguments = (dout, dlse, out, lse, bias_grad, call.q, call.k, call.v, call.backend, call.options())
     # Results of an operator cannot be None.
-    dq, dk, dv, dbias, dsink = (call.q.new_empty(0) if x is None else x for x in run.backward(*given))
+    dq, dk, dv, dbias, dsink = (call.q.new_empty(0) if x is None else x for x in run.backward(*arguments))
     return dq, dk, dv, dbias, dsink
 
 

@@ -31,8 +31,8 @@ def _widened(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, A
     """forward() of 8-bit tensors for a backend that does not multiply them directly."""
     check_storage(named_tensors(q, k, v, options))
     problem = describe(q, k, v, **options)
-    (q, k, v), more = eight_bits.widened(problem)
-    out, lse = forward(q, k, v, backend, {**options, **more})
+    (q, k, v), changed = eight_bits.widened(problem)
+    out, lse = forward(q, k, v, backend, {**options, **changed})
     return out.to(getattr(torch, problem.out_dtype)), lse
 
 

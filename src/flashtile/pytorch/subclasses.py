@@ -44,7 +44,7 @@ def check_storage_if_eager(tensors: Mapping[str, Any]) -> None:
         check_storage({name: x for name, x in tensors.items() if x is not None})
 
 
-def triangle(bias: Any, n_q: int, n_k: int) -> bool | None:
+def is_lower_right(bias: Any, n_q: int, n_k: int) -> bool | None:
     """Whether a CausalBias aligns the last query with the last key, rather than the first; None for other tensors."""
     if type(bias) is Tensor or not isinstance(bias, _causal_bias()):
         return None
@@ -68,7 +68,7 @@ def _causal_bias() -> Any:
     return CausalBias
 
 
-def jagged(name: str, x: Any) -> tuple[Tensor, Tensor]:
+def jagged_rows(name: str, x: Any) -> tuple[Tensor, Tensor]:
     """Return the rows of a nested tensor (batch, heads, lengths, dim) as (total, heads, dim), and their starts."""
     if not x.is_nested or x.layout is not torch.jagged:
         raise DTypeError(f"{name}: expected a nested tensor of layout torch.jagged like the others, got {x.layout}")
@@ -89,11 +89,11 @@ def ragged_heads(x: Any) -> bool:
     )
 
 
-def nested(rows: Tensor, like: Any) -> Tensor:
-    """Undo jagged(), with the lengths of `like`."""
-    return nested_as(rows, like.transpose(1, 2)).transpose(1, 2)
+def to_nested(rows: Tensor, like: Any) -> Tensor:
+    """Undo jagged_rows(), with the lengths of `like`."""
+    return nested_like(rows, like.transpose(1, 2)).transpose(1, 2)
 
 
-def nested_as(rows: Tensor, like: Any) -> Tensor:
+def nested_like(rows: Tensor, like: Any) -> Tensor:
     """Nest rows with the offsets of `like`."""
     return torch.nested.nested_tensor_from_jagged(rows, like.offsets())

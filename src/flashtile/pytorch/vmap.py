@@ -51,11 +51,11 @@ class Fold:
 def _attention(info: Any, dims: Dims, *args: Any) -> Mapped:
     n = info.batch_size
     args, mapped = _mapped_first(args, dims)
-    call, of = Operands(*args), Operands(*mapped)
-    if _cannot_fold(call) or of.sink:
+    call, is_mapped = Operands(*args), Operands(*mapped)
+    if _cannot_fold(call) or is_mapped.sink:
         return _one_by_one(operators.ATTENTION, n, args, mapped)
-    rows = call.q.shape[of.q : -1]
-    out, lse = operators.ATTENTION(*Fold(n, call.q, of.q).call(call, of))
+    rows = call.q.shape[is_mapped.q : -1]
+    out, lse = operators.ATTENTION(*Fold(n, call.q, is_mapped.q).call(call, is_mapped))
     return (out.reshape(n, *rows, out.shape[-1]), lse.reshape(n, *rows)), (0, 0)
 
 
@@ -63,23 +63,23 @@ def _attention_backward(info: Any, dims: Dims, *args: Any) -> Mapped:
     n = info.batch_size
     args, mapped = _mapped_first(args, dims)
     dout, dlse, out, lse, bias_grad = args[:5]
-    call, of = Operands(*args[5:]), Operands(*mapped[5:])
+    call, is_mapped = Operands(*args[5:]), Operands(*mapped[5:])
     if _cannot_fold(call) or call.sink is not None:  # the gradient of a sink sums over the batch
         return _one_by_one(operators.ATTENTION_BACKWARD, n, args, mapped)
-    fold = Fold(n, call.q, of.q)
+    fold = Fold(n, call.q, is_mapped.q)
     grads = operators.ATTENTION_BACKWARD(
         fold.fold(dout, mapped[0]),
         fold.fold(dlse, mapped[1], 3),
         fold.fold(out, mapped[2]),
         fold.fold(lse, mapped[3], 3),
         bias_grad,
-        *fold.call(call, of),
+        *fold.call(call, is_mapped),
     )
     inputs = (
-        (call.q, of.q),
-        (call.k, of.k),
-        (call.v, of.v),
-        (call.bias if bias_grad else None, of.bias),
+        (call.q, is_mapped.q),
+        (call.k, is_mapped.k),
+        (call.v, is_mapped.v),
+        (call.bias if bias_grad else None, is_mapped.bias),
         (None, False),
     )
     return (

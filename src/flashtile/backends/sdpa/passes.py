@@ -84,17 +84,17 @@ class Call:
         return _finite(self.q, self.k, self.v, *(() if self.bias is None else (self.bias,)))
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        p, q, found = self.p, self._padded(self._queries(self.q)), []
+        p, q, results = self.p, self._padded(self._queries(self.q)), []
         for part in self.parts:
             out, lse = _forward(q, self._keys(self.k, part), self._keys(self.v, part), **self._options(part))
             out = out[..., : p.dim_v]
             if self.mask is not None:  # torch gives an lse of 0 to rows that see no key
                 lse = lse.masked_fill(self._empty(part), -torch.inf)
-            found.append((out, lse))
-        results = found[0] if len(found) == 1 else merge(*found[0], *found[1])
-        out, lse = self.q.new_zeros(p.out_shape()), results[1].new_full(p.out_shape()[:-1], -torch.inf)
-        for whole, x in zip((out, lse), results, strict=True):
-            whole[:, :, self.first :] = x.reshape(whole[:, :, self.first :].shape)
+            results.append((out, lse))
+        result = results[0] if len(results) == 1 else merge(*results[0], *results[1])
+        out, lse = self.q.new_zeros(p.out_shape()), result[1].new_full(p.out_shape()[:-1], -torch.inf)
+        for total, x in zip((out, lse), result, strict=True):
+            total[:, :, self.first :] = x.reshape(total[:, :, self.first :].shape)
         return out, lse
 
     def backward(self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -108,12 +108,12 @@ class Call:
             k, v = (self._keys(x, part) for x in (self.k, self.v))
             if dlse is not None:
                 k, v = _with_column(k, 0), _with_column(v, 0)
-            made = _backward(dout, q, k, v, out, statistics, **self._options(part))
-            for whole, x in zip((dq[:, :, self.first :], dk[:, :, part.keys], dv[:, :, part.keys]), made, strict=True):
-                x = x[..., : whole.shape[3]]
+            grads = _backward(dout, q, k, v, out, statistics, **self._options(part))
+            for total, x in zip((dq[:, :, self.first :], dk[:, :, part.keys], dv[:, :, part.keys]), grads, strict=True):
+                x = x[..., : total.shape[3]]
                 # Gradients of copied keys are summed over their heads; folded queries get their shape back.
-                shared = x.shape[1] > whole.shape[1]
-                whole += x.unflatten(1, (whole.shape[1], -1)).sum(2) if shared else x.reshape(whole.shape)
+                shared = x.shape[1] > total.shape[1]
+                total += x.unflatten(1, (total.shape[1], -1)).sum(2) if shared else x.reshape(total.shape)
         return dq, dk, dv
 
     def _queries(self, x: Tensor) -> Tensor:
@@ -186,12 +186,12 @@ def _tensor(x: Array) -> Tensor:
 @contextmanager
 def _threads(p: Problem) -> Iterator[None]:
     """Limit torch to the threads of the call."""
-    usual = torch.get_num_threads()
-    if p.threads in (None, usual):
+    previous = torch.get_num_threads()
+    if p.threads in (None, previous):
         yield
         return
     torch.set_num_threads(p.threads)
     try:
         yield
     finally:
-        torch.set_num_threads(usual)
+        torch.set_num_threads(previous)

@@ -108,6 +108,6 @@ def test_the_error_of_an_explicit_backend_names_those_that_could(table: Any) -> 
 
 
 def test_rows_made_for_one_generation_of_gpus() -> None:
-    made_for = {row.name: [c for c in (None, (8, 0), (9, 0), (10, 0)) if row.made_for(c)] for row in dispatch.TABLE}
-    assert made_for.pop("gluon") == [(9, 0)]
-    assert all(len(generations) == 4 for generations in made_for.values())
+    runs_on = {row.name: [c for c in (None, (8, 0), (9, 0), (10, 0)) if row.runs_on(c)] for row in dispatch.TABLE}
+    assert runs_on.pop("gluon") == [(9, 0)]
+    assert all(len(generations) == 4 for generations in runs_on.values())

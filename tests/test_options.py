@@ -28,12 +28,12 @@ def test_everything_made_from_the_list_has_all_options() -> None:
     assert set(DEFAULTS) < {line.split()[0] for line in lines if line and line[0] != " "}
     assert set(OPTIONS) - {"causal", "window"} < set(Problem.__dataclass_fields__)
     assert ("q", "k", "v", *ARRAYS) == TENSORS
-    assert all(name in options.Packed.__annotations__ for name in OPTIONS)
+    assert all(name in options.PackedOptions.__annotations__ for name in OPTIONS)
 
 
 # A constant that is added to all scores: the lse grows by it, and nothing else changes.
 LACKING = ("native", "sdpa", "gluon", "triton")
-ROW = f'    shift: Annotated[float, Option(0.0, "float", checks.real_or_none, lacking={LACKING})]\n'
+ROW = f'    shift: Annotated[float, Option(0.0, "float", checks.real_or_none, unsupported_by={LACKING})]\n'
 ARITHMETIC = "        S = S + dtype.type(p.shift)\n"
 USE = """
 import inspect, warnings

@@ -12,7 +12,7 @@ from flashtile.band import Band, causal, full, window
 from flashtile.cost.plan import Plan, plan
 from flashtile.cost.trace import Trace, trace
 from flashtile.errors import DTypeError, FlashtileError, ShapeError, UnsupportedError
-from flashtile.host import threads  # noqa: F401  it remembers which process this is, before any fork
+from flashtile.host import threads  # noqa: F401  records the process id before any fork
 from flashtile.numerics.softmax import online_softmax
 from flashtile.results import Grads
 
@@ -44,5 +44,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """For tab completion: the public names, and not the modules they come from."""
+    """List the public names for tab completion, without submodules."""
     return __all__

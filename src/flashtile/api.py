@@ -9,6 +9,7 @@ import numpy as np
 from flashtile import calls, dispatch
 from flashtile.checks import layout as axes
 from flashtile.checks.arguments import (
+    as_array,
     check_merge,
     check_numpy,
     check_rows,
@@ -16,7 +17,6 @@ from flashtile.checks.arguments import (
     check_unpacked,
     library,
     library_of,
-    listed,
 )
 from flashtile.checks.keywords import check_keywords
 from flashtile.checks.numbers import check_flag
@@ -31,7 +31,7 @@ from flashtile.results import Grads
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from flashtile.options import Laid, Options
+    from flashtile.options import LayoutOptions, Options
 
 X = TypeVar("X")  # a NumPy array or a torch tensor
 
@@ -40,86 +40,86 @@ _PACKED = frozenset(DEFAULTS) - {"layout", "key_padding_mask"}
 
 @overload
 def attention(
-    q: X, k: X, v: X, *, return_lse: Literal[False] = False, backend: str = "auto", **options: Unpack[Laid]
+    q: X, k: X, v: X, *, return_lse: Literal[False] = False, backend: str = "auto", **options: Unpack[LayoutOptions]
 ) -> X: ...
 @overload
 def attention(
-    q: X, k: X, v: X, *, return_lse: Literal[True], backend: str = "auto", **options: Unpack[Laid]
+    q: X, k: X, v: X, *, return_lse: Literal[True], backend: str = "auto", **options: Unpack[LayoutOptions]
 ) -> tuple[X, X]: ...
 @overload
 def attention(
-    q: X, k: X, v: X, *, return_lse: bool, backend: str = "auto", **options: Unpack[Laid]
+    q: X, k: X, v: X, *, return_lse: bool, backend: str = "auto", **options: Unpack[LayoutOptions]
 ) -> X | tuple[X, X]: ...
 @documented
 def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, backend: str = "auto", **options: Any) -> Any:
-    """softmax(q k^T * scale) v, exactly, without ever storing the scores.
+    """Compute softmax(q k^T * scale) v exactly, without ever storing the scores.
 
     q is (batch, heads, queries, dim), or (heads, queries, dim), or (queries, dim); k and v may have fewer heads (each
-    serves a group of query heads) and v another width. NumPy arrays give a NumPy array; torch tensors give a tensor on
-    their device, with gradients for q, k, v, bias and sink, and through the lse.
+    serves a group of query heads), and v may have another width. NumPy arrays give a NumPy array; torch tensors give a
+    tensor on their device, with gradients for q, k, v, bias and sink, and through the lse.
 
     return_lse  also return the log-sum-exp of each row's scores, shaped like the output without its last axis
-    backend     "auto", or one of those that `flashtile doctor` lists
+    backend     "auto", or one that `flashtile doctor` lists
     {options}
 
     The order of operations on a score: scale, softcap, bias, alibi, mask, softmax, dropout. A row that sees no key
-    gives output 0 and lse -inf. What is masked has no effect, NaN and Inf included.
+    gives output 0 and lse -inf. Masked values have no effect, NaN and Inf included.
     """
-    said: dict[str, Any] = {}  # what is not as it is by default
+    changed: dict[str, Any] = {}  # options that differ from their defaults
     if options:
         try:
             for name, x in options.items():
                 if x is not DEFAULTS[name]:
-                    said[name] = x
+                    changed[name] = x
         except KeyError:
             check_keywords("attention", options, {*DEFAULTS, "return_lse", "backend"})
             raise
     if return_lse is not False:
         return_lse = check_flag("return_lse", return_lse)
-    unsaid = True  # in which order the axes are
-    if said and ("layout" in said or "key_padding_mask" in said):
-        if axes.rows_first(said.get("layout")):
-            return _rows_first(q, k, v, return_lse, backend, said)
-        unsaid = said.pop("layout", None) is None
-        if (padding := said.pop("key_padding_mask", None)) is not None:
-            said["mask"] = axes.with_padding(q, k, said.get("mask"), padding)
+    layout_unspecified = True
+    if changed and ("layout" in changed or "key_padding_mask" in changed):
+        if axes.is_bnhd(changed.get("layout")):
+            return _attention_bnhd(q, k, v, return_lse, backend, changed)
+        layout_unspecified = changed.pop("layout", None) is None
+        if (padding := changed.pop("key_padding_mask", None)) is not None:
+            changed["mask"] = axes.with_padding(q, k, changed.get("mask"), padding)
     if q.__class__ is not np.ndarray and hasattr(q, "__torch_function__"):
-        import flashtile.pytorch  # not "from": that is one call more each time
+        import flashtile.pytorch  # "from ... import" costs one more function call each time
 
-        if "kv_lengths" in said:
-            said["kv_lengths"] = listed("kv_lengths", said["kv_lengths"], q)
-        return flashtile.pytorch.attention(q, k, v, backend, return_lse, said, unsaid)
-    key = calls.key_of(q, k, v, backend, said)
+        if "kv_lengths" in changed:
+            changed["kv_lengths"] = as_array("kv_lengths", changed["kv_lengths"], q)
+        return flashtile.pytorch.attention(q, k, v, backend, return_lse, changed, layout_unspecified)
+    key = calls.key_of(q, k, v, backend, changed)
     runner = calls.KNOWN.get(key)
     if runner is None:
-        runner, inputs = _prepare(q, k, v, backend, said, key)
-        if unsaid:
-            axes.doubt(q, k, bool(said.get("causal")), 3)
+        runner, inputs = _prepare(q, k, v, backend, changed, key)
+        if layout_unspecified:
+            axes.warn_if_axes_swapped(q, k, bool(changed.get("causal")), 3)
     else:
-        inputs = calls.inputs_of(q, k, v, said)
+        inputs = calls.inputs_of(q, k, v, changed)
     results = runner.forward(inputs, return_lse)
     return results if return_lse else results[0]
 
 
-def _rows_first(q: Any, k: Any, v: Any, return_lse: bool, backend: str, options: dict[str, Any]) -> Any:
-    """attention() of (batch, length, heads, dim)."""
+def _attention_bnhd(q: Any, k: Any, v: Any, return_lse: bool, backend: str, options: dict[str, Any]) -> Any:
+    """Run attention() on arrays of (batch, length, heads, dim)."""
     try:
-        q, k, v = axes.swapped(q, k, v)
-    except RuntimeError:  # torch's, which does not say which tensor
-        axes.check_held(q=q, k=k, v=v)
+        q, k, v = axes.swap_axes(q, k, v)
+    except RuntimeError:  # torch does not name the tensor
+        axes.check_tensors(q=q, k=k, v=v)
         raise
     options["layout"] = "bhnd"
-    found: Any = attention(q, k, v, return_lse=return_lse, backend=backend, **options)
-    return axes.result(found, return_lse)
+    results: Any = attention(q, k, v, return_lse=return_lse, backend=backend, **options)
+    return axes.swap_results(results, return_lse)
 
 
 def _prepare(q: Any, k: Any, v: Any, backend: str, options: dict[str, Any], key: Any = None) -> tuple[Any, Any]:
-    """What runs a call of NumPy arrays that is not known, and its inputs."""
+    """Return a runner for an uncached call of NumPy arrays, and its inputs."""
     options = _with_arrays(q, options)
     library(q, k=k, v=v, **{name: x for name, x in options.items() if name in PLAIN_ARRAYS})
     problem = describe(q, k, v, **options)
     runner, inputs = dispatch.choose(problem, backend).prepare(problem)
-    calls.remember(key, runner)
+    calls.store(key, runner)
     return runner, inputs
 
 
@@ -134,20 +134,20 @@ def attention_packed(
     backend: str = "auto",
     **options: Unpack[Options],
 ) -> Any:
-    """attention() over sequences laid back to back: q is (total, heads, dim), sequence s has rows cu_q[s]:cu_q[s+1].
+    """Attention over packed (varlen) sequences: q is (total, heads, dim), sequence s has rows cu_q[s]:cu_q[s+1].
 
-    Takes every option of attention(). mask and bias broadcast to (sequences, heads, longest q, longest k), counted
+    Takes every option of attention(). mask and bias broadcast to (sequences, heads, longest q, longest k), indexed
     within each sequence; alibi may be (sequences, heads); kv_lengths is (sequences,). The lse is (total, heads).
     """
     check_keywords("attention_packed", options, _PACKED)
     return_lse = check_flag("return_lse", return_lse)
     check_starts(cu_q, cu_k)
-    given = _with_arrays(q, {"cu_q": cu_q, "cu_k": cu_k, **options})
+    all_options = _with_arrays(q, {"cu_q": cu_q, "cu_k": cu_k, **options})
     if library_of(q) == "torch":
         from flashtile import pytorch
 
-        return pytorch.attention(q, k, v, backend, return_lse, given)
-    runner, inputs = _prepare(q, k, v, backend, given)
+        return pytorch.attention(q, k, v, backend, return_lse, all_options)
+    runner, inputs = _prepare(q, k, v, backend, all_options)
     out, lse = runner.forward(inputs, return_lse)
     return (out, lse) if return_lse else out
 
@@ -164,28 +164,28 @@ def attention_backward(
     cu_q: Any = None,
     cu_k: Any = None,
     backend: str = "auto",
-    **options: Unpack[Laid],
+    **options: Unpack[LayoutOptions],
 ) -> Grads:
-    """Gradients for NumPy users: out and lse are what attention(..., return_lse=True) gave for the same options.
+    """Compute gradients of NumPy arrays. out and lse: from attention(..., return_lse=True) with the same options.
 
     Takes cu_q and cu_k for packed sequences. torch users call .backward() on the output of attention() instead.
     """
     check_keywords("attention_backward", options, DEFAULTS)
-    given, rows_first = _unlaid(q, k, {"cu_q": cu_q, "cu_k": cu_k, **options})
-    if rows_first:
-        q, k, v, dout, out, lse, dlse = *axes.swapped(q, k, v, dout, out), *axes.swapped_lse(lse, dlse)
-    arrays = {name: given.get(name) for name in PLAIN_ARRAYS}
+    all_options, bnhd = _resolve_layout(q, k, {"cu_q": cu_q, "cu_k": cu_k, **options})
+    if bnhd:
+        q, k, v, dout, out, lse, dlse = *axes.swap_axes(q, k, v, dout, out), *axes.swap_lse_axes(lse, dlse)
+    arrays = {name: all_options.get(name) for name in PLAIN_ARRAYS}
     if library(q, k=k, v=v, dout=dout, out=out, lse=lse, dlse=dlse, **arrays) == "torch":
         raise UnsupportedError(
-            "q: expected NumPy arrays; torch tensors have gradients through autograd, call backward()"
+            "q: expected a NumPy array, got a torch tensor, whose gradients come from autograd: call backward()"
         )
-    problem = describe(q, k, v, **given)
+    problem = describe(q, k, v, **all_options)
     check_gradients(problem, dout, out, lse, dlse)
     runner, inputs = dispatch.choose(problem, backend).prepare(problem)
     grads = runner.backward(inputs, dout, out, lse, dlse)
     dq, dk, dv = grads[:3]
-    if rows_first:
-        dq, dk, dv = axes.swapped(dq, dk, dv)
+    if bnhd:
+        dq, dk, dv = axes.swap_axes(dq, dk, dv)
     dbias, dsink = (
         None if x is None or like is None else _rounded(x, name_of(like.dtype), like.dtype).reshape(like.shape)
         for x, like in ((grads.dbias, options.get("bias")), (grads.dsink, options.get("sink")))
@@ -194,11 +194,11 @@ def attention_backward(
 
 
 def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *more: Any) -> tuple[Any, Any]:
-    """Results of the same queries over disjoint keys -> the result over their union, exactly.
+    """Merge results of the same queries over disjoint keys into the exact result over their union.
 
-    Two or any number, each as out and lse: merge(*a, *b, *c). (0, -inf) is the identity. Give it float32 outputs
-    (out_dtype) to lose nothing to rounding on the way, and many results at once: merged one after the other, each step
-    rounds, and a thousand of them come ten times as far from the truth.
+    Takes two or more results, each as out and lse: merge(*a, *b, *c). (0, -inf) is the identity. Pass float32 outputs
+    (out_dtype) to avoid rounding on the way, and all results at once: each separate merge rounds, and the error of a
+    thousand merges in a row is ten times as large.
     """
     results = (out_a, lse_a, out_b, lse_b, *more)
     if check_merge(*results) == "torch":
@@ -206,71 +206,78 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *more: Any) -> tuple[A
 
         merged: tuple[Any, Any] = pytorch.merge(*results)
         return merged
-    wide = [widen(x, accumulator(name_of(x.dtype))) for x in results]
-    out, lse = merge_normalized(*wide)
-    return _rounded(out, name_of(out_a.dtype), out_a.dtype), narrow(lse, np.result_type(*wide[1::2]).name)
+    widened = [widen(x, accumulator(name_of(x.dtype))) for x in results]
+    out, lse = merge_normalized(*widened)
+    return _rounded(out, name_of(out_a.dtype), out_a.dtype), narrow(lse, np.result_type(*widened[1::2]).name)
 
 
-def probabilities(q: Any, k: Any, *, rows: Any, **options: Unpack[Laid]) -> Any:
-    """The softmax weights of chosen query rows, (batch, heads, rows, keys) in float64; nothing else is built.
+def probabilities(q: Any, k: Any, *, rows: Any, **options: Unpack[LayoutOptions]) -> Any:
+    """Compute the softmax weights of chosen query rows only, (batch, heads, rows, keys) in float64.
 
-    For looking at attention, not for computing with it: weights are before dropout. NumPy arrays only.
+    For inspection, not for further computation: the weights are those before dropout. NumPy arrays only.
     """
     from flashtile.backends import reference
 
     check_unpacked(options)
     check_keywords("probabilities", options, {*DEFAULTS, "cu_q", "cu_k"})
-    given, rows_first = _unlaid(q, k, dict(options))
-    if rows_first:
-        q, k = axes.swapped(q, k)
-    check_numpy(q, given, k=k)
-    problem = describe(q, k, k, **given)
+    all_options, bnhd = _resolve_layout(q, k, dict(options))
+    if bnhd:
+        q, k = axes.swap_axes(q, k)
+    check_numpy(q, all_options, k=k)
+    problem = describe(q, k, k, **all_options)
     P = reference.probabilities(problem, check_rows(rows, problem.n_q))
-    return problem.as_given(P)
+    return problem.in_caller_layout(P)
 
 
 def standard_attention(
-    q: Any, k: Any, v: Any, *, return_lse: bool = False, cu_q: Any = None, cu_k: Any = None, **options: Unpack[Laid]
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    return_lse: bool = False,
+    cu_q: Any = None,
+    cu_k: Any = None,
+    **options: Unpack[LayoutOptions],
 ) -> Any:
-    """The oracle: scores stored whole, everything in float64, and a float64 result whatever the inputs."""
+    """Compute attention with all scores stored, in float64: the oracle. The result is float64 for any inputs."""
     from flashtile.backends import reference
 
     check_keywords("standard_attention", options, DEFAULTS)
-    given, rows_first = _unlaid(q, k, {"cu_q": cu_q, "cu_k": cu_k, **options})
-    if rows_first:
-        q, k, v = axes.swapped(q, k, v)
-    check_numpy(q, given, k=k, v=v)
-    problem = describe(q, k, v, **given)
+    all_options, bnhd = _resolve_layout(q, k, {"cu_q": cu_q, "cu_k": cu_k, **options})
+    if bnhd:
+        q, k, v = axes.swap_axes(q, k, v)
+    check_numpy(q, all_options, k=k, v=v)
+    problem = describe(q, k, v, **all_options)
     out, lse = reference.forward(problem)
-    out, lse = problem.as_given(out), problem.as_given(lse)
-    if rows_first:
-        out, lse = *axes.swapped(out), *axes.swapped_lse(lse)
+    out, lse = problem.in_caller_layout(out), problem.in_caller_layout(lse)
+    if bnhd:
+        out, lse = *axes.swap_axes(out), *axes.swap_lse_axes(lse)
     return (out, lse) if check_flag("return_lse", return_lse) else out
 
 
 def _with_arrays(q: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """The options with arrays in place of lists."""
+    """Replace lists among the options by arrays."""
     for name in ("cu_q", "cu_k", "kv_lengths"):
         if isinstance(options.get(name), list | tuple):
-            options[name] = listed(name, options[name], q)
+            options[name] = as_array(name, options[name], q)
     return options
 
 
-def _unlaid(q: Any, k: Any, options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """The options of a call of (batch, heads, length, dim), and whether its arrays have to become that first."""
+def _resolve_layout(q: Any, k: Any, options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Return the options for (batch, heads, length, dim), and whether the arrays are (batch, length, heads, dim)."""
     layout, padding = options.pop("layout", None), options.pop("key_padding_mask", None)
     packed = options.get("cu_q") is not None or options.get("cu_k") is not None
     if packed and (layout is not None or padding is not None):
         name = "layout" if padding is None else "key_padding_mask"
         raise ShapeError(f"{name}: expected None, because sequences are packed (cu_q, cu_k), got another value")
-    rows_first = axes.rows_first(layout)
+    bnhd = axes.is_bnhd(layout)
     if padding is not None:
-        q, k = axes.swapped(q, k) if rows_first else (q, k)
+        q, k = axes.swap_axes(q, k) if bnhd else (q, k)
         options["mask"] = axes.with_padding(q, k, options.get("mask"), padding)
-    return _with_arrays(q, options), rows_first
+    return _with_arrays(q, options), bnhd
 
 
-def _rounded(x: Any, name: str, carrier: Any) -> Any:
-    """x in the named dtype; bfloat16 in the carrier that the caller's arrays use."""
+def _rounded(x: Any, name: str, dtype: Any) -> Any:
+    """Round x to the named dtype; bfloat16 results have the NumPy dtype of the caller's arrays."""
     x = narrow(x, name)
-    return x.view(carrier) if x.dtype == BFLOAT16 else x
+    return x.view(dtype) if x.dtype == BFLOAT16 else x

@@ -1,6 +1,6 @@
-"""The cache of NumPy calls: what runs a call, by the layouts and dtypes of its arrays and by its options.
+"""Cache of prepared NumPy calls, keyed by the metadata of the arrays and by the options.
 
-pytorch/calls.py is the same for tensors.
+pytorch/calls.py is the cache for tensors.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from flashtile.band import Band
 from flashtile.inputs import NO_ARRAYS, Inputs, inputs
 from flashtile.options import ARRAYS
 
-MOST = 2048  # calls in the cache
+MOST = 2048  # entries in the cache
 DTYPES = {np.dtype(name) for name in ("float16", "float32", "float64")}
-FIXED = (int, float, str, np.generic, np.dtype, type)  # classes of options that never change
-KNOWN: dict[Any, Any] = {}  # from a key to a runner
+FIXED = (int, float, str, np.generic, np.dtype, type)  # immutable classes of options
+KNOWN: dict[Any, Any] = {}  # runners by key
 _ARRAYS = frozenset(ARRAYS)
 
 
 def key_of(q: Any, k: Any, v: Any, backend: str, options: dict[str, Any]) -> tuple[Any, ...] | None:
-    """All that decides what runs; None for a call that is not cached. The arguments may be anything."""
+    """Return all that decides which runner fits; None if the call cannot be cached. Arguments are unchecked."""
     dtype = getattr(q, "dtype", None)
     if backend.__class__ is not str or not (
         q.__class__ is k.__class__ is v.__class__ is np.ndarray and k.dtype is v.dtype is dtype in DTYPES
@@ -34,7 +34,7 @@ def key_of(q: Any, k: Any, v: Any, backend: str, options: dict[str, Any]) -> tup
         if name == "seed":
             if x.__class__ is not int or not 0 <= x < 1 << 64:
                 return None
-        elif x.__class__ is bool or x.__class__ is float:  # as most are
+        elif x.__class__ is bool or x.__class__ is float:
             key += name, x, x.__class__
         elif name in _ARRAYS:
             if x.__class__ is not np.ndarray or not x.flags.aligned:
@@ -48,9 +48,9 @@ def key_of(q: Any, k: Any, v: Any, backend: str, options: dict[str, Any]) -> tup
 
 
 def part_of_key(name: str, x: Any) -> tuple[Any, ...] | None:
-    """An option as part of a key; None if it may have another value by the next call.
+    """Return the key of an option; None if its value may change before the next call.
 
-    1 equals True and 1.0, but describe() tells them apart: hence the classes.
+    1 equals True and 1.0, but describe() distinguishes them: hence the classes.
     """
     kind = x.__class__
     if isinstance(x, FIXED):
@@ -65,15 +65,15 @@ def part_of_key(name: str, x: Any) -> tuple[Any, ...] | None:
 
 
 def inputs_of(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Inputs:
-    """The inputs of a call, as the caller gave them."""
+    """The Inputs of a call, in the caller's layout."""
     if not options:
         return inputs((q, k, v, *NO_ARRAYS, 0))
     return inputs((q, k, v, *map(options.get, ARRAYS), options.get("seed", 0)))
 
 
-def remember(key: Any, runner: Any) -> None:
-    """Store a runner, if it runs other calls as well."""
-    if key is not None and runner.lasting:
+def store(key: Any, runner: Any) -> None:
+    """Store a reusable runner."""
+    if key is not None and runner.reusable:
         if len(KNOWN) >= MOST:
             KNOWN.clear()
         KNOWN[key] = runner

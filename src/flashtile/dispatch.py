@@ -1,4 +1,4 @@
-"""One table: backend -> what it supports, and why not. auto = the first row that supports the Problem and suits it."""
+"""The table of backends. "auto" chooses the first row that supports a Problem and suits it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def _nothing(problem: Problem) -> None:
 
 
 def _always(problem: Problem) -> bool:
-    """For a backend that is as good as those after it, whatever the problem."""
+    """Default hook: the backend suits every problem that it supports."""
     return True
 
 
-_module = cache(importlib.import_module)  # a small call would notice the look-up
+_module = cache(importlib.import_module)  # a look-up in sys.modules shows in small calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,72 +40,70 @@ class Backend:
     module: str
     device: str
     about: str
-    generation: int | None = None  # of NVIDIA's GPUs, by their compute capability; None: any GPU, or none
-    eight_bits: bool = False  # multiplies 8-bit tensors as they are; the others are given wider ones
-    tensors_only: bool = False  # takes torch tensors and no NumPy arrays
-    gradients_by: str | None = None  # the row that makes the gradients which this one does not, see differentiates()
+    generation: int | None = None  # major compute capability of NVIDIA GPUs; None: any GPU, or none
+    eight_bits: bool = False  # multiplies 8-bit tensors directly; other backends get wider ones
+    tensors_only: bool = False  # takes no NumPy arrays
+    gradients_by: str | None = None  # the row for backward passes that this one lacks, see differentiates()
 
     def load(self) -> ModuleType:
         return _module(self.module)
 
     def missing(self) -> str | None:
-        """Why this backend cannot run on this machine at all; None where it can."""
+        """Why this backend cannot run on this machine at all; None if it can."""
         reason: str | None = getattr(self.load(), "missing", lambda: None)()
         return reason
 
     def objection(self, problem: Problem, device: str, tensors: bool = False) -> str | None:
-        """Why this backend could not run this problem on any machine; None where it could. tensors: of torch's."""
+        """Why this backend supports this problem on no machine; None if it does. tensors: torch tensors."""
         if device != self.device:
             return f"it runs on {self.device}, the tensors are on {device}"
         if self.tensors_only and not tensors:
             return "it takes torch tensors only"
-        for name in problem.given:
-            if self.name in OPTIONS[name].lacking:
+        for name in problem.changed:
+            if self.name in OPTIONS[name].unsupported_by:
                 return f"it takes no {name}"
         reason: str | None = getattr(self.load(), "why_not", _nothing)(problem)
         return reason
 
-    def made_for(self, capability: tuple[int, int] | None) -> bool:
-        """Whether it runs on such a GPU; None: one of which nothing is known."""
+    def runs_on(self, capability: tuple[int, int] | None) -> bool:
+        """Whether it runs on a GPU of this compute capability; None: unknown."""
         return self.generation is None or (capability is not None and capability[0] == self.generation)
 
     def suits(self, problem: Problem) -> bool:
-        """Whether a problem that it supports is also one that it does better than those after it."""
-        fit: bool = getattr(self.load(), "suits", _always)(problem)
-        return fit
+        """Whether it is a better choice for this supported problem than the rows after it."""
+        suits: bool = getattr(self.load(), "suits", _always)(problem)
+        return suits
 
     def why_not(self, problem: Problem, device: str, tensors: bool = False) -> str | None:
-        """Why this backend cannot run this problem here; None where it can."""
-        asked = device == self.device and (tensors or not self.tensors_only)
-        return (self.missing() if asked else None) or self.objection(problem, device, tensors)
+        """Why this backend cannot run this problem here; None if it can."""
+        eligible = device == self.device and (tensors or not self.tensors_only)
+        return (self.missing() if eligible else None) or self.objection(problem, device, tensors)
 
     def prepare(self, problem: Problem, arrays: Arrays = NUMPY) -> tuple[Any, Inputs]:
-        """What runs this problem, and its inputs; `runner.lasting`: and all that differ in their inputs alone.
+        """Return a runner for this problem, and its inputs. A `reusable` runner also runs calls with other inputs.
 
-        runner.forward(inputs, with_lse) gives output and lse, runner.backward(inputs, dout, out, lse, dlse) the Grads,
-        as arrays of this library in the caller's layout. `arrays` counts on a CPU only.
+        runner.forward(inputs, with_lse) returns output and lse, runner.backward(inputs, dout, out, lse, dlse) the
+        Grads, in the caller's library and layout. `arrays` matters on a CPU only.
         """
         runner, inputs = self.load().prepare(problem, arrays)
         if self.gradients_by is not None and not self.load().differentiates(problem):
-            runner = _Joined(runner, named(self.gradients_by).prepare(problem, arrays)[0])
+            runner = _CombinedRunner(runner, named(self.gradients_by).prepare(problem, arrays)[0])
         return runner, inputs
 
 
-class _Joined:
+class _CombinedRunner:
     """The forward pass of one backend and the backward pass of another."""
 
-    __slots__ = ("alignment", "backward", "forward", "lasting")
+    __slots__ = ("alignment", "backward", "forward", "reusable")
 
     def __init__(self, forward: Any, backward: Any) -> None:
-        self.lasting, self.alignment = forward.lasting and backward.lasting, forward.alignment
+        self.reusable, self.alignment = forward.reusable and backward.reusable, forward.alignment
         self.forward, self.backward = forward.forward, backward.backward
 
 
 TABLE = (
     Backend("native", "flashtile.backends.native", "cpu", "C++ core, queries in the SIMD lanes"),
-    Backend(
-        "sdpa", "flashtile.backends.sdpa", "cpu", "torch's own attention, where there is no core", tensors_only=True
-    ),
+    Backend("sdpa", "flashtile.backends.sdpa", "cpu", "torch's own attention, if there is no core", tensors_only=True),
     Backend("tiles", "flashtile.backends.tiles", "cpu", "NumPy, tile by tile: the one to read"),
     Backend("reference", "flashtile.backends.reference", "cpu", "NumPy, N x N, float64: the oracle"),
     Backend(
@@ -133,9 +131,9 @@ def check_name(backend: object) -> None:
 
 
 def choose(problem: Problem, backend: str = "auto", device: str = "cpu", tensors: bool = False) -> Backend:
-    """The row that will run this problem. An explicit backend never falls back silently.
+    """Choose the row that runs this problem. An explicit backend never falls back silently.
 
-    tensors: of torch's, also where the problem sees them as NumPy arrays.
+    tensors: the caller passed torch tensors, even if the problem views them as NumPy arrays.
     """
     check_name(backend)
     reasons: dict[str, str] = {}
@@ -153,7 +151,7 @@ def choose(problem: Problem, backend: str = "auto", device: str = "cpu", tensors
 
 
 def preferred(problem: Problem, able: Iterable[Backend]) -> Backend | None:
-    """Of rows that support a problem, the first that suits it; the last where none does."""
+    """Return the first of these rows that suits the problem, or else the last."""
     row = None
     for row in able:
         if row.suits(problem):
@@ -164,7 +162,7 @@ def preferred(problem: Problem, able: Iterable[Backend]) -> Backend | None:
 def _able(
     rows: Iterable[Backend], problem: Problem, device: str, tensors: bool, reasons: dict[str, str]
 ) -> Iterator[Backend]:
-    """Of these rows, those that can run a problem here; into reasons goes why the others cannot."""
+    """Yield the rows that can run the problem here; add to `reasons` why the others cannot."""
     for row in rows:
         reason = row.why_not(problem, device, tensors)
         if reason is None:
@@ -173,14 +171,14 @@ def _able(
             reasons[row.name] = reason
 
 
-_told_of_numpy = False
+_warned_of_numpy = False
 
 
 def _warn_of_numpy(reasons: dict[str, str]) -> None:
-    """Once a process: the answer is right, but takes many times as long as it has to."""
-    global _told_of_numpy
-    if not _told_of_numpy:
-        _told_of_numpy = True
+    """Warn once per process: the result is right, but slow."""
+    global _warned_of_numpy
+    if not _warned_of_numpy:
+        _warned_of_numpy = True
         warnings.warn(
             f"flashtile: this call runs on NumPy, many times slower than on the C++ core ({_listed(reasons)}). To get "
             "the core, install a C++ compiler, then run: pip install --force-reinstall --no-deps --no-cache-dir "

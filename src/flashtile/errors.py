@@ -1,17 +1,17 @@
-"""The three ways a call can be wrong; each message names the argument, what was expected and what came."""
+"""Error classes. Each message names the argument, what was expected and what it got."""
 
 
 class FlashtileError(Exception):
-    """Base of every error that flashtile raises on purpose."""
+    """Base class of all errors that flashtile raises itself."""
 
 
 class ShapeError(FlashtileError, ValueError):
-    """A shape, a length or a value does not fit."""
+    """A shape, length or value is invalid."""
 
 
 class DTypeError(FlashtileError, TypeError):
-    """An argument is of the wrong type, dtype or library."""
+    """An argument has the wrong type, dtype or library."""
 
 
 class UnsupportedError(FlashtileError, NotImplementedError):
-    """The chosen backend cannot run this call; the message says why, and which backends could."""
+    """The chosen backend cannot run this call; the message says why, and which backends can."""

@@ -1,7 +1,8 @@
-"""The options of a call, each written down once: its type, default, check, meaning, and type in torch's operator.
+"""The options of a call, each defined once: its type, default, check, meaning, and type in torch's operator.
 
-All that lists options is made from here: the signature and docstring of attention(), the checks of describe(), the
-fields of Problem and Inputs, the operator's schema, the axes of vmap, what autocast casts, what plan() takes as shapes.
+Everything that lists options is derived from here: the signature and docstring of attention(), the checks of
+describe(), the fields of Problem and Inputs, the operator's schema, the axes of vmap, what autocast casts, and what
+plan() takes as shapes.
 """
 
 from __future__ import annotations
@@ -22,75 +23,75 @@ MEANING = """causal      the last query sees every key, the one before it all bu
     window      (left, right): how many keys before and after its own position a query sees; None is no limit
     band        the general form, a flashtile.Band: query i sees key j iff -left <= j - (i + offset) <= right
     mask        boolean, True = may attend, broadcast to (batch, heads, queries, keys)
-    bias        added to the scaled scores, broadcast likewise
+    bias        added to the scaled scores, broadcast like mask
     alibi       slopes, (heads,) or (batch, heads): adds -slope * |i + offset - j|
     softcap     c > 0: scores become c * tanh(score / c)
-    sink        (heads,): one more logit per row, which takes probability and contributes no value
+    sink        (heads,): one more logit per row, which takes probability but has no value
     scale       dim ** -0.5 by default
     dropout     probability of dropping a weight
-    seed        decides which weights are dropped, identically on every backend: pass another one at every training
-                step. 64 bits: a number, or an int64 tensor of one, whose negative values stand for the large numbers
-                with the same bits. Only kernels read a tensor on a GPU: for torch.compile and CUDA graphs
+    seed        decides which weights are dropped, identically on every backend: pass a new one at every training
+                step. 64 bits: a number, or an int64 tensor of one element, read as unsigned. A tensor on a GPU is
+                read only by kernels, so it works in torch.compile and CUDA graphs
     kv_lengths  (batch,): how many keys of each sequence are in use; causal and window align to their end
     descale     for torch.float8_e4m3fn inputs, the factors of q, k and v: numbers, or float32 tensors of shape () or
-                (batch, kv_heads); q counts as q * descale[0], and so on. Such inputs have no gradient
-    out_dtype   float32 keeps the partial result of 16-bit inputs unrounded, for merge(); 8-bit ones give bfloat16
-                unless this says float16 or float32
-    deterministic  the same bits on every run, also if that costs time; torch.use_deterministic_algorithms() sets it too
+                (batch, kv_heads); q stands for q * descale[0], and so on. Such inputs have no gradient
+    out_dtype   float32 keeps the partial result of 16-bit inputs unrounded, for merge(); 8-bit inputs give
+                bfloat16 by default, or float16 or float32
+    deterministic  the same bits on every run, even if it is slower; torch.use_deterministic_algorithms() sets it too
     threads     the largest number of CPU threads to use
     layout      "bhnd", as above, or "bnhd": q, k, v and the output are (batch, length, heads, dim), or (length, heads,
-                dim), and the lse lacks the last axis; mask and bias stay as they are
+                dim), and the lse lacks the last axis; mask and bias keep their layout
     key_padding_mask  boolean, (batch, keys), True = may be attended, for keys that all queries of a sequence ignore.
-                (That of torch.nn.MultiheadAttention means the opposite.) It moves nothing: causal and window align to
-                the last key there is, padded or not"""
+                (In torch.nn.MultiheadAttention, True means the opposite.) It does not affect alignment: causal and
+                window align to the last key, padded or not"""
 
 
 class Option(NamedTuple):
     """One option.
 
-    A check takes the option's name, its value and the Shapes of the call, and returns the value that a Problem holds;
-    without Shapes, in a graph of torch.compile, it checks what it can.
+    A check takes the option's name, its value and the Shapes of the call, and returns the value for the Problem.
+    Without Shapes, while torch.compile traces, it checks what it can.
     """
 
     default: Any
     schema: str
     check: Callable[[str, Any, Shapes | None], Any] = checks.unchecked
-    # For an array, whose values may change from call to call: "bool", "like q", "integers" or "factors".
+    # The dtypes of an array: "bool", "like q", "integers" or "factors"; None for a number.
     array: str | None = None
-    rank: int | None = None  # axes of an array, the first of them the batch; None: it has no batch
-    lacking: tuple[str, ...] = ()  # the backends that do not take it
+    rank: int | None = None  # axes of an array that starts with the batch; None: it has no batch
+    unsupported_by: tuple[str, ...] = ()  # names of backends
 
 
 class Options(TypedDict, total=False):
-    """What every function of the package takes besides its arrays."""
+    """The options of every function of the package."""
 
     causal: Annotated[bool, Option(False, "bool", checks.flag)]
     window: Annotated[tuple[int | None, int | None] | None, Option(None, "SymInt[]?", checks.window)]
     band: Annotated[Band | None, Option(None, "SymInt[]?", checks.band)]
-    mask: Annotated[Any, Option(None, "Tensor?", checks.mask, "bool", 4, lacking=("gluon",))]
-    bias: Annotated[Any, Option(None, "Tensor?", checks.bias, "like q", 4, lacking=("gluon",))]
-    alibi: Annotated[Any, Option(None, "Tensor?", checks.alibi, "like q", 2, lacking=("sdpa",))]
-    softcap: Annotated[float, Option(0.0, "float", checks.at_least_zero, lacking=("sdpa",))]
-    sink: Annotated[Any, Option(None, "Tensor?", checks.sink, "like q", lacking=("sdpa",))]
+    mask: Annotated[Any, Option(None, "Tensor?", checks.mask, "bool", 4, unsupported_by=("gluon",))]
+    bias: Annotated[Any, Option(None, "Tensor?", checks.bias, "like q", 4, unsupported_by=("gluon",))]
+    alibi: Annotated[Any, Option(None, "Tensor?", checks.alibi, "like q", 2, unsupported_by=("sdpa",))]
+    softcap: Annotated[float, Option(0.0, "float", checks.at_least_zero, unsupported_by=("sdpa",))]
+    sink: Annotated[Any, Option(None, "Tensor?", checks.sink, "like q", unsupported_by=("sdpa",))]
     scale: Annotated[float | None, Option(None, "float?", checks.real_or_none)]
-    dropout: Annotated[float, Option(0.0, "float", checks.probability, lacking=("sdpa", "gluon"))]
+    dropout: Annotated[float, Option(0.0, "float", checks.probability, unsupported_by=("sdpa", "gluon"))]
     seed: Annotated[Any, Option(0, "SymInt", checks.seed)]
-    kv_lengths: Annotated[Any, Option(None, "Tensor?", checks.kv_lengths, "integers", 1, lacking=("sdpa",))]
+    kv_lengths: Annotated[Any, Option(None, "Tensor?", checks.kv_lengths, "integers", 1, unsupported_by=("sdpa",))]
     descale: Annotated[Any, Option(None, "Tensor?", checks.descale, "factors", 3)]
     out_dtype: Annotated[Any, Option(None, "str?", checks.out_dtype)]
     deterministic: Annotated[bool, Option(False, "bool", checks.flag)]
     threads: Annotated[int | None, Option(None, "int?", checks.threads)]
 
 
-class Laid(Options, total=False):
-    """The same, with the order of axes and the padding of a batch."""
+class LayoutOptions(Options, total=False):
+    """Options, with the order of axes and the padding of a batch."""
 
     layout: Annotated[str | None, Option(None, "")]
     key_padding_mask: Annotated[Any, Option(None, "")]
 
 
-class Packed(Options, total=False):
-    """The same, with where packed sequences start."""
+class PackedOptions(Options, total=False):
+    """Options, with the starts of packed sequences."""
 
     cu_q: Annotated[Any, Option(None, "Tensor?", array="integers")]
     cu_k: Annotated[Any, Option(None, "Tensor?", array="integers")]
@@ -102,17 +103,17 @@ def _of(kind: Any) -> dict[str, Option]:
     return {name: hint.__metadata__[0] for name, hint in hints.items()}
 
 
-OPTIONS = _of(Packed)  # of describe()
+OPTIONS = _of(PackedOptions)  # of describe()
 ARRAYS = tuple(name for name, option in OPTIONS.items() if option.array)
 PLAIN_ARRAYS = tuple(name for name in ARRAYS if OPTIONS[name].array != "factors")  # factors may also be numbers
 NUMBERS = tuple(name for name, option in OPTIONS.items() if not option.array)
-DEFAULTS = {name: option.default for name, option in _of(Laid).items()}  # of attention()
+DEFAULTS = {name: option.default for name, option in _of(LayoutOptions).items()}  # of attention()
 
 
 def documented(function: F) -> F:
-    """Give a function that takes **options the signature and the docstring of what it takes."""
+    """Decorate a function that takes **options: spell them out in its signature and docstring."""
     parameters = [*inspect.signature(function).parameters.values()][:-1]
-    hints = get_type_hints(Laid)
+    hints = get_type_hints(LayoutOptions)
     kind = inspect.Parameter.KEYWORD_ONLY
     for name, default in DEFAULTS.items():
         parameters.append(inspect.Parameter(name, kind, default=default, annotation=hints[name]))

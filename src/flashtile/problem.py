@@ -1,4 +1,4 @@
-"""Problem: one call, checked, as a frozen description that every backend reads."""
+"""Problem: a frozen description of one checked call, which every backend reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashtile.errors import ShapeError
 from flashtile.numerics.dtypes import accumulator
 from flashtile.options import OPTIONS
 
-# The options, of which causal, window and band say one thing together.
+# The options as fields; causal, window and band become one.
 if TYPE_CHECKING:
     _Options = Any
 else:
@@ -28,14 +28,14 @@ else:
 class Problem(_Options):  # type: ignore[misc]
     """One attention call. Arrays are views of rank 4, (batch, heads, length, dim); packed ones have batch 1.
 
-    Every option is a field, its value checked: mask and bias have rank 4 too, each axis 1 or whole; alibi has shape
+    Every option is a field with its checked value: mask and bias have rank 4, each axis full or 1; alibi has shape
     (sequences or 1, heads), sink (heads,), descale (sequences or 1, kv_heads or 1, 3). A seed may be a tensor.
     """
 
     q: Any
     k: Any
     v: Any
-    sequences: int  # batch, or how many sequences are packed
+    sequences: int  # the batch, or the number of packed sequences
     heads: int
     kv_heads: int
     n_q: int  # queries of the longest sequence
@@ -43,10 +43,10 @@ class Problem(_Options):  # type: ignore[misc]
     dim: int
     dim_v: int
     dtype: str
-    rank: int  # of q as it came
-    band: Band  # its offset counts only where align_end is False
-    align_end: bool  # the last query of a sequence stands at its last key
-    given: tuple[str, ...]  # the options that are not as they are by default
+    rank: int  # of the caller's q
+    band: Band  # its offset counts only if align_end is False
+    align_end: bool  # align the last query of a sequence with its last key
+    changed: tuple[str, ...]  # names of options that differ from their defaults
 
     @property
     def packed(self) -> bool:
@@ -54,7 +54,7 @@ class Problem(_Options):  # type: ignore[misc]
 
     @property
     def group(self) -> int:
-        """Query heads that share a key head."""
+        """Query heads per key head."""
         return self.heads // self.kv_heads
 
     @property
@@ -74,15 +74,15 @@ class Problem(_Options):  # type: ignore[misc]
         return [self.n_k] * self.sequences if self.cu_k is None else np.diff(self.cu_k).tolist()
 
     def band_for(self, n_q: int, n_k: int) -> Band:
-        """The band of a sequence of n_q queries and n_k keys."""
+        """The band of a sequence with n_q queries and n_k keys."""
         return Band(self.band.left, self.band.right, n_k - n_q) if self.align_end else self.band
 
     def out_shape(self) -> tuple[int, ...]:
-        """The rank-4 shape of the output; the lse has it without the last axis."""
+        """The rank-4 shape of the output; that of the lse lacks the last axis."""
         return (*self.q.shape[:3], self.dim_v)
 
-    def as_given(self, x: Any) -> Any:
-        """A rank-4 result, or a rank-3 lse, in the layout the caller used."""
+    def in_caller_layout(self, x: Any) -> Any:
+        """Return a rank-4 result, or a rank-3 lse, in the caller's layout."""
         if self.packed:
             return x[0].swapaxes(0, 1)
         for _ in range(4 - self.rank):
@@ -91,7 +91,7 @@ class Problem(_Options):  # type: ignore[misc]
 
 
 def describe(q: Any, k: Any, v: Any, **options: Any) -> Problem:
-    """Check one call and describe it. Works on NumPy arrays, and by shape alone on torch and fake tensors."""
+    """Check and describe one call. Reads the values of NumPy arrays, and only the metadata of torch tensors."""
     check_keywords("attention", options, OPTIONS)
     dtype = check_dtypes(q, k, v)
     rank = len(q.shape)
@@ -111,10 +111,10 @@ def describe(q: Any, k: Any, v: Any, **options: Any) -> Problem:
     shapes = checks.Shapes(q, dtype, sequences, heads, kv_heads, n_q, n_k, cu_q, cu_k)
     values = {name: x.check(name, options.get(name, x.default), shapes) for name, x in OPTIONS.items()}
     values |= {"cu_q": cu_q, "cu_k": cu_k}
-    values["band"], align_end = checks.settled_band(values.pop("causal"), values.pop("window"), values["band"])
+    values["band"], align_end = checks.combine_bands(values.pop("causal"), values.pop("window"), values["band"])
     if values["scale"] is None:
         values["scale"] = dim**-0.5
-    checks.check_factors(values["scale"], values["softcap"], accumulator(dtype))
+    checks.check_scale_and_softcap(values["scale"], values["softcap"], accumulator(dtype))
     return Problem(
         q=q,
         k=k,
@@ -129,7 +129,9 @@ def describe(q: Any, k: Any, v: Any, **options: Any) -> Problem:
         dtype=dtype,
         rank=rank,
         align_end=align_end,
-        given=tuple(name for name in OPTIONS if options.get(name) is not None and not _is_default(name, options[name])),
+        changed=tuple(
+            name for name in OPTIONS if options.get(name) is not None and not _is_default(name, options[name])
+        ),
         **values,
     )
 

@@ -1,4 +1,4 @@
-"""Grads: what a backward pass gives; to the caller in its layout and dtypes, within the package before that."""
+"""Grads: the results of a backward pass."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 
 class Grads(NamedTuple):
-    """Gradients of one call: dbias and dsink are None where no bias or sink was given.
+    """Gradients of one call; dbias and dsink are None without a bias or sink.
 
-    From a backend dq, dk and dv have rank 4, dbias the axes of bias and dsink those of sink.
+    In a backend's results dq, dk and dv have rank 4, and dbias and dsink the axes of bias and sink.
     """
 
     dq: Any

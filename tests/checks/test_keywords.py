@@ -26,7 +26,7 @@ def test_a_misspelt_keyword(function: str) -> None:
         ("is_causal", "causal"),
         ("attn_mask", "mask .* or bias"),
         ("dropout_p", "dropout, with a seed"),
-        ("enable_gqa", "nothing in its place"),
+        ("enable_gqa", "no keyword"),
         ("softmax_scale", "scale"),
         ("window_size", "window"),
         ("alibi_slopes", "alibi"),

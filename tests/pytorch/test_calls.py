@@ -36,7 +36,7 @@ OPTIONS = {"causal": False, "window": None, "bias": None, "dropout": 0.0, "seed"
 def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     row = next(row for row in dispatch.TABLE if row.name == "triton")
     monkeypatch.setattr(cache, "dispatch", SimpleNamespace(choose=lambda *_: row))
-    monkeypatch.setattr(cache, "on_cpu", SimpleNamespace(prepare=cache._on_gpu))
+    monkeypatch.setattr(cache, "on_cpu", SimpleNamespace(prepare=cache._prepare_on_gpu))
     monkeypatch.setattr(tuning, "choose", lambda *_: tuning.Config(16, 16, 4, 1))
     monkeypatch.setattr(cache, "_known", {})
 
@@ -47,7 +47,7 @@ def tensors(n: int = 20, dim: int = 16, seed: int = 0) -> list[Any]:
 
 
 def find(q: Any, k: Any, v: Any, **more: Any) -> tuple[Any, Any]:
-    return cache.find(q, k, v, "auto", {**OPTIONS, **more})
+    return cache.find_or_prepare(q, k, v, "auto", {**OPTIONS, **more})
 
 
 def attention(q: Any, k: Any, v: Any, **more: Any) -> Any:
@@ -80,10 +80,10 @@ def test_other_options_are_prepared_separately(more: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("more", [{}, {"causal": True}, {"causal": True, "window": (3, None), "softcap": 2.0}], ids=str)
 def test_a_call_with_gradients_is_prepared_once(more: dict[str, Any]) -> None:
-    """attention(), the operator and the backward pass find the same entry."""
+    """attention(), the operator and the backward pass share its entry."""
     given = tensors()
-    first, _ = cache.find(*given, "auto", more)
-    assert cache.find(*given, "auto", operands.operands(*given, "auto", more).options())[0] is first
+    first, _ = cache.find_or_prepare(*given, "auto", more)
+    assert cache.find_or_prepare(*given, "auto", operands.operands(*given, "auto", more).options())[0] is first
 
 
 def test_other_shapes_strides_and_alignments_are_prepared_separately() -> None:
@@ -225,38 +225,38 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def recall(q: Any, k: Any, v: Any, **options: Any) -> Any:
-    return cache.recall(q, k, v, "auto", options)
+def lookup(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    return cache.lookup(q, k, v, "auto", options)
 
 
-def test_a_similar_call_is_recalled(given: list[Any]) -> None:
-    assert recall(*given) is None
+def test_a_call_like_one_before_is_found(given: list[Any]) -> None:
+    assert lookup(*given) is None
     ft.attention(*given)
-    known = recall(*given)
+    known = lookup(*given)
     assert known is not None and not known.needs_gradients
-    assert recall(*(torch.empty_like(x) for x in given)) is known
+    assert lookup(*(torch.empty_like(x) for x in given)) is known
     with torch.no_grad():
-        assert recall(*given) is known
-    assert recall(*given, causal=True) is None
+        assert lookup(*given) is known
+    assert lookup(*given, causal=True) is None
     ft.attention(*given, causal=True)
-    assert recall(*given, causal=True) is not known
+    assert lookup(*given, causal=True) is not known
     sink = torch.empty(2, device="meta")
     ft.attention(*given, sink=sink)
-    assert recall(*given, sink=sink, seed=3) is recall(*given, sink=sink)
-    inputs = recall(*given, sink=sink).inputs(*given, {"sink": sink, "seed": 3})
+    assert lookup(*given, sink=sink, seed=3) is lookup(*given, sink=sink)
+    inputs = lookup(*given, sink=sink).inputs(*given, {"sink": sink, "seed": 3})
     assert inputs.sink is sink and inputs.seed == 3 and inputs.q is given[0] and inputs.bias is None
 
 
-def test_entries_know_whether_gradients_are_needed(given: list[Any]) -> None:
+def test_entries_record_whether_gradients_are_needed(given: list[Any]) -> None:
     given[1].requires_grad_()
     out = ft.attention(*given)
-    assert recall(*given).needs_gradients and out.requires_grad
+    assert lookup(*given).needs_gradients and out.requires_grad
     assert ft.attention(*given).requires_grad
     with torch.no_grad():
         assert not ft.attention(*given).requires_grad
     given[1] = given[1].detach()
     assert not ft.attention(*given).requires_grad
-    assert not recall(*given).needs_gradients
+    assert not lookup(*given).needs_gradients
 
 
 def unlike(q: Any, k: Any, v: Any) -> dict[str, tuple[Any, ...]]:
@@ -279,9 +279,9 @@ def unlike(q: Any, k: Any, v: Any) -> dict[str, tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("how", unlike(*(torch.empty(1, 2, 20, 16, device="meta") for _ in range(3))))
-def test_a_different_call_is_not_recalled(how: str, given: list[Any]) -> None:
+def test_another_call_is_not_found(how: str, given: list[Any]) -> None:
     ft.attention(*given)
-    assert recall(*unlike(*given)[how]) is None
+    assert lookup(*unlike(*given)[how]) is None
 
 
 @pytest.mark.parametrize("twice", ["q, k and v", "k and v", "cu_q and cu_k"])
@@ -301,7 +301,7 @@ def test_a_tensor_passed_twice(twice: str, training: bool, given: list[Any]) -> 
             out.backward(torch.empty_like(out))
     assert sum(map(len, cache._known.values())) == 1
     if "cu" not in twice:
-        assert recall(*(torch.empty_like(x, requires_grad=training) for x in given)) is None
+        assert lookup(*(torch.empty_like(x, requires_grad=training) for x in given)) is None
 
 
 @pytest.mark.parametrize(
@@ -318,19 +318,19 @@ def test_a_tensor_passed_twice(twice: str, training: bool, given: list[Any]) -> 
     ],
     ids=str,
 )
-def test_different_options_are_not_recalled(options: dict[str, Any], given: list[Any]) -> None:
+def test_other_options_are_not_found(options: dict[str, Any], given: list[Any]) -> None:
     ft.attention(*given)
     ft.attention(*given, causal=True)
     ft.attention(*given, softcap=1.0)
     ft.attention(*given, window=(3, 0))
-    assert recall(*given, **options) is None
+    assert lookup(*given, **options) is None
 
 
 @pytest.mark.parametrize("name", ["seed", "causal", "dropout", "softcap", "deterministic", "unknown"])
 def test_none_is_recalled_only_where_it_is_valid(name: str, given: list[Any]) -> None:
     ft.attention(*given)
-    assert recall(*given, mask=None, window=None) is not None
-    assert recall(*given, **{name: None}) is None
+    assert lookup(*given, mask=None, window=None) is not None
+    assert lookup(*given, **{name: None}) is None
 
 
 class Index:
@@ -346,18 +346,18 @@ def test_numbers_that_may_change_are_read_each_time(kind: Any, given: list[Any])
     number = kind(2)
     for options in ({"window": (number, 0)}, {"band": ft.Band(number, 0, 0)}, {"threads": number}):
         ft.attention(*given, **options)
-        assert recall(*given, **options) is None
+        assert lookup(*given, **options) is None
     assert not cache._known
     ft.attention(*given, window=(np.int64(2), 0), scale=np.float64(0.5), out_dtype=np.float32)
-    assert recall(*given, window=(np.int64(2), 0), scale=np.float64(0.5), out_dtype=np.float32) is not None
+    assert lookup(*given, window=(np.int64(2), 0), scale=np.float64(0.5), out_dtype=np.float32) is not None
 
 
-def test_the_entries_of_a_key_are_bounded(given: list[Any]) -> None:
-    for n in range(3 * cache.MOST_OF_A_KEY):
+def test_few_calls_share_a_key(given: list[Any]) -> None:
+    for n in range(3 * cache.MOST_PER_KEY):
         q = torch.empty(1, 2, 20, 16 + n, device="meta")[..., :16]
         ft.attention(q, *given[1:])
-    assert [len(found) for found in cache._known.values()] == [cache.MOST_OF_A_KEY]
-    assert recall(q, *given[1:]) is not None
+    assert [len(found) for found in cache._known.values()] == [cache.MOST_PER_KEY]
+    assert lookup(q, *given[1:]) is not None
 
 
 def test_descale_is_checked_each_time(given: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,11 +373,11 @@ def test_descale_is_checked_each_time(given: list[Any], monkeypatch: pytest.Monk
 
 
 def seen_within(how: str, q: Any, k: Any, v: Any) -> Any:
-    """Return what is recalled of a call while a transform, a mode or autocast is active."""
+    """Look a call up in the cache while a mode, transform or autocast is active."""
     seen: list[Any] = []
 
     def look(x: Any) -> Any:
-        seen.append((recall(q, k, v), recall(x, k, v)))
+        seen.append((lookup(q, k, v), lookup(x, k, v)))
         return x * 1
 
     if how == "vmap":
@@ -407,48 +407,48 @@ def seen_within(how: str, q: Any, k: Any, v: Any) -> Any:
     return seen
 
 
-TRANSFORMS_AND_MODES = [
+INTERCEPTORS = [
     *("vmap", "grad", "jvp", "functionalize", "make_fx", "jit", "dual"),
     *("function mode", "dispatch mode", "fake", "autocast"),
 ]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*vmap")
-@pytest.mark.parametrize("how", TRANSFORMS_AND_MODES)
-def test_nothing_is_recalled_under_transforms_and_modes(how: str, given: list[Any]) -> None:
+@pytest.mark.parametrize("how", INTERCEPTORS)
+def test_nothing_is_found_while_a_mode_or_transform_is_active(how: str, given: list[Any]) -> None:
     ft.attention(*given)
-    assert recall(*given) is not None
+    assert lookup(*given) is not None
     found = seen_within(how, *given)
     assert found and all(each == (None, None) for each in found)
-    assert recall(*given) is not None
+    assert lookup(*given) is not None
 
 
-def test_a_call_under_a_mode_or_transform_is_not_recalled(given: list[Any]) -> None:
-    """Not even under the same mode or transform."""
+def test_an_intercepted_call_is_not_cached(given: list[Any]) -> None:
+    """An identical intercepted call does not find it either."""
     with DispatchMode():
         ft.attention(*given)
-        assert recall(*given) is None
+        assert lookup(*given) is None
     seen = []
 
     def look(x: Any) -> Any:
         out = ft.attention(x, *given[1:])
-        seen.append(recall(x, *given[1:]))
+        seen.append(lookup(x, *given[1:]))
         return out
 
     torch.func.vjp(look, given[0])
     assert seen == [None]
 
 
-def test_calls_of_a_subclass_are_not_recalled(given: list[Any]) -> None:
-    """A subclass handles every call itself, and within its handler the tensors would pass as plain ones."""
-    with torch.inference_mode():  # here tensors have the same dispatch keys before the operator and within it
-        subclassed = [x.clone().as_subclass(Subclass) for x in given]
+def test_calls_of_a_subclass_are_not_cached(given: list[Any]) -> None:
+    """Inside its __torch_function__ the tensors look like plain ones."""
+    with torch.inference_mode():  # where tensors are the same to the dispatcher before the operator and within
+        mine = [x.clone().as_subclass(Subclass) for x in given]
         with torch._C.DisableTorchFunctionSubclass():
-            cache.find(*subclassed, "auto", {})
-        assert recall(*subclassed) is None
+            cache.find_or_prepare(*mine, "auto", {})
+        assert lookup(*mine) is None
     parameters = [torch.nn.Parameter(x, requires_grad=False) for x in given]
     ft.attention(*parameters)
-    assert recall(*parameters) is not None
+    assert lookup(*parameters) is not None
 
 
 def test_deterministic_algorithms_have_an_entry_of_their_own(given: list[Any]) -> None:

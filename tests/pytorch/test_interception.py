@@ -105,5 +105,5 @@ def test_other_replacements_of_torchs_attention_are_allowed(monkeypatch: pytest.
     given = qkv()
     ft.attention(*given)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", nullcontext)
-    assert calls.recall(*given, "auto", {}) is not None
+    assert calls.lookup(*given, "auto", {}) is not None
     ft.attention(*given, causal=True)

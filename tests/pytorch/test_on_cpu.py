@@ -143,7 +143,9 @@ def test_lengths_are_read_each_time(dtype: Any) -> None:
         np.testing.assert_array_equal(found.numpy(), wanted)
     assert cached() == 1
     for wrong in ([5, 21], [-1, 5]):
-        with pytest.raises(ft.ShapeError, match=r"^kv_lengths: expected values from 0 to the keys given \(20\), got"):
+        with pytest.raises(
+            ft.ShapeError, match=r"^kv_lengths: expected values from 0 to the number of keys \(20\), got"
+        ):
             ft.attention(*given, causal=True, kv_lengths=torch.tensor(wrong, dtype=dtype))
 
 
@@ -170,7 +172,7 @@ def test_the_number_of_threads_is_read_each_time(monkeypatch: pytest.MonkeyPatch
         return 0
 
     monkeypatch.setattr(runner.library, "load", lambda: SimpleNamespace(ft_forward=forward, ft_backward=None))
-    monkeypatch.setattr(threads, "asked_for", lambda: None)
+    monkeypatch.setattr(threads, "from_environment", lambda: None)
     before = torch.get_num_threads()
     try:
         for n in (1, 2, 1):
@@ -178,7 +180,7 @@ def test_the_number_of_threads_is_read_each_time(monkeypatch: pytest.MonkeyPatch
             ft.attention(*tensors())
         ft.attention(*tensors(), threads=3)
         ft.attention(*tensors(), threads=np.int64(3))
-        monkeypatch.setattr(threads, "asked_for", lambda: 5)
+        monkeypatch.setattr(threads, "from_environment", lambda: 5)
         calls._known.clear()  # the environment is read once
         ft.attention(*tensors())
     finally:

@@ -56,7 +56,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "sparse": (lambda: plain().to_sparse(), "torch.sparse_coo"),
     "sparse rows": (lambda: plain()[0, 0].to_sparse_csr(), "torch.sparse_csr"),
     "mkldnn": (lambda: plain().to_mkldnn(), "torch._mkldnn"),
-    "masked": (masked, "a MaskedTensor, whose mask nobody looks at"),
+    "masked": (masked, "a MaskedTensor, whose mask would be ignored"),
     "distributed": (distributed, "a DTensor, whose values are spread over devices"),
 }
 every_kind = pytest.mark.parametrize("kind", REFUSED)

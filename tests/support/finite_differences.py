@@ -68,7 +68,7 @@ def slope_of(call: Call, name: str, along: Any) -> float:
 
 def loss(call: Call) -> float:
     problem = call.problem()
-    out, lse = (problem.as_given(x) for x in reference.forward(problem))
+    out, lse = (problem.in_caller_layout(x) for x in reference.forward(problem))
     return float((out * call.dout).sum() + np.where(np.isneginf(lse), 0, lse * call.dlse).sum())
 
 

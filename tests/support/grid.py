@@ -265,12 +265,12 @@ def standard_attention(call: Call, precision: str) -> dict[str, Any]:
     problem = call.problem()
     out, lse = reference.forward(problem, precision)
     # The oracle reads neither out nor lse; arrays of their shapes are needed only to reshape dout to rank 4.
-    like_out = problem.as_given(np.zeros(problem.out_shape(), carrier(problem.out_dtype)))
-    like_lse = problem.as_given(np.zeros(problem.out_shape()[:-1], problem.accumulator))
+    like_out = problem.in_caller_layout(np.zeros(problem.out_shape(), carrier(problem.out_dtype)))
+    like_lse = problem.in_caller_layout(np.zeros(problem.out_shape()[:-1], problem.accumulator))
     dout, like_out, like_lse, dlse = check_gradients(problem, call.dout, like_out, like_lse, call.dlse)
     grads = reference.backward(problem, dout, like_out, like_lse, dlse, precision)
-    found = {"out": problem.as_given(out), "lse": problem.as_given(lse)}
-    found |= {name: problem.as_given(x) for name, x in zip(GRADIENTS[:3], grads[:3], strict=True)}
+    found = {"out": problem.in_caller_layout(out), "lse": problem.in_caller_layout(lse)}
+    found |= {name: problem.in_caller_layout(x) for name, x in zip(GRADIENTS[:3], grads[:3], strict=True)}
     return found | {"dbias": grads.dbias, "dsink": grads.dsink}
 
 

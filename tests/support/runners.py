@@ -105,13 +105,13 @@ def tiles_runner(order: str, block_q: int, block_k: int) -> Runner:
     def forward(call: Call) -> tuple[Any, Any]:
         problem = call.problem()
         out, lse = tiles.forward(problem, order, block_q, block_k)
-        return problem.as_given(narrow(out, problem.out_dtype)), problem.as_given(lse)
+        return problem.in_caller_layout(narrow(out, problem.out_dtype)), problem.in_caller_layout(lse)
 
     def backward(call: Call, out: Any, lse: Any) -> ft.Grads:
         problem = call.problem()
         dout, out, lse, dlse = check_gradients(problem, call.dout, out, lse, call.dlse)
         grads = tiles.backward(problem, dout, out, lse, dlse, block_q, block_k)
-        dq, dk, dv = (problem.as_given(narrow(x, problem.dtype)) for x in grads[:3])
+        dq, dk, dv = (problem.in_caller_layout(narrow(x, problem.dtype)) for x in grads[:3])
         dbias, dsink = (
             None if x is None else narrow(x, name_of(given.dtype)).reshape(given.shape)
             for x, given in ((grads.dbias, call.options.get("bias")), (grads.dsink, call.options.get("sink")))

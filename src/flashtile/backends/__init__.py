@@ -1,1 +1,1 @@
-"""The ways to run a Problem: each has forward() and backward(), and none knows another."""
+"""Backends: each runs a Problem forward and backward, independently of the others."""

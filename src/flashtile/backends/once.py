@@ -1,4 +1,4 @@
-"""Once: a runner for backends that take a Problem as it is, and work out nothing beforehand."""
+"""Once: a runner for backends that run a Problem without preparation."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from flashtile.results import Grads
 
 
 class Once:
-    """Runs the one call that it was made for, by the forward() and backward() of a module on NumPy arrays."""
+    """Runs one call, by a module's forward() and backward() on NumPy arrays."""
 
     __slots__ = ("_arrays", "_module", "_problem")
-    lasting = False
+    reusable = False
     alignment = 1
 
     def __init__(self, module: ModuleType, problem: Problem, arrays: Arrays) -> None:
@@ -26,20 +26,20 @@ class Once:
     def forward(self, x: Inputs, with_lse: bool = True) -> tuple[Any, Any]:
         p = self._problem
         out, lse = self._module.forward(p)
-        return self._given(out, p.out_dtype), self._given(lse, p.accumulator)
+        return self._to_caller(out, p.out_dtype), self._to_caller(lse, p.accumulator)
 
     def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Grads:
         p, to_numpy = self._problem, self._arrays.to_numpy
-        given = (None if y is None else to_numpy(y) for y in (dout, out, lse, dlse))
-        grads = self._module.backward(p, *check_gradients(p, *given), bias_grad=bias_grad)
-        dq, dk, dv = (self._given(y, p.dtype) for y in grads[:3])
+        arrays = (None if y is None else to_numpy(y) for y in (dout, out, lse, dlse))
+        grads = self._module.backward(p, *check_gradients(p, *arrays), bias_grad=bias_grad)
+        dq, dk, dv = (self._to_caller(y, p.dtype) for y in grads[:3])
         dbias, dsink = (None if y is None else self._arrays.from_numpy(y) for y in grads[3:])
         return Grads(dq, dk, dv, dbias, dsink)
 
-    def _given(self, x: Any, dtype: str) -> Any:
-        """A result in the caller's layout and dtype."""
+    def _to_caller(self, x: Any, dtype: str) -> Any:
+        """Convert a result to the caller's layout, dtype and library."""
         p = self._problem
         x = narrow(x, dtype)
         if dtype == "bfloat16" and name_of(p.q.dtype) == dtype:
             x = x.view(p.q.dtype)
-        return self._arrays.from_numpy(p.as_given(x))
+        return self._arrays.from_numpy(p.in_caller_layout(x))

@@ -1,7 +1,7 @@
-"""Standard attention, N x N, float64 accumulation: the oracle. Slow, plain, and right.
+"""Standard attention, N x N, in float64: the oracle. Slow, plain, and right.
 
-With `precision` it rounds every intermediate to a narrower type instead: that is "standard attention in the same
-dtype", whose error is the yardstick for every other backend.
+With `precision` every intermediate is rounded to a narrower dtype: this is "standard attention in the same dtype",
+whose error is the yardstick for every other backend.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Round = Callable[[Array], Array]
 
 
 def rounding(precision: str) -> tuple[type[np.floating], Round]:
-    """The type NumPy calculates in, and what is done to every intermediate."""
+    """Return the type in which NumPy calculates, and the function that rounds every intermediate."""
     if precision in ("float64", "float32"):
         return np.dtype(precision).type, lambda x: x
     return np.float32, lambda x: widen(narrow(x, precision))
@@ -38,7 +38,7 @@ def tile(problem: Problem, capability: object = None) -> Tiling:
 
 @np.errstate(**QUIET)
 def forward(problem: Problem, precision: str = "float64") -> tuple[Array, Array]:
-    """Output and lse, rank 4 and 3, in the working precision (not yet rounded to out_dtype)."""
+    """Return output and lse, rank 4 and 3, in the working precision (not rounded to out_dtype)."""
     real, r = rounding(precision)
     out = np.zeros(problem.out_shape(), real)
     lse = np.full(problem.out_shape()[:-1], -np.inf, real)
@@ -61,8 +61,8 @@ def backward(
     *,
     bias_grad: bool = True,
 ) -> Grads:
-    """The analytic gradients, eq. 9 to 14 of docs/algorithm.md, every matrix whole."""
-    del out, lse  # the oracle trusts nobody's statistics but its own
+    """Compute gradients by eq. 9 to 14 of docs/algorithm.md, on whole matrices."""
+    del out, lse  # the oracle computes its own statistics
     real, r = rounding(precision)
     dq, dk, dv = (np.zeros(x.shape, real) for x in (problem.q, problem.k, problem.v))
     dbias = None if problem.bias is None or not bias_grad else np.zeros(problem.bias.shape, real)
@@ -98,7 +98,7 @@ def backward(
 
 
 def probabilities(problem: Problem, rows: Array) -> Array:
-    """The softmax weights of chosen query rows, (sequences, heads, rows, n_k); nothing else is built."""
+    """Compute the softmax weights of chosen query rows only, (sequences, heads, rows, n_k)."""
     P = np.zeros((problem.sequences, problem.heads, len(rows), problem.n_k))
     for head in heads(problem):
         P[head.sequence, head.head, :, : head.n_k] = _weights(head, np.float64, lambda x: x, rows)[0].S
@@ -108,7 +108,7 @@ def probabilities(problem: Problem, rows: Array) -> Array:
 def _weights(
     head: Head, real: type[np.floating], r: Round, rows: slice | Array | None = None
 ) -> tuple[Scores, Array | None, Array, Array]:
-    """Softmax weights (in the place of the scores), softcap's slope, lse, and the weight of the sink."""
+    """Return softmax weights (as the S of Scores), the slope of softcap, the lse, and the weight of the sink."""
     p = head.problem
     rows = slice(0, head.n_q) if rows is None else rows
     Q, K = widen(head.queries(p.q)[rows], real), widen(head.keys(p.k), real)
@@ -123,11 +123,11 @@ def _weights(
         lse = np.where(np.isnan(l), np.nan, lse)
         total = np.where(l == 0, 1, l)
         P, of_sink = r(P / total[:, None]), of_sink / total
-        if s.visible is not None:  # 0 already, unless a NaN elsewhere in the row got into its m
+        if s.visible is not None:  # 0 already, unless a NaN in the row reached m
             P = np.where(s.visible, P, real(0))
     return Scores(P, None, s.visible), s.slope, lse, of_sink
 
 
 def prepare(problem: Problem, arrays: Arrays) -> tuple[Once, Inputs]:
-    """A runner of this one call."""
+    """Return a runner for this call."""
     return Once(sys.modules[__name__], problem, arrays), Inputs.of(problem)

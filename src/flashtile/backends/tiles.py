@@ -1,7 +1,7 @@
-"""Flash attention in NumPy: executes the events of schedule.py, forward and backward, in FA1 or FA2 order.
+"""Flash attention in NumPy: runs the events of schedule.py, forward and backward, in FA1 or FA2 order.
 
-This is the implementation to read. schedule.py says which block moves when, softmax.py what a tile does to the running
-state, head.py what a score is; here they meet. Nothing in SRAM is larger than a tile.
+This is the implementation to read. schedule.py defines which block moves when, softmax.py how a tile updates the
+running state, head.py what a score is; this module combines them. Nothing in SRAM is larger than a tile.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from flashtile.problem import Problem
 from flashtile.results import Grads
 
 BLOCK = 128  # rows and columns of a tile unless the caller says otherwise
-SHRINK = 2.0**-32  # of values whose weighted sum is not finite
+SHRINK = 2.0**-32  # scales values whose weighted sum overflows
 
 Observer = Callable[[Event, "Machine"], None]
 
 
 class Machine:
-    """The memory of a simulated processor at work on one head: large slow HBM, small fast SRAM."""
+    """A simulated processor that runs one head, with large slow HBM and small fast SRAM."""
 
     def __init__(self, head: Head, grid: Grid, real: Any, hbm: dict[str, Array]) -> None:
         self.head, self.grid, self.real, self.hbm = head, grid, real, hbm
@@ -75,17 +75,17 @@ class Machine:
 
 
 class Forward(Machine):
-    """O, m and l live in SRAM as an OnlineSoftmax; in HBM, O is normalized. finite: so far, all of O is."""
+    """O, m and l are an OnlineSoftmax in SRAM; in HBM, O is normalized. finite: all of O is finite so far."""
 
     finite = True
 
     def zero(self, name: str, n: int) -> None:
         rows = self.grid.rows(n)
-        self._keep(OnlineSoftmax.empty(rows.stop - rows.start, self.hbm["O"].shape[1], self.real, self.head.sink))
+        self._set_state(OnlineSoftmax.empty(rows.stop - rows.start, self.hbm["O"].shape[1], self.real, self.head.sink))
 
     def load(self, name: str, n: int) -> None:
         super().load(name, n)
-        if name == "O":  # FA1 comes back to a block it has written before: its m and l are here already
+        if name == "O":  # FA1 returns to a block that it wrote before; m and l are loaded already
             self.sram["O"] = self.sram["O"] * self.sram["l"][:, None]
 
     def tile(self, at: Tile) -> None:
@@ -95,7 +95,7 @@ class Forward(Machine):
         P, factor = state.absorb(scores.S)
         kept = self.head.kept(rows, cols, self.real)
         state.O = state.O + guarded_product(P if kept is None else P * kept, self.sram["V"], scores.visible)
-        self._keep(state)
+        self._set_state(state)
         self.sram |= {"S": scores.S, "P": P, "factor": factor}
 
     def store(self, name: str, n: int) -> None:
@@ -112,12 +112,12 @@ class Forward(Machine):
     def _state(self) -> OnlineSoftmax:
         return OnlineSoftmax(self.sram["m"], self.sram["l"], self.sram["O"])
 
-    def _keep(self, state: OnlineSoftmax) -> None:
+    def _set_state(self, state: OnlineSoftmax) -> None:
         self.sram |= {"m": state.m, "l": state.l, "O": state.O}
 
 
-class Sums(Forward):
-    """The maximum and the logarithm of the sum of each row, apart: what L holds, where one number is enough for it."""
+class RowStatistics(Forward):
+    """Stores the maximum of each row and the logarithm of its sum separately, for rows whose L is coarse."""
 
     def store(self, name: str, n: int) -> None:
         if name == "L":
@@ -126,18 +126,18 @@ class Sums(Forward):
 
 
 class Backward(Machine):
-    """P is computed again from the scores and L; nothing of the forward pass but O and L was kept.
+    """P is recomputed from the scores and L; the forward pass keeps only O and L.
 
-    tops: what to take off the scores of a row before L, where L is coarse (softmax.py).
+    row_max: subtracted from the scores of a row before L, if L is coarse (softmax.py).
     """
 
     dbias: Array | None = None
-    tops: Array | None = None
+    row_max: Array | None = None
 
     def tile(self, at: Tile) -> None:
         rows, cols, sram, scale = self.grid.rows(at.i), self.grid.cols(at.j), self.sram, self.real(self.scale)
         scores = self.head.scores(sram["Q"], sram["K"], rows, cols, masked=at.kind is Kind.PARTIAL)
-        S = scores.S if self.tops is None else scores.S - self.tops[rows, None]
+        S = scores.S if self.row_max is None else scores.S - self.row_max[rows, None]
         P = np.exp(S - sram["L"][:, None])  # eq. 9
         kept = self.head.kept(rows, cols, self.real)
         dP = sram["dO"] @ sram["V"].T  # eq. 11
@@ -146,7 +146,7 @@ class Backward(Machine):
             dropped, dP = P * kept, dP * kept
         dS = P * (dP - sram["D"][:, None])  # eq. 12
         visible = scores.visible
-        if visible is not None:  # 0 already, unless a NaN elsewhere in the row got into its L or D
+        if visible is not None:  # 0 already, unless a NaN in the row reached L or D
             dropped, dS = np.where(visible, dropped, self.real(0)), np.where(visible, dS, self.real(0))
         if self.dbias is not None:
             self.head.add_pairs(self.dbias, dS, rows, cols)
@@ -165,7 +165,7 @@ class Backward(Machine):
 
 
 class Standard(Machine):
-    """Three kernels, for comparison: S and P lie whole in HBM, and a block is made of whole rows of them."""
+    """Standard attention in three kernels, for comparison: S and P are whole in HBM, and a block has whole rows."""
 
     def make(self, name: str, n: int) -> None:
         rows, cols, sram = self.grid.rows(n), slice(0, self.grid.n_k), self.sram
@@ -190,19 +190,19 @@ def forward(
     block_k: int = BLOCK,
     observe: Observer | None = None,
 ) -> tuple[Array, Array]:
-    """Output and lse, rank 4 and 3, in accumulator precision."""
+    """Return output and lse, rank 4 and 3, in accumulator precision."""
     out, lse, finite = _forward(problem, order, block_q, block_k, observe)
-    if not finite:  # a sum may have been too large where the mean is not: once more, of smaller values
-        over = ~np.isfinite(out)
+    if not finite:  # a sum may have overflowed although the mean is finite: rerun with scaled values
+        overflowed = ~np.isfinite(out)
         small = replace(problem, v=widen(problem.v, out.dtype) * out.dtype.type(SHRINK))
-        out[over] = _forward(small, order, block_q, block_k)[0][over] / out.dtype.type(SHRINK)
+        out[overflowed] = _forward(small, order, block_q, block_k)[0][overflowed] / out.dtype.type(SHRINK)
     return out, lse
 
 
 def _forward(
     problem: Problem, order: str, block_q: int, block_k: int, observe: Observer | None = None
 ) -> tuple[Array, Array, bool]:
-    """Output and lse, and whether all of the output is finite."""
+    """Return output, lse, and whether all of the output is finite."""
     real, finite = np.dtype(problem.accumulator).type, True
     out = np.zeros(problem.out_shape(), real)
     lse = np.zeros(problem.out_shape()[:-1], real)
@@ -210,7 +210,7 @@ def _forward(
         grid = Grid(head.n_q, head.n_k, block_q, block_k)
         O, L = head.queries(out), head.queries(lse)
         hbm = {"Q": head.queries(problem.q), "K": head.keys(problem.k), "V": head.keys(problem.v), "O": O, "L": L}
-        if order == "fa1":  # O, m and l begin in HBM, and L is what m and l come to in the end
+        if order == "fa1":  # O, m and l start in HBM; L comes from the final m and l
             start = OnlineSoftmax.empty(head.n_q, 0, real, head.sink)
             hbm |= {"m": start.m, "l": start.l}
         machine = Forward(head, grid, real, hbm)
@@ -222,7 +222,7 @@ def _forward(
 
 
 def standard(problem: Problem, block_q: int = BLOCK, observe: Observer | None = None) -> tuple[Array, Array]:
-    """The same results from three kernels and two matrices of n x n, a block of rows at a time."""
+    """Compute the same results with three kernels and two n x n matrices, a block of rows at a time."""
     real = np.dtype(problem.accumulator).type
     out = np.zeros(problem.out_shape(), real)
     lse = np.zeros(problem.out_shape()[:-1], real)
@@ -248,14 +248,14 @@ def backward(
     *,
     bias_grad: bool = True,
 ) -> Grads:
-    """Gradients from the saved output and lse, rank 4, in accumulator precision."""
+    """Compute gradients from the saved output and lse, rank 4, in accumulator precision."""
     real = np.dtype(problem.accumulator).type
     dq, dk, dv = (np.zeros(x.shape, real) for x in (problem.q, problem.k, problem.v))
     dbias = None if problem.bias is None or not bias_grad else np.zeros(problem.bias.shape, real)
     dsink = None if problem.sink is None else np.zeros(problem.sink.shape, real)
     for head in heads(problem):
         grid = Grid(head.n_q, head.n_k, block_q, block_k)
-        L, tops = _statistics(head, grid, head.queries(lse))
+        L, row_max = _statistics(head, grid, head.queries(lse))
         hbm = {
             "Q": head.queries(problem.q),
             "K": head.keys(problem.k),
@@ -268,22 +268,22 @@ def backward(
             "dV": head.keys(dv),
         }
         machine = Backward(head, grid, real, hbm)
-        machine.dbias, machine.tops = dbias, tops
+        machine.dbias, machine.row_max = dbias, row_max
         machine.run(schedule.backward(head.band, grid, head.first_of_group), observe)
         if dsink is not None and head.sink is not None:
-            above = head.sink if tops is None else head.sink - tops
+            above = head.sink if row_max is None else head.sink - row_max
             dsink[head.head] -= (np.exp(above - pivot(L)) * hbm["D"]).sum()
     return Grads(dq, dk, dv, dbias, dsink)
 
 
 def _statistics(head: Head, grid: Grid, lse: Array) -> tuple[Array, Array | None]:
-    """L, and the tops that go with it; None where no lse is coarse."""
+    """Return L and its row_max, which is None if no lse is coarse."""
     if not any(is_coarse(lse[grid.rows(i)]).any() for i in range(grid.shape[0])):
         return lse, None
     coarse = is_coarse(lse)
     hbm = {"Q": head.queries(head.problem.q), "K": head.keys(head.problem.k), "V": head.keys(head.problem.v)[:, :0]}
     hbm |= {"O": lse[:, None][:, :0], "m": np.zeros_like(lse), "L": np.zeros_like(lse)}
-    Sums(head, grid, lse.dtype.type, hbm).run(schedule.fa2_forward(head.band, grid))
+    RowStatistics(head, grid, lse.dtype.type, hbm).run(schedule.fa2_forward(head.band, grid))
     return np.where(coarse, hbm["L"], lse), np.where(coarse, hbm["m"], 0)
 
 
@@ -299,5 +299,5 @@ def _delta(head: Head, grid: Grid, dout: Array, out: Array, lse: Array, dlse: Ar
 
 
 def prepare(problem: Problem, arrays: Arrays) -> tuple[Once, Inputs]:
-    """A runner of this one call."""
+    """Return a runner for this call."""
     return Once(sys.modules[__name__], problem, arrays), Inputs.of(problem)

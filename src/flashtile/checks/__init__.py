@@ -1,1 +1,1 @@
-"""Checks of what a caller gives, each with an error that names the argument."""
+"""Checks of arguments; each error names the argument."""

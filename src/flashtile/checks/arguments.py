@@ -1,4 +1,4 @@
-"""Checks of arguments that are no options: which library, storage, shapes and dtypes by themselves."""
+"""Checks of arguments other than options: library, device, shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from flashtile.errors import DTypeError, ShapeError
 from flashtile.numerics.dtypes import EIGHT_BITS, FLOATS, name_of
 from flashtile.options import PLAIN_ARRAYS
 
-MOST_ELEMENTS = 1 << 60  # NumPy counts bytes by 63 bits
+MOST_ELEMENTS = 1 << 60  # NumPy counts bytes in 63 bits
 
 
 def library_of(q: Any, first: str = "q") -> str:
-    """'numpy' or 'torch', whichever q belongs to. first: what the caller knows q by."""
+    """Return "numpy" or "torch", the library of q. first: the caller's name of q."""
     if isinstance(q, np.ndarray):
         if q.__class__ is not np.ndarray:
-            _reject_kin(first, q)
+            _reject_masked_or_matrix(first, q)
         if name_of(q.dtype) == EIGHT_BITS:
             got = f"a NumPy array of {EIGHT_BITS}, which NumPy cannot read"
             raise DTypeError(f"{first}: expected a torch tensor, got {got}")
@@ -35,7 +35,7 @@ def library_of(q: Any, first: str = "q") -> str:
 
 
 def library(q: Any, first: str = "q", /, **others: Any) -> str:
-    """library_of() q, to which every other array must belong too, on the same device."""
+    """Return library_of(q); check that all other arrays belong to it and are on the device of q."""
     kind = library_of(q, first)
     numpy, device = kind == "numpy", None if kind == "numpy" else q.device
     for name, x in others.items():
@@ -46,70 +46,72 @@ def library(q: Any, first: str = "q", /, **others: Any) -> str:
         if isinstance(x, np.ndarray) != numpy or not (numpy or hasattr(x, "__torch_function__")):
             wanted = "a NumPy array" if numpy else "a torch tensor"
             raise DTypeError(f"{name}: expected {wanted} like {first}, got {type(x).__name__}")
-        _reject_kin(name, x)
+        _reject_masked_or_matrix(name, x)
         if device is not None and x.device != device:
             raise DTypeError(f"{name}: expected a tensor on {device} like {first}, got one on {x.device}")
     return kind
 
 
-def _reject_kin(name: str, x: Any) -> None:
-    """Of NumPy's: arrays that mean something else by the same operations."""
+def _reject_masked_or_matrix(name: str, x: Any) -> None:
+    """Reject NumPy arrays whose operations mean something else."""
     if isinstance(x, np.ma.MaskedArray):
-        raise DTypeError(f"{name}: expected a plain NumPy array, got a masked one, whose mask nobody looks at")
+        raise DTypeError(f"{name}: expected a plain NumPy array, got a masked one, whose mask would be ignored")
     if isinstance(x, np.matrix):
-        raise DTypeError(f"{name}: expected a plain NumPy array, got a matrix, whose axes are always two")
+        raise DTypeError(f"{name}: expected a plain NumPy array, got a matrix, which always has two axes")
 
 
 def check_numpy(q: Any, options: Mapping[str, Any], /, **others: Any) -> None:
-    """That all of them, and those among the options, are NumPy arrays."""
+    """Check that all arrays, also those among the options, are NumPy arrays."""
     if library(q, **others, **{name: options.get(name) for name in PLAIN_ARRAYS}) != "numpy":
         raise DTypeError(f"q: expected a NumPy array, got {type(q).__name__}")
 
 
 def check_unpacked(options: Mapping[str, Any]) -> None:
-    """That no sequences are packed, for a function that takes none."""
+    """Check that there are no packed sequences, for a function that takes none."""
     for name in ("cu_q", "cu_k"):
         if options.get(name) is not None:
-            raise ShapeError(f"{name}: expected none here, where sequences cannot be packed")
+            raise ShapeError(
+                f"{name}: expected None, because this function takes no packed sequences, got another value"
+            )
 
 
 def check_merge(*results: Any) -> str:
-    """That these are results of the same queries, each as out and lse; what library() says of them."""
+    """Check that the arguments of merge() are results of the same queries; return their library."""
     if len(results) % 2:
         raise ShapeError(f"merge: expected an lse for each out, got {len(results)} arrays")
     letters = ("a", "b", *range(2, len(results)))
-    given = {f"{('out', 'lse')[n % 2]}_{letters[n // 2]}": x for n, x in enumerate(results)}
+    arrays = {f"{('out', 'lse')[n % 2]}_{letters[n // 2]}": x for n, x in enumerate(results)}
     out_a = results[0]
-    kind = library(out_a, "out_a", **{name: x for name, x in given.items() if name != "out_a"})
+    kind = library(out_a, "out_a", **{name: x for name, x in arrays.items() if name != "out_a"})
     if kind == "torch":
-        from flashtile.pytorch.subclasses import check_plain, check_whole
+        from flashtile.pytorch.subclasses import check_plain, check_storage_if_eager
 
-        check_plain(given)
-        check_whole(given)
+        check_plain(arrays)
+        check_storage_if_eager(arrays)
     whole = tuple(out_a.shape)
     if not whole:
         raise ShapeError("out_a: expected at least one axis, got shape ()")
-    for name, x in given.items():
+    for name, x in arrays.items():
         shape = whole if name.startswith("out") else whole[:-1]
         if x is None:
             raise DTypeError(f"{name}: expected an array of shape {shape}, got None")
         if tuple(x.shape) != shape:
             raise ShapeError(f"{name}: expected shape {shape}, got {tuple(x.shape)}")
-        # By the tensor itself: torch.compile traces this, and does not take name_of() for a dtype of torch.
+        # Ask the tensor: torch.compile traces this, and cannot trace name_of() of a torch dtype.
         if not (x.is_floating_point() and x.element_size() > 1 if kind == "torch" else name_of(x.dtype) in FLOATS):
             raise DTypeError(f"{name}: expected one of {', '.join(FLOATS)}, got {x.dtype}")
     return kind
 
 
 def check_starts(cu_q: Any, cu_k: Any) -> None:
-    """That there are any; describe() looks at them."""
+    """Check that neither is None; describe() checks their values."""
     for name, x in (("cu_q", cu_q), ("cu_k", cu_k)):
         if x is None:
             raise ShapeError(f"{name}: expected the starts of the sequences, got None")
 
 
-def listed(name: str, x: Any, like: Any) -> Any:
-    """Starts or lengths, if in a list, as an array of the library of `like` and where that is."""
+def as_array(name: str, x: Any, like: Any) -> Any:
+    """Convert a list of starts or lengths to an array of the library of `like`, on its device."""
     if not isinstance(x, list | tuple):
         return x
     integers = [check_integer(name, n, 0, FAR) for n in x]
@@ -121,7 +123,7 @@ def listed(name: str, x: Any, like: Any) -> Any:
 
 
 def check_head(**arrays: Any) -> None:
-    """That each is one head, (n, d)."""
+    """Check that each array is one head, (n, d)."""
     for name, x in arrays.items():
         if x.ndim != 2:
             raise ShapeError(f"{name}: expected one head, (n, d), got shape {x.shape}")
@@ -133,10 +135,10 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 
 
 def check_rows_of_floats(name: str, x: Any) -> None:
-    """That x is a NumPy array with columns to go through."""
+    """Check that x is a NumPy array of floats with at least one axis."""
     if not isinstance(x, np.ndarray):
         raise DTypeError(f"{name}: expected a NumPy array, got {type(x).__name__}")
-    _reject_kin(name, x)
+    _reject_masked_or_matrix(name, x)
     if name_of(x.dtype) not in FLOATS:
         raise DTypeError(f"{name}: expected one of {', '.join(FLOATS)}, got {x.dtype}")
     if not x.ndim:
@@ -144,8 +146,8 @@ def check_rows_of_floats(name: str, x: Any) -> None:
 
 
 def check_rows(rows: Any, n_q: int) -> Any:
-    """Query rows by index, as probabilities() takes them; negative ones count from the end."""
-    _reject_kin("rows", rows)
+    """Return checked query indices for probabilities(); negative ones count from the end."""
+    _reject_masked_or_matrix("rows", rows)
     rows = np.asarray(rows)
     if rows.shape == (0,):  # an empty list has no dtype of its own
         rows = rows.astype(np.int64)
@@ -158,7 +160,7 @@ def check_rows(rows: Any, n_q: int) -> Any:
 
 
 def check_size(name: str, value: Any) -> int:
-    """A block or chunk size: an integer of at least 1."""
+    """Check a block or chunk size: an integer of at least 1."""
     return check_integer(name, value, 1, FAR)
 
 
@@ -174,7 +176,7 @@ def check_shape(name: str, shape: Any) -> tuple[int, ...]:
 
 
 def check_dtype(dtype: Any) -> str:
-    """The name of a dtype that arrays of a call may have."""
+    """Return the name of a dtype that q, k and v may have."""
     name = name_of_any(dtype)
     if name not in (*FLOATS, EIGHT_BITS):
         raise DTypeError(f"dtype: expected one of {', '.join((*FLOATS, EIGHT_BITS))}, got {name}")
@@ -187,23 +189,23 @@ def check_hardware(hardware: Any) -> None:
 
 
 def to_host(name: str, x: Any) -> Any:
-    """Starts or lengths that may be in a tensor on any device, where describe() looks at their values."""
+    """Copy starts or lengths to the host, from a tensor on any device, so that describe() checks their values."""
     if isinstance(x, list | tuple):
         return np.array([check_integer(name, n, 0, FAR) for n in x], np.int64)
     if not hasattr(x, "cpu") or name_of(x.dtype) not in INTEGERS:
         return x
     if x.device.type == "meta":
         raise DTypeError(f"{name}: expected a tensor with values, got one on {x.device}")
-    from flashtile.pytorch.interception import check_stored
+    from flashtile.pytorch.interception import check_storage
 
-    check_stored({name: x})
-    return x.to("cpu", copy=True).numpy()  # which fixes the size of a storage, and so not of that of the caller
+    check_storage({name: x})
+    return x.to("cpu", copy=True).numpy()  # numpy() makes a storage unresizable: not the caller's
 
 
 def check_descale(descale: Any, q: Any) -> tuple[Any, Any, Any]:
-    """The factors of q, k and v, each a number or a float32 tensor of no axes or two."""
+    """Return the checked factors of q, k and v, each a number or a float32 tensor of rank 0 or 2."""
     if not isinstance(descale, Sequence) or isinstance(descale, TEXT) or len(descale) != 3:
-        raise ShapeError(f"descale: expected three factors, of q, k and v, got {descale!r}")
+        raise ShapeError(f"descale: expected three factors, for q, k and v, got {descale!r}")
     checked: list[Any] = []
     whole = None
     for x in descale:

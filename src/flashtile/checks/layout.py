@@ -1,4 +1,4 @@
-"""The order of axes, and padding among the keys: settled at the door, so that kernels meet one layout and one mask."""
+"""layout and key_padding_mask, applied before anything else: kernels see one layout and one mask."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ from flashtile.checks.shapes import broadcastable
 from flashtile.errors import DTypeError, ShapeError
 from flashtile.numerics.dtypes import name_of
 
-LAYOUTS = ("bhnd", "bnhd")  # (batch, heads, length, dim), and lengths before heads
+LAYOUTS = ("bhnd", "bnhd")  # (batch, heads, length, dim) and (batch, length, heads, dim)
 MOST_HEADS = 256  # more than any model has
-_name_of: Any = name_of.__wrapped__  # without its cache, of which torch.compile warns
+_name_of: Any = name_of.__wrapped__  # without its cache, about which torch.compile warns
 
 
-def rows_first(layout: Any) -> bool:
-    """Whether arrays of this layout, or of None, which is "bhnd", have lengths before heads."""
+def is_bnhd(layout: Any) -> bool:
+    """Whether lengths come before heads in this checked layout; None is "bhnd"."""
     if layout is None:
         return False
     check_choice("layout", layout, LAYOUTS)
     return bool(layout == "bnhd")
 
 
-def swapped(*arrays: Any) -> tuple[Any, ...]:
-    """Heads and rows of each in the other's place: (.., n, heads, d) <-> (.., heads, n, d); (n, d) has no heads."""
+def swap_axes(*arrays: Any) -> tuple[Any, ...]:
+    """Swap heads and rows of each array: (.., n, heads, d) <-> (.., heads, n, d); (n, d) has no heads."""
     return tuple(x.swapaxes(-3, -2) if len(getattr(x, "shape", ())) > 2 else x for x in arrays)
 
 
-def swapped_lse(*arrays: Any) -> tuple[Any, ...]:
+def swap_lse_axes(*arrays: Any) -> tuple[Any, ...]:
     return tuple(x.swapaxes(-2, -1) if len(getattr(x, "shape", ())) > 1 else x for x in arrays)
 
 
-def check_held(**arrays: Any) -> None:
-    """Of tensors: that they hold their values, and plainly, where something is done with them before a call asks."""
+def check_tensors(**arrays: Any) -> None:
+    """Check tensors that are used before the call itself checks them: dense, with all of their storage."""
     tensors = {name: x for name, x in arrays.items() if is_tensor(x)}
     if tensors:
         from flashtile.pytorch import subclasses
 
         subclasses.check_plain(tensors)
-        subclasses.check_whole(tensors)
+        subclasses.check_storage_if_eager(tensors)
 
 
 def with_padding(q: Any, k: Any, mask: Any, padding: Any) -> Any:
-    """The mask that also hides padded keys."""
+    """Return a mask that also hides padded keys."""
     library(q, k=k, mask=mask, key_padding_mask=padding)
-    check_held(mask=mask, key_padding_mask=padding)
+    check_tensors(mask=mask, key_padding_mask=padding)
     if (kind := _name_of(padding.dtype)) != "bool":
         raise DTypeError(f"key_padding_mask: expected booleans, True where a key may be attended, got {kind}")
     if not 2 <= len(q.shape) == len(k.shape) <= 4:
-        return mask  # which nobody comes to look at
+        return mask  # describe() rejects these shapes
     batch, heads = (1, 1, *q.shape[:-2])[-2:]
     wanted = batch, k.shape[-2]
     if tuple(padding.shape) != wanted:
@@ -61,21 +61,21 @@ def with_padding(q: Any, k: Any, mask: Any, padding: Any) -> Any:
     if mask is None:
         return padding
     if _name_of(mask.dtype) != "bool":
-        return mask  # as which it is refused
+        return mask  # describe() rejects this dtype
     return broadcastable("mask", mask, (batch, heads, q.shape[-2], k.shape[-2]), True) & padding
 
 
-def doubt(q: Any, k: Any, causal: bool, level: int) -> None:
-    """A warning where shapes speak for (batch, length, heads, dim), at the caller `level` frames up.
+def warn_if_axes_swapped(q: Any, k: Any, causal: bool, level: int) -> None:
+    """Warn if the shapes look like (batch, length, heads, dim); level: the stack level of the warning.
 
-    Read as (batch, heads, length, dim), such arrays seem to have as many key heads as query heads, more of them than
-    rows, and as many keys as queries; or a fraction of that, where key heads are shared. As real shapes these are rare
-    if there are more heads than any model has, or if causal leaves rows without a key.
+    Read as (batch, heads, length, dim), such arrays have equal numbers of query and key heads, more heads than rows,
+    and as many keys as queries, or a fraction of them with grouped heads. Real shapes are rarely like that and have
+    more heads than any model, or rows that causal leaves without a key.
     """
     if len(q.shape) != 4 or len(k.shape) != 4:
         return
     (_, heads, n_q, _), (_, kv_heads, n_k, _) = q.shape, k.shape
-    if not all(isinstance(n, int) for n in (heads, n_q, kv_heads, n_k)):  # symbols, of which a question is a guard
+    if not all(isinstance(n, int) for n in (heads, n_q, kv_heads, n_k)):  # a comparison of symbols would add a guard
         return
     if heads != kv_heads or not heads > n_q >= n_k >= 1 or n_q % n_k:
         return
@@ -86,17 +86,17 @@ def doubt(q: Any, k: Any, causal: bool, level: int) -> None:
     else:
         return
     warnings.warn(
-        f"q: expected (batch, heads, length, dim), and by shape {tuple(q.shape)} there are {why}; "
-        'for (batch, length, heads, dim) say layout="bnhd", and layout="bhnd" if all is as it should be',
+        f"q: expected (batch, heads, length, dim), got {tuple(q.shape)}, which would be {why}; "
+        'pass layout="bnhd" for (batch, length, heads, dim), or layout="bhnd" if the shape is right',
         stacklevel=level,
     )
 
 
-def result(found: Any, with_lse: bool) -> Any:
-    """What attention() found for swapped arrays, swapped back and contiguous, as results are."""
-    out, lse = found if with_lse else (found, None)
-    out = _contiguous(*swapped(out))
-    return (out, _contiguous(*swapped_lse(lse))) if with_lse else out
+def swap_results(results: Any, with_lse: bool) -> Any:
+    """Swap the axes of attention()'s results back, and make them contiguous."""
+    out, lse = results if with_lse else (results, None)
+    out = _contiguous(*swap_axes(out))
+    return (out, _contiguous(*swap_lse_axes(lse))) if with_lse else out
 
 
 def _contiguous(x: Any) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 from flashtile.errors import DTypeError, ShapeError
 
 LARGEST = {"float32": float(np.finfo(np.float32).max), "float64": sys.float_info.max}
-TEXT = (str, bytes, bytearray)  # sequences, but never of numbers
+TEXT = (str, bytes, bytearray)  # sequences, but not of numbers
 
 
 def check_flag(name: str, value: Any) -> bool:
@@ -25,7 +25,7 @@ def check_flag(name: str, value: Any) -> bool:
 
 
 def check_real(name: str, value: Any, least: float | None = None) -> float:
-    """A finite number, of at least `least`, as Python's own."""
+    """Return a finite number of at least `least` as a Python float."""
     if type(value) is not float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise DTypeError(f"{name}: expected a number, got {type(value).__name__}")
@@ -41,11 +41,11 @@ def check_real(name: str, value: Any, least: float | None = None) -> float:
 
 
 def check_integer(name: str, value: Any, low: int | None, high: int | None) -> int:
-    """None: no limit on that side."""
-    if type(value).__name__ == "SymInt":  # in a graph: the operator checks it when it has a value
+    """Return an integer from low to high as a Python int; None is no limit."""
+    if type(value).__name__ == "SymInt":  # traced: the operator checks its value when it runs
         return value  # type: ignore[no-any-return]
     number: int | None = value
-    if type(value) is not int:  # torch.compile sees an int here while it traces; index() would fix a symbol's value
+    if type(value) is not int:  # a traced int has type int; index() would specialize it
         try:
             number = None if isinstance(value, bool) else operator.index(value)
         except TypeError:  # a fraction, or an array of several numbers
@@ -54,6 +54,6 @@ def check_integer(name: str, value: Any, low: int | None, high: int | None) -> i
         raise DTypeError(f"{name}: expected an integer, got {type(value).__name__}")
     if (low is not None and number < low) or (high is not None and number > high):
         wanted = f"of at least {low}" if high is None else f"from {low} to {high}"
-        got = value if abs(number) < 1 << 128 else "a number of very many digits"  # Python refuses to write some
+        got = value if abs(number) < 1 << 128 else "a number of very many digits"  # Python limits how many it prints
         raise ShapeError(f"{name}: expected an integer {wanted}, got {got}")
     return number

@@ -1,6 +1,6 @@
-"""The check of each option, as options.py lists them: (name, value, shapes) -> the value that a Problem holds.
+"""The checks that options.py lists: (name, value, shapes) -> the value for the Problem.
 
-shapes is None in a graph of torch.compile, where arrays are not checked and lengths have no limit.
+shapes is None while torch.compile traces: arrays are then unchecked, and lengths have no limit.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from flashtile.host.threads import MOST
 from flashtile.numerics.dtypes import EIGHT_BITS, FLOATS, accumulator, name_of
 
 INTEGERS = ("int32", "int64")
-_name_of = name_of.__wrapped__  # without its cache, of which torch.compile warns
+_name_of = name_of.__wrapped__  # without its cache, about which torch.compile warns
 
 
 class Shapes(NamedTuple):
-    """The sizes and the dtype of a call."""
+    """The sizes and the dtype of a call, for the checks of its options."""
 
     q: Any
     dtype: str
@@ -39,13 +39,13 @@ class Shapes(NamedTuple):
         return self.sequences, self.heads, self.n_q, self.n_k
 
     @property
-    def known(self) -> bool:
-        """Whether n_q and n_k are those of the longest sequence, and not only what it cannot exceed."""
+    def lengths_known(self) -> bool:
+        """Whether n_q and n_k are the largest lengths, not just upper bounds."""
         return self.cu_q is None or on_host(self.cu_q)
 
 
 def unchecked(name: str, x: Any, shapes: Shapes | None) -> Any:
-    """For what is checked elsewhere."""
+    """Default hook: checked elsewhere."""
     return x
 
 
@@ -73,7 +73,7 @@ def threads(name: str, x: Any, shapes: Shapes | None) -> int | None:
 
 
 def seed(name: str, x: Any, shapes: Shapes | None) -> Any:
-    """A number of 64 bits, or, beside tensors, a tensor of one."""
+    """Check a number of 64 bits, or, in a call of tensors, a tensor of one."""
     if shapes is None or not (is_tensor(x) and is_tensor(shapes.q)):
         return check_integer(name, x, 0, 2**64 - 1)
     check_seed_tensor(x, shapes.q)
@@ -81,7 +81,7 @@ def seed(name: str, x: Any, shapes: Shapes | None) -> Any:
 
 
 def check_seed_tensor(seed: Any, q: Any) -> None:
-    """That it is one number of 64 bits, where q is or on the host."""
+    """Check that it is one int64, on the device of q or on the host."""
     if name_of(seed.dtype) != "int64":
         raise DTypeError(f"seed: expected int64, got {name_of(seed.dtype)}")
     if tuple(seed.shape) not in ((), (1,)):
@@ -116,11 +116,11 @@ def band(name: str, x: Any, shapes: Shapes | None) -> Band | None:
     )
 
 
-def settled_band(causal: bool, window: Any, band: Band | None) -> tuple[Band, bool]:
-    """The band that these say together, each checked, and whether it is aligned at the last query and key."""
+def combine_bands(causal: bool, window: Any, band: Band | None) -> tuple[Band, bool]:
+    """Combine checked options into one band; return it, and whether it aligns the last query with the last key."""
     if band is not None:
         if causal or window is not None:
-            raise ShapeError("band: expected no causal or window beside it, the band says it all")
+            raise ShapeError("band: expected None with causal or window, got a Band, which can express both")
         return band, False
     left, right = (None, None) if window is None else window
     return Band(FAR if left is None else left, 0 if causal else FAR if right is None else right), True
@@ -138,20 +138,20 @@ def mask(name: str, x: Any, shapes: Shapes | None) -> Any:
             f"{name}: expected four axes, because {shape} may be (queries, keys) or (batch, keys), got two; "
             f"{PADDING}, one of (queries, keys) is mask[None, None]"
         )
-    return broadcastable(name, x, shapes.pairs, shapes.known)
+    return broadcastable(name, x, shapes.pairs, shapes.lengths_known)
 
 
 def bias(name: str, x: Any, shapes: Shapes | None) -> Any:
     if x is None or shapes is None:
         return x
-    _like_q(name, x, shapes.dtype)
-    return broadcastable(name, x, shapes.pairs, shapes.known)
+    _check_float_dtype(name, x, shapes.dtype)
+    return broadcastable(name, x, shapes.pairs, shapes.lengths_known)
 
 
 def alibi(name: str, x: Any, shapes: Shapes | None) -> Any:
     if x is None or shapes is None:
         return x
-    _like_q(name, x, shapes.dtype)
+    _check_float_dtype(name, x, shapes.dtype)
     wanted, each = (shapes.heads,), (shapes.sequences, shapes.heads)
     if tuple(x.shape) not in (wanted, each):
         raise ShapeError(f"{name}: expected shape {wanted} or {each}, got {tuple(x.shape)}")
@@ -161,18 +161,18 @@ def alibi(name: str, x: Any, shapes: Shapes | None) -> Any:
 def sink(name: str, x: Any, shapes: Shapes | None) -> Any:
     if x is None or shapes is None:
         return x
-    _like_q(name, x, shapes.dtype)
+    _check_float_dtype(name, x, shapes.dtype)
     if tuple(x.shape) != (shapes.heads,):
-        raise ShapeError(f"{name}: expected shape ({shapes.heads},), one logit a query head, got {tuple(x.shape)}")
+        raise ShapeError(f"{name}: expected shape ({shapes.heads},), one logit per query head, got {tuple(x.shape)}")
     return x
 
 
 def kv_lengths(name: str, x: Any, shapes: Shapes | None) -> Any:
     if x is None or shapes is None:
         return x
-    _integers(name, x)
+    _check_integers(name, x)
     if x.shape[0] != shapes.sequences:
-        raise ShapeError(f"{name}: expected {shapes.sequences} entries, one a sequence, got {x.shape[0]}")
+        raise ShapeError(f"{name}: expected {shapes.sequences} entries, one per sequence, got {x.shape[0]}")
     if not on_host(x):
         return x
     lengths = x.astype(np.int64, copy=False)
@@ -180,40 +180,40 @@ def kv_lengths(name: str, x: Any, shapes: Shapes | None) -> Any:
     return lengths
 
 
-def check_lengths(lengths: Any, room: Any) -> None:
-    """That no sequence uses more keys than it has."""
-    if ((lengths < 0) | (lengths > room)).any():
+def check_lengths(lengths: Any, available: Any) -> None:
+    """Check that no sequence uses more keys than it has."""
+    if ((lengths < 0) | (lengths > available)).any():
         raise ShapeError(
-            f"kv_lengths: expected values from 0 to the keys given ({_short(room)}), got {_short(lengths)}"
+            f"kv_lengths: expected values from 0 to the number of keys ({_brief(available)}), got {_brief(lengths)}"
         )
 
 
 def starts(name: str, cu: Any, total: int) -> tuple[Any, int]:
-    """Where packed sequences start, and the length of the longest, as far as the host can know it."""
+    """Return the checked starts of packed sequences, and the largest length or, on a device, a bound of it."""
     if cu is None:
         raise ShapeError(f"{name}: expected the starts of the packed sequences, got None")
-    _integers(name, cu)
+    _check_integers(name, cu)
     if cu.shape[0] < 1:
         raise ShapeError(f"{name}: expected at least one entry, 0, got none")
     if cu.shape[0] == 1 and total:
-        raise ShapeError(f"{name}: expected to rise from 0 to {total}, the rows given, got one entry")
+        raise ShapeError(f"{name}: expected to rise from 0 to {total}, the number of rows, got one entry")
     if not on_host(cu):
         return cu, total
     cu = cu.astype(np.int64, copy=False)
-    if cu[0] != 0 or cu[-1] != total or (cu[1:] < cu[:-1]).any():  # not by differences, which may wrap around
-        raise ShapeError(f"{name}: expected to rise from 0 to {total}, the rows given, got {_short(cu)}")
+    if cu[0] != 0 or cu[-1] != total or (cu[1:] < cu[:-1]).any():  # differences could overflow
+        raise ShapeError(f"{name}: expected to rise from 0 to {total}, the number of rows, got {_brief(cu)}")
     return cu, int(np.diff(cu).max(initial=0))
 
 
 def descale(name: str, x: Any, shapes: Shapes | None) -> Any:
-    """The factors of q, k and v side by side."""
+    """Check the stacked factors of q, k and v."""
     if x is None or shapes is None:
         return x
     if shapes.dtype != EIGHT_BITS:
-        raise DTypeError(f"{name}: expected q of {EIGHT_BITS} beside it, got {shapes.dtype}")
+        raise DTypeError(f"{name}: expected q of {EIGHT_BITS}, got {shapes.dtype}")
     shape, each = tuple(x.shape), (shapes.sequences, shapes.kv_heads)
     if len(shape) != 3 or shape[0] not in (1, each[0]) or shape[1] not in (1, each[1]) or shape[2] != 3:
-        raise ShapeError(f"{name}: expected shape () or {each}, one a key head, got {shape[:-1]}")
+        raise ShapeError(f"{name}: expected shape () or {each}, one per key head, got {shape[:-1]}")
     return x
 
 
@@ -232,35 +232,35 @@ def out_dtype(name: str, x: Any, shapes: Shapes | None) -> str | None:
     return found
 
 
-def check_factors(scale: float, softcap: float, real: str) -> None:
-    """That both, and the quotient by which scores are multiplied before a softcap, are numbers in this dtype."""
+def check_scale_and_softcap(scale: float, softcap: float, real: str) -> None:
+    """Check that scale, softcap and scale / softcap, the factor before tanh, are within this dtype."""
     most = LARGEST[real]
     if abs(scale) > most:
-        raise ShapeError(f"scale: expected at most {most:.3g} beside scores of {real}, got {scale}")
+        raise ShapeError(f"scale: expected at most {most:.3g} for {real} scores, got {scale}")
     if softcap and not abs(scale) / most <= softcap <= most:
         least = abs(scale) / most
-        raise ShapeError(f"softcap: expected 0, or {least:.3g} to {most:.3g} beside scores of {real}, got {softcap}")
+        raise ShapeError(f"softcap: expected 0, or {least:.3g} to {most:.3g} for {real} scores, got {softcap}")
 
 
 def is_tensor(x: Any) -> bool:
-    """Whether x is a tensor of torch, which need not be installed."""
+    """Whether x is a torch tensor; does not import torch."""
     return hasattr(x, "__torch_function__")
 
 
 def on_host(x: Any) -> bool:
-    """Whether values can be read without waiting for a device."""
+    """Whether the values of x can be read without waiting for a device."""
     return isinstance(x, np.ndarray)
 
 
 def name_of_any(dtype: Any) -> str:
-    """The name of a dtype, or of the type of what is none."""
+    """Return the name of a dtype, or of the type of anything else."""
     try:
         return name_of(dtype)
-    except TypeError:  # it cannot be hashed
+    except TypeError:  # unhashable
         return type(dtype).__name__
 
 
-def _integers(name: str, x: Any) -> None:
+def _check_integers(name: str, x: Any) -> None:
     kind = dtype_of(name, x)
     if kind not in INTEGERS:
         raise DTypeError(f"{name}: expected int32 or int64, got {kind}")
@@ -268,12 +268,12 @@ def _integers(name: str, x: Any) -> None:
         raise ShapeError(f"{name}: expected one axis, got shape {tuple(x.shape)}")
 
 
-def _like_q(name: str, x: Any, dtype: str) -> None:
+def _check_float_dtype(name: str, x: Any, dtype: str) -> None:
     kind = dtype_of(name, x)
-    beside = (accumulator(dtype),) if dtype == EIGHT_BITS else (dtype, accumulator(dtype))
-    if kind not in beside:
-        raise DTypeError(f"{name}: expected {' or '.join(dict.fromkeys(beside))}, got {kind}")
+    allowed = (accumulator(dtype),) if dtype == EIGHT_BITS else (dtype, accumulator(dtype))
+    if kind not in allowed:
+        raise DTypeError(f"{name}: expected {' or '.join(dict.fromkeys(allowed))}, got {kind}")
 
 
-def _short(x: Any) -> str:
+def _brief(x: Any) -> str:
     return str(x) if np.ndim(x) == 0 else np.array2string(np.asarray(x), threshold=8)

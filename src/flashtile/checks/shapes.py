@@ -1,4 +1,4 @@
-"""Checks of shapes and dtypes: q, k and v beside each other, what broadcasts to scores, what a backward pass takes."""
+"""Checks of shapes and dtypes: q, k and v, arrays that broadcast to scores, and gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PADDING = "a mask of (batch, keys) is key_padding_mask"
 
 
 def dtype_of(name: str, x: Any) -> str:
-    """The name of an array's dtype."""
+    """Return the name of an array's dtype."""
     try:
         return name_of(x.dtype)
     except AttributeError:
@@ -23,7 +23,7 @@ def dtype_of(name: str, x: Any) -> str:
 
 
 def check_dtypes(q: Any, k: Any, v: Any) -> str:
-    """The dtype that q, k and v have in common."""
+    """Return the common dtype of q, k and v."""
     dtype = dtype_of("q", q)
     if dtype not in FLOATS and dtype != EIGHT_BITS:
         raise DTypeError(f"q: expected one of {', '.join((*FLOATS, EIGHT_BITS))}, got {dtype}")
@@ -34,7 +34,7 @@ def check_dtypes(q: Any, k: Any, v: Any) -> str:
 
 
 def rank4(name: str, x: Any, rank: int, packed: bool) -> Any:
-    """x as (batch, heads, length, dim); packed sequences have batch 1. rank: that of q."""
+    """View x as (batch, heads, length, dim); packed sequences have batch 1. rank: that of q."""
     shape = x.shape
     if packed:
         if len(shape) != 3:
@@ -49,7 +49,7 @@ def rank4(name: str, x: Any, rank: int, packed: bool) -> Any:
 
 
 def check_shapes(q: Any, k: Any, v: Any, packed: bool) -> None:
-    """That q, k and v of rank 4 go together."""
+    """Check that the shapes of q, k and v, of rank 4, match."""
     batch, heads, _, dim = q.shape
     if k.shape[0] != batch or v.shape[0] != batch:
         name, x = ("k", k) if k.shape[0] != batch else ("v", v)
@@ -60,7 +60,7 @@ def check_shapes(q: Any, k: Any, v: Any, packed: bool) -> None:
         if not 1 <= x.shape[3] <= MAX_DIM:
             raise ShapeError(f"{name}: expected a head dim from 1 to {MAX_DIM}, got {x.shape[3]}")
     if k.shape[1] < 1 or heads < 1 or heads % k.shape[1]:
-        # Most often these are lengths: the axes of heads and lengths were swapped.
+        # Most often the axes of heads and lengths are swapped.
         call, axes = ("attention_packed", "total, heads, dim") if packed else ("attention", "batch, heads, length, dim")
         hint = "" if packed else ', or (batch, length, heads, dim) with layout="bnhd"'
         raise ShapeError(
@@ -74,9 +74,9 @@ def check_shapes(q: Any, k: Any, v: Any, packed: bool) -> None:
 
 
 def broadcastable(name: str, x: Any, pairs: tuple[int, ...], known: bool) -> Any:
-    """x with rank 4, every axis 1 or that of pairs, (sequences, heads, n_q, n_k).
+    """View x with rank 4, if it broadcasts to pairs, (sequences, heads, n_q, n_k).
 
-    Unless the lengths of packed sequences are known, n_q and n_k are only what the longest cannot exceed.
+    Unless the lengths of packed sequences are known, n_q and n_k are upper bounds.
     """
     if not hasattr(x, "shape"):
         raise DTypeError(f"{name}: expected an array, got {type(x).__name__}")
@@ -94,15 +94,15 @@ def broadcastable(name: str, x: Any, pairs: tuple[int, ...], known: bool) -> Any
 
 
 def _fits(n: Any, m: Any) -> bool:
-    """Whether an axis of n broadcasts to m. For lengths that depend on data torch.export only knows that n is m."""
+    """Whether an axis of n broadcasts to m. Of data-dependent lengths torch.export may only know that n equals m."""
     return (type(n) is int and n == 1) or bool(n == m or n == 1)
 
 
 def check_gradients(problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any) -> tuple[Any, Any, Any, Any]:
-    """What a backward pass takes besides the inputs, as views of rank 4 (lse, dlse: rank 3)."""
+    """Check dout, out, lse and dlse; return views of rank 4 (lse, dlse: rank 3)."""
     lead = 1 if problem.packed else 4 - problem.rank
     shape = problem.out_shape()
-    given = [shape[2], shape[1], shape[3]] if problem.packed else list(shape[lead:])
+    caller_shape = [shape[2], shape[1], shape[3]] if problem.packed else list(shape[lead:])
     checked: list[Any] = []
     for name, x, dtype in (
         ("dout", dout, problem.out_dtype),
@@ -113,7 +113,7 @@ def check_gradients(problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any) 
         if x is None and name == "dlse":
             checked.append(None)
             continue
-        wanted = tuple(given if name in ("dout", "out") else given[:-1])
+        wanted = tuple(caller_shape if name in ("dout", "out") else caller_shape[:-1])
         if not hasattr(x, "shape"):
             raise DTypeError(f"{name}: expected an array of shape {wanted}, got {type(x).__name__}")
         if tuple(x.shape) != wanted:

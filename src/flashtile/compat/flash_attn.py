@@ -312,7 +312,7 @@ def _options(
     if left is not None or right is not None:
         options["window"] = (left, right)
     if alibi_slopes is not None and q.dtype == torch.float64:
-        subclasses.check_whole({"alibi_slopes": alibi_slopes})
+        subclasses.check_storage_if_eager({"alibi_slopes": alibi_slopes})
         alibi_slopes = alibi_slopes.double()  # flash_attn's are always float32
     return {**options, "alibi": alibi_slopes, "deterministic": deterministic}
 
@@ -337,7 +337,7 @@ def _check_memory(q: Tensor, **others: Any) -> None:
     """Check that tensors read or written here are on q's device and store their values in plain memory."""
     tensors = {name: x for name, x in others.items() if isinstance(x, Tensor)}
     library(q, **tensors)
-    for check in (subclasses.check_plain, subclasses.check_whole):
+    for check in (subclasses.check_plain, subclasses.check_storage_if_eager):
         check({"q": q, **tensors})
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashtile.errors import DTypeError, ShapeError, UnsupportedError
-from flashtile.pytorch.interception import check_stored, readable
+from flashtile.pytorch.interception import check_storage, readable
 
 
 class Cache(NamedTuple):
@@ -152,7 +152,7 @@ def _check_shape(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
 def _check_range(name: str, x: Tensor, most: int) -> None:
     if not (x.numel() and readable(x)):
         return
-    check_stored({name: x})
+    check_storage({name: x})
     numbers = x.flatten().tolist()  # faster than x.min() and x.max() for this few numbers
     if not 0 <= min(numbers) <= max(numbers) <= most:
         raise ShapeError(f"{name}: expected numbers from 0 to {most}, got {x.tolist()}")

@@ -165,7 +165,7 @@ def _fall_back(
             stacklevel=4,
         )
     if attn_mask is not None:
-        attn_mask = _at_least_2d(subclasses.with_values(attn_mask, query.device))
+        attn_mask = _at_least_2d(subclasses.materialized(attn_mask, query.device))
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     out: Tensor = TORCH_SDPA(query, key, value, attn_mask, dropout_p, is_causal, **options)
     return out
@@ -227,7 +227,7 @@ def _mask(mask: Tensor, query: Tensor, n_k: int) -> dict[str, Any]:
     """Convert a mask to options of attention()."""
     shape = query.shape
     if type(mask) is not Tensor:
-        last = subclasses.triangle(mask, shape[-2], n_k)
+        last = subclasses.is_lower_right(mask, shape[-2], n_k)
         if last is not None:
             return {"causal": True} if last else {"band": Band(right=0)}
     if type(mask) is not Tensor or mask.layout is not torch.strided or mask.is_nested:
@@ -296,13 +296,13 @@ def _nested(
         raise DTypeError("attn_mask: expected None, because query is nested, got a mask")
     if all(subclasses.ragged_heads(x) for x in (query, key, value)):
         inner: Tensor = attention(query.values(), key.values(), value.values(), layout="bhnd", **options)
-        return subclasses.nested_as(inner, query)
+        return subclasses.nested_like(inner, query)
     (q, starts), (k, k_starts), (v, v_starts) = (
-        subclasses.jagged(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+        subclasses.jagged_rows(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     )
     if v_starts is not k_starts and not torch.equal(v_starts, k_starts):
         raise ShapeError("value: expected the sequence lengths of key, got others")
     if not grouped and q.shape[1] != k.shape[1]:
         heads = f"query and key have {q.shape[1]} and {k.shape[1]} heads"
         raise ShapeError(f"enable_gqa: expected True, because {heads}, got False")
-    return subclasses.nested(attention_packed(q, k, v, starts, k_starts, **options), query)
+    return subclasses.to_nested(attention_packed(q, k, v, starts, k_starts, **options), query)

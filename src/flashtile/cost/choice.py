@@ -38,7 +38,7 @@ def choose_for_hardware(
 ) -> dispatch.Backend | None:
     """The row that would run on such a GPU, if everything it needs were here."""
     able = (
-        row for row in dispatch.TABLE if row.made_for(capability) and row.objection(problem, device, tensors) is None
+        row for row in dispatch.TABLE if row.runs_on(capability) and row.objection(problem, device, tensors) is None
     )
     return dispatch.preferred(problem, able)
 

@@ -1,1 +1,1 @@
-"""The machine a call runs on: processors, threads, versions of packages, addresses."""
+"""The host machine: processors, threads, package versions, array addresses."""

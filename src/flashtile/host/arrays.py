@@ -1,4 +1,4 @@
-"""Arrays: what a runner does with the arrays of a library, whose memory is all that a kernel sees."""
+"""Arrays: the array functions that a runner needs, for NumPy or for tensors on a CPU."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from flashtile.numerics.dtypes import carrier, name_of
 
 
 class Arrays(NamedTuple):
-    """Functions on the arrays of NumPy, or on tensors on the CPU."""
+    """Functions on NumPy arrays, or on tensors on a CPU."""
 
     address: Callable[[Any], int]
     strides: Callable[[Any], tuple[int, ...]]  # in bytes, or in elements
-    contiguous: Callable[[Any], Any]  # a copy, aligned, unless it is so
-    # Makes contiguous arrays of this shape and dtype. bfloat16 has several NumPy dtypes: the last argument is q's.
+    contiguous: Callable[[Any], Any]  # an aligned contiguous copy, or the array itself
+    # Returns a function that makes contiguous arrays of a shape and dtype. The last argument is q's dtype, because
+    # bfloat16 has several NumPy dtypes.
     maker: Callable[[tuple[int, ...], str, Any], Callable[[], Any]]
     clear: Callable[[Any], Any]  # sets all elements to 0
     to_numpy: Callable[[Any], Any]  # the same memory
     from_numpy: Callable[[Any], Any]
-    number: Callable[[Any], int]  # the seed in an array
-    threads: Callable[[], int]  # the number for a call, if neither it nor FLASHTILE_THREADS gives one
+    seed_value: Callable[[Any], int]  # of a seed that is an array
+    threads: Callable[[], int]  # the default number of threads
 
 
 def _maker(shape: tuple[int, ...], name: str, q_dtype: Any) -> Callable[[], Any]:
@@ -45,6 +46,6 @@ NUMPY = Arrays(
     clear=lambda x: x.fill(0),
     to_numpy=lambda x: x,
     from_numpy=lambda x: x,
-    number=int,
+    seed_value=int,
     threads=threads.default,
 )

@@ -1,4 +1,4 @@
-"""What this machine and this installation are: versions, processor, threads, devices, commit."""
+"""The machine and the installation: versions, processor, devices, commit."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from flashtile.host.threads import cores
 
 PACKAGES = ("flashtile", "numpy", "torch", "triton", "transformers", "typer", "rich")
 CPUINFO, CPU_NUMBERS = Path("/proc/cpuinfo"), ("cpu family", "model", "stepping")
-OLDEST = {"torch": "2.8", "triton": "3.6", "transformers": "4.57"}  # that are supported: docs/versions.md
+OLDEST = {"torch": "2.8", "triton": "3.6", "transformers": "4.57"}  # supported, see docs/versions.md
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python and the packages that matter here; None where one is not installed. Nothing is imported."""
+    """Return the versions of Python and related packages, None if not installed. Imports nothing."""
     return {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
 
 
@@ -39,7 +39,7 @@ def has(package: str) -> bool:
 
 
 def too_old(package: str, version: str | None = None) -> str | None:
-    """What is wrong with this version, the installed one by default; None where nothing is, or none is installed."""
+    """Why this version (by default the installed one) is too old; None if it is not, or not installed."""
     version, oldest = version or _version(package), OLDEST[package]
     if version is None or _release(version) >= _release(oldest):
         return None
@@ -47,18 +47,18 @@ def too_old(package: str, version: str | None = None) -> str | None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """(2, 13) of "2.13.0+cpu"."""
+    """Return (2, 13) for "2.13.0+cpu"."""
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
 def lacks(*packages: str) -> str | None:
-    """Which of the packages that a GPU takes is not installed, and how to get it; None where all are."""
+    """Name a missing package, and how to install it; None if all are installed."""
     missing = next((package for package in packages if not has(package)), None)
     return missing and f"{missing} is not installed; run: pip install 'flashtile[gpu]'"
 
 
 def processor() -> str:
-    """The model name of the CPU and its numbers, for names are vague: "AMD EPYC" is any of several."""
+    """Return the CPU's model name and model numbers, because names like "AMD EPYC" are ambiguous."""
     try:
         lines = CPUINFO.read_text().split("\n\n")[0].splitlines()
     except OSError:
@@ -71,14 +71,14 @@ def processor() -> str:
 
 
 def isa() -> str | None:
-    """The instruction set level that the C++ core was loaded for; None where there is no core."""
+    """The instruction set of the loaded C++ core; None without a core."""
     from flashtile.backends.native import library
 
     return None if library.why_not() else str(library.isa())
 
 
 def memory() -> int | None:
-    """Bytes of main memory; None where the system does not say."""
+    """Bytes of main memory; None if unknown."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):
@@ -86,19 +86,19 @@ def memory() -> int | None:
 
 
 def devices() -> list[dict[str, Any]]:
-    """The CPU, and the GPUs that torch sees (torch is imported where it is installed)."""
+    """Describe the CPU and the GPUs that torch sees. Imports torch if it is installed."""
     found: list[dict[str, Any]] = [{"device": "cpu", "name": processor(), "isa": isa(), "cores": cores()}]
     if has("torch"):
         import torch
 
         for n in range(torch.cuda.device_count()):
-            about = torch.cuda.get_device_properties(n)
-            found.append({"device": f"cuda:{n}", "name": about.name, "memory": about.total_memory})
+            properties = torch.cuda.get_device_properties(n)
+            found.append({"device": f"cuda:{n}", "name": properties.name, "memory": properties.total_memory})
     return found
 
 
 def gpu() -> str | None:
-    """What its driver calls the first GPU that torch sees. Where there is no driver, torch is not imported."""
+    """Return the driver's name of the first GPU that torch sees. Imports torch only if there is a driver."""
     drivers = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
     if not has("torch") or not any(path.exists() for path in drivers):
         return None
@@ -108,7 +108,7 @@ def gpu() -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that flashtile lives in, with "+" where its sources were changed; None outside one."""
+    """Return the commit of flashtile's checkout, with "+" if its sources are modified; None outside a checkout."""
     here = Path(__file__).parent
     top = _git(here, "rev-parse", "--show-toplevel")
     if top is None or not (Path(top) / "src" / "flashtile" / "host" / "machine.py").exists():  # another repository
@@ -127,7 +127,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def describe() -> dict[str, Any]:
-    """What a measurement has to be read with."""
+    """Return what is recorded with every measurement."""
     return {
         "versions": versions(),
         "system": f"{platform.system()} {platform.machine()}",

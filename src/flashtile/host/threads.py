@@ -1,7 +1,7 @@
-"""How many CPU threads a call may use, when it does not say; and whether there can be any from before.
+"""The default number of CPU threads, and whether this process was forked.
 
-threads= goes first, then FLASHTILE_THREADS; then, for tensors, torch.get_num_threads(); then OMP_NUM_THREADS; then as
-many as this process has cores.
+The order of precedence: threads=, FLASHTILE_THREADS, torch.get_num_threads() for tensors, OMP_NUM_THREADS, and the
+number of cores of this process.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import os
 from functools import cache
 
 VARIABLES = ("FLASHTILE_THREADS", "OMP_NUM_THREADS")
-MOST = 1 << 16  # that a call may ask for
-_PROCESS = os.getpid()  # that imported the package
-_FORKNOEXEC = 0x40  # Linux's flag of a process that was forked and runs the same program
+MOST = 1 << 16  # the limit of threads=
+_PROCESS = os.getpid()  # the process that imported the package
+_FORKNOEXEC = 0x40  # Linux's flag of a process that was forked without exec
 
 
-def in_a_fork() -> bool:
-    """Whether this process was forked: it has none of the threads that were started before, by torch for one."""
+def is_forked() -> bool:
+    """Whether this process was forked: threads that were started before, for example by torch, are gone."""
     return os.getpid() != _PROCESS or bool(_process_flags() & _FORKNOEXEC)
 
 
@@ -24,22 +24,22 @@ def _process_flags() -> int:
     try:
         with open("/proc/self/stat", "rb") as file:
             return int(file.read().rpartition(b")")[2].split()[6])
-    except OSError:  # not Linux, whose runtime of OpenMP alone hangs in a fork
+    except OSError:  # not Linux; only its OpenMP runtime hangs in a fork
         return 0
 
 
 def cores() -> int:
-    """How many this process may run on."""
+    """The number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @cache
-def asked_for(variable: str = VARIABLES[0]) -> int | None:
-    """What the environment asks for; None where it says nothing, or nothing sensible."""
+def from_environment(variable: str = VARIABLES[0]) -> int | None:
+    """Return the number in an environment variable; None if it is not set, or invalid."""
     value = os.environ.get(variable, "")
     return min(int(value), MOST) if value.isdecimal() and int(value) > 0 else None
 
 
 @cache
 def default() -> int:
-    return next((n for variable in VARIABLES if (n := asked_for(variable))), cores())
+    return next((n for variable in VARIABLES if (n := from_environment(variable))), cores())

@@ -1,11 +1,11 @@
-"""The only place that knows torch: operators, autograd, fake tensors, vmap, autocast."""
+"""Support for torch tensors: operators, autograd, fake tensors, vmap, autocast."""
 
 import torch
 
 from flashtile.errors import UnsupportedError
 from flashtile.host import machine
 
-if _reason := machine.too_old("torch", torch.__version__):  # before the other modules, which take names it may lack
+if _reason := machine.too_old("torch", torch.__version__):  # before imports that fail with an old torch
     raise UnsupportedError(_reason)
 
 from flashtile.pytorch import vmap

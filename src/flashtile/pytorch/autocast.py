@@ -1,4 +1,4 @@
-"""Under torch.autocast q, k and v are cast to its dtype, as for torch's own attention; sums stay in float32."""
+"""torch.autocast: q, k and v are cast to its dtype, as in torch's own attention; sums stay in float32."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashtile.options import OPTIONS
 _HALVES = (torch.float16, torch.bfloat16)
 _CAST = {
     **dict.fromkeys(("q", "k", "v"), (*_HALVES, torch.float32)),
-    # float32 is as welcome beside 16-bit inputs
+    # With 16-bit inputs these may stay float32.
     **{name: _HALVES for name, option in OPTIONS.items() if option.array == "like q"},
 }
 
@@ -25,7 +25,7 @@ def enabled(q: Tensor) -> bool:
 
 
 def cast(device: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call as they are under autocast."""
+    """Return the arguments of a call, cast."""
     dtype = torch.get_autocast_dtype(device)
     return {
         name: x.to(dtype) if x is not None and name in _CAST and x.dtype in _CAST[name] else x

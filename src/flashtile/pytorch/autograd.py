@@ -1,7 +1,7 @@
 """Gradients for q, k, v, bias and sink, from out and from lse.
 
-Eager calls that nobody watches come by a Function, which costs less; all others by the operators, whose kernels for
-autograd are here too.
+Plain eager calls use a torch.autograd.Function, which costs less; all others use the operators, whose autograd kernels
+are also here.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.autograd.function import _SingleLevelFunction
 from flashtile.errors import UnsupportedError
 from flashtile.inputs import Inputs
 from flashtile.pytorch import calls, eight_bits, operators, run
-from flashtile.pytorch.interception import unwatched
+from flashtile.pytorch.interception import can_skip_dispatcher
 from flashtile.pytorch.operands import FIELDS, TENSORS, Operands, operands
 
-_NONE = Operands(*(None for _ in FIELDS))
+_NO_GRADIENTS = Operands(*(None for _ in FIELDS))
 
 
 class Attention(torch.autograd.Function):
-    """out and lse, and the way back: of an Entry, inputs, q, k, v and the tensors among the options."""
+    """out and lse with gradients, from an Entry, its Inputs, q, k, v and the tensors among the options."""
 
     @staticmethod
     def forward(entry: calls.Entry, x: Inputs, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Any:
@@ -34,7 +34,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.entry, x, *tensors = inputs
-        ctx.seed = x.seed if x.seed.__class__ is int else 0  # a tensor is among the others
+        ctx.seed = x.seed if x.seed.__class__ is int else 0  # a seed tensor is among `others`
         _save(ctx, *tensors, *output)
 
     @staticmethod
@@ -43,7 +43,7 @@ class Attention(torch.autograd.Function):
         _, _, need_q, need_k, need_v, *need_others = ctx.needs_input_grad
         entry = ctx.entry
         needs = dict(zip(entry.names, need_others, strict=True)) if need_others else {}
-        if dout is None:  # only the lse was used
+        if dout is None:  # only the lse has a gradient
             dout = torch.zeros_like(out)
         dq, dk, dv, dbias, dsink = _differentiate(
             entry, ctx.seed, needs.get("bias", False), dout, dlse, out, lse, tensors
@@ -69,36 +69,36 @@ def _differentiate(
     lse: Tensor,
     tensors: list[Tensor],
 ) -> calls.Grads:
-    """The operator; or what it runs, where autograd has nothing to record and nobody else is watching.
+    """Run the operator, or its runner if autograd records nothing and no mode, subclass or transform must see the call.
 
-    A compiler that traces the way back alone is watching. Hooks may bring back tensors that lie in another way.
+    Compiled autograd must see it, for one. Saved-tensor hooks may return tensors with other strides.
     """
     q, k, v, *others = tensors
     options = entry.options_with(others, seed)
-    given = [dout, out, lse, *tensors]
+    all_tensors = [dout, out, lse, *tensors]
     if dlse is not None:
-        given.append(dlse)
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not unwatched(given):
+        all_tensors.append(dlse)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not can_skip_dispatcher(all_tensors):
         grads: operators.Five = operators.ATTENTION_BACKWARD(
             dout, dlse, out, lse, bias_grad, *operands(q, k, v, entry.backend, options)
         )
         return grads
-    if not entry.fits_again(tuple(tensors)):
+    if not entry.fits_backward(tuple(tensors)):
         return run.backward(dout, dlse, out, lse, bias_grad, q, k, v, entry.backend, options)
     return entry.differentiate(entry.inputs(q, k, v, options), options, dout, dlse, out, lse, bias_grad)
 
 
-# Attention.apply() without what torch does first: it binds the arguments to the signature of forward(), which takes
-# longer than all the rest, and hands them to torch.func, which would be watching.
+# Attention.apply() without torch's preparations: binding the arguments to forward()'s signature, which takes longer
+# than all the rest, and the check for torch.func, which sees none of these calls.
 record: Any = super(torch.autograd.Function, Attention).apply
 
 
-class _Operator(_SingleLevelFunction):  # of one level of torch.func, or of none
-    """An operator where autograd records it: of what runs it below autograd, and its arguments."""
+class _Operator(_SingleLevelFunction):  # for at most one level of torch.func
+    """An operator that autograd records. Takes a function that runs it below autograd, and its arguments."""
 
     @staticmethod
     def forward(below: Callable[..., Any], *args: Any) -> Any:
-        # torch.func may have a level below that records it as well, or has tangents.
+        # A lower level of torch.func may also record it, or have tangents.
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
             return below(*args)
 
@@ -119,11 +119,11 @@ class _Forward(_Operator):
             dout = torch.zeros_like(out)
         grads = operators.ATTENTION_BACKWARD(dout, dlse, out, lse, needs.bias, *tensors, *ctx.numbers)
         named = zip(("q", "k", "v", "bias", "sink"), grads, strict=True)
-        return None, *_NONE._replace(**{name: grad for name, grad in named if getattr(needs, name)})
+        return None, *_NO_GRADIENTS._replace(**{name: grad for name, grad in named if getattr(needs, name)})
 
 
 class _Backward(_Operator):
-    """The way back, from which there is none."""
+    """The backward pass, which has no gradients itself."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -131,7 +131,7 @@ class _Backward(_Operator):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise UnsupportedError("q, k, v: attention can be differentiated once, its gradients cannot")
+        raise UnsupportedError("q, k, v: attention can be differentiated once; its gradients cannot be differentiated")
 
 
 def _save(ctx: Any, *tensors: Tensor | None) -> None:
@@ -140,24 +140,24 @@ def _save(ctx: Any, *tensors: Tensor | None) -> None:
 
 
 def reject_gradients(q: Tensor, of_alibi: bool) -> None:
-    """Of a call of which some are asked for: what has none. of_alibi: its slopes are among them."""
+    """Raise an error for inputs without gradients. of_alibi: alibi requires one."""
     if q.dtype is eight_bits.DTYPE:
-        raise UnsupportedError(f"q, k, v: expected inputs that need no gradient, for {eight_bits.DTYPE} has none")
+        raise UnsupportedError(f"q, k, v: expected inputs that need no gradient, because {eight_bits.DTYPE} has none")
     if of_alibi:
-        raise UnsupportedError("alibi: expected slopes that need no gradient; a bias has one")
+        raise UnsupportedError("alibi: expected slopes that need no gradient; a bias can have one")
 
 
 def reject_forward_mode(tensors: Iterable[Tensor]) -> None:
-    """Tangents would be lost without a word, for the dispatcher does not look for them."""
+    """Raise an error for tangents, which the dispatcher would drop silently."""
     unpack: Any = forward_ad.unpack_dual
     if forward_ad._current_level >= 0 and any(unpack(x).tangent is not None for x in tensors):
         raise UnsupportedError("q, k, v: attention has gradients, but no forward-mode derivatives")
 
 
 def _register(op: Any, function: Any) -> None:
-    """As torch.library.register_autograd(), whose Functions torch.func refuses.
+    """Register a Function as torch.library.register_autograd() does, but one that torch.func accepts.
 
-    Here the dispatcher comes by at each level of torch.func, with the tensors of that level.
+    The dispatcher calls it at each level of torch.func, with the tensors of that level.
     """
 
     def recorded(keys: torch._C.DispatchKeySet, *args: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Tensors on the CPU <-> NumPy arrays, the same memory both ways.
+"""Views of CPU tensors as NumPy arrays, and tensors from NumPy arrays.
 
-Not by Tensor.numpy() and torch.from_numpy(), after which no one may resize the storage of the tensor any more.
+Tensor.numpy() is no option: it makes the tensor's storage unresizable.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 from flashtile.host.arrays import Arrays
 from flashtile.numerics.dtypes import BFLOAT16, Array, name_of
 from flashtile.pytorch import pages
-from flashtile.pytorch.operands import number_of
+from flashtile.pytorch.operands import seed_value
 
 _GUARDS: Any = torch._C._dynamo.guards
 
 
-class _Lent(ctypes.Array):  # type: ignore[type-arg]
-    """The memory of a tensor, which it keeps; arrays over that memory keep this. NumPy is to look at no end of it."""
+class _BorrowedMemory(ctypes.Array):  # type: ignore[type-arg]
+    """The memory of a tensor. It keeps the tensor alive, and arrays keep it; its length is no limit to NumPy."""
 
     _type_ = ctypes.c_char
     _length_ = sys.maxsize
@@ -33,11 +33,11 @@ class _Lent(ctypes.Array):  # type: ignore[type-arg]
 
 
 def to_numpy(x: Tensor) -> Array:
-    """A view of a CPU tensor; bfloat16, which NumPy lacks, as flashtile's record of its bits."""
+    """View a CPU tensor as an array; bfloat16, which NumPy lacks, as the record dtype BFLOAT16."""
     dtype = _dtype(x.dtype)
-    if not x.numel():  # it may lie nowhere
+    if not x.numel():  # it may have no address
         return np.empty(tuple(x.shape), dtype)
-    memory: Any = _Lent.from_address(x.data_ptr())
+    memory: Any = _BorrowedMemory.from_address(x.data_ptr())
     memory.tensor = x
     strides = None if x.is_contiguous() else [n * dtype.itemsize for n in x.stride()]
     array: Array = np.ndarray(x.shape, dtype, memory, 0, strides)
@@ -45,7 +45,7 @@ def to_numpy(x: Tensor) -> Array:
 
 
 def to_torch(x: Array) -> Tensor:
-    """A contiguous tensor with the values of an array."""
+    """Copy an array to a contiguous tensor."""
     copy: Tensor = maker(x.shape, name_of(x.dtype))()
     to_numpy(copy)[...] = x
     return copy
@@ -53,27 +53,27 @@ def to_torch(x: Array) -> Tensor:
 
 @cache
 def _dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """A TypeError says so of those that NumPy lacks, though the ml_dtypes package may have taught it their names."""
+    """Raise a TypeError for dtypes that NumPy lacks, even if the ml_dtypes package has registered their names."""
     if dtype is torch.bfloat16:
         return BFLOAT16
-    found = np.dtype(str(dtype).removeprefix("torch."))
-    if found.isbuiltin != 1:
+    numpy_dtype = np.dtype(str(dtype).removeprefix("torch."))
+    if numpy_dtype.isbuiltin != 1:
         raise TypeError(f"NumPy has no {dtype}")
-    return found
+    return numpy_dtype
 
 
 @lru_cache(1024)
 def maker(shape: tuple[int, ...], name: str, q_dtype: Any = None) -> Callable[[], Any]:
-    """What makes contiguous tensors like this, past the dispatcher."""
+    """Return a function that makes contiguous tensors of this shape and dtype, without the dispatcher."""
     dtype = getattr(torch, name)
     make = partial(_GUARDS._empty_strided_cpu, shape, torch.empty(shape, device="meta").stride(), dtype)
     if prod(shape) * dtype.itemsize < pages.LARGE:
         return make
 
     def make_large() -> Any:
-        made = make()
-        pages.make_large(made.data_ptr(), made.nbytes)
-        return made
+        x = make()
+        pages.make_large(x.data_ptr(), x.nbytes)
+        return x
 
     return make_large
 
@@ -91,6 +91,6 @@ TENSORS = Arrays(
     clear=Tensor.zero_,
     to_numpy=to_numpy,
     from_numpy=to_torch,
-    number=number_of,
+    seed_value=seed_value,
     threads=torch.get_num_threads,
 )

@@ -1,4 +1,4 @@
-"""The cache of calls of tensors: what runs a call, and the guard that recognises calls like it."""
+"""Cache of prepared calls of tensors: an Entry is a runner, and the guard that recognises its calls."""
 
 from __future__ import annotations
 
@@ -17,11 +17,18 @@ from flashtile.numerics.dtypes import EIGHT_BITS
 from flashtile.options import ARRAYS
 from flashtile.problem import describe
 from flashtile.pytorch import on_cpu
-from flashtile.pytorch.interception import check_stored, elements_across, left_alone, never_hears, quiet, unwatched
-from flashtile.pytorch.operands import constants, tensors_among, tensors_of
+from flashtile.pytorch.interception import (
+    can_skip_dispatcher,
+    check_storage,
+    element_span,
+    has_no_torch_function,
+    no_modes_active,
+    skip_dynamo,
+)
+from flashtile.pytorch.operands import constants, named_tensors, tensor_names
 
-MOST = 2048  # calls in the cache: one that grows by a token a step would otherwise fill the memory
-MOST_OF_A_KEY = 16  # each is looked at until one fits
+MOST = 2048  # entries in the cache: a sequence that grows by a token per step would fill the memory
+MOST_PER_KEY = 16  # they are tried one by one
 _ARRAYS = frozenset(ARRAYS)
 _MAY_BE_NONE = {*ARRAYS, "window", "band", "scale", "out_dtype", "threads"}
 Grads = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
@@ -29,73 +36,77 @@ _NO_ENTRIES: tuple[Entry, ...] = ()
 
 
 class Entry:
-    """A runner, the call it is for without its tensors, and the guard that recognises calls like that one.
+    """A cached runner and the guard that recognises its calls.
 
-    torch's guard compares types, devices, dtypes, shapes, strides, which tensors need gradients, and what the
-    dispatcher would do with them. Besides, `off` says by how many bytes addresses miss the alignment (None: not any of
-    three), and `reach` how many elements lie from the first to the last of each tensor, and the bytes of an element.
+    torch's guard compares types, devices, dtypes, shapes, strides, requires_grad, and dispatch keys. Besides,
+    `misalignment` has each address modulo the alignment (None: three zeros), and `spans` the number of elements from
+    the first to the last of each tensor in memory, and the bytes of an element.
     """
 
     __slots__ = (
         *("alignment", "backend", "constants", "guard", "names", "needs_gradients"),
-        *("off", "reach", "runner", "shared", "unwatched"),
+        *("misalignment", "spans", "runner", "shared", "skips_dispatcher"),
     )
 
     def __init__(
         self, backend: str, options: dict[str, Any], runner: Any, tensors: tuple[Tensor, ...], shared: bool
     ) -> None:
-        """tensors: those of the call, each once. shared: whether one of them comes twice."""
+        """tensors: those of the call, without duplicates. shared: whether there are duplicates."""
         self.backend, self.runner, self.shared = backend, runner, shared
-        self.names = tensors_among(options)
+        self.names = tensor_names(options)
         self.constants = constants(options)
         self.needs_gradients = any(x.requires_grad for x in tensors)
         self.guard: Any = None
-        if runner.lasting:
+        if runner.reusable:
             self.guard = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
             self.alignment = runner.alignment
-            self.off: tuple[int, ...] | None = _off(tensors, runner.alignment)
-            if len(tensors) == 3 and not any(self.off):
-                self.off = None
-            self.reach = tuple((elements_across(x), x.element_size()) for x in tensors)
-            self.unwatched = unwatched(tensors) and all(map(never_hears, tensors))
+            self.misalignment: tuple[int, ...] | None = _misalignment(tensors, runner.alignment)
+            if len(tensors) == 3 and not any(self.misalignment):
+                self.misalignment = None
+            self.spans = tuple((element_span(x), x.element_size()) for x in tensors)
+            self.skips_dispatcher = can_skip_dispatcher(tensors) and all(map(has_no_torch_function, tensors))
 
     def fits(self, tensors: tuple[Tensor, ...]) -> bool:
-        """Whether the runner can run a call of these tensors, whose storage may have been freed or shrunk since."""
+        """Whether the runner fits these tensors. Also checks that their storage was not freed or shrunk."""
         if not self.guard.check(*tensors):
             return False
         alignment = self.alignment
-        if len(tensors) == 3:  # as in most calls; a loop takes longer
-            (q, k, v), ((of_q, size), (of_k, _), (of_v, _)) = tensors, self.reach
+        if len(tensors) == 3:  # most calls; a loop takes longer
+            (q, k, v), ((of_q, size), (of_k, _), (of_v, _)) = tensors, self.spans
             at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
             return (
-                ((at_q | at_k | at_v) % alignment == 0 if self.off is None else self.off == _off(tensors, alignment))
+                (
+                    (at_q | at_k | at_v) % alignment == 0
+                    if self.misalignment is None
+                    else self.misalignment == _misalignment(tensors, alignment)
+                )
                 and len(q.untyped_storage()) >= (q.storage_offset() + of_q) * size
                 and len(k.untyped_storage()) >= (k.storage_offset() + of_k) * size
                 and len(v.untyped_storage()) >= (v.storage_offset() + of_v) * size
             )
-        if self.off != _off(tensors, alignment):
+        if self.misalignment != _misalignment(tensors, alignment):
             return False
-        for x, (across, size) in zip(tensors, self.reach, strict=True):
+        for x, (across, size) in zip(tensors, self.spans, strict=True):
             if len(x.untyped_storage()) < (x.storage_offset() + across) * size:
                 return False
         return True
 
-    def fits_again(self, tensors: tuple[Tensor, ...]) -> bool:
-        """Whether it can run the backward pass of a call whose tensors come back like this from autograd."""
+    def fits_backward(self, tensors: tuple[Tensor, ...]) -> bool:
+        """Whether the runner can run the backward pass for these tensors, as autograd saved them."""
         return self.guard is not None and not self.shared and self.fits(tensors)
 
     def inputs(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Inputs:
-        """The inputs of such a call, as the caller gave them."""
+        """The Inputs of a call, in the caller's layout."""
         if self.names:
             return inputs((q, k, v, *map(options.get, ARRAYS), options.get("seed", 0)))
         return inputs((q, k, v, *NO_ARRAYS, options.get("seed", 0) if options else 0))
 
     def options_with(self, tensors: Iterable[Any], seed: int) -> dict[str, Any]:
-        """The options of a call with these tensors, in the order of their names, and this seed."""
-        found = self.constants | dict(zip(self.names, tensors, strict=True))
-        return found | {"seed": seed} if seed else found
+        """The options of a call with these tensors, in the order of `names`, and this seed."""
+        options = self.constants | dict(zip(self.names, tensors, strict=True))
+        return options | {"seed": seed} if seed else options
 
-    @left_alone
+    @skip_dynamo
     def differentiate(
         self,
         x: Inputs,
@@ -106,43 +117,49 @@ class Entry:
         lse: Tensor,
         bias_grad: bool,
     ) -> Grads:
-        """dq, dk, dv, dbias, dsink, each contiguous and like its input; None where there is none to give."""
-        check_stored({"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse}))
+        """Return dq, dk, dv, dbias, dsink, each contiguous and with its input's shape and dtype, or None."""
+        check_storage({"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse}))
         grads = self.runner.backward(x, dout, out, lse, dlse, bias_grad=bias_grad)
         if grads.dbias is None and grads.dsink is None:
             return grads  # type: ignore[no-any-return]
-        return (*grads[:3], _like(options.get("bias"), grads.dbias), _like(options.get("sink"), grads.dsink))
+        return (
+            *grads[:3],
+            _shaped_like(options.get("bias"), grads.dbias),
+            _shaped_like(options.get("sink"), grads.dsink),
+        )
 
 
-def _like(given: Any, grad: Tensor | None) -> Tensor | None:
-    return None if given is None or grad is None else grad.to(given.dtype).reshape(given.shape)
+def _shaped_like(x: Any, grad: Tensor | None) -> Tensor | None:
+    return None if x is None or grad is None else grad.to(x.dtype).reshape(x.shape)
 
 
 _known: dict[Any, list[Entry]] = {}
 
 
-def find(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Entry | None, Inputs]:
-    """What runs this call, and its inputs; an error if the call is wrong.
+def find_or_prepare(
+    q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]
+) -> tuple[Entry | None, Inputs]:
+    """Return an entry for this call, cached or new, and its inputs; raise an error if the call is wrong.
 
-    None where the backend does not multiply 8-bit tensors as they are.
+    The entry is None if the backend does not multiply 8-bit tensors directly.
     """
     key, tensors = _key(q, k, v, backend, options)
-    entry = _recall(key, tensors)
+    entry = _lookup(key, tensors)
     if entry is not None:
         return entry, entry.inputs(q, k, v, options)
-    check_stored(tensors_of(q, k, v, options))
-    runner, given = (on_cpu.prepare if q.is_cpu else _on_gpu)(q, k, v, backend, options)
+    check_storage(named_tensors(q, k, v, options))
+    runner, call_inputs = (on_cpu.prepare if q.is_cpu else _prepare_on_gpu)(q, k, v, backend, options)
     if runner is None:
-        return None, given
-    entry = Entry(backend, options, runner, tensors, len(tensors) < 3 + len(tensors_among(options)))
-    if runner.lasting:
-        _remember(key, entry)
-        given = entry.inputs(q, k, v, options)
-    return entry, given
+        return None, call_inputs
+    entry = Entry(backend, options, runner, tensors, len(tensors) < 3 + len(tensor_names(options)))
+    if runner.reusable:
+        _store(key, entry)
+        call_inputs = entry.inputs(q, k, v, options)
+    return entry, call_inputs
 
 
-def _on_gpu(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Any, Inputs]:
-    """What on_cpu.prepare() is on a CPU."""
+def _prepare_on_gpu(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Any, Inputs]:
+    """Return a runner and the inputs of a call, as on_cpu.prepare() does."""
     problem = describe(q, k, v, **options)
     row = dispatch.choose(problem, backend, q.device.type)
     if problem.dtype == EIGHT_BITS and not row.eight_bits:
@@ -150,52 +167,52 @@ def _on_gpu(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, An
     return row.prepare(problem)
 
 
-@left_alone
-def recall(q: Any, k: Any, v: Any, backend: str, options: dict[str, Any]) -> Entry | None:
-    """The entry of a call, which may be anything that a caller might give, if nobody watches it; None without one."""
-    if not quiet() or (options and options.get("descale") is not None):  # what is remembered of it is something else
+@skip_dynamo
+def lookup(q: Any, k: Any, v: Any, backend: str, options: dict[str, Any]) -> Entry | None:
+    """Return the cached entry of a call that can skip the dispatcher, or None. The arguments are unchecked."""
+    if not no_modes_active() or (options and options.get("descale") is not None):  # entries have a stacked descale
         return None
     try:
-        entry = _recall(*_key(q, k, v, backend, options))
-    except (AttributeError, RuntimeError, TypeError):  # not even a shape; or one that cannot be hashed
+        entry = _lookup(*_key(q, k, v, backend, options))
+    except (AttributeError, RuntimeError, TypeError):  # no tensors, or unhashable options
         return None
-    return entry if entry is not None and entry.unwatched else None
+    return entry if entry is not None and entry.skips_dispatcher else None
 
 
-def _recall(key: Any, tensors: tuple[Tensor, ...]) -> Entry | None:
+def _lookup(key: Any, tensors: tuple[Tensor, ...]) -> Entry | None:
     for entry in _known.get(key, _NO_ENTRIES):
         if entry.fits(tensors):
             return entry
     return None
 
 
-def _remember(key: Any, entry: Entry) -> None:
+def _store(key: Any, entry: Entry) -> None:
     if key is None:
         return
     if sum(map(len, _known.values())) >= MOST:
         _known.clear()
-    found = _known.setdefault(key, [])
-    found.append(entry)
-    if len(found) > MOST_OF_A_KEY:
-        del found[0]
+    entries = _known.setdefault(key, [])
+    entries.append(entry)
+    if len(entries) > MOST_PER_KEY:
+        del entries[0]
 
 
-def _off(tensors: tuple[Tensor, ...], alignment: int) -> tuple[int, ...]:
-    """By how many bytes addresses miss an alignment."""
+def _misalignment(tensors: tuple[Tensor, ...], alignment: int) -> tuple[int, ...]:
+    """Addresses modulo the alignment."""
     return tuple(x.data_ptr() % alignment for x in tensors)
 
 
 def _key(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Any, tuple[Tensor, ...]]:
-    """All that decides what runs: what is not in the tensors, and the tensors, each once.
+    """Return the key of a call, and its tensors without duplicates, for the guard.
 
-    Lengths are in both, so that few calls have the same key. None for a call that is not remembered: an option of it is
-    wrong, or may have another value by the next time, or a tensor is nested, which is more than guards can look at.
+    The key has lengths too, so that few calls share a key. It is None for a call that cannot be cached: an option is
+    wrong or may change its value, or a tensor is nested, which guards do not support.
     """
     precise = None if q.is_cpu or q.dtype is not torch.float32 else tf32()
     if backend.__class__ is not str or v.is_nested:
         return None, (q, k, v)
-    apart = q is not k and k is not v and q is not v
-    if apart and not options:
+    distinct = q is not k and k is not v and q is not v
+    if distinct and not options:
         return (backend, q.shape, k.shape, precise), (q, k, v)
     key: list[Any] = [backend, q.shape, k.shape, precise]
     tensors = [q, k, v]
@@ -206,7 +223,7 @@ def _key(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any])
         if kind is int and name == "seed":
             if not 0 <= x < 1 << 64:
                 return None, (q, k, v)
-        elif kind is bool or kind is float or kind is torch.dtype:  # as most are
+        elif kind is bool or kind is float or kind is torch.dtype:
             key += name, x, kind
         elif (name in _ARRAYS or name == "seed") and isinstance(x, Tensor):
             if x.is_nested:
@@ -217,9 +234,9 @@ def _key(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any])
             key += part
         else:
             return None, (q, k, v)
-    if apart and len(tensors) == 3:
+    if distinct and len(tensors) == 3:
         return tuple(key), (q, k, v)
-    # The guards take no tensor for another one, so one that comes twice is looked at once, and where is in the key.
+    # A guard does not accept one tensor twice: duplicates are checked once, and the key says where they are.
     first: dict[int, int] = {}
     places = tuple(first.setdefault(id(x), n) for n, x in enumerate(tensors))
     if len(first) < len(tensors):

@@ -1,7 +1,6 @@
-"""What a call of tensors is asked before it takes the short way.
+"""Checks before a call skips the dispatcher.
 
-Whether a mode, subclass or transform must see it (if not, the dispatcher is skipped), and whether its tensors still
-hold their values.
+Must a mode, subclass or transform see the call, and do its tensors still hold their values?
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _overridden = torch.overrides.has_torch_function
 _function_modes = torch._C._len_torch_function_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _autocast = torch._C._is_any_autocast_enabled
-_PLAIN = 0  # the dispatch keys that come with any tensor on a CPU or GPU
+_PLAIN = 0  # the dispatch keys of any plain tensor on a CPU or GPU
 for _key in (
     *("CPU", "AutogradCPU", "AutocastCPU", "CUDA", "AutogradCUDA", "AutocastCUDA"),
     *("ADInplaceOrView", "BackendSelect"),
@@ -34,10 +33,11 @@ for _key in (
     _PLAIN |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _key)).raw_repr()
 
 
-def unwatched(tensors: Iterable[Tensor]) -> bool:
-    """vmap, fake tensors, subclasses, modes and tracers all show as dispatch keys of the tensors or of the thread.
+def can_skip_dispatcher(tensors: Iterable[Tensor]) -> bool:
+    """Whether no mode, subclass or transform must see a call of these tensors.
 
-    Autograd and autocast are the caller's business.
+    vmap, fake tensors, subclasses, modes and tracers all show as dispatch keys of the tensors or of the thread. The
+    caller handles autograd and autocast.
     """
     keys: int = _keys_of_thread().raw_repr()
     for x in tensors:
@@ -46,17 +46,17 @@ def unwatched(tensors: Iterable[Tensor]) -> bool:
 
 
 def readable(x: Tensor) -> bool:
-    """Whether the host can look at the numbers of x at no cost, and keeps none of them in a graph that way."""
-    return x.is_cpu and not torch.compiler.is_compiling() and unwatched((x,))
+    """Whether the host can read the values of x without cost, and without making them constants of a graph."""
+    return x.is_cpu and not torch.compiler.is_compiling() and can_skip_dispatcher((x,))
 
 
-def never_hears(x: Tensor) -> bool:
-    """Whether x is of a class that hears of no call; one that does may be kept from it for the moment."""
+def has_no_torch_function(x: Tensor) -> bool:
+    """Whether x's class has no __torch_function__, not even one that is disabled for the moment."""
     return x.__class__ is Tensor or x.__class__.__torch_function__ is torch._C._disabled_torch_function_impl
 
 
-def quiet() -> bool:
-    """No mode is on, no derivative is on its way forward, and nothing is cast: none of these needs show on tensors."""
+def no_modes_active() -> bool:
+    """Whether no mode, forward-mode derivative or autocast is active. These may not show on tensors."""
     return not (
         _function_modes()
         or _dispatch_modes()
@@ -68,7 +68,7 @@ def quiet() -> bool:
 
 _mode_stack: Any = torch.overrides._get_current_function_mode_stack
 _SDPA: Any = torch._C._nn.scaled_dot_product_attention
-# Where torch keeps what it has put in the place of that, in one release or another.
+# The modules in which torch's context_parallel() records replaced functions, by release.
 _SHARDING = (
     "torch.distributed.tensor.experimental._attention",
     "torch.distributed.tensor.experimental._context_parallel._attention",
@@ -76,43 +76,43 @@ _SHARDING = (
 
 
 def _in_context_parallel() -> bool:
-    """Whether torch's context_parallel() is on: torch's own attention is then another function, or seen by a mode."""
-    found: Any = functional.scaled_dot_product_attention
+    """Whether torch's context_parallel() is active: it replaces torch's own attention, or intercepts it by a mode."""
+    current: Any = functional.scaled_dot_product_attention
     modules = [sys.modules[name] for name in _SHARDING if name in sys.modules]
-    return any(found in getattr(module, "_replaced_functions", ()) for module in modules) or any(
+    return any(current in getattr(module, "_replaced_functions", ()) for module in modules) or any(
         type(mode).__name__ == "DistributeFunction" and type(mode).__module__ in _SHARDING for mode in _mode_stack()
     )
 
 
 def reject_shards() -> None:
-    """Under torch's context_parallel() each rank has a part of the sequences, which it would take for all of them."""
+    """Raise an error inside torch's context_parallel(), where each rank has only a part of each sequence."""
     if _in_context_parallel():
         raise UnsupportedError(
             "q, k, v: expected whole sequences, got a rank's part of them, as inside torch's context_parallel(), "
-            "which flashtile does not know yet"
+            "which flashtile does not support"
         )
 
 
-_LEAVE = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+_SKIP = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
 
 
-def left_alone(function: F) -> F:
-    """Where a call had to leave the graph of torch.compile, that should not make graphs of this function either."""
-    eval_frame.set_code_exec_strategy(function.__code__, _LEAVE)
+def skip_dynamo(function: F) -> F:
+    """Keep torch.compile from tracing a function that is called after a graph break."""
+    eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
     return function
 
 
-def elements_across(x: Any) -> int:
-    """From the first element of a tensor in memory to the last one."""
+def element_span(x: Any) -> int:
+    """The number of elements from the first to the last of a tensor in memory."""
     return 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
 
 
-def check_stored(tensors: Mapping[str, Any]) -> None:
-    """Of torch's: that the storage of each, which may have been freed or shrunk since, still holds all of it."""
+def check_storage(tensors: Mapping[str, Any]) -> None:
+    """Check that the storage of each tensor, which may have been freed or shrunk, still holds all of it."""
     for name, x in tensors.items():
         size, begin = len(x.untyped_storage()), x.storage_offset() * x.element_size()
-        if x.is_contiguous() and begin + x.nbytes <= size:  # at once, for backward passes look each time
+        if x.is_contiguous() and begin + x.nbytes <= size:  # the fast case, because every backward pass checks
             continue
-        needed = begin + elements_across(x) * x.element_size()
+        needed = begin + element_span(x) * x.element_size()
         if x.numel() and size < needed:
             raise ShapeError(f"{name}: expected a storage of at least {needed} bytes, for its shape, got one of {size}")

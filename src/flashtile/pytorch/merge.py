@@ -1,4 +1,4 @@
-"""merge() on tensors: plain differentiable torch, and no NaN in the gradients of rows that saw nothing."""
+"""merge() on tensors: differentiable torch code, without NaN in the gradients of rows that see no key."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def merge(*results: Tensor) -> tuple[Tensor, Tensor]:
-    """Finished results over disjoint keys, each as out and lse -> that over their union (eq. 8).
+    """Merge results over disjoint keys, each as out and lse, into the result over their union (eq. 8).
 
     (0, -inf) is the identity.
     """
     outs, lses = results[::2], results[1::2]
-    # As NumPy does it: no sums in 16 bits, and those of more than two in 64.
+    # As for NumPy: no 16-bit sums, and 64-bit sums of more than two results.
     lses = tuple(x.float() if x.element_size() < 4 else x for x in lses)
     kind = reduce(torch.promote_types, (x.dtype for x in lses))
     if len(outs) > 2:

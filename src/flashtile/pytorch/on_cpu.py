@@ -1,4 +1,4 @@
-"""Calls on a CPU: tensors seen as NumPy arrays."""
+"""Calls of CPU tensors, viewed as NumPy arrays."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from flashtile.inputs import Inputs
 from flashtile.options import ARRAYS
 from flashtile.problem import describe
 from flashtile.pytorch.bridge import TENSORS, to_numpy
-from flashtile.pytorch.operands import number_of
+from flashtile.pytorch.operands import seed_value
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Any, Inputs]:
-    """What runs this call, and its inputs, as Backend.prepare() says."""
-    given, options = options, options.copy()
+    """Return a runner for this call, and its inputs, as Backend.prepare() does."""
+    original, options = options, options.copy()
     try:
         for name in ARRAYS:
             if (x := options.get(name)) is not None:
                 options[name] = to_numpy(x)
         arrays = to_numpy(q), to_numpy(k), to_numpy(v)
     except TypeError:  # a dtype that NumPy lacks
-        describe(q, k, v, **given)  # names the argument that has it
+        describe(q, k, v, **original)  # raises an error that names the argument
         raise
     if isinstance(seed := options.get("seed"), Tensor):
         check_seed_tensor(seed, q)
-        options["seed"] = number_of(seed)
+        options["seed"] = seed_value(seed)
     problem = describe(*arrays, **options)
     return dispatch.choose(problem, backend, "cpu", tensors=True).prepare(problem, TENSORS)

@@ -1,4 +1,4 @@
-"""The operator's arguments, in the order of its schema, and their way from and back to options."""
+"""Operands: the operator's arguments in the order of its schema, converted from and to options."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from flashtile.band import FAR, Band
 from flashtile.checks.numbers import TEXT
-from flashtile.checks.options import settled_band
+from flashtile.checks.options import combine_bands
 from flashtile.options import ARRAYS, NUMBERS, OPTIONS
-from flashtile.pytorch.interception import check_stored, readable
+from flashtile.pytorch.interception import check_storage, readable
 
 TENSORS = ("q", "k", "v", *ARRAYS, "seed_tensor")
 FIELDS = (*TENSORS, *NUMBERS, "backend")
@@ -29,8 +29,8 @@ SCHEMA = ", ".join(
     ]
 )
 _MAY_BE_TENSORS = frozenset((*ARRAYS, "seed"))
-_WHOLE = ("window", "band", "seed", "threads")  # whole numbers, or made of them
-_ONE = (torch.Size(()), torch.Size((1,)))
+_INTEGER_OPTIONS = ("window", "band", "seed", "threads")  # integers, or tuples of integers
+_ONE_ELEMENT = (torch.Size(()), torch.Size((1,)))
 if TYPE_CHECKING:
     _Fields = Any
 else:
@@ -38,21 +38,21 @@ else:
 
 
 class Operands(_Fields):  # type: ignore[misc]
-    """One call in the order of SCHEMA; or a fact about each argument of it, such as whether it needs a gradient.
+    """One call in the order of SCHEMA; or a fact about each of its arguments, such as whether it needs a gradient.
 
-    A window and a Band are lists of their numbers, FAR for no limit. seed is 64 bits with a sign, for a schema has no
-    unsigned integers; a seed_tensor holds them in its place.
+    A window and a Band are lists of integers, FAR for no limit. seed is a signed 64-bit number, because a schema has no
+    unsigned integers; a seed_tensor replaces it.
     """
 
     __slots__ = ()
 
     def options(self) -> dict[str, Any]:
-        """What describe() takes besides q, k and v: only what is not as it is by default."""
+        """The options for describe(): only those that differ from their defaults."""
         found: dict[str, Any] = {}
         for name, option in OPTIONS.items():
             x = getattr(self, name)
             if name == "seed":
-                x = x % 2**64 if self.seed_tensor is None else settled_seed(self.seed_tensor)
+                x = x % 2**64 if self.seed_tensor is None else resolve_seed(self.seed_tensor)
             elif x is not None and name == "window":
                 x = tuple(None if n == FAR else n for n in x)
             elif x is not None and name == "band":
@@ -66,7 +66,7 @@ class Operands(_Fields):  # type: ignore[misc]
 
 
 def operands(q: Any, k: Any, v: Any, backend: str, options: Mapping[str, Any]) -> Operands:
-    """The operands of a call, its numbers checked and Python's own; describe() checks the tensors."""
+    """Return the operands of a call with its numbers checked, as Python numbers; describe() checks the tensors."""
     found: dict[str, Any] = {}
     for name, option in OPTIONS.items():
         x = options.get(name, option.default)
@@ -74,12 +74,12 @@ def operands(q: Any, k: Any, v: Any, backend: str, options: Mapping[str, Any]) -
             found[name] = x
         elif name == "seed":
             found["seed_tensor"] = x if isinstance(x, Tensor) else None
-            x = 0 if isinstance(x, Tensor) else _plain(x)
-            found[name] = x if _is_drawn(x) else _signed(option.check(name, x, None))
+            x = 0 if isinstance(x, Tensor) else _to_python(x)
+            found[name] = x if _is_unbacked(x) else _signed(option.check(name, x, None))
         else:
-            found[name] = option.check(name, _plain(x, option.schema.startswith("float")), None)
+            found[name] = option.check(name, _to_python(x, option.schema.startswith("float")), None)
     window, band = found["window"], found["band"]
-    settled_band(found["causal"], window, band)
+    combine_bands(found["causal"], window, band)
     if window is not None:
         found["window"] = [FAR if n is None else n for n in window]
     if band is not None:
@@ -88,48 +88,48 @@ def operands(q: Any, k: Any, v: Any, backend: str, options: Mapping[str, Any]) -
 
 
 def constants(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options without tensors and seed, whose values a later change of the caller's objects cannot reach."""
+    """Return the options without tensors and seed, as values that a change of the caller's objects cannot affect."""
     found = {name: x for name, x in options.items() if name not in _MAY_BE_TENSORS}
-    for name in _WHOLE:
+    for name in _INTEGER_OPTIONS:
         if name in found:
-            found[name] = _settled(found[name])
+            found[name] = _snapshot(found[name])
     return found
 
 
-def tensors_of(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> dict[str, Tensor]:
+def named_tensors(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> dict[str, Tensor]:
     """All tensors of a call, by name."""
-    return {"q": q, "k": k, "v": v, **{name: options[name] for name in tensors_among(options)}}
+    return {"q": q, "k": k, "v": v, **{name: options[name] for name in tensor_names(options)}}
 
 
-def tensors_among(options: Mapping[str, Any]) -> list[str]:
+def tensor_names(options: Mapping[str, Any]) -> list[str]:
     """The names of the options that are tensors."""
     return [name for name, x in options.items() if name in _MAY_BE_TENSORS and isinstance(x, Tensor)]
 
 
-def number_of(seed: Tensor) -> int:
-    """The seed that a tensor holds, a negative one by its bits."""
-    check_stored({"seed": seed})
+def seed_value(seed: Tensor) -> int:
+    """Read a seed from a tensor, as an unsigned number."""
+    check_storage({"seed": seed})
     return int(seed.item()) % 2**64
 
 
-def settled_seed(x: Any) -> Any:
-    """The seed in a tensor that the host can read at no cost; anything else, wrong or not, as it is."""
+def resolve_seed(x: Any) -> Any:
+    """Read the seed from a tensor if that costs the host nothing; return anything else, valid or not, unchanged."""
     if isinstance(x, Tensor):
-        return number_of(x) if readable(x) and x.dtype is torch.int64 and x.shape in _ONE else x
-    return _settled(x)
+        return seed_value(x) if readable(x) and x.dtype is torch.int64 and x.shape in _ONE_ELEMENT else x
+    return _snapshot(x)
 
 
-def _settled(x: Any) -> Any:
-    """An option in Python's own numbers: an array, say, may have another value before gradients are made.
+def _snapshot(x: Any) -> Any:
+    """Convert an option to Python numbers, because an array, for one, may change before the backward pass.
 
-    What is wrong with it stays as it is, for describe() to say so.
+    Return invalid values unchanged: describe() rejects them.
     """
     if x is None or isinstance(x, (int, *TEXT)):
         return x
     if isinstance(x, Band):
-        return Band(*map(_settled, (x.left, x.right, x.offset)))
+        return Band(*map(_snapshot, (x.left, x.right, x.offset)))
     if isinstance(x, Sequence):
-        return tuple(map(_settled, x))
+        return tuple(map(_snapshot, x))
     try:
         return operator.index(x)
     except TypeError:
@@ -140,20 +140,20 @@ def _signed(seed: int) -> int:
     return seed - 2**64 if seed >= 2**63 else seed
 
 
-def _is_drawn(seed: Any) -> bool:
-    """Whether a number comes from a tensor of the graph that is being traced: nothing can be asked of its value."""
+def _is_unbacked(seed: Any) -> bool:
+    """Whether a number is an unbacked symbol of the traced graph: its value is unknown, even its sign."""
     if not torch.compiler.is_compiling() or isinstance(seed, bool) or not isinstance(seed, (int, torch.SymInt)):
         return False
     from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
 
-    drawn: bool = guard_or_false(seed < 0) != guard_or_true(seed < 0)
-    return drawn
+    unbacked: bool = guard_or_false(seed < 0) != guard_or_true(seed < 0)
+    return unbacked
 
 
-def _plain(x: Any, real: bool = False) -> Any:
-    """A number of NumPy's as Python's own: torch.compile takes it for an array, of which it cannot trace int()."""
+def _to_python(x: Any, real: bool = False) -> Any:
+    """Convert a NumPy number to a Python number: torch.compile sees an array, and cannot trace its int()."""
     if isinstance(x, np.ndarray):
         return float(x) if real and x.ndim == 0 else x.tolist()
-    if isinstance(x, (tuple, list)):  # torch.compile knows no tuple | list before torch 2.10
+    if isinstance(x, (tuple, list)):  # torch.compile cannot trace tuple | list before torch 2.10
         return tuple(y.tolist() if isinstance(y, np.ndarray) else y for y in x)
     return x

@@ -1,6 +1,6 @@
-"""The operators flashtile::attention and flashtile::attention_backward: schemas, kernels, and fakes that know shapes.
+"""The operators flashtile::attention and flashtile::attention_backward: schemas, kernels and fakes.
 
-A fake checks the call as the kernel does, by shape; a number that is still symbolic is checked when it has a value.
+A fake checks the metadata of a call as the kernel does; symbolic numbers are checked when the kernel runs.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Two = tuple[Tensor, Tensor]
 Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-# One kernel for every device: the dispatch table says which backend runs there, or why none does.
+# One kernel for all devices: the table in dispatch.py chooses the backend, or says why there is none.
 @torch.library.impl(LIBRARY, "attention", "CompositeExplicitAutograd")
 def _attention(*args: Any) -> Two:
-    reject_shards()  # of a graph too, wherever that was compiled
+    reject_shards()  # also in compiled graphs
     call = Operands(*args)
     return run.forward(call.q, call.k, call.v, call.backend, call.options())
 
@@ -42,9 +42,9 @@ def _attention_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, bias_grad: bool, *args: Any
 ) -> Five:
     call = Operands(*args)
-    given = (dout, dlse, out, lse, bias_grad, call.q, call.k, call.v, call.backend, call.options())
-    # A schema has no tensor that may be absent among its results.
-    dq, dk, dv, dbias, dsink = (call.q.new_empty(0) if x is None else x for x in run.backward(*given))
+    arguments = (dout, dlse, out, lse, bias_grad, call.q, call.k, call.v, call.backend, call.options())
+    # Results of an operator cannot be None.
+    dq, dk, dv, dbias, dsink = (call.q.new_empty(0) if x is None else x for x in run.backward(*arguments))
     return dq, dk, dv, dbias, dsink
 
 
@@ -73,7 +73,7 @@ def _fake_attention_backward(
 
 
 def _with_known_numbers(args: tuple[Any, ...]) -> Operands:
-    """The call with 0, which every option allows, for each number that is symbolic."""
+    """The call with symbolic numbers replaced by 0, which every option allows."""
     return Operands(*(_known(x) for x in args))
 
 

@@ -1,4 +1,4 @@
-"""Large pages for large results, as NumPy asks for them; torch does not, and then each small page costs a fault."""
+"""Huge pages for large results, as NumPy requests them; torch does not, and every small page costs a fault."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 from functools import cache
 from typing import Any
 
-LARGE = 1 << 22  # bytes from which on NumPy asks
+LARGE = 1 << 22  # the least number of bytes for which NumPy requests them
 
 
 def make_large(address: int, size: int) -> None:
-    """Of fresh memory, at least LARGE of it. The system may do so or not."""
+    """Request huge pages for unused memory of at least LARGE bytes. The system may ignore it."""
     if (advise := _advise()) is not None:
         begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
         advise(begin, address + size - begin, mmap.MADV_HUGEPAGE)
@@ -20,7 +20,7 @@ def make_large(address: int, size: int) -> None:
 
 @cache
 def _advise() -> Any:
-    """madvise(); None where there is none of Linux's kind."""
+    """Return madvise(); None if this is not Linux."""
     if sys.platform != "linux" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
     advise: Any = ctypes.CDLL(None).madvise

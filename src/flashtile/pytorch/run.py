@@ -1,4 +1,4 @@
-"""What the operators run, and eager calls without them: find the runner of a call, and give tensors back."""
+"""Run a call below autograd, from an operator or without one: find its runner, and return tensors."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor
 
 from flashtile.problem import describe
 from flashtile.pytorch import calls, eight_bits
-from flashtile.pytorch.interception import check_stored, left_alone
-from flashtile.pytorch.operands import tensors_of
+from flashtile.pytorch.interception import check_storage, skip_dynamo
+from flashtile.pytorch.operands import named_tensors
 
 
-@left_alone
+@skip_dynamo
 def forward(
     q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any], with_lse: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Output and lse, contiguous, in the layout of q. An lse that is not asked for is anything."""
+    """Return output and lse, contiguous, in the layout of q. The lse is undefined unless with_lse."""
     entry = None
-    if not (q.is_cpu and q.dtype is eight_bits.DTYPE):  # no backend on a CPU multiplies these
-        entry, inputs = calls.find(q, k, v, backend, options)
+    if not (q.is_cpu and q.dtype is eight_bits.DTYPE):  # no CPU backend multiplies these
+        entry, inputs = calls.find_or_prepare(q, k, v, backend, options)
     if entry is None:
         return _widened(q, k, v, backend, options)
     results: tuple[Tensor, Tensor] = entry.runner.forward(inputs, with_lse)
@@ -28,15 +28,15 @@ def forward(
 
 
 def _widened(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """forward() of 8-bit tensors where the backend does not multiply them as they are."""
-    check_stored(tensors_of(q, k, v, options))
+    """forward() of 8-bit tensors for a backend that does not multiply them directly."""
+    check_storage(named_tensors(q, k, v, options))
     problem = describe(q, k, v, **options)
-    (q, k, v), more = eight_bits.widened(problem)
-    out, lse = forward(q, k, v, backend, {**options, **more})
+    (q, k, v), changed = eight_bits.widened(problem)
+    out, lse = forward(q, k, v, backend, {**options, **changed})
     return out.to(getattr(torch, problem.out_dtype)), lse
 
 
-@left_alone
+@skip_dynamo
 def backward(
     dout: Tensor,
     dlse: Tensor | None,
@@ -49,7 +49,7 @@ def backward(
     backend: str,
     options: dict[str, Any],
 ) -> calls.Grads:
-    """dq, dk, dv, dbias, dsink, each contiguous and like its input; None where there is none to give."""
-    entry, inputs = calls.find(q, k, v, backend, options)
+    """Return dq, dk, dv, dbias, dsink, each contiguous and with its input's shape and dtype, or None."""
+    entry, inputs = calls.find_or_prepare(q, k, v, backend, options)
     assert entry is not None, "8-bit tensors have no gradients"
     return entry.differentiate(inputs, options, dout, dlse, out, lse, bias_grad)

@@ -1,4 +1,4 @@
-"""Kinds of tensors that do not hold their values plainly: refused by name, or made into what attention() takes."""
+"""Tensors that are not plain, dense tensors: rejected by name, or converted."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from flashtile.errors import DTypeError, ShapeError
-from flashtile.pytorch.interception import check_stored, unwatched
+from flashtile.pytorch.interception import can_skip_dispatcher, check_storage
 
-# By the module of a class. Other subclasses have the operators to answer to, or hold values as plain tensors do.
+# By the module of the class. Other subclasses intercept the operators, or hold their values as plain tensors do.
 _REFUSED = {
     "torch.nn.attention.bias": "a {}, which has no values; causal=True is the lower right one, "
     "and band=flashtile.Band(right=0) the upper left one",
-    "torch.distributed.tensor": "a {}, whose values are spread over devices; x.to_local() has those of this one",
-    "torch.masked": "a {}, whose mask nobody looks at",
+    "torch.distributed.tensor": "a {}, whose values are spread over devices; x.to_local() has those of this device",
+    "torch.masked": "a {}, whose mask would be ignored",
 }
 
 
 def check_plain(tensors: Mapping[str, Any]) -> None:
-    """That each is dense, and holds the values that it stands for."""
+    """Check that each tensor is dense, and holds its values itself."""
     for name, x in tensors.items():
         if x is None:
             continue
@@ -38,14 +38,14 @@ def check_plain(tensors: Mapping[str, Any]) -> None:
                 raise DTypeError(f"{name}: expected a plain tensor, got {what.format(kind.__name__)}")
 
 
-def check_whole(tensors: Mapping[str, Any]) -> None:
-    """That the storage of each, which may have been freed, holds all of it; of none where others see the call first."""
-    if not torch.compiler.is_compiling() and unwatched([x for x in tensors.values() if x is not None]):
-        check_stored({name: x for name, x in tensors.items() if x is not None})
+def check_storage_if_eager(tensors: Mapping[str, Any]) -> None:
+    """Check the storage of each tensor, unless the call is traced or intercepted."""
+    if not torch.compiler.is_compiling() and can_skip_dispatcher([x for x in tensors.values() if x is not None]):
+        check_storage({name: x for name, x in tensors.items() if x is not None})
 
 
-def triangle(bias: Any, n_q: int, n_k: int) -> bool | None:
-    """Of a CausalBias, whether it is aligned at the last key (and query), not the first; None of any other tensor."""
+def is_lower_right(bias: Any, n_q: int, n_k: int) -> bool | None:
+    """Whether a CausalBias aligns the last query with the last key, rather than the first; None for other tensors."""
     if type(bias) is Tensor or not isinstance(bias, _causal_bias()):
         return None
     last: bool = bias.variant.name == "LOWER_RIGHT"
@@ -55,8 +55,8 @@ def triangle(bias: Any, n_q: int, n_k: int) -> bool | None:
     return last
 
 
-def with_values(mask: Any, device: torch.device) -> Any:
-    """A CausalBias as the mask that it stands for; any other as it is."""
+def materialized(mask: Any, device: torch.device) -> Any:
+    """Convert a CausalBias to a mask; return any other mask unchanged."""
     if type(mask) is Tensor or not isinstance(mask, _causal_bias()):
         return mask
     return mask._materialize(device)
@@ -68,30 +68,32 @@ def _causal_bias() -> Any:
     return CausalBias
 
 
-def jagged(name: str, x: Any) -> tuple[Tensor, Tensor]:
-    """The rows of a nested tensor, (batch, heads, lengths, dim), as (total, heads, dim), and where sequences start."""
+def jagged_rows(name: str, x: Any) -> tuple[Tensor, Tensor]:
+    """Return the rows of a nested tensor (batch, heads, lengths, dim) as (total, heads, dim), and their starts."""
     if not x.is_nested or x.layout is not torch.jagged:
         raise DTypeError(f"{name}: expected a nested tensor of layout torch.jagged like the others, got {x.layout}")
     if x.dim() != 4 or x._ragged_idx != 2:
-        raise ShapeError(f"{name}: expected (batch, heads, lengths, dim) with one length a sequence, got {x.shape}")
+        raise ShapeError(f"{name}: expected (batch, heads, lengths, dim) with one length per sequence, got {x.shape}")
     rows = x.transpose(1, 2)
     if rows.lengths() is not None:
-        raise DTypeError(f"{name}: expected sequences without gaps, got a nested tensor with some; see contiguous()")
+        raise DTypeError(
+            f"{name}: expected sequences without gaps, got a nested tensor with gaps; call contiguous() on it"
+        )
     return rows.values(), rows.offsets()
 
 
 def ragged_heads(x: Any) -> bool:
-    """Whether it is nested by numbers of heads, (batch, numbers, length, dim)."""
+    """Whether x is nested with ragged heads, (batch, ragged heads, length, dim)."""
     return bool(
         x.is_nested and x.layout is torch.jagged and x.dim() == 4 and x._ragged_idx == 1 and x.lengths() is None
     )
 
 
-def nested(rows: Tensor, like: Any) -> Tensor:
-    """The way back from jagged(), with the lengths of another one."""
-    return nested_as(rows, like.transpose(1, 2)).transpose(1, 2)
+def to_nested(rows: Tensor, like: Any) -> Tensor:
+    """Undo jagged_rows(), with the lengths of `like`."""
+    return nested_like(rows, like.transpose(1, 2)).transpose(1, 2)
 
 
-def nested_as(rows: Tensor, like: Any) -> Tensor:
-    """Rows nested as those of another one."""
+def nested_like(rows: Tensor, like: Any) -> Tensor:
+    """Nest rows with the offsets of `like`."""
     return torch.nested.nested_tensor_from_jagged(rows, like.offsets())

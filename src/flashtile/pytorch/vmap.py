@@ -1,4 +1,4 @@
-"""torch.func.vmap: the mapped axis joins the batch; where it cannot, one call after another."""
+"""torch.func.vmap: the mapped axis is folded into the batch; if it cannot be, the calls run one by one."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _RANKS = {"q": 4, "k": 4, "v": 4} | {name: option.rank for name, option in OPTIO
 
 
 class Fold:
-    """n examples with a batch each -> one batch: what is not mapped is shared by all of them."""
+    """Folds n examples, each with a batch, into one batch; unmapped arguments are shared."""
 
     def __init__(self, n: int, q: Tensor, mapped: bool) -> None:
         shape = q.shape[1:] if mapped else q.shape
         self.n, self.batch = n, shape[0] if len(shape) == 4 else 1
 
     def fold(self, x: Tensor | None, mapped: bool, rank: int = 4) -> Tensor | None:
-        """An example becomes `rank` axes, the first of them its batch; then n and the batch become one."""
+        """Give each example `rank` axes, starting with its batch; then flatten n and the batch."""
         if x is None:
             return None
         x = x if mapped else x.expand(self.n, *x.shape)
@@ -35,13 +35,13 @@ class Fold:
 
     def call(self, call: Operands, mapped: Operands) -> Operands:
         folded: Operands = call._replace(
-            seed_tensor=None,  # nothing is dropped
+            seed_tensor=None,  # there is no dropout
             **{name: self.fold(getattr(call, name), getattr(mapped, name), rank) for name, rank in _RANKS.items()},
         )
         return folded
 
     def unfold(self, x: Tensor, shape: Sequence[int]) -> Tensor:
-        """The n results of this shape. An input that its batch shared gets the sum of their gradients."""
+        """Unfold n results of this shape. The gradient of an input that its batch shares is summed."""
         x = x.reshape(self.n, self.batch, *x.shape[1:])
         if self.batch != 1 and (len(shape) < 4 or shape[0] == 1):
             x = x.sum(1)
@@ -51,11 +51,11 @@ class Fold:
 def _attention(info: Any, dims: Dims, *args: Any) -> Mapped:
     n = info.batch_size
     args, mapped = _mapped_first(args, dims)
-    call, of = Operands(*args), Operands(*mapped)
-    if _stands_alone(call) or of.sink:
-        return _in_turn(operators.ATTENTION, n, args, mapped)
-    rows = call.q.shape[of.q : -1]
-    out, lse = operators.ATTENTION(*Fold(n, call.q, of.q).call(call, of))
+    call, is_mapped = Operands(*args), Operands(*mapped)
+    if _cannot_fold(call) or is_mapped.sink:
+        return _one_by_one(operators.ATTENTION, n, args, mapped)
+    rows = call.q.shape[is_mapped.q : -1]
+    out, lse = operators.ATTENTION(*Fold(n, call.q, is_mapped.q).call(call, is_mapped))
     return (out.reshape(n, *rows, out.shape[-1]), lse.reshape(n, *rows)), (0, 0)
 
 
@@ -63,23 +63,23 @@ def _attention_backward(info: Any, dims: Dims, *args: Any) -> Mapped:
     n = info.batch_size
     args, mapped = _mapped_first(args, dims)
     dout, dlse, out, lse, bias_grad = args[:5]
-    call, of = Operands(*args[5:]), Operands(*mapped[5:])
-    if _stands_alone(call) or call.sink is not None:  # the gradient of a sink sums over the batch
-        return _in_turn(operators.ATTENTION_BACKWARD, n, args, mapped)
-    fold = Fold(n, call.q, of.q)
+    call, is_mapped = Operands(*args[5:]), Operands(*mapped[5:])
+    if _cannot_fold(call) or call.sink is not None:  # the gradient of a sink sums over the batch
+        return _one_by_one(operators.ATTENTION_BACKWARD, n, args, mapped)
+    fold = Fold(n, call.q, is_mapped.q)
     grads = operators.ATTENTION_BACKWARD(
         fold.fold(dout, mapped[0]),
         fold.fold(dlse, mapped[1], 3),
         fold.fold(out, mapped[2]),
         fold.fold(lse, mapped[3], 3),
         bias_grad,
-        *fold.call(call, of),
+        *fold.call(call, is_mapped),
     )
     inputs = (
-        (call.q, of.q),
-        (call.k, of.k),
-        (call.v, of.v),
-        (call.bias if bias_grad else None, of.bias),
+        (call.q, is_mapped.q),
+        (call.k, is_mapped.k),
+        (call.v, is_mapped.v),
+        (call.bias if bias_grad else None, is_mapped.bias),
         (None, False),
     )
     return (
@@ -92,18 +92,18 @@ def _attention_backward(info: Any, dims: Dims, *args: Any) -> Mapped:
 
 
 def _mapped_first(args: tuple[Any, ...], dims: Dims) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
-    """The arguments with their mapped axes in front, and which of them have one."""
+    """Move the mapped axes to the front; also return which arguments have one."""
     mapped = tuple(isinstance(x, Tensor) and d is not None for x, d in zip(args, dims, strict=True))
     return tuple(x.movedim(d, 0) if m else x for x, d, m in zip(args, dims, mapped, strict=True)), mapped
 
 
-def _stands_alone(call: Operands) -> bool:
-    """Packed sequences have no batch to join, and dropout's bits depend on the place in it."""
+def _cannot_fold(call: Operands) -> bool:
+    """Whether the call has no batch (packed sequences), or depends on the batch index (dropout)."""
     return call.cu_q is not None or call.dropout != 0
 
 
-def _in_turn(op: Callable[..., tuple[Tensor, ...]], n: int, args: Sequence[Any], mapped: Sequence[bool]) -> Mapped:
-    if n == 0:  # then only the shapes of results are to be known, and what they are made of
+def _one_by_one(op: Callable[..., tuple[Tensor, ...]], n: int, args: Sequence[Any], mapped: Sequence[bool]) -> Mapped:
+    if n == 0:  # the results are empty, but need their shapes and gradients
         outlines = (x.detach().to("meta") if isinstance(x, Tensor) else x for x in args)
         one = op(*(x.new_empty(x.shape[1:]) if m else x for x, m in zip(outlines, mapped, strict=True)))
         nothing = sum(0 * x.sum() for x in args if isinstance(x, Tensor) and x.requires_grad)

@@ -14,7 +14,7 @@ import flashtile as ft
 from flashtile import dispatch
 from flashtile.backends import gluon
 from flashtile.problem import Problem, describe
-from flashtile.pytorch.eight_bits import side_by_side
+from flashtile.pytorch.eight_bits import stack_factors
 from tests.backends.gluon.emulator.machine import hopper
 from tests.backends.triton import kernels
 from tests.gpu.placement import canaries
@@ -71,7 +71,7 @@ class Emulated(EightBitCall):
     def run(self, device: str = "cpu", **more: Any) -> tuple[Any, Any]:
         options = self.options | more
         if "descale" in options:
-            options["descale"] = side_by_side(options["descale"], self.q.device)
+            options["descale"] = stack_factors(options["descale"], self.q.device)
         problem = describe(self.q, self.k, self.v, **options)
         assert _objection(problem) is None
         with machine(self.seed):

@@ -57,7 +57,7 @@ CALLS: dict[str, tuple[tuple[tuple[int, ...], ...], dict[str, Any]]] = {
 def test_the_same_bits(name: str, dtype: Any) -> None:
     shapes, options = CALLS[name]
     run = prepare(describe(*arrays(*shapes, dtype=dtype), **options))
-    assert run.lasting
+    assert run.reusable
     for seed in (1, 2):
         more = options | ({"seed": seed} if "dropout" in options else {})
         p = describe(*arrays(*shapes, dtype=dtype, seed=seed), **more)
@@ -106,7 +106,7 @@ def test_gradients_of_bias_and_sink() -> None:
 def test_strides_stay() -> None:
     shapes = [(1, 20, 2, 8)] * 3
     run = prepare(describe(*(x.swapaxes(1, 2) for x in arrays(*shapes))))
-    assert run.lasting
+    assert run.reusable
     p = describe(*(x.swapaxes(1, 2) for x in arrays(*shapes, seed=5)))
     same(run.forward(Inputs.of(p)), alone(p))
 
@@ -128,7 +128,7 @@ def test_other_arrays(names: tuple[str, ...]) -> None:
         return describe(*arrays(*shapes, seed=seed), **{name: OTHERS[name](rng) for name in names})
 
     run = prepare(problem(0))
-    assert run.lasting
+    assert run.reusable
     p = problem(1)
     same(run.forward(Inputs.of(p)), alone(p))
 
@@ -140,7 +140,7 @@ def test_lengths() -> None:
         p = describe(*arrays(*shapes, seed=2), causal=True, kv_lengths=np.array(lengths))
         same(run.forward(Inputs.of(p)), alone(p))
     for wrong in ([7, 1, 1], [1, -1, 1]):
-        with pytest.raises(ft.ShapeError, match=r"^kv_lengths: expected values from 0 to the keys given"):
+        with pytest.raises(ft.ShapeError, match=r"^kv_lengths: expected values from 0 to the number of keys"):
             run.forward(Inputs.of(p)._replace(kv_lengths=np.array(wrong)))
 
 
@@ -157,8 +157,8 @@ def test_what_runs_once() -> None:
         describe(*halves, sink=np.ones(2, np.float16)),
         describe(q, k, v, alibi=np.ones(4, np.float32)[::2]),
     ):
-        assert not prepare(p).lasting
-        assert alone(p)[0].shape == p.as_given(np.empty(p.out_shape())).shape
+        assert not prepare(p).reusable
+        assert alone(p)[0].shape == p.in_caller_layout(np.empty(p.out_shape())).shape
 
 
 def test_bfloat16_keeps_its_carrier() -> None:

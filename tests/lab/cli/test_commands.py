@@ -63,11 +63,11 @@ def test_doctor_prints_the_dispatch_table():
 
 def test_doctor_names_an_ignored_setting(monkeypatch):
     monkeypatch.setenv("FLASHTILE_THREADS", "abc")
-    threads.asked_for.cache_clear()
+    threads.from_environment.cache_clear()
     try:
         assert "FLASHTILE_THREADS=abc (ignored: expected a number above 0)" in run("doctor").stdout.replace("\n", " ")
     finally:
-        threads.asked_for.cache_clear()
+        threads.from_environment.cache_clear()
 
 
 def test_doctor_gives_every_reason(monkeypatch):

@@ -108,7 +108,7 @@ def prepare(problem: Problem, arrays: Any = None) -> tuple[Runner, Inputs]:
     from flashtile.backends.gpu.tensors import laid_out
 
     p = laid_out(problem)
-    return Runner(p, lasting=p is problem), Inputs.of(p)
+    return Runner(p, reusable=p is problem), Inputs.of(p)
 
 
 def differentiates(problem: Problem) -> bool:

@@ -16,8 +16,8 @@ from flashtile.results import Grads
 class Runner(Passes):
     """Runs calls like this one, on any numbers."""
 
-    def __init__(self, problem: Problem, lasting: bool = True) -> None:
-        super().__init__(problem, lasting)
+    def __init__(self, problem: Problem, reusable: bool = True) -> None:
+        super().__init__(problem, reusable)
         self.forward = Forward(self._problem, self._device)
 
     def _tidied(self, given: tuple[Any, ...]) -> tuple[Any, ...]:

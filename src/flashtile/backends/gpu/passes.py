@@ -24,9 +24,9 @@ class Passes:
 
     alignment = ALIGNED  # kernels are specialized on the alignment of pointers
 
-    def __init__(self, problem: Problem, lasting: bool) -> None:
-        """lasting: whether the problem is as the caller gave it, so that other calls like it can run this way too."""
-        self.lasting = lasting
+    def __init__(self, problem: Problem, reusable: bool) -> None:
+        """reusable: whether the problem is as the caller gave it, so that other calls like it can run this way too."""
+        self.reusable = reusable
         self._device = problem.q.device
         self._index = gpu.index_of(self._device)
         seed = problem.seed if isinstance(problem.seed, int) else outline(problem.seed)

@@ -17,12 +17,12 @@ __all__ = ["missing", "prepare", "tile"]
 
 
 def prepare(problem: Problem, arrays: Arrays) -> tuple[Runner, Inputs]:
-    """A runner, and the inputs of this call; others may follow unless something had to be copied.
+    """Return a runner and the inputs of this call. The runner is reusable unless an array had to be copied.
 
-    Packed sequences may differ in their lengths from call to call, and empty arrays may lie nowhere.
+    Runners of packed sequences are not, because lengths may change, nor those of empty arrays, which have no address.
     """
     from flashtile.backends.native.runner import Runner, laid_out
 
     p = laid_out(problem)
-    lasting = p is problem and not p.packed and bool(p.q.size and p.k.size and p.v.size)
-    return Runner(p, arrays, lasting), Inputs.of(p)
+    reusable = p is problem and not p.packed and bool(p.q.size and p.k.size and p.v.size)
+    return Runner(p, arrays, reusable), Inputs.of(p)

@@ -1,4 +1,4 @@
-"""The blocks that the C++ core works by, for those who want to show them; a test reads its sources and pins them."""
+"""The block sizes of the C++ core, for plan() and trace(); a test compares them with its sources."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashtile.problem import Problem
 
 
 class Lanes(NamedTuple):
-    """Vectors of so many bytes; so many of them hold a group of queries side by side; so many there are in all."""
+    """Bytes of a vector register, registers that hold a group of queries, and registers in all."""
 
     vector_bytes: int
     vectors: int
@@ -33,24 +33,24 @@ LANES = {
 }
 FORWARD_KEYS = 192
 DECODE_KEYS = 64
-# Groups of queries in one task of a forward pass: they share a block of keys while it is in L2.
+# The most groups of queries in a task of the forward pass: they share a block of keys while it is in L2.
 MAX_GROUPS = 8
-L2_SHARE = 96 << 10  # bytes for their q and O
-MIN_SPLIT, ENOUGH_TASKS = 1024, 32  # with few tasks the keys are split instead, and a task is one group
+L2_SHARE = 96 << 10  # bytes of L2 for their q and O
+MIN_SPLIT, ENOUGH_TASKS = 1024, 32  # with few tasks keys are split, and a task is one group
 
 
 def tile(problem: Problem, capability: object = None, isa: str | None = None) -> Tiling:
-    """What a task loads a block of keys for. Scores are made for one group of queries at a time."""
+    """Return the queries of a task and its block of keys. Scores are computed for one group of queries at a time."""
     p, lanes = problem, LANES[isa or library.isa()]
-    wide = lanes.vector_bytes // ITEMSIZE[p.accumulator]  # numbers in a vector
-    # Few queries to a key head: vectors run along the head dim, and one pass over the keys serves several heads.
-    if p.n_q <= wide // 4 or p.group * p.n_q <= wide:
-        return Tiling(max(p.n_q, 1), DECODE_KEYS, max(1, min(wide // max(p.n_q, 1), p.group)))
-    each = lanes.vectors * wide
-    heads, groups = p.sequences * p.heads, ceil_div(p.n_q, each)
-    together = min(max(L2_SHARE // (each * (p.dim + p.dim_v) * ITEMSIZE[p.accumulator]), 1), MAX_GROUPS)
+    width = lanes.vector_bytes // ITEMSIZE[p.accumulator]  # numbers in a vector
+    # Few queries per key head: vectors run along the head dim, and one pass over the keys serves several heads.
+    if p.n_q <= width // 4 or p.group * p.n_q <= width:
+        return Tiling(max(p.n_q, 1), DECODE_KEYS, max(1, min(width // max(p.n_q, 1), p.group)))
+    group_size = lanes.vectors * width
+    heads, groups = p.sequences * p.heads, ceil_div(p.n_q, group_size)
+    groups_per_task = min(max(L2_SHARE // (group_size * (p.dim + p.dim_v) * ITEMSIZE[p.accumulator]), 1), MAX_GROUPS)
     if heads * groups < ENOUGH_TASKS and p.n_k >= 2 * MIN_SPLIT:
-        together = 1
-    while together > 1 and heads * ceil_div(groups, together) < 4 * (p.threads or threads.default()):
-        together -= 1
-    return Tiling(together * each, FORWARD_KEYS, at_once=each)
+        groups_per_task = 1
+    while groups_per_task > 1 and heads * ceil_div(groups, groups_per_task) < 4 * (p.threads or threads.default()):
+        groups_per_task -= 1
+    return Tiling(groups_per_task * group_size, FORWARD_KEYS, at_once=group_size)

@@ -1,4 +1,4 @@
-"""Finds the C++ core and loads the build for the best instruction set that this machine has."""
+"""Find the C++ core, and load the build for the best instruction set of this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import platform
 from functools import cache
 from pathlib import Path
 
-# Best first, each with the CPU flags (as Linux names them) that it needs; abm is LZCNT, on Intel's too.
+# Best first, with the CPU flags (as Linux names them) that each adds; abm includes LZCNT, on Intel too.
 _X86 = {
     "x86-64-v4-bf16": {"avx512_bf16"},
     "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
@@ -17,12 +17,12 @@ _X86 = {
 
 
 def directory() -> Path:
-    """Where the libraries lie: beside this file, unless FLASHTILE_NATIVE_DIR names a build directory."""
+    """The folder of the libraries: that of this file, unless FLASHTILE_NATIVE_DIR names a build directory."""
     return Path(os.environ.get("FLASHTILE_NATIVE_DIR") or Path(__file__).parent)
 
 
 def candidates() -> list[str]:
-    """The instruction sets this machine can run, best first."""
+    """The instruction sets that this machine supports, best first."""
     machine = platform.machine().lower()
     if machine in ("aarch64", "arm64"):
         return ["aarch64"]
@@ -30,7 +30,7 @@ def candidates() -> list[str]:
         return ["generic"]
     flags = _cpu_flags()
     levels = list(_X86)
-    # each includes those after it
+    # Each level includes those after it.
     usable = [level for i, level in enumerate(levels) if all(_X86[needed] <= flags for needed in levels[i:])]
     return [*usable, "generic"]
 
@@ -46,7 +46,7 @@ def _cpu_flags() -> set[str]:
 
 @cache
 def _find() -> tuple[ctypes.CDLL | None, str]:
-    """The library, or None and the reason."""
+    """Return the library, or None and the reason."""
     wanted = [directory() / f"libflashtile-{isa}.so" for isa in candidates()]
     path = next((path for path in wanted if path.exists()), None)
     if path is None:
@@ -58,14 +58,14 @@ def _find() -> tuple[ctypes.CDLL | None, str]:
 
 
 def why_not() -> str | None:
-    """Why there is no core to run; None where there is one."""
+    """Why the core cannot run; None if it can."""
     return _find()[1] or None
 
 
 @cache
 def load() -> ctypes.CDLL:
-    """The library, its functions declared. Passing a packed struct is passing its bytes."""
-    from flashtile.host import threads  # make runs this file alone, to ask for candidates()
+    """Load the library and declare its functions, which take the packed struct by its address."""
+    from flashtile.host import threads  # not at the top: make runs this file alone for candidates()
 
     library, reason = _find()
     if library is None:
@@ -77,7 +77,7 @@ def load() -> ctypes.CDLL:
     library.ft_keep.argtypes = [u64, i64, i64, i64, i64, ctypes.c_double, pointer]
     library.ft_cuts.restype = library.ft_keep.restype = library.ft_after_fork.restype = None
     library.ft_isa.restype = ctypes.c_char_p
-    if threads.in_a_fork():
+    if threads.is_forked():
         library.ft_after_fork()
     return library
 

@@ -1,4 +1,4 @@
-"""Runner: a call of the C++ core as its struct, core/flashtile.h, in which each call replaces addresses and numbers."""
+"""Runner: a packed struct of the C++ core (core/flashtile.h), in which each call replaces addresses and numbers."""
 
 from __future__ import annotations
 
@@ -26,55 +26,62 @@ from flashtile.results import Grads
 
 _DTYPES = {"float32": 0, "float64": 1, "bfloat16": 2, "float16": 3}
 # ft_problem: integers, three doubles, the seed, three pointers, eight tensors, sink, six tensors, dsink. A tensor is an
-# address, and the strides of sequence, head, row and column in elements.
+# address and the strides of sequence, head, row and column in elements.
 _STRUCT = struct.Struct("16q 3d Q 3Q" + " Q4q" * 8 + " Q" + " Q4q" * 6 + " Q")
-# The places of its 64-bit words.
+# Indices of its 64-bit words.
 THREADS, SEED, STARTS, LENGTHS, Q, K, V, OUT, LSE = 1, 19, 20, 22, 23, 28, 33, 38, 43
 OTHERS = {"bias": 48, "mask": 53, "alibi": 58, "sink": 63}
 DOUT, DLSE, DQ, DK, DV, DBIAS, DSINK = 64, 69, 74, 79, 84, 89, 94
 
 _kind = attrgetter("shape", "dtype")
 _Tensor = tuple[int, ...]
-_ABSENT: _Tensor = (0, 0, 0, 0, 0)
+_NO_TENSOR: _Tensor = (0, 0, 0, 0, 0)
 
 
 class Runner:
-    """Runs calls whose arrays lie like those of a problem, forward and backward; `lasting` says whether others may.
+    """Runs forward and backward passes of arrays with the layout of a problem; `reusable`: also of other arrays.
 
-    Threads at once have a copy of the struct each.
+    Concurrent threads use separate copies of the struct.
     """
 
-    def __init__(self, p: Problem, arrays: Arrays, lasting: bool) -> None:
+    def __init__(self, p: Problem, arrays: Arrays, reusable: bool) -> None:
         core = library.load()
-        self.lasting, self._alive = lasting, None if lasting else p
+        self.reusable, self._kept_alive = reusable, None if reusable else p
         self._problem = p = _outlined(p)
         self.alignment = max(x.itemsize for x in (p.q, p.bias, p.alibi, p.sink) if x is not None)
         self._arrays = arrays
-        self._address = arrays.address if lasting else address
-        self._threads = p.threads or threads.asked_for()
+        self._address = arrays.address if reusable else address
+        self._threads = p.threads or threads.from_environment()
         self._others = [(name, word) for name, word in OTHERS.items() if getattr(p, name) is not None]
         self._has_lengths, self._packed = p.kv_lengths is not None, p.packed
         self._forward, self._backward = core.ft_forward, core.ft_backward
         self._out, self._lse = self._result(p.out_shape(), p.out_dtype), self._result(p.out_shape()[:-1], p.accumulator)
-        self._words = _STRUCT.pack(
-            *_inputs(p), *_lies(p, p.out_shape()), *_lies(p, p.out_shape()[:-1]), *_options(p), *_ABSENT * 6, 0
+        self._template = _STRUCT.pack(
+            *_inputs(p),
+            *_contiguous_field(p, p.out_shape()),
+            *_contiguous_field(p, p.out_shape()[:-1]),
+            *_options(p),
+            *_NO_TENSOR * 6,
+            0,
         )
-        self._rooms: list[tuple[Any, Any]] = []
-        self._ways_back: dict[Any, _WayBack] = {}
+        self._free_structs: list[tuple[Any, Any]] = []
+        self._backward_layouts: dict[Any, _BackwardLayout] = {}
 
     def forward(self, x: Inputs, with_lse: bool = True) -> tuple[Any, Any]:
-        """Output, and lse if asked for, contiguous in the caller's layout."""
+        """Return output, and lse or None, contiguous in the caller's layout."""
         out, lse = self._out(), self._lse() if with_lse else None
-        words, _ = room = self._given(x, self._rooms, self._words)
+        words, _ = call = self._filled(x, self._free_structs, self._template)
         address = self._arrays.address
         words[OUT], words[LSE] = address(out), address(lse) if with_lse else 0
         if status := self._forward(words):
             _fail(status)
-        self._rooms.append(room)
+        self._free_structs.append(call)
         return out, lse
 
     def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Grads:
-        """Gradients from the saved output and lse, in the caller's layout; of bias (rank 4) and sink in wide dtypes."""
+        """Return gradients from the saved output and lse, in the caller's layout; those of bias (rank 4) and sink in
+        accumulator precision.
+        """
         arrays = self._arrays
         address, strides = arrays.address, arrays.strides
         key: tuple[Any, ...] = (
@@ -88,19 +95,19 @@ class Runner:
         )
         if dlse is not None:
             key += *_kind(dlse), strides(dlse)
-        way = self._ways_back.get(key)
-        if way is None:
-            way = self._ways_back[key] = _WayBack(self, dout, out, lse, dlse, bias_grad)
+        layout = self._backward_layouts.get(key)
+        if layout is None:
+            layout = self._backward_layouts[key] = _BackwardLayout(self, dout, out, lse, dlse, bias_grad)
         at_dout, at_out, at_lse = address(dout), address(out), address(lse)
         at_dlse = 0 if dlse is None else address(dlse)
-        if way.copies or (at_dout | at_out) & way.between or (at_lse | at_dlse) & way.between_sums:
+        if layout.needs_copies or (at_dout | at_out) & layout.align_mask or (at_lse | at_dlse) & layout.sums_align_mask:
             dout, out, lse, dlse = (None if y is None else arrays.contiguous(y) for y in (dout, out, lse, dlse))
-            if way.copies:
+            if layout.needs_copies:
                 return self.backward(x, dout, out, lse, dlse, bias_grad=bias_grad)
             at_dout, at_out, at_lse, at_dlse = (0 if y is None else address(y) for y in (dout, out, lse, dlse))
-        words, _ = room = self._given(x, way.rooms, way.words)
+        words, _ = call = self._filled(x, layout.free_structs, layout.template)
         words[OUT], words[LSE], words[DOUT], words[DLSE] = at_out, at_lse, at_dout, at_dlse
-        make_dq, make_dk, make_dv, make_dbias, make_dsink = way.results
+        make_dq, make_dk, make_dv, make_dbias, make_dsink = layout.results
         dq, dk, dv, dbias, dsink = make_dq(), make_dk(), make_dv(), None, None
         words[DQ], words[DK], words[DV] = address(dq), address(dk), address(dv)
         if make_dbias is not None:
@@ -112,75 +119,75 @@ class Runner:
             words[DSINK] = address(dsink)
         if status := self._backward(words):
             _fail(status)
-        way.rooms.append(room)
+        layout.free_structs.append(call)
         return Grads(dq, dk, dv, dbias, dsink)
 
-    def _given(self, x: Inputs, rooms: list[tuple[Any, Any]], struct: bytes) -> tuple[Any, Any]:
-        """A struct with the inputs of a call, and the memory that its lengths are in."""
+    def _filled(self, x: Inputs, free: list[tuple[Any, Any]], template: bytes) -> tuple[Any, Any]:
+        """Fill a free or new copy of the struct with the inputs of a call. Return it and the memory of its lengths."""
         try:
-            room = rooms.pop()
+            call = free.pop()
         except IndexError:
-            room = self._room(struct)
-        words, lengths = room
+            call = self._new_struct(template)
+        words, lengths = call
         address, seed = self._address, x.seed
         words[THREADS] = self._threads or self._arrays.threads()
-        words[SEED] = seed if seed.__class__ is int else self._arrays.number(seed)
+        words[SEED] = seed if seed.__class__ is int else self._arrays.seed_value(seed)
         words[Q], words[K], words[V] = address(x.q), address(x.k), address(x.v)
         for name, word in self._others:
             words[word] = address(getattr(x, name))
         if self._has_lengths:
-            given = x.kv_lengths.tolist()
-            if self.lasting and given and not 0 <= min(given) <= max(given) <= self._problem.n_k:
-                check_lengths(np.array(given), self._problem.n_k)
-            lengths[:] = given
+            values = x.kv_lengths.tolist()
+            if self.reusable and values and not 0 <= min(values) <= max(values) <= self._problem.n_k:
+                check_lengths(np.array(values), self._problem.n_k)
+            lengths[:] = values
         if self._packed:
             words[STARTS], words[STARTS + 1] = address(x.cu_q), address(x.cu_k)
-        return room
+        return call
 
-    def _room(self, struct: bytes) -> tuple[Any, Any]:
-        words = (ctypes.c_uint64 * (len(struct) // 8)).from_buffer_copy(struct)
+    def _new_struct(self, template: bytes) -> tuple[Any, Any]:
+        words = (ctypes.c_uint64 * (len(template) // 8)).from_buffer_copy(template)
         lengths = (ctypes.c_int64 * self._problem.sequences)() if self._has_lengths else None
         if lengths is not None:
             words[LENGTHS] = ctypes.addressof(lengths)
         return words, lengths
 
     def _result(self, shape: Sequence[int], dtype: str) -> Callable[[], Any]:
-        """What makes a result of this shape, rank 4 or 3, in the caller's layout."""
+        """Return a function that makes a result of this shape, rank 4 or 3, in the caller's layout."""
         p = self._problem
-        given = (shape[2], shape[1], *shape[3:]) if p.packed else tuple(shape[4 - p.rank :])
-        return self._arrays.maker(given, dtype, p.q.dtype)
+        shape = (shape[2], shape[1], *shape[3:]) if p.packed else tuple(shape[4 - p.rank :])
+        return self._arrays.maker(shape, dtype, p.q.dtype)
 
 
-class _WayBack:
-    """A backward pass of dout, out, lse and dlse that lie like these.
+class _BackwardLayout:
+    """What a backward pass needs for dout, out, lse and dlse of one layout.
 
-    copies: whether they have to be copied first, for the core reads rows of contiguous columns between whole elements.
+    needs_copies: they must be copied first, because the core reads aligned rows with contiguous columns.
     """
 
     def __init__(self, runner: Runner, dout: Any, out: Any, lse: Any, dlse: Any, bias_grad: bool) -> None:
         p, arrays = runner._problem, runner._arrays
         checked = check_gradients(p, dout, out, lse, dlse)
         views = [None if x is None else arrays.to_numpy(x) for x in checked]
-        self.between, self.between_sums = ITEMSIZE[p.out_dtype] - 1, ITEMSIZE[p.accumulator] - 1
-        self.copies = not all(x is None or _lies_well(x, n < 2, 0) for n, x in enumerate(views))
-        self.rooms: list[tuple[Any, Any]] = []
-        if self.copies:
+        self.align_mask, self.sums_align_mask = ITEMSIZE[p.out_dtype] - 1, ITEMSIZE[p.accumulator] - 1
+        self.needs_copies = not all(x is None or _is_readable(x, n < 2, 0) for n, x in enumerate(views))
+        self.free_structs: list[tuple[Any, Any]] = []
+        if self.needs_copies:
             return
         dout, out, lse, dlse = views
         shapes = [x.shape for x in (p.q, p.k, p.v)]
-        of_bias, real = p.bias is not None and bias_grad, p.accumulator
+        bias_grad, real = p.bias is not None and bias_grad, p.accumulator
         self.results: list[Any] = [runner._result(shape, p.dtype) for shape in shapes]
-        self.results += [arrays.maker(p.bias.shape, real, None) if of_bias else None]
+        self.results += [arrays.maker(p.bias.shape, real, None) if bias_grad else None]
         self.results += [None if p.sink is None else arrays.maker(p.sink.shape, real, None)]
-        gradients = [_lies(p, shape) for shape in shapes]
-        dbias = _lies(None, p.bias.shape) if of_bias else _ABSENT
-        self.words = _STRUCT.pack(
+        gradients = [_contiguous_field(p, shape) for shape in shapes]
+        dbias = _contiguous_field(None, p.bias.shape) if bias_grad else _NO_TENSOR
+        self.template = _STRUCT.pack(
             *_inputs(p),
-            *_rows(out),
-            *_rows(lse[..., None]),
+            *_row_field(out),
+            *_row_field(lse[..., None]),
             *_options(p),
-            *_rows(dout),
-            *(_ABSENT if dlse is None else _rows(dlse[..., None])),
+            *_row_field(dout),
+            *(_NO_TENSOR if dlse is None else _row_field(dlse[..., None])),
             *sum(gradients, ()),
             *dbias,
             0,
@@ -188,9 +195,9 @@ class _WayBack:
 
 
 def laid_out(p: Problem) -> Problem:
-    """The problem with copies of what the core cannot read where it lies; p itself if it can read all."""
+    """Return the problem with copies of arrays whose layout the core cannot read; p itself if there are none."""
     copies: dict[str, Any] = {
-        name: np.array(x, order="C") for name in "qkv" if not _lies_well(x := getattr(p, name), True, address(x))
+        name: np.array(x, order="C") for name in "qkv" if not _is_readable(x := getattr(p, name), True, address(x))
     }
     for name in ("mask", "bias"):
         x = getattr(p, name)
@@ -199,19 +206,19 @@ def laid_out(p: Problem) -> Problem:
     vectors = {"alibi": p.accumulator, "sink": p.accumulator, "cu_q": "int64", "cu_k": "int64"}
     for name, dtype in vectors.items():
         x = getattr(p, name)
-        if x is not None and (plain := _plain(x, dtype)) is not x:
-            copies[name] = plain
+        if x is not None and (vector := _vector(x, dtype)) is not x:
+            copies[name] = vector
     return replace(p, **copies) if copies else p
 
 
-def _plain(x: Any, dtype: str) -> Any:
-    """x, or a copy unless it is contiguous, aligned and of this dtype."""
+def _vector(x: Any, dtype: str) -> Any:
+    """Return x, or a copy if it is not contiguous, aligned and of this dtype."""
     found = np.ascontiguousarray(widen(x, dtype))
     return found if found.flags.aligned else found.copy()
 
 
 def _outlined(p: Problem) -> Problem:
-    """The problem with arrays of the same shapes, strides and dtypes that hold no memory."""
+    """Return the problem with arrays of the same shapes, strides and dtypes but without memory."""
     found: dict[str, Any] = {}
     for name in ("q", "k", "v", *ARRAYS):
         if (x := getattr(p, name)) is not None:
@@ -220,38 +227,38 @@ def _outlined(p: Problem) -> Problem:
 
 
 def _inputs(p: Problem) -> list[Any]:
-    """The struct up to v, without addresses."""
+    """The fields of the struct up to v, without addresses."""
     bias_dtype = p.accumulator if p.bias is None or p.bias.itemsize > 2 else p.dtype
     dtypes = (_DTYPES[p.dtype], _DTYPES[p.out_dtype], _DTYPES[bias_dtype])
     sizes = (p.sequences, p.heads, p.kv_heads, p.n_q, p.n_k, p.dim, p.dim_v)
     band = (p.band.left, p.band.right, p.band.offset, p.align_end)
     fields = [_STRUCT.size, 1, *dtypes, *sizes, *band, p.scale, p.softcap, p.dropout, 0, 0, 0, 0]
-    return [*fields, *_rows(p.q), *_rows(p.k), *_rows(p.v)]
+    return [*fields, *_row_field(p.q), *_row_field(p.k), *_row_field(p.v)]
 
 
 def _options(p: Problem) -> tuple[int, ...]:
-    """bias, mask, alibi and sink, without addresses."""
-    pairs = (_ABSENT if x is None else _pairs(x) for x in (p.bias, p.mask))
-    alibi = _ABSENT
+    """The fields of bias, mask, alibi and sink, without addresses."""
+    pairs = (_NO_TENSOR if x is None else _broadcast_field(x) for x in (p.bias, p.mask))
+    alibi = _NO_TENSOR
     if p.alibi is not None:
         rows, heads = p.alibi.shape
         alibi = (0, heads if rows > 1 else 0, 1, 0, 0)
     return (*sum(pairs, ()), *alibi, 0)
 
 
-def _pairs(x: Any) -> _Tensor:
-    """A mask or bias: 0 along axes of length 1."""
+def _broadcast_field(x: Any) -> _Tensor:
+    """The field of a mask or bias: strides are 0 along axes of length 1."""
     return (0, *(0 if n == 1 else s // x.itemsize for n, s in zip(x.shape, x.strides, strict=True)))
 
 
-def _rows(x: Any) -> _Tensor:
-    """A tensor of rank 4 with contiguous columns."""
+def _row_field(x: Any) -> _Tensor:
+    """The field of a tensor of rank 4 with contiguous columns."""
     a, b, c, _ = x.strides
     return 0, a // x.itemsize, b // x.itemsize, c // x.itemsize, 1
 
 
-def _lies(p: Problem | None, shape: Sequence[int]) -> _Tensor:
-    """A contiguous result of this shape, rank 4 or 3. Packed ones, whose problem this is, are contiguous by rows."""
+def _contiguous_field(p: Problem | None, shape: Sequence[int]) -> _Tensor:
+    """The field of a contiguous result of this shape, rank 4 or 3. p: its problem; None: axes of length 1 broadcast."""
     _, heads, rows, *rest = shape
     width = rest[0] if rest else 1
     if p is None:
@@ -263,8 +270,8 @@ def _lies(p: Problem | None, shape: Sequence[int]) -> _Tensor:
     return 0, heads * rows * width, rows * width, width, 1
 
 
-def _lies_well(x: Any, has_columns: bool, at: int) -> bool:
-    """Whether the core can read x at this address: flags.aligned is true for any record, and so for any bfloat16."""
+def _is_readable(x: Any, has_columns: bool, at: int) -> bool:
+    """Whether the core can read x at this address. (flags.aligned is true for any record dtype, also BFLOAT16.)"""
     if not x.size:
         return True
     *strides, last = x.strides

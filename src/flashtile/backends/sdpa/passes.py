@@ -1,6 +1,6 @@
-"""Forward and backward by torch's kernel, which takes whole or causal parts of the keys, a head of them for each of q.
+"""Forward and backward passes by torch's kernel, which knows full and causal attention without grouped heads.
 
-Where numbers are not finite, or a backward pass cannot be exact by the lse alone, the NumPy tiles do it instead.
+The NumPy tiles run calls with non-finite numbers, and backward passes for which the lse is not exact enough.
 """
 
 from __future__ import annotations
@@ -27,150 +27,150 @@ _backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 
 
 def forward(p: Problem) -> tuple[Array, Array]:
-    """Output in the problem's out_dtype, and lse."""
+    """Return output in the problem's out_dtype, and lse."""
     with torch.no_grad(), _threads(p):
-        given = Given(p)
-        if given.finite():
-            out, lse = given.forward()
-            merged = len(given.parts) > 1
+        call = Call(p)
+        if call.finite():
+            out, lse = call.forward()
+            merged = len(call.parts) > 1
             if bool((lse < torch.inf).all()) and not (merged and _coarse(lse)):
-                # Where a sum was too large, the mean may not be.
+                # A sum may have overflowed although the mean is finite.
                 return to_numpy(out) if _finite(out) else tiles.forward(p)[0], to_numpy(lse)
     return tiles.forward(p)
 
 
 def backward(p: Problem, dout: Array, out: Array, lse: Array, dlse: Array | None, *, bias_grad: bool = True) -> Grads:
-    """dq, dk and dv in the problem's out_dtype."""
+    """Return dq, dk and dv in the problem's out_dtype."""
     with torch.no_grad(), _threads(p):
-        given, rows = Given(p), [_tensor(x) for x in (out, lse, dout)]
+        call, rows = Call(p), [_tensor(x) for x in (out, lse, dout)]
         others = [] if dlse is None else [_tensor(dlse)]
         exact = not (p.bias is not None and bias_grad) and not _coarse(rows[1])
-        if exact and given.finite() and _finite(rows[0], rows[2], *others):
-            grads = given.backward(*rows, *others)
+        if exact and call.finite() and _finite(rows[0], rows[2], *others):
+            grads = call.backward(*rows, *others)
             if _finite(*grads):
                 dq, dk, dv = map(to_numpy, grads)
                 return Grads(dq, dk, dv, None, None)
     return tiles.backward(p, dout, out, lse, dlse, bias_grad=bias_grad)
 
 
-class Part(NamedTuple):
-    """Keys of one call of the kernel. causal: its first query sees the first of them, the next one the second too."""
+class KeyRange(NamedTuple):
+    """Keys of one kernel call. causal: the first query sees the first of these keys, the next one the second too."""
 
     keys: slice
     causal: bool
 
 
-class Given:
-    """The tensors of a problem, and how the kernel takes them."""
+class Call:
+    """The tensors of a problem, and the kernel calls that they take."""
 
     def __init__(self, p: Problem) -> None:
         self.p = p
         kind = getattr(torch, p.out_dtype)
         self.q, self.k, self.v = (_tensor(x).to(kind) for x in (p.q, p.k, p.v))
-        self.width = max(p.dim, p.dim_v)  # the kernel knows but one
+        self.width = max(p.dim, p.dim_v)  # the kernel takes one width only
         self.mask, self.bias = (None if x is None else _tensor(x) for x in (p.mask, p.bias))
         band = p.band_for(p.n_q, p.n_k)
-        ahead = band.offset + band.right  # the key up to which query 0 sees
-        self.first = max(-ahead, 0)  # of the queries that see any
-        self.parts = [Part(slice(0, p.n_k), False)]
+        ahead = band.offset + band.right  # the last key that query 0 sees
+        self.first = max(-ahead, 0)  # the first query that sees a key
+        self.parts = [KeyRange(slice(0, p.n_k), False)]
         if ahead < p.n_k - 1:
-            whole = [Part(slice(0, ahead), False)] if ahead > 0 else []
-            self.parts = [*whole, Part(slice(max(ahead, 0), p.n_k), True)]
-        # Heads that share keys: rows of one head where all see the same, else copies of the keys.
-        alike = all(x is None or x.shape[1] == x.shape[2] == 1 for x in (p.mask, p.bias))
-        self.folded = alike and not self.parts[-1].causal
+            whole = [KeyRange(slice(0, ahead), False)] if ahead > 0 else []
+            self.parts = [*whole, KeyRange(slice(max(ahead, 0), p.n_k), True)]
+        # Grouped heads: fold queries into rows of one head if all see the same keys, else copy the keys.
+        same = all(x is None or x.shape[1] == x.shape[2] == 1 for x in (p.mask, p.bias))
+        self.folded = same and not self.parts[-1].causal
 
     def finite(self) -> bool:
         return _finite(self.q, self.k, self.v, *(() if self.bias is None else (self.bias,)))
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        p, q, found = self.p, self._wide(self._queries(self.q)), []
+        p, q, results = self.p, self._padded(self._queries(self.q)), []
         for part in self.parts:
             out, lse = _forward(q, self._keys(self.k, part), self._keys(self.v, part), **self._options(part))
             out = out[..., : p.dim_v]
-            if self.mask is not None:  # torch gives 0 for both where a row sees nothing
+            if self.mask is not None:  # torch gives an lse of 0 to rows that see no key
                 lse = lse.masked_fill(self._empty(part), -torch.inf)
-            found.append((out, lse))
-        results = found[0] if len(found) == 1 else merge(*found[0], *found[1])
-        out, lse = self.q.new_zeros(p.out_shape()), results[1].new_full(p.out_shape()[:-1], -torch.inf)
-        for whole, x in zip((out, lse), results, strict=True):
-            whole[:, :, self.first :] = x.reshape(whole[:, :, self.first :].shape)
+            results.append((out, lse))
+        result = results[0] if len(results) == 1 else merge(*results[0], *results[1])
+        out, lse = self.q.new_zeros(p.out_shape()), result[1].new_full(p.out_shape()[:-1], -torch.inf)
+        for total, x in zip((out, lse), result, strict=True):
+            total[:, :, self.first :] = x.reshape(total[:, :, self.first :].shape)
         return out, lse
 
     def backward(self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None = None) -> tuple[Tensor, ...]:
-        # A number for empty rows: the weights of exp(-inf - 0) are 0.
+        # 0 for empty rows: their weights exp(-inf - 0) are 0.
         statistics = self._queries(lse.masked_fill(lse == -torch.inf, 0)[..., None])[..., 0].contiguous()
-        q, out, dout = (self._wide(self._queries(x)) for x in (self.q, out, dout))
-        if dlse is not None:  # one more column, which takes it off D, the row sums of dO * O
-            q, out, dout = _beside(q, 0), _beside(out, 1), _beside(dout, -self._queries(dlse[..., None]))
+        q, out, dout = (self._padded(self._queries(x)) for x in (self.q, out, dout))
+        if dlse is not None:  # one more column subtracts dlse from D, the row sums of dO * O
+            q, out, dout = _with_column(q, 0), _with_column(out, 1), _with_column(dout, -self._queries(dlse[..., None]))
         dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype) for x in (self.q, self.k, self.v))
         for part in self.parts:
             k, v = (self._keys(x, part) for x in (self.k, self.v))
             if dlse is not None:
-                k, v = _beside(k, 0), _beside(v, 0)
-            made = _backward(dout, q, k, v, out, statistics, **self._options(part))
-            for whole, x in zip((dq[:, :, self.first :], dk[:, :, part.keys], dv[:, :, part.keys]), made, strict=True):
-                x = x[..., : whole.shape[3]]
-                # What was copied to several heads is the sum of their gradients; what was folded has its shape again.
-                shared = x.shape[1] > whole.shape[1]
-                whole += x.unflatten(1, (whole.shape[1], -1)).sum(2) if shared else x.reshape(whole.shape)
+                k, v = _with_column(k, 0), _with_column(v, 0)
+            grads = _backward(dout, q, k, v, out, statistics, **self._options(part))
+            for total, x in zip((dq[:, :, self.first :], dk[:, :, part.keys], dv[:, :, part.keys]), grads, strict=True):
+                x = x[..., : total.shape[3]]
+                # Gradients of copied keys are summed over their heads; folded queries get their shape back.
+                shared = x.shape[1] > total.shape[1]
+                total += x.unflatten(1, (total.shape[1], -1)).sum(2) if shared else x.reshape(total.shape)
         return dq, dk, dv
 
     def _queries(self, x: Tensor) -> Tensor:
         x = x[:, :, self.first :]
         return x.reshape(x.shape[0], self.p.kv_heads, -1, x.shape[-1]) if self.folded else x
 
-    def _keys(self, x: Tensor, part: Part) -> Tensor:
+    def _keys(self, x: Tensor, part: KeyRange) -> Tensor:
         x = x[:, :, part.keys]
-        return self._wide(x if self.folded else x.repeat_interleave(self.p.group, 1) if self.p.group > 1 else x)
+        return self._padded(x if self.folded else x.repeat_interleave(self.p.group, 1) if self.p.group > 1 else x)
 
-    def _wide(self, x: Tensor) -> Tensor:
-        """x with columns of zeros up to the width, side by side, in rows that do not overlap."""
+    def _padded(self, x: Tensor) -> Tensor:
+        """Pad x with zero columns up to the width; make its columns contiguous and its rows not overlap."""
         if x.shape[3] < self.width:
             return pad(x, (0, self.width - x.shape[3]))
-        beside = x.stride(3) == 1 or x.shape[3] == 1
-        return x if beside and (x.stride(2) >= x.shape[3] or x.shape[2] == 1) else x.contiguous()
+        contiguous = x.stride(3) == 1 or x.shape[3] == 1
+        return x if contiguous and (x.stride(2) >= x.shape[3] or x.shape[2] == 1) else x.contiguous()
 
-    def _options(self, part: Part) -> dict[str, Any]:
+    def _options(self, part: KeyRange) -> dict[str, Any]:
         return {
             "dropout_p": 0.0,
             "is_causal": part.causal,
-            "attn_mask": self._added(part),
+            "attn_mask": self._additive_mask(part),
             "scale": self.p.scale,
         }
 
-    def _added(self, part: Part) -> Tensor | None:
-        """Bias and mask as what is added to scores, rank 4."""
+    def _additive_mask(self, part: KeyRange) -> Tensor | None:
+        """Combine bias and mask into one additive mask, rank 4."""
         real = getattr(torch, self.p.accumulator)
-        mask, bias = (self._pairs(x, part) for x in (self.mask, self.bias))
+        mask, bias = (self._part_of(x, part) for x in (self.mask, self.bias))
         if mask is None:
             return None if bias is None else bias.to(real)
         return torch.where(mask, torch.zeros((), dtype=real) if bias is None else bias.to(real), -torch.inf)
 
-    def _empty(self, part: Part) -> Tensor:
-        """Which rows see none of these keys."""
-        mask: Tensor = self._pairs(self.mask, part).expand(-1, -1, -1, part.keys.stop - part.keys.start)
+    def _empty(self, part: KeyRange) -> Tensor:
+        """Which rows see none of these keys, by the mask."""
+        mask: Tensor = self._part_of(self.mask, part).expand(-1, -1, -1, part.keys.stop - part.keys.start)
         sees, first = mask.max(-1)
         late = first > torch.arange(self.p.n_q - self.first) if part.causal else False
         return ~sees | late
 
-    def _pairs(self, x: Any, part: Part) -> Any:
-        """Of a mask or bias, the rows and keys of this part."""
+    def _part_of(self, x: Any, part: KeyRange) -> Any:
+        """Slice the rows and keys of this part from a mask or bias."""
         if x is None:
             return None
         x = x[:, :, self.first :] if x.shape[2] > 1 else x
         return x[..., part.keys] if x.shape[3] > 1 else x
 
 
-def _beside(x: Tensor, column: Any) -> Tensor:
-    """x with one more column."""
+def _with_column(x: Tensor, column: Any) -> Tensor:
+    """Append a column to x."""
     wider = pad(x, (0, 1))
     wider[..., -1:] = column
     return wider
 
 
 def _finite(*tensors: Tensor) -> bool:
-    """Whether all are; numbers whose sum is not count as if they were not."""
+    """Whether the sum of each tensor is finite, and so all its numbers."""
     return all(bool(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite()) for x in tensors)
 
 
@@ -179,19 +179,19 @@ def _coarse(lse: Tensor) -> bool:
 
 
 def _tensor(x: Array) -> Tensor:
-    """The same memory, whatever its strides."""
+    """View an array as a tensor."""
     return torch.from_numpy(x.view(np.uint16)).view(torch.bfloat16) if x.dtype == BFLOAT16 else torch.from_numpy(x)
 
 
 @contextmanager
 def _threads(p: Problem) -> Iterator[None]:
-    """Torch with as many threads as the call may use."""
-    usual = torch.get_num_threads()
-    if p.threads in (None, usual):
+    """Limit torch to the threads of the call."""
+    previous = torch.get_num_threads()
+    if p.threads in (None, previous):
         yield
         return
     torch.set_num_threads(p.threads)
     try:
         yield
     finally:
-        torch.set_num_threads(usual)
+        torch.set_num_threads(previous)

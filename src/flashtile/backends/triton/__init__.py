@@ -32,4 +32,4 @@ def prepare(problem: Problem, arrays: Any = None) -> tuple[Runner, Inputs]:
     from flashtile.backends.triton.passes import Runner
 
     p = laid_out(problem)
-    return Runner(p, lasting=p is problem), Inputs.of(p)
+    return Runner(p, reusable=p is problem), Inputs.of(p)

@@ -55,7 +55,7 @@ def _setting(name: str, value: str | None) -> str:
     """Format the value of an environment variable for the number of threads."""
     if not value:
         return "(not set)"
-    return value if threads.asked_for(name) else f"{value} (ignored: expected a number above 0)"
+    return value if threads.from_environment(name) else f"{value} (ignored: expected a number above 0)"
 
 
 def _show(found: dict[str, Any]) -> None:

@@ -121,7 +121,6 @@ NAMES = ("auto", *(row.name for row in TABLE))
 
 
 def named(name: str) -> Backend:
-    """The row of this name."""
     return next(row for row in TABLE if row.name == name)
 
 

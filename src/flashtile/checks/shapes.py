@@ -15,7 +15,6 @@ PADDING_HINT = "a mask of (batch, keys) is key_padding_mask"
 
 
 def dtype_of(name: str, x: Any) -> str:
-    """Return the name of an array's dtype."""
     try:
         return name_of(x.dtype)
     except AttributeError:

@@ -39,7 +39,7 @@ _NO_TENSOR: _Tensor = (0, 0, 0, 0, 0)
 
 
 class Runner:
-    """Runs forward and backward passes of arrays with the layout of a problem; `reusable`: also of other arrays.
+    """Runs forward and backward passes of a problem; if `reusable`, also of other arrays with the same layout.
 
     Concurrent threads use separate copies of the struct.
     """
@@ -79,9 +79,7 @@ class Runner:
         return out, lse
 
     def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Grads:
-        """Return gradients from the saved output and lse, in the caller's layout; those of bias (rank 4) and sink in
-        accumulator precision.
-        """
+        """Return gradients in the caller's layout; those of bias (rank 4) and sink in accumulator precision."""
         arrays = self._arrays
         address, strides = arrays.address, arrays.strides
         key: tuple[Any, ...] = (
@@ -161,7 +159,7 @@ class Runner:
 class _BackwardLayout:
     """What a backward pass needs for dout, out, lse and dlse of one layout.
 
-    needs_copies: they must be copied first, because the core reads aligned rows with contiguous columns.
+    needs_copies: they must be copied first, because the core reads only aligned rows with contiguous columns.
     """
 
     def __init__(self, runner: Runner, dout: Any, out: Any, lse: Any, dlse: Any, bias_grad: bool) -> None:

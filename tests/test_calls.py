@@ -158,7 +158,7 @@ def test_numbers_that_may_change_are_read_each_time() -> None:
 
 
 def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "MOST", 3)
+    monkeypatch.setattr(cache, "MAX_ENTRIES", 3)
     for n in range(1, 9):
         ft.attention(*arrays(shape=(n, 4)))
     assert 1 <= len(cache.KNOWN) <= 3

@@ -10,12 +10,12 @@ from flashtile import calls, dispatch
 from flashtile.checks import layout as axes
 from flashtile.checks.arguments import (
     as_array,
+    check_library,
     check_merge,
     check_numpy,
     check_rows,
     check_starts,
     check_unpacked,
-    library,
     library_of,
 )
 from flashtile.checks.keywords import check_keywords
@@ -116,7 +116,7 @@ def _attention_bnhd(q: Any, k: Any, v: Any, return_lse: bool, backend: str, opti
 def _prepare(q: Any, k: Any, v: Any, backend: str, options: dict[str, Any], key: Any = None) -> tuple[Any, Any]:
     """Return a runner for an uncached call of NumPy arrays, and its inputs."""
     options = _with_arrays(q, options)
-    library(q, k=k, v=v, **{name: x for name, x in options.items() if name in PLAIN_ARRAYS})
+    check_library(q, k=k, v=v, **{name: x for name, x in options.items() if name in PLAIN_ARRAYS})
     problem = describe(q, k, v, **options)
     runner, inputs = dispatch.choose(problem, backend).prepare(problem)
     calls.store(key, runner)
@@ -175,7 +175,7 @@ def attention_backward(
     if bnhd:
         q, k, v, dout, out, lse, dlse = *axes.swap_axes(q, k, v, dout, out), *axes.swap_lse_axes(lse, dlse)
     arrays = {name: all_options.get(name) for name in PLAIN_ARRAYS}
-    if library(q, k=k, v=v, dout=dout, out=out, lse=lse, dlse=dlse, **arrays) == "torch":
+    if check_library(q, k=k, v=v, dout=dout, out=out, lse=lse, dlse=dlse, **arrays) == "torch":
         raise UnsupportedError(
             "q: expected a NumPy array, got a torch tensor, whose gradients come from autograd: call backward()"
         )

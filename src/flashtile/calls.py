@@ -13,7 +13,7 @@ from flashtile.band import Band
 from flashtile.inputs import NO_ARRAYS, Inputs, inputs
 from flashtile.options import ARRAYS
 
-MOST = 2048  # entries in the cache
+MAX_ENTRIES = 2048  # entries in the cache
 DTYPES = {np.dtype(name) for name in ("float16", "float32", "float64")}
 FIXED = (int, float, str, np.generic, np.dtype, type)  # immutable classes of options
 KNOWN: dict[Any, Any] = {}  # runners by key
@@ -74,6 +74,6 @@ def inputs_of(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Inputs:
 def store(key: Any, runner: Any) -> None:
     """Store a reusable runner."""
     if key is not None and runner.reusable:
-        if len(KNOWN) >= MOST:
+        if len(KNOWN) >= MAX_ENTRIES:
             KNOWN.clear()
         KNOWN[key] = runner

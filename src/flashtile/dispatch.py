@@ -121,7 +121,6 @@ NAMES = ("auto", *(row.name for row in TABLE))
 
 
 def named(name: str) -> Backend:
-    """The row of this name."""
     return next(row for row in TABLE if row.name == name)
 
 
@@ -138,13 +137,13 @@ def choose(problem: Problem, backend: str = "auto", device: str = "cpu", tensors
     check_name(backend)
     reasons: dict[str, str] = {}
     rows = [row for row in TABLE if backend in ("auto", row.name)]
-    chosen = preferred(problem, _able(rows, problem, device, tensors, reasons))
+    chosen = preferred(problem, _runnable(rows, problem, device, tensors, reasons))
     if chosen is not None:
         if chosen.name == "tiles" and backend == "auto":
             _warn_of_numpy(reasons)
         return chosen
     if backend == "auto":
-        raise UnsupportedError(f"backend: none can run this on {device}: {_listed(reasons)}")
+        raise UnsupportedError(f"backend: none can run this on {device}: {_format(reasons)}")
     able = [row.name for row in TABLE if row.why_not(problem, device, tensors) is None]
     could = f"could: {', '.join(able)}" if able else "no other backend could"
     raise UnsupportedError(f"backend: {backend} cannot run this: {reasons[backend]}; {could}")
@@ -159,7 +158,7 @@ def preferred(problem: Problem, able: Iterable[Backend]) -> Backend | None:
     return row
 
 
-def _able(
+def _runnable(
     rows: Iterable[Backend], problem: Problem, device: str, tensors: bool, reasons: dict[str, str]
 ) -> Iterator[Backend]:
     """Yield the rows that can run the problem here; add to `reasons` why the others cannot."""
@@ -180,7 +179,7 @@ def _warn_of_numpy(reasons: dict[str, str]) -> None:
     if not _warned_of_numpy:
         _warned_of_numpy = True
         warnings.warn(
-            f"flashtile: this call runs on NumPy, many times slower than on the C++ core ({_listed(reasons)}). To get "
+            f"flashtile: this call runs on NumPy, many times slower than on the C++ core ({_format(reasons)}). To get "
             "the core, install a C++ compiler, then run: pip install --force-reinstall --no-deps --no-cache-dir "
             "--no-binary flashtile flashtile",
             RuntimeWarning,
@@ -188,5 +187,5 @@ def _warn_of_numpy(reasons: dict[str, str]) -> None:
         )
 
 
-def _listed(reasons: dict[str, str]) -> str:
+def _format(reasons: dict[str, str]) -> str:
     return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())

@@ -91,7 +91,7 @@ class Problem(_Options):  # type: ignore[misc]
 
 
 def describe(q: Any, k: Any, v: Any, **options: Any) -> Problem:
-    """Check and describe one call. Reads the values of NumPy arrays, and only the metadata of torch tensors."""
+    """Check and describe one call. Reads values of NumPy arrays, but only metadata of torch and fake tensors."""
     check_keywords("attention", options, OPTIONS)
     dtype = check_dtypes(q, k, v)
     rank = len(q.shape)

@@ -137,7 +137,7 @@ def test_strided_columns_are_copied_each_time() -> None:
 
 
 def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "MOST", 3)
+    monkeypatch.setattr(cache, "MAX_ENTRIES", 3)
     for n in range(1, 9):
         find(*tensors(n))
     assert 1 <= sum(map(len, cache._known.values())) <= 3
@@ -353,10 +353,10 @@ def test_numbers_that_may_change_are_read_each_time(kind: Any, given: list[Any])
 
 
 def test_few_calls_share_a_key(given: list[Any]) -> None:
-    for n in range(3 * cache.MOST_PER_KEY):
+    for n in range(3 * cache.MAX_PER_KEY):
         q = torch.empty(1, 2, 20, 16 + n, device="meta")[..., :16]
         ft.attention(q, *given[1:])
-    assert [len(found) for found in cache._known.values()] == [cache.MOST_PER_KEY]
+    assert [len(found) for found in cache._known.values()] == [cache.MAX_PER_KEY]
     assert lookup(q, *given[1:]) is not None
 
 

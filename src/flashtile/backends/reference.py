@@ -129,5 +129,4 @@ def _weights(
 
 
 def prepare(problem: Problem, arrays: Arrays) -> tuple[Once, Inputs]:
-    """Return a runner for this call."""
     return Once(sys.modules[__name__], problem, arrays), Inputs.of(problem)

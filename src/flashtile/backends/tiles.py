@@ -299,5 +299,4 @@ def _delta(head: Head, grid: Grid, dout: Array, out: Array, lse: Array, dlse: Ar
 
 
 def prepare(problem: Problem, arrays: Arrays) -> tuple[Once, Inputs]:
-    """Return a runner for this call."""
     return Once(sys.modules[__name__], problem, arrays), Inputs.of(problem)

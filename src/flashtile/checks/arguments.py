@@ -17,7 +17,7 @@ from flashtile.errors import DTypeError, ShapeError
 from flashtile.numerics.dtypes import EIGHT_BITS, FLOATS, name_of
 from flashtile.options import PLAIN_ARRAYS
 
-MOST_ELEMENTS = 1 << 60  # NumPy counts bytes in 63 bits
+MAX_ELEMENTS = 1 << 60  # NumPy counts bytes in 63 bits
 
 
 def library_of(q: Any, first: str = "q") -> str:
@@ -34,7 +34,7 @@ def library_of(q: Any, first: str = "q") -> str:
     raise DTypeError(f"{first}: expected a NumPy array or a torch tensor, got {type(q).__name__}")
 
 
-def library(q: Any, first: str = "q", /, **others: Any) -> str:
+def check_library(q: Any, first: str = "q", /, **others: Any) -> str:
     """Return library_of(q); check that all other arrays belong to it and are on the device of q."""
     kind = library_of(q, first)
     numpy, device = kind == "numpy", None if kind == "numpy" else q.device
@@ -62,7 +62,7 @@ def _reject_masked_or_matrix(name: str, x: Any) -> None:
 
 def check_numpy(q: Any, options: Mapping[str, Any], /, **others: Any) -> None:
     """Check that all arrays, also those among the options, are NumPy arrays."""
-    if library(q, **others, **{name: options.get(name) for name in PLAIN_ARRAYS}) != "numpy":
+    if check_library(q, **others, **{name: options.get(name) for name in PLAIN_ARRAYS}) != "numpy":
         raise DTypeError(f"q: expected a NumPy array, got {type(q).__name__}")
 
 
@@ -82,7 +82,7 @@ def check_merge(*results: Any) -> str:
     letters = ("a", "b", *range(2, len(results)))
     arrays = {f"{('out', 'lse')[n % 2]}_{letters[n // 2]}": x for n, x in enumerate(results)}
     out_a = results[0]
-    kind = library(out_a, "out_a", **{name: x for name, x in arrays.items() if name != "out_a"})
+    kind = check_library(out_a, "out_a", **{name: x for name, x in arrays.items() if name != "out_a"})
     if kind == "torch":
         from flashtile.pytorch.subclasses import check_plain, check_storage_if_eager
 
@@ -170,7 +170,7 @@ def check_shape(name: str, shape: Any) -> tuple[int, ...]:
     lengths = tuple(check_integer(name, n, 0, FAR) for n in shape)
     if len(lengths) > 4:
         raise ShapeError(f"{name}: expected at most 4 axes, got {lengths}")
-    if math.prod(lengths) >= MOST_ELEMENTS:
+    if math.prod(lengths) >= MAX_ELEMENTS:
         raise ShapeError(f"{name}: expected fewer than 2^60 elements, got {lengths}")
     return lengths
 
@@ -215,7 +215,7 @@ def check_descale(descale: Any, q: Any) -> tuple[Any, Any, Any]:
                 raise ShapeError(f"descale: expected a number within float32, got {factor}")
             checked.append(factor)
             continue
-        library(q, descale=x)
+        check_library(q, descale=x)
         if str(x.dtype) != "torch.float32":
             raise DTypeError(f"descale: expected float32, got {x.dtype}")
         shape = tuple(x.shape)

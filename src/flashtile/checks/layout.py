@@ -7,19 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from flashtile.checks.arguments import check_choice, library
+from flashtile.checks.arguments import check_choice, check_library
 from flashtile.checks.options import is_tensor
 from flashtile.checks.shapes import broadcastable
 from flashtile.errors import DTypeError, ShapeError
 from flashtile.numerics.dtypes import name_of
 
 LAYOUTS = ("bhnd", "bnhd")  # (batch, heads, length, dim) and (batch, length, heads, dim)
-MOST_HEADS = 256  # more than any model has
+MAX_HEADS = 256  # more than any model has
 _name_of: Any = name_of.__wrapped__  # without its cache, about which torch.compile warns
 
 
 def is_bnhd(layout: Any) -> bool:
-    """Whether lengths come before heads in this checked layout; None is "bhnd"."""
+    """Check a layout; return whether lengths come before heads. None is "bhnd"."""
     if layout is None:
         return False
     check_choice("layout", layout, LAYOUTS)
@@ -47,7 +47,7 @@ def check_tensors(**arrays: Any) -> None:
 
 def with_padding(q: Any, k: Any, mask: Any, padding: Any) -> Any:
     """Return a mask that also hides padded keys."""
-    library(q, k=k, mask=mask, key_padding_mask=padding)
+    check_library(q, k=k, mask=mask, key_padding_mask=padding)
     check_tensors(mask=mask, key_padding_mask=padding)
     if (kind := _name_of(padding.dtype)) != "bool":
         raise DTypeError(f"key_padding_mask: expected booleans, True where a key may be attended, got {kind}")
@@ -69,8 +69,8 @@ def warn_if_axes_swapped(q: Any, k: Any, causal: bool, level: int) -> None:
     """Warn if the shapes look like (batch, length, heads, dim); level: the stack level of the warning.
 
     Read as (batch, heads, length, dim), such arrays have equal numbers of query and key heads, more heads than rows,
-    and as many keys as queries, or a fraction of them with grouped heads. Real shapes are rarely like that and have
-    more heads than any model, or rows that causal leaves without a key.
+    and as many keys as queries, or a fraction of them with grouped heads. Real shapes are rarely like that if there
+    are also more heads than in any model, or rows that causal leaves without a key.
     """
     if len(q.shape) != 4 or len(k.shape) != 4:
         return
@@ -79,14 +79,14 @@ def warn_if_axes_swapped(q: Any, k: Any, causal: bool, level: int) -> None:
         return
     if heads != kv_heads or not heads > n_q >= n_k >= 1 or n_q % n_k:
         return
-    if heads > MOST_HEADS >= n_q:
-        why = f"{heads} heads of {n_q} queries"
+    if heads > MAX_HEADS >= n_q:
+        reading = f"{heads} heads of {n_q} queries"
     elif causal and n_q > n_k:
-        why = f"{heads} heads, and causal leaves {n_q - n_k} of {n_q} queries without a key"
+        reading = f"{heads} heads, with {n_q - n_k} of {n_q} queries left without a key by causal"
     else:
         return
     warnings.warn(
-        f"q: expected (batch, heads, length, dim), got {tuple(q.shape)}, which would be {why}; "
+        f"q: expected (batch, heads, length, dim), got {tuple(q.shape)}, which would be {reading}; "
         'pass layout="bnhd" for (batch, length, heads, dim), or layout="bhnd" if the shape is right',
         stacklevel=level,
     )

@@ -12,9 +12,9 @@ import numpy as np
 
 from flashtile.band import FAR, Band
 from flashtile.checks.numbers import LARGEST, TEXT, check_flag, check_integer, check_real
-from flashtile.checks.shapes import PADDING, broadcastable, dtype_of
+from flashtile.checks.shapes import PADDING_HINT, broadcastable, dtype_of
 from flashtile.errors import DTypeError, ShapeError
-from flashtile.host.threads import MOST
+from flashtile.host.threads import MAX_THREADS
 from flashtile.numerics.dtypes import EIGHT_BITS, FLOATS, accumulator, name_of
 
 INTEGERS = ("int32", "int64")
@@ -69,7 +69,7 @@ def probability(name: str, x: Any, shapes: Shapes | None) -> float:
 
 
 def threads(name: str, x: Any, shapes: Shapes | None) -> int | None:
-    return None if x is None else check_integer(name, x, 1, MOST)
+    return None if x is None else check_integer(name, x, 1, MAX_THREADS)
 
 
 def seed(name: str, x: Any, shapes: Shapes | None) -> Any:
@@ -136,7 +136,7 @@ def mask(name: str, x: Any, shapes: Shapes | None) -> Any:
     if shapes.cu_q is None and isinstance(batch, int) and batch == n_q > 1 and shape == (n_q, n_k):
         raise ShapeError(
             f"{name}: expected four axes, because {shape} may be (queries, keys) or (batch, keys), got two; "
-            f"{PADDING}, one of (queries, keys) is mask[None, None]"
+            f"{PADDING_HINT}, one of (queries, keys) is mask[None, None]"
         )
     return broadcastable(name, x, shapes.pairs, shapes.lengths_known)
 

@@ -11,11 +11,10 @@ if TYPE_CHECKING:
     from flashtile.problem import Problem
 
 MAX_DIM = 512
-PADDING = "a mask of (batch, keys) is key_padding_mask"
+PADDING_HINT = "a mask of (batch, keys) is key_padding_mask"
 
 
 def dtype_of(name: str, x: Any) -> str:
-    """Return the name of an array's dtype."""
     try:
         return name_of(x.dtype)
     except AttributeError:
@@ -86,7 +85,7 @@ def broadcastable(name: str, x: Any, pairs: tuple[int, ...], known: bool) -> Any
     if len(shape) > 4 or any(
         not _fits(n, m) and (axis < exact or n > m) for axis, (n, m) in enumerate(zip(shape, whole, strict=True))
     ):
-        hint = f"; {PADDING}" if name == "mask" and known and shape == (pairs[0], pairs[3]) else ""
+        hint = f"; {PADDING_HINT}" if name == "mask" and known and shape == (pairs[0], pairs[3]) else ""
         raise ShapeError(f"{name}: expected a shape that broadcasts to {tuple(pairs)}, got {shape}{hint}")
     for _ in range(4 - len(shape)):
         x = x[None]

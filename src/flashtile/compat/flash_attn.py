@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flashtile.api import attention, attention_packed
-from flashtile.checks.arguments import library
+from flashtile.checks.arguments import check_library
 from flashtile.checks.numbers import check_flag
 from flashtile.compat import weights
 from flashtile.compat.errors import raise_runtime_errors
@@ -336,7 +336,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, with_lse: bool, options: dict[str, A
 def _check_memory(q: Tensor, **others: Any) -> None:
     """Check that tensors read or written here are on q's device and store their values in plain memory."""
     tensors = {name: x for name, x in others.items() if isinstance(x, Tensor)}
-    library(q, **tensors)
+    check_library(q, **tensors)
     for check in (subclasses.check_plain, subclasses.check_storage_if_eager):
         check({"q": q, **tensors})
 

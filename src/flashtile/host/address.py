@@ -19,17 +19,15 @@ def _data_field(x: Array) -> int:
     return _pointer(id(x) + _HEADER).value or 0
 
 
-def _ctypes_address(x: Array) -> int:
+def _by_ctypes(x: Array) -> int:
     return x.ctypes.data
 
 
 def _choose() -> Callable[[Array], int]:
     """Choose the fast function if it agrees with the public one; id() is an address in CPython only."""
     probe = np.zeros(2)
-    quick = sys.implementation.name == "cpython" and all(
-        _data_field(x) == _ctypes_address(x) for x in (probe, probe[1:])
-    )
-    return _data_field if quick else _ctypes_address
+    same = sys.implementation.name == "cpython" and all(_data_field(x) == _by_ctypes(x) for x in (probe, probe[1:]))
+    return _data_field if same else _by_ctypes
 
 
 address = _choose()

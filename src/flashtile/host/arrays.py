@@ -20,8 +20,7 @@ class Arrays(NamedTuple):
     address: Callable[[Any], int]
     strides: Callable[[Any], tuple[int, ...]]  # in bytes, or in elements
     contiguous: Callable[[Any], Any]  # an aligned contiguous copy, or the array itself
-    # Returns a function that makes contiguous arrays of a shape and dtype. The last argument is q's dtype, because
-    # bfloat16 has several NumPy dtypes.
+    # Returns what makes contiguous arrays of a shape and dtype; with q's dtype, one of several for bfloat16.
     maker: Callable[[tuple[int, ...], str, Any], Callable[[], Any]]
     clear: Callable[[Any], Any]  # sets all elements to 0
     to_numpy: Callable[[Any], Any]  # the same memory

@@ -10,7 +10,7 @@ import os
 from functools import cache
 
 VARIABLES = ("FLASHTILE_THREADS", "OMP_NUM_THREADS")
-MOST = 1 << 16  # the limit of threads=
+MAX_THREADS = 1 << 16  # the limit of threads=
 _PROCESS = os.getpid()  # the process that imported the package
 _FORKNOEXEC = 0x40  # Linux's flag of a process that was forked without exec
 
@@ -37,7 +37,7 @@ def cores() -> int:
 def from_environment(variable: str = VARIABLES[0]) -> int | None:
     """Return the number in an environment variable; None if it is not set, or invalid."""
     value = os.environ.get(variable, "")
-    return min(int(value), MOST) if value.isdecimal() and int(value) > 0 else None
+    return min(int(value), MAX_THREADS) if value.isdecimal() and int(value) > 0 else None
 
 
 @cache

@@ -25,7 +25,6 @@ def enabled(q: Tensor) -> bool:
 
 
 def cast(device: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call, cast."""
     dtype = torch.get_autocast_dtype(device)
     return {
         name: x.to(dtype) if x is not None and name in _CAST and x.dtype in _CAST[name] else x

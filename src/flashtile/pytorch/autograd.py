@@ -79,7 +79,7 @@ def _differentiate(
     if dlse is not None:
         all_tensors.append(dlse)
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not can_skip_dispatcher(all_tensors):
-        grads: operators.Five = operators.ATTENTION_BACKWARD(
+        grads: operators.FiveGrads = operators.ATTENTION_BACKWARD(
             dout, dlse, out, lse, bias_grad, *operands(q, k, v, entry.backend, options)
         )
         return grads

@@ -25,7 +25,7 @@ _GUARDS: Any = torch._C._dynamo.guards
 
 
 class _BorrowedMemory(ctypes.Array):  # type: ignore[type-arg]
-    """The memory of a tensor. It keeps the tensor alive, and arrays keep it; its length is no limit to NumPy."""
+    """The memory of a tensor, which it keeps alive. Its length is unlimited, so that NumPy accepts any strides."""
 
     _type_ = ctypes.c_char
     _length_ = sys.maxsize

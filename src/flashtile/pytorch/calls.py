@@ -27,8 +27,8 @@ from flashtile.pytorch.interception import (
 )
 from flashtile.pytorch.operands import constants, named_tensors, tensor_names
 
-MOST = 2048  # entries in the cache: a sequence that grows by a token per step would fill the memory
-MOST_PER_KEY = 16  # they are tried one by one
+MAX_ENTRIES = 2048  # entries in the cache: a sequence that grows by a token per step would fill the memory
+MAX_PER_KEY = 16  # they are tried one by one
 _ARRAYS = frozenset(ARRAYS)
 _MAY_BE_NONE = {*ARRAYS, "window", "band", "scale", "out_dtype", "threads"}
 Grads = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
@@ -45,14 +45,14 @@ class Entry:
 
     __slots__ = (
         *("alignment", "backend", "constants", "guard", "names", "needs_gradients"),
-        *("misalignment", "spans", "runner", "shared", "skips_dispatcher"),
+        *("misalignment", "spans", "runner", "has_duplicates", "skips_dispatcher"),
     )
 
     def __init__(
-        self, backend: str, options: dict[str, Any], runner: Any, tensors: tuple[Tensor, ...], shared: bool
+        self, backend: str, options: dict[str, Any], runner: Any, tensors: tuple[Tensor, ...], has_duplicates: bool
     ) -> None:
-        """tensors: those of the call, without duplicates. shared: whether there are duplicates."""
-        self.backend, self.runner, self.shared = backend, runner, shared
+        """tensors: those of the call, without duplicates. has_duplicates: one of them came twice."""
+        self.backend, self.runner, self.has_duplicates = backend, runner, has_duplicates
         self.names = tensor_names(options)
         self.constants = constants(options)
         self.needs_gradients = any(x.requires_grad for x in tensors)
@@ -93,7 +93,7 @@ class Entry:
 
     def fits_backward(self, tensors: tuple[Tensor, ...]) -> bool:
         """Whether the runner can run the backward pass for these tensors, as autograd saved them."""
-        return self.guard is not None and not self.shared and self.fits(tensors)
+        return self.guard is not None and not self.has_duplicates and self.fits(tensors)
 
     def inputs(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Inputs:
         """The Inputs of a call, in the caller's layout."""
@@ -189,11 +189,11 @@ def _lookup(key: Any, tensors: tuple[Tensor, ...]) -> Entry | None:
 def _store(key: Any, entry: Entry) -> None:
     if key is None:
         return
-    if sum(map(len, _known.values())) >= MOST:
+    if sum(map(len, _known.values())) >= MAX_ENTRIES:
         _known.clear()
     entries = _known.setdefault(key, [])
     entries.append(entry)
-    if len(entries) > MOST_PER_KEY:
+    if len(entries) > MAX_PER_KEY:
         del entries[0]
 
 

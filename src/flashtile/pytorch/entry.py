@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.checks.arguments import check_descale, library
+from flashtile.checks.arguments import check_descale, check_library
 from flashtile.checks.layout import warn_if_axes_swapped
 from flashtile.options import PLAIN_ARRAYS
 from flashtile.problem import describe
@@ -48,7 +48,6 @@ def attention(
 
 @skip_dynamo
 def _run_cached(entry: calls.Entry, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, options: dict[str, Any]) -> Any:
-    """Run a cached call."""
     if entry.needs_gradients and torch.is_grad_enabled():
         results = _run_recorded(q, k, v, entry.backend, options, entry)
     else:
@@ -61,7 +60,7 @@ def _normalize(
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
     """Check that the arguments belong together, stack the factors, and apply autocast."""
     arrays = {name: x for name, x in options.items() if name in PLAIN_ARRAYS} if options else options
-    library(q, k=k, v=v, **arrays)
+    check_library(q, k=k, v=v, **arrays)
     if options and options.get("descale") is not None:
         options["descale"] = eight_bits.stack_factors(check_descale(options["descale"], q), q.device)
     if autocast.enabled(q):

@@ -97,7 +97,6 @@ def constants(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named_tensors(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> dict[str, Tensor]:
-    """All tensors of a call, by name."""
     return {"q": q, "k": k, "v": v, **{name: options[name] for name in tensor_names(options)}}
 
 

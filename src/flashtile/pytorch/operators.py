@@ -25,13 +25,13 @@ LIBRARY.define(
 ATTENTION = torch.ops.flashtile.attention.default
 ATTENTION_BACKWARD = torch.ops.flashtile.attention_backward.default
 
-Two = tuple[Tensor, Tensor]
-Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+OutAndLse = tuple[Tensor, Tensor]
+FiveGrads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 # One kernel for all devices: the table in dispatch.py chooses the backend, or says why there is none.
 @torch.library.impl(LIBRARY, "attention", "CompositeExplicitAutograd")
-def _attention(*args: Any) -> Two:
+def _attention(*args: Any) -> OutAndLse:
     reject_shards()  # also in compiled graphs
     call = Operands(*args)
     return run.forward(call.q, call.k, call.v, call.backend, call.options())
@@ -40,7 +40,7 @@ def _attention(*args: Any) -> Two:
 @torch.library.impl(LIBRARY, "attention_backward", "CompositeExplicitAutograd")
 def _attention_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, bias_grad: bool, *args: Any
-) -> Five:
+) -> FiveGrads:
     call = Operands(*args)
     arguments = (dout, dlse, out, lse, bias_grad, call.q, call.k, call.v, call.backend, call.options())
     # Results of an operator cannot be None.
@@ -49,7 +49,7 @@ def _attention_backward(
 
 
 @torch.library.register_fake("flashtile::attention", lib=LIBRARY)  # type: ignore[untyped-decorator]
-def _fake_attention(*args: Any) -> Two:
+def _fake_attention(*args: Any) -> OutAndLse:
     call = _with_known_numbers(args)
     problem = describe(call.q, call.k, call.v, **call.options())
     rows = call.q.shape[:-1]
@@ -62,7 +62,7 @@ def _fake_attention(*args: Any) -> Two:
 @torch.library.register_fake("flashtile::attention_backward", lib=LIBRARY)  # type: ignore[untyped-decorator]
 def _fake_attention_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, bias_grad: bool, *args: Any
-) -> Five:
+) -> FiveGrads:
     call = _with_known_numbers(args)
     check_gradients(describe(call.q, call.k, call.v, **call.options()), dout, out, lse, dlse)
     dq, dk, dv, dbias, dsink = (

@@ -76,9 +76,7 @@ def jagged_rows(name: str, x: Any) -> tuple[Tensor, Tensor]:
         raise ShapeError(f"{name}: expected (batch, heads, lengths, dim) with one length per sequence, got {x.shape}")
     rows = x.transpose(1, 2)
     if rows.lengths() is not None:
-        raise DTypeError(
-            f"{name}: expected sequences without gaps, got a nested tensor with gaps; call contiguous() on it"
-        )
+        raise DTypeError(f"{name}: expected sequences without gaps, got a nested tensor with gaps; call contiguous()")
     return rows.values(), rows.offsets()
 
 

@@ -39,7 +39,7 @@ _NO_TENSOR: _Tensor = (0, 0, 0, 0, 0)
 
 
 class Runner:
-    """Runs forward and backward passes of arrays with the layout of a problem; `reusable`: also of other arrays.
+    """Runs forward and backward passes of a problem; if `reusable`, also of other arrays with the same layout.
 
     Concurrent threads use separate copies of the struct.
     """
@@ -70,7 +70,7 @@ class Runner:
     def forward(self, x: Inputs, with_lse: bool = True) -> tuple[Any, Any]:
         """Return output, and lse or None, contiguous in the caller's layout."""
         out, lse = self._out(), self._lse() if with_lse else None
-        words, _ = call = self._filled(x, self._free_structs, self._template)
+        words, _ = call = self._fill(x, self._free_structs, self._template)
         address = self._arrays.address
         words[OUT], words[LSE] = address(out), address(lse) if with_lse else 0
         if status := self._forward(words):
@@ -79,9 +79,7 @@ class Runner:
         return out, lse
 
     def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Grads:
-        """Return gradients from the saved output and lse, in the caller's layout; those of bias (rank 4) and sink in
-        accumulator precision.
-        """
+        """Return gradients in the caller's layout; those of bias (rank 4) and sink in accumulator precision."""
         arrays = self._arrays
         address, strides = arrays.address, arrays.strides
         key: tuple[Any, ...] = (
@@ -105,7 +103,7 @@ class Runner:
             if layout.needs_copies:
                 return self.backward(x, dout, out, lse, dlse, bias_grad=bias_grad)
             at_dout, at_out, at_lse, at_dlse = (0 if y is None else address(y) for y in (dout, out, lse, dlse))
-        words, _ = call = self._filled(x, layout.free_structs, layout.template)
+        words, _ = call = self._fill(x, layout.free_structs, layout.template)
         words[OUT], words[LSE], words[DOUT], words[DLSE] = at_out, at_lse, at_dout, at_dlse
         make_dq, make_dk, make_dv, make_dbias, make_dsink = layout.results
         dq, dk, dv, dbias, dsink = make_dq(), make_dk(), make_dv(), None, None
@@ -122,7 +120,7 @@ class Runner:
         layout.free_structs.append(call)
         return Grads(dq, dk, dv, dbias, dsink)
 
-    def _filled(self, x: Inputs, free: list[tuple[Any, Any]], template: bytes) -> tuple[Any, Any]:
+    def _fill(self, x: Inputs, free: list[tuple[Any, Any]], template: bytes) -> tuple[Any, Any]:
         """Fill a free or new copy of the struct with the inputs of a call. Return it and the memory of its lengths."""
         try:
             call = free.pop()
@@ -161,7 +159,7 @@ class Runner:
 class _BackwardLayout:
     """What a backward pass needs for dout, out, lse and dlse of one layout.
 
-    needs_copies: they must be copied first, because the core reads aligned rows with contiguous columns.
+    needs_copies: they must be copied first, because the core reads only aligned rows with contiguous columns.
     """
 
     def __init__(self, runner: Runner, dout: Any, out: Any, lse: Any, dlse: Any, bias_grad: bool) -> None:

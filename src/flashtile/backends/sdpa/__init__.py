@@ -12,8 +12,7 @@ from flashtile.inputs import Inputs
 from flashtile.problem import Problem
 
 KEYS = 512  # per tile in torch
-# (least number of queries, rows per tile)
-ROWS = ((768, 256), (192, 64), (0, 32))
+ROWS = ((768, 256), (192, 64), (0, 32))  # (least number of queries, rows per tile)
 
 
 @cache
@@ -47,7 +46,6 @@ def tile(problem: Problem, capability: object = None) -> Tiling:
 
 
 def prepare(problem: Problem, arrays: Arrays) -> tuple[Once, Inputs]:
-    """Return a runner for this call."""
     from flashtile.backends.sdpa import passes
 
     return Once(passes, problem, arrays), Inputs.of(problem)

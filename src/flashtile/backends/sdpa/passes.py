@@ -1,4 +1,4 @@
-"""Forward and backward passes by torch's kernel, which knows full and causal attention without grouped heads.
+"""Forward and backward passes by torch's kernel, which supports full and causal attention, without grouped heads.
 
 The NumPy tiles run calls with non-finite numbers, and backward passes for which the lse is not exact enough.
 """
@@ -74,8 +74,8 @@ class Call:
         self.first = max(-ahead, 0)  # the first query that sees a key
         self.parts = [KeyRange(slice(0, p.n_k), False)]
         if ahead < p.n_k - 1:
-            whole = [KeyRange(slice(0, ahead), False)] if ahead > 0 else []
-            self.parts = [*whole, KeyRange(slice(max(ahead, 0), p.n_k), True)]
+            before = [KeyRange(slice(0, ahead), False)] if ahead > 0 else []
+            self.parts = [*before, KeyRange(slice(max(ahead, 0), p.n_k), True)]
         # Grouped heads: fold queries into rows of one head if all see the same keys, else copy the keys.
         same = all(x is None or x.shape[1] == x.shape[2] == 1 for x in (p.mask, p.bias))
         self.folded = same and not self.parts[-1].causal
@@ -88,7 +88,7 @@ class Call:
         for part in self.parts:
             out, lse = _forward(q, self._keys(self.k, part), self._keys(self.v, part), **self._options(part))
             out = out[..., : p.dim_v]
-            if self.mask is not None:  # torch gives an lse of 0 to rows that see no key
+            if self.mask is not None:  # torch gives rows that see no key output 0 and lse 0
                 lse = lse.masked_fill(self._empty(part), -torch.inf)
             results.append((out, lse))
         result = results[0] if len(results) == 1 else merge(*results[0], *results[1])
@@ -148,7 +148,7 @@ class Call:
         return torch.where(mask, torch.zeros((), dtype=real) if bias is None else bias.to(real), -torch.inf)
 
     def _empty(self, part: KeyRange) -> Tensor:
-        """Which rows see none of these keys, by the mask."""
+        """Return which rows see none of these keys."""
         mask: Tensor = self._part_of(self.mask, part).expand(-1, -1, -1, part.keys.stop - part.keys.start)
         sees, first = mask.max(-1)
         late = first > torch.arange(self.p.n_q - self.first) if part.causal else False

@@ -72,7 +72,7 @@ def test_a_prepared_call_runs_other_values() -> None:
     [{"causal": True}, {"softcap": 2.0}, {"window": (3, None)}, {"bias": torch.zeros(20, 20)}, {"dropout": 0.5}],
     ids=str,
 )
-def test_other_options_are_prepared_separately(more: dict[str, Any]) -> None:
+def test_other_options_are_prepared_anew(more: dict[str, Any]) -> None:
     given = tensors()
     assert find(*given)[0] is not find(*given, **more)[0]
     assert find(*given, **more)[0] is find(*given, **more)[0]
@@ -80,13 +80,13 @@ def test_other_options_are_prepared_separately(more: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("more", [{}, {"causal": True}, {"causal": True, "window": (3, None), "softcap": 2.0}], ids=str)
 def test_a_call_with_gradients_is_prepared_once(more: dict[str, Any]) -> None:
-    """attention(), the operator and the backward pass find the same entry."""
+    """attention() looks at it before the operator does, and the way back after it."""
     given = tensors()
     first, _ = cache.find(*given, "auto", more)
     assert cache.find(*given, "auto", operands.operands(*given, "auto", more).options())[0] is first
 
 
-def test_other_shapes_strides_and_alignments_are_prepared_separately() -> None:
+def test_other_shapes_strides_and_alignments_are_prepared_anew() -> None:
     q, k, v = tensors()
     entries = [find(q, k, v)[0], find(*tensors(21))[0]]
     entries.append(find(q.swapaxes(1, 2).contiguous().swapaxes(1, 2), k, v)[0])
@@ -229,7 +229,7 @@ def recall(q: Any, k: Any, v: Any, **options: Any) -> Any:
     return cache.recall(q, k, v, "auto", options)
 
 
-def test_a_similar_call_is_recalled(given: list[Any]) -> None:
+def test_a_call_like_one_before_is_recalled(given: list[Any]) -> None:
     assert recall(*given) is None
     ft.attention(*given)
     known = recall(*given)
@@ -247,7 +247,7 @@ def test_a_similar_call_is_recalled(given: list[Any]) -> None:
     assert inputs.sink is sink and inputs.seed == 3 and inputs.q is given[0] and inputs.bias is None
 
 
-def test_entries_know_whether_gradients_are_needed(given: list[Any]) -> None:
+def test_one_that_needs_gradients_is_told_so(given: list[Any]) -> None:
     given[1].requires_grad_()
     out = ft.attention(*given)
     assert recall(*given).needs_gradients and out.requires_grad
@@ -279,7 +279,7 @@ def unlike(q: Any, k: Any, v: Any) -> dict[str, tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("how", unlike(*(torch.empty(1, 2, 20, 16, device="meta") for _ in range(3))))
-def test_a_different_call_is_not_recalled(how: str, given: list[Any]) -> None:
+def test_another_call_is_not_recalled(how: str, given: list[Any]) -> None:
     ft.attention(*given)
     assert recall(*unlike(*given)[how]) is None
 
@@ -318,7 +318,7 @@ def test_a_tensor_passed_twice(twice: str, training: bool, given: list[Any]) -> 
     ],
     ids=str,
 )
-def test_different_options_are_not_recalled(options: dict[str, Any], given: list[Any]) -> None:
+def test_other_options_are_not_recalled(options: dict[str, Any], given: list[Any]) -> None:
     ft.attention(*given)
     ft.attention(*given, causal=True)
     ft.attention(*given, softcap=1.0)
@@ -352,7 +352,7 @@ def test_numbers_that_may_change_are_read_each_time(kind: Any, given: list[Any])
     assert recall(*given, window=(np.int64(2), 0), scale=np.float64(0.5), out_dtype=np.float32) is not None
 
 
-def test_the_entries_of_a_key_are_bounded(given: list[Any]) -> None:
+def test_few_calls_share_a_key(given: list[Any]) -> None:
     for n in range(3 * cache.MOST_OF_A_KEY):
         q = torch.empty(1, 2, 20, 16 + n, device="meta")[..., :16]
         ft.attention(q, *given[1:])
@@ -373,7 +373,7 @@ def test_descale_is_checked_each_time(given: list[Any], monkeypatch: pytest.Monk
 
 
 def seen_within(how: str, q: Any, k: Any, v: Any) -> Any:
-    """Return what is recalled of a call while a transform, a mode or autocast is active."""
+    """What is recalled of a call while something watches it, or would cast it first."""
     seen: list[Any] = []
 
     def look(x: Any) -> Any:
@@ -407,15 +407,15 @@ def seen_within(how: str, q: Any, k: Any, v: Any) -> Any:
     return seen
 
 
-TRANSFORMS_AND_MODES = [
+WATCHERS = [
     *("vmap", "grad", "jvp", "functionalize", "make_fx", "jit", "dual"),
     *("function mode", "dispatch mode", "fake", "autocast"),
 ]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*vmap")
-@pytest.mark.parametrize("how", TRANSFORMS_AND_MODES)
-def test_nothing_is_recalled_under_transforms_and_modes(how: str, given: list[Any]) -> None:
+@pytest.mark.parametrize("how", WATCHERS)
+def test_nothing_is_recalled_where_somebody_watches(how: str, given: list[Any]) -> None:
     ft.attention(*given)
     assert recall(*given) is not None
     found = seen_within(how, *given)
@@ -423,8 +423,8 @@ def test_nothing_is_recalled_under_transforms_and_modes(how: str, given: list[An
     assert recall(*given) is not None
 
 
-def test_a_call_under_a_mode_or_transform_is_not_recalled(given: list[Any]) -> None:
-    """Not even under the same mode or transform."""
+def test_a_call_that_was_watched_is_not_recalled(given: list[Any]) -> None:
+    """Not even by one that is watched in the same way."""
     with DispatchMode():
         ft.attention(*given)
         assert recall(*given) is None
@@ -440,12 +440,12 @@ def test_a_call_under_a_mode_or_transform_is_not_recalled(given: list[Any]) -> N
 
 
 def test_calls_of_a_subclass_are_not_recalled(given: list[Any]) -> None:
-    """A subclass handles every call itself, and within its handler the tensors would pass as plain ones."""
-    with torch.inference_mode():  # here tensors have the same dispatch keys before the operator and within it
-        subclassed = [x.clone().as_subclass(Subclass) for x in given]
+    """It hears of every call, and within what it does about it nobody would tell the tensors from plain ones."""
+    with torch.inference_mode():  # where tensors are the same to the dispatcher before the operator and within
+        mine = [x.clone().as_subclass(Subclass) for x in given]
         with torch._C.DisableTorchFunctionSubclass():
-            cache.find(*subclassed, "auto", {})
-        assert recall(*subclassed) is None
+            cache.find(*mine, "auto", {})
+        assert recall(*mine) is None
     parameters = [torch.nn.Parameter(x, requires_grad=False) for x in given]
     ft.attention(*parameters)
     assert recall(*parameters) is not None

@@ -168,7 +168,7 @@ def test_eager_calls_read_the_number_at_once() -> None:
 
 
 def test_a_seed_that_only_kernels_read_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU."""
+    """As one on a GPU is."""
     monkeypatch.setattr(entry, "settled_seed", lambda seed: seed)
     calls._known.clear()
     for _ in range(2):  # the second call is cached

@@ -39,7 +39,7 @@ def masked() -> Tensor:
     return torch.masked.masked_tensor(plain(), torch.ones(2, 3, 8, 8, dtype=torch.bool))
 
 
-def distributed() -> Tensor:
+def spread() -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
     return DTensor.from_local(plain(), init_device_mesh("cpu", (1,)), [Replicate()])
@@ -57,7 +57,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "sparse rows": (lambda: plain()[0, 0].to_sparse_csr(), "torch.sparse_csr"),
     "mkldnn": (lambda: plain().to_mkldnn(), "torch._mkldnn"),
     "masked": (masked, "a MaskedTensor, whose mask nobody looks at"),
-    "distributed": (distributed, "a DTensor, whose values are spread over devices"),
+    "spread": (spread, "a DTensor, whose values are spread over devices"),
 }
 every_kind = pytest.mark.parametrize("kind", REFUSED)
 

@@ -78,7 +78,7 @@ def tables(record: dict[str, Any]) -> str:
     ):
         rows = [row for row in record["types"] if row[3] == NEVER and row[6] is warned]
         text += f"\n### {title}\n" + textwrap.fill(", ".join(row[0] for row in rows), 120) + "\n"
-    text += "\n### Cannot be built here\n| family | by which error |\n|---|---|\n"
+    text += "\n### Cannot be built here\n| family | error |\n|---|---|\n"
     for family, outcome in sorted_by.items():
         if outcome == UNBUILT:
             text += f"| {family} | {_cell(families[family][0][4])} |\n"

@@ -249,7 +249,7 @@ def test_starts_that_do_not_fit_are_refused() -> None:
         ours.forward(LAYER, *given, attention_mask=None, cu_seq_lens_q=STARTS, cu_seq_lens_k=STARTS[:3])
     chunks = SimpleNamespace(is_causal=True, config=SimpleNamespace(attention_chunk_size=4))
     whole = upper_left(12, 12).expand(1, 1, 12, 12)
-    with pytest.raises(UnsupportedError, match="a mask that keeps documents apart beside attention in chunks"):
+    with pytest.raises(UnsupportedError, match="a mask that keeps documents apart, because of attention in chunks"):
         ours.forward(chunks, *given, attention_mask=whole, **WITH_STARTS)
     check(
         chunks,
@@ -270,6 +270,6 @@ def test_keys_selected_by_an_indexer() -> None:
     kept = torch.arange(9) < torch.tensor([4, 4, 4, 8, 8, 8])[:, None, None]
     layer = SimpleNamespace(is_causal=False, indexer=SimpleNamespace(block_size=4))
     check(layer, given, {"block_indices": blocks}, eager(given, hidden=~kept))
-    with pytest.raises(UnsupportedError, match="beside keys that an indexer chose"):
+    with pytest.raises(UnsupportedError, match="because of keys that an indexer selected"):
         apart = {"cu_seq_lens_q": torch.tensor([0, 3, 10]), "cu_seq_lens_k": torch.tensor([0, 3, 10])}
         ours.forward(LAYER, *tensors(5, 5), attention_mask=None, indices=torch.zeros(2, 5, 2).long() + 3, **apart)

@@ -16,7 +16,7 @@ from flashtile.backends.triton import tuning
 from flashtile.band import Band
 from flashtile.cost import traffic
 from flashtile.cost.hardware import Hardware, Rates
-from flashtile.cost.plan import stand_in
+from flashtile.cost.stand_ins import stand_in
 from flashtile.numerics.dtypes import EIGHT_BITS
 from flashtile.numerics.schedule import Grid, fa2_forward
 from flashtile.problem import describe

@@ -8,7 +8,7 @@ import pytest
 
 from flashtile.backends.native import blocks
 from flashtile.checks.shapes import MAX_DIM
-from flashtile.cost.plan import stand_in
+from flashtile.cost.stand_ins import stand_in
 from flashtile.problem import describe
 from tests.tools.tree import SOURCE
 

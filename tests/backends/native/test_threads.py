@@ -288,7 +288,7 @@ def test_very_many_threads() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory")
-@pytest.mark.parametrize("setup", ["", "import torch"], ids=["alone", "beside torch"])
+@pytest.mark.parametrize("setup", ["", "import torch"], ids=["alone", "with torch"])
 def test_more_threads_than_can_be_started(setup: str) -> None:
     if setup:
         pytest.importorskip("torch")

@@ -118,7 +118,7 @@ def forward(
     if marked:
         masked_by = None
         if indices is not None or block_indices is not None:
-            masked_by = "keys that an indexer chose"
+            masked_by = "keys that an indexer selected"
         elif getattr(getattr(module, "config", None), "attention_chunk_size", None) is not None:
             masked_by = "attention in chunks"
         starts = (cu_seq_lens_q, cu_seq_lens_k)

@@ -60,13 +60,15 @@ def attend(
             raise ShapeError(f"{name}: expected to end at {rows}, the rows given, got {int(x[-1])}")
     if "mask" in options or "bias" in options:  # these are for unpacked rows: add a mask of documents
         if "causal" in options and cu_q is not cu_k and not torch.equal(cu_q, cu_k):
-            raise UnsupportedError("cu_seq_lens_k: expected cu_seq_lens_q beside a position_bias, got other starts")
+            raise UnsupportedError(
+                "cu_seq_lens_k: expected cu_seq_lens_q, because a position_bias is given, got other starts"
+            )
         mine, theirs = _documents(cu_q, query), _documents(cu_k, key)
         same = (mine.unsqueeze(-1) == theirs.unsqueeze(-2)).unsqueeze(1)
         if masked_by is not None and ("mask" not in options or bool((options["mask"] & ~same).any())):
             raise UnsupportedError(
-                f"cu_seq_lens_q: expected a mask that keeps documents apart beside {masked_by} (give position_ids and "
-                "use_cache=False), got one that does not"
+                f"cu_seq_lens_q: expected a mask that keeps documents apart, because of {masked_by} "
+                "(give position_ids and use_cache=False), got one that does not"
             )
         restrict(options, same)
         found: Any = attention(query, key, value, layout="bhnd", return_lse=with_lse, **options)

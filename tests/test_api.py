@@ -132,8 +132,8 @@ def test_merge_of_shares_is_the_whole(dtype: Any, runner: Runner) -> None:
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_merging_many_shares_at_once_is_as_accurate_as_the_whole(kind: str) -> None:
-    """Merging a thousand one by one rounds each time, with ten times the error."""
+def test_many_shares_at_once_are_as_near_as_the_whole(kind: str) -> None:
+    """One after the other, each merge rounds: a thousand come ten times as far from the truth."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 1, n, 64)).astype(np.float32) for n in (32, 8000, 8000))
     exact, exact_lse = ft.standard_attention(q, k, v, return_lse=True)

@@ -1,4 +1,4 @@
-"""What a type checker makes of calls in a user's file."""
+"""The types that mypy infers for calls in a user's file, and the errors that it reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import flashtile as ft
 
-class Tensor: ...  # of a library
+class Tensor: ...  # stands for a library's
 
 def use(x: npt.NDArray[np.float32], t: Tensor, flag: bool) -> None:
     reveal_type(ft.attention(x, x, x, causal=True))

@@ -1,4 +1,4 @@
-"""The error for an unknown keyword names the right one."""
+"""A keyword that a function does not have names the one it has."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from flashtile.checks.shapes import check_gradients
 from flashtile.errors import ShapeError, UnsupportedError
 from flashtile.numerics.dtypes import BFLOAT16, accumulator, name_of, narrow, widen
 from flashtile.numerics.softmax import merge_normalized
-from flashtile.options import DEFAULTS, PLAIN_ARRAYS, documented
+from flashtile.options import DEFAULTS, INTEGER_ARRAYS, PLAIN_ARRAYS, documented
 from flashtile.problem import describe
 from flashtile.results import Grads
 
@@ -257,7 +257,7 @@ def standard_attention(
 
 def _with_arrays(q: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Replace lists among the options by arrays."""
-    for name in ("cu_q", "cu_k", "kv_lengths"):
+    for name in INTEGER_ARRAYS:
         if isinstance(options.get(name), list | tuple):
             options[name] = as_array(name, options[name], q)
     return options

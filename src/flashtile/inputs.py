@@ -22,7 +22,7 @@ else:
 class Inputs(_Fields):  # type: ignore[misc]
     """q, k, v, the arrays among the options, and the seed: a number, or a tensor that only kernels read.
 
-    The arrays may be the caller's or a Problem's views of them: a runner uses only their addresses.
+    The arrays may be the caller's or a Problem's views of them: a runner knows their layout already.
     """
 
     __slots__ = ()

@@ -106,6 +106,7 @@ def _of(kind: Any) -> dict[str, Option]:
 OPTIONS = _of(PackedOptions)  # of describe()
 ARRAYS = tuple(name for name, option in OPTIONS.items() if option.array)
 PLAIN_ARRAYS = tuple(name for name in ARRAYS if OPTIONS[name].array != "factors")  # factors may also be numbers
+INTEGER_ARRAYS = tuple(name for name in ARRAYS if OPTIONS[name].array == "integers")
 NUMBERS = tuple(name for name, option in OPTIONS.items() if not option.array)
 DEFAULTS = {name: option.default for name, option in _of(LayoutOptions).items()}  # of attention()
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 class Grads(NamedTuple):
     """Gradients of one call; dbias and dsink are None without a bias or sink.
 
-    In a backend's results dq, dk and dv have rank 4, and dbias and dsink the axes of bias and sink.
+    A runner gives dq, dk and dv in the caller's layout, and dbias (of rank 4) and dsink in accumulator precision.
     """
 
     dq: Any

@@ -460,3 +460,12 @@ def test_deterministic_algorithms_have_an_entry_of_their_own(given: list[Any]) -
         assert sum(map(len, cache._known.values())) == count + 1
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_three_tensors_need_not_be_q_k_and_v(given: list[Any]) -> None:
+    """The tensors of a call are guarded without duplicates: of q, v and a mask there are three, too."""
+    x, v, _ = given
+    mask = torch.ones(20, 20, dtype=torch.bool, device="meta")
+    for _ in range(3):
+        ft.attention(x, x, v, mask=mask)
+    assert sum(map(len, cache._known.values())) == 1

@@ -23,10 +23,10 @@ from flashtile.compat.kv_cache import (
     check_alike,
     check_integers,
     check_table,
-    find_cache,
+    checked_cache,
     gather_pages,
     padding_mask,
-    used_pages,
+    zero_unused_pages,
 )
 from flashtile.compat.options import dropout_options
 from flashtile.compat.rotary import rotate
@@ -156,7 +156,7 @@ def flash_attn_varlen_func(
                 check_integers(name, x, cu_seqlens_q.shape[:1])
         check_table(block_table, cu_seqlens_q.shape[0] - 1)
         options.setdefault("kv_lengths", None if cu_seqlens_k is None else cu_seqlens_k.diff())
-        block_table = used_pages(block_table, k, options["kv_lengths"])
+        block_table = zero_unused_pages(block_table, k, options["kv_lengths"])
         k, v = gather_pages(k, block_table), gather_pages(v, block_table)
         cu_seqlens_k = torch.arange(k.shape[0] + 1, dtype=cu_seqlens_q.dtype, device=k.device) * k.shape[1]
         k, v = k.flatten(0, 1), v.flatten(0, 1)
@@ -264,7 +264,7 @@ def flash_attn_with_kvcache(
         if (x is None) != (y is None):
             raise ShapeError(f"{name}, {other}: expected both or neither, got one of them")
     new = None if k is None or v is None else (k, v)
-    cache = find_cache(q.shape[0], k_cache, v_cache, new, cache_seqlens, cache_batch_idx, block_table)
+    cache = checked_cache(q.shape[0], k_cache, v_cache, new, cache_seqlens, cache_batch_idx, block_table)
     if cache_leftpad is not None:
         options["mask"] = padding_mask(cache_leftpad, q.shape[0], cache.capacity)
     if rotary_cos is not None and rotary_sin is not None:  # by rows of the cache, padding included

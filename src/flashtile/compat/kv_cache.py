@@ -1,4 +1,4 @@
-"""A KV cache that grows in place, contiguous or paged."""
+"""A KV cache that grows in place, contiguous or paged, and the checks of its arguments."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from flashtile.pytorch.interception import check_storage, readable
 class Cache(NamedTuple):
     """The part of a KV cache that belongs to the sequences of a call.
 
-    keys, values: (sequences, rows, heads, dim), indexed by `rows`; or (pages, rows of a page, heads, dim), with the
-    pages of each sequence in `table`. lengths: the rows in use of each sequence.
+    keys, values: (slots, rows, heads, dim), the slot of each sequence in `slots`; or (pages, rows of a page, heads,
+    dim), the pages of each sequence in `table`. lengths: the rows in use of each sequence.
     """
 
     keys: Tensor
     values: Tensor
     lengths: Tensor
-    rows: Tensor | None
+    slots: Tensor | None
     table: Tensor | None
 
     @property
@@ -33,29 +33,29 @@ class Cache(NamedTuple):
         """Keys and values, (batch, capacity, heads, dim): a copy if they are paged or indexed."""
         if self.table is not None:
             return gather_pages(self.keys, self.table), gather_pages(self.values, self.table)
-        rows = slice(self.lengths.shape[0]) if self.rows is None else self.rows.long()
-        return self.keys[rows], self.values[rows]
+        slots = slice(self.lengths.shape[0]) if self.slots is None else self.slots.long()
+        return self.keys[slots], self.values[slots]
 
     def append(self, k: Tensor, v: Tensor) -> Cache:
         """Write new rows after those in use, and return the longer cache."""
         positions = self.lengths.long()[:, None] + torch.arange(k.shape[1], device=k.device)
         if self.table is not None:
             page = self.keys.shape[1]
-            at = (self.table.gather(1, positions // page), positions % page)
+            index = (self.table.gather(1, positions // page), positions % page)
         else:
-            rows = torch.arange(k.shape[0], device=k.device) if self.rows is None else self.rows.long()
-            at = (rows[:, None], positions)
-        self.keys[at], self.values[at] = k, v
+            slots = torch.arange(k.shape[0], device=k.device) if self.slots is None else self.slots.long()
+            index = (slots[:, None], positions)
+        self.keys[index], self.values[index] = k, v
         return self._replace(lengths=self.lengths + k.shape[1])
 
 
-def find_cache(
+def checked_cache(
     batch: int,
     keys: Tensor,
     values: Tensor,
     new: tuple[Tensor, Tensor] | None,
     lengths: int | Tensor | None,
-    rows: Tensor | None,
+    slots: Tensor | None,
     table: Tensor | None,
 ) -> Cache:
     """Check the arguments of a call and return its cache. Numbers are checked only if the host can read them."""
@@ -65,11 +65,11 @@ def find_cache(
         for name, x in (("k_cache", keys), ("v_cache", values)):
             if any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride(), strict=True)):
                 raise ShapeError(f"{name}: expected separate memory for each row, because k is given, got shared rows")
-    if rows is not None:
+    if slots is not None:
         if table is not None:
             raise UnsupportedError("cache_batch_idx: expected None, because block_table is given, got both")
-        check_integers("cache_batch_idx", rows, (batch,))
-        _check_range("cache_batch_idx", rows, keys.shape[0] - 1)
+        check_integers("cache_batch_idx", slots, (batch,))
+        _check_range("cache_batch_idx", slots, keys.shape[0] - 1)
     elif table is None and keys.shape[0] < batch:
         raise ShapeError(f"k_cache: expected {batch} sequences or more, like q, got {keys.shape[0]}")
     capacity, more = _capacity(keys, table), 0
@@ -90,8 +90,8 @@ def find_cache(
         check_integers("cache_seqlens", lengths, (batch,))
         _check_range("cache_seqlens", lengths, capacity - more)
     if table is not None:
-        table = used_pages(table, keys, lengths + more)
-    return Cache(keys, values, lengths, rows, table)
+        table = zero_unused_pages(table, keys, lengths + more)
+    return Cache(keys, values, lengths, slots, table)
 
 
 def padding_mask(padding: Tensor, batch: int, capacity: int) -> Tensor:
@@ -106,7 +106,7 @@ def gather_pages(pages: Tensor, table: Tensor) -> Tensor:
     return pages[table].flatten(1, 2)
 
 
-def used_pages(table: Tensor, pages: Tensor, lengths: Tensor) -> Tensor:
+def zero_unused_pages(table: Tensor, pages: Tensor, lengths: Tensor) -> Tensor:
     """Replace entries past the end of each sequence, which may hold anything, by page 0."""
     begins = torch.arange(table.shape[1], device=table.device) * pages.shape[1]
     used = torch.where(begins < lengths[:, None], table, 0)

@@ -14,7 +14,7 @@ from flashtile.backends.gpu.device import tf32
 from flashtile.calls import part_of_key
 from flashtile.inputs import NO_ARRAYS, Inputs, inputs
 from flashtile.numerics.dtypes import EIGHT_BITS
-from flashtile.options import ARRAYS
+from flashtile.options import ARRAYS, OPTIONS
 from flashtile.problem import describe
 from flashtile.pytorch import on_cpu
 from flashtile.pytorch.interception import (
@@ -30,7 +30,7 @@ from flashtile.pytorch.operands import constants, named_tensors, tensor_names
 MAX_ENTRIES = 2048  # entries in the cache: a sequence that grows by a token per step would fill the memory
 MAX_PER_KEY = 16  # they are tried one by one
 _ARRAYS = frozenset(ARRAYS)
-_MAY_BE_NONE = {*ARRAYS, "window", "band", "scale", "out_dtype", "threads"}
+_MAY_BE_NONE = {name for name, option in OPTIONS.items() if option.default is None}
 Grads = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 _NO_ENTRIES: tuple[Entry, ...] = ()
 
@@ -44,7 +44,7 @@ class Entry:
     """
 
     __slots__ = (
-        *("alignment", "backend", "constants", "guard", "names", "needs_gradients"),
+        *("alignment", "backend", "constants", "guard", "is_qkv", "names", "needs_gradients"),
         *("misalignment", "spans", "runner", "has_duplicates", "skips_dispatcher"),
     )
 
@@ -61,7 +61,8 @@ class Entry:
             self.guard = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
             self.alignment = runner.alignment
             self.misalignment: tuple[int, ...] | None = _misalignment(tensors, runner.alignment)
-            if len(tensors) == 3 and not any(self.misalignment):
+            self.is_qkv = not (self.names or has_duplicates)
+            if self.is_qkv and not any(self.misalignment):
                 self.misalignment = None
             self.spans = tuple((element_span(x), x.element_size()) for x in tensors)
             self.skips_dispatcher = can_skip_dispatcher(tensors) and all(map(has_no_torch_function, tensors))
@@ -71,7 +72,7 @@ class Entry:
         if not self.guard.check(*tensors):
             return False
         alignment = self.alignment
-        if len(tensors) == 3:  # most calls; a loop takes longer
+        if self.is_qkv:  # most calls; a loop takes longer
             (q, k, v), ((of_q, size), (of_k, _), (of_v, _)) = tensors, self.spans
             at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
             return (

@@ -29,7 +29,7 @@ SCHEMA = ", ".join(
     ]
 )
 _MAY_BE_TENSORS = frozenset((*ARRAYS, "seed"))
-_INTEGER_OPTIONS = ("window", "band", "seed", "threads")  # integers, or tuples of integers
+_INTEGER_OPTIONS = [name for name in NUMBERS if "int" in OPTIONS[name].schema.lower()]  # or tuples of integers
 _ONE_ELEMENT = (torch.Size(()), torch.Size((1,)))
 if TYPE_CHECKING:
     _Fields = Any

@@ -164,6 +164,6 @@ def _width(p: Problem) -> int:
 
 
 def _section(p: Problem, heads: int) -> int:
-    """The number of heads, a power of two, that run side by side so that their keys and values stay in the L2."""
+    """How many heads, a power of two or all, run side by side so that their keys and values stay in the L2."""
     fit = max(1, tuning.L2_SECTION // (p.n_k * (p.dim + p.dim_v) * ITEMSIZE[p.dtype]))
     return min(heads, 1 << fit.bit_length() - 1)

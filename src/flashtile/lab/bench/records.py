@@ -83,7 +83,7 @@ def check_alike(record: Record, other: Record) -> None:
             if isinstance(value, dict) and isinstance(before, dict):  # name the part that differs
                 part = next(key for key in value | before if value.get(key) != before.get(key))
                 name, value, before = f"{name}, {part}", value.get(part), before.get(part)
-            raise UnlikeError(f"measured with another {name}: {before}, and here {value}")
+            raise UnlikeError(f"{name} differs: {before} in the other record, {value} here")
 
 
 def default_path(suite: str) -> Path:

@@ -18,6 +18,7 @@ from torch.testing import assert_close
 
 import flashtile as ft
 from flashtile.compat import flash_attn as fa
+from tests.backends.native.core import needs_native
 
 TAIL = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
@@ -1128,3 +1129,20 @@ class TestErrorsOfTheCache:
     )
     def test_options(self, name: str, wrong: dict[str, Any]) -> None:
         self.refused(ft.FlashtileError, name, cache_seqlens=2, **self.new, **wrong)
+
+    @needs_native
+    def test_a_cached_call_is_not_described_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """And a wrong call after it writes nothing either."""
+        described: list[Any] = []
+        describe = fa.describe
+        monkeypatch.setattr(fa, "describe", lambda *args, **more: described.append(args) or describe(*args, **more))
+        given: dict[str, Any] = {"q": randn(2, 3, 4, 16), "cache_seqlens": 2, **self.new}
+        for count in (1, 1, 1):
+            fa.flash_attn_with_kvcache(k_cache=randn(2, 8, 2, 16), v_cache=randn(2, 8, 2, 16), **given)
+            assert len(described) == count
+        cache = randn(2, 8, 2, 16)
+        before = cache.clone()
+        for wrong in ({"softcap": -1.0}, {"q": torch.zeros(2, 3, 3, 16).double()}):
+            with pytest.raises(ft.FlashtileError):
+                fa.flash_attn_with_kvcache(k_cache=cache, v_cache=cache.clone(), **given | wrong)
+        assert torch.equal(cache, before)

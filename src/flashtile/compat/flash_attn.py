@@ -20,6 +20,7 @@ from flashtile.checks.numbers import check_flag
 from flashtile.compat import weights
 from flashtile.compat.errors import raise_runtime_errors
 from flashtile.compat.kv_cache import (
+    Cache,
     check_alike,
     check_integers,
     check_table,
@@ -31,8 +32,9 @@ from flashtile.compat.kv_cache import (
 from flashtile.compat.options import dropout_options
 from flashtile.compat.rotary import rotate
 from flashtile.errors import DTypeError, ShapeError, UnsupportedError
+from flashtile.options import DEFAULTS
 from flashtile.problem import describe
-from flashtile.pytorch import subclasses
+from flashtile.pytorch import calls, subclasses
 
 Window = tuple[int, int]
 UNLIMITED: Window = (-1, -1)
@@ -277,7 +279,8 @@ def flash_attn_with_kvcache(
         q = rotate(q, **angles, by_row=causal or "window" in options)
         new = None if new is None else (rotate(new[0], **angles, by_row=True), new[1])
     if new is not None:
-        if not torch.compiler.is_compiling():  # check before anything is written; a graph is checked when it is traced
+        # Check before anything is written; a graph is checked when it is traced.
+        if not (torch.compiler.is_compiling() or _is_cached(q, cache, options)):
             like = (
                 torch.empty((q.shape[0], cache.capacity, *x.shape[2:]), dtype=x.dtype, device="meta")
                 for x in (k_cache, v_cache)
@@ -285,6 +288,16 @@ def flash_attn_with_kvcache(
             describe(*(x.transpose(1, 2) for x in (q, *like)), **options)
         cache = cache.append(*new)
     return _dense(q, *cache.gather(), return_softmax_lse, {**options, "kv_lengths": cache.lengths})
+
+
+def _is_cached(q: Tensor, cache: Cache, options: dict[str, Any]) -> bool:
+    """Whether attention() has seen a call like this one, on a cache that is read in place."""
+    if cache.table is not None or cache.slots is not None:
+        return False
+    given = {**options, "kv_lengths": cache.lengths}
+    changed = {name: x for name, x in given.items() if x is not DEFAULTS[name]}
+    keys, values = cache.gather()
+    return calls.lookup(q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), "auto", changed) is not None
 
 
 def _options(

@@ -150,7 +150,7 @@ def test_split_decode(options: tuple[str, ...], value: float, monkeypatch: pytes
     call, exact = one_bad_number(DECODE, options, "float32", value)
     with processors(INSIDE):
         problem = laid_out(kernels.problem_of(call))
-        assert Runner(problem)._forward._splits > 1
+        assert Runner(problem).forward._splits > 1
     check(call, exact, backward=bool(np.isnan(value)) and options == ("everything",))
 
 
@@ -176,7 +176,7 @@ def test_short_decode(splits: int, options: tuple[str, ...], value: float | None
         call, exact = one_bad_number(size, options, "float16", value)
     programs = splits * size.batch * size.kv_heads
     with processors(programs // 2):
-        prepared = Runner(laid_out(kernels.problem_of(call)))._forward
+        prepared = Runner(laid_out(kernels.problem_of(call))).forward
         assert prepared._splits == splits and prepared._kernel.grid[0] == programs and prepared._recompute is None
     forward(call, exact, programs // 2)
 

@@ -33,7 +33,7 @@ _module = cache(importlib.import_module)  # a look-up in sys.modules shows in sm
 class Backend:
     """A row of the table. Its module has prepare(), and may have missing(), why_not(), suits() and tile().
 
-    With gradients_by it also has differentiates().
+    With gradients_by it also has supports_backward().
     """
 
     name: str
@@ -43,7 +43,7 @@ class Backend:
     generation: int | None = None  # major compute capability of NVIDIA GPUs; None: any GPU, or none
     eight_bits: bool = False  # multiplies 8-bit tensors directly; other backends get wider ones
     tensors_only: bool = False  # takes no NumPy arrays
-    gradients_by: str | None = None  # the row for backward passes that this one lacks, see differentiates()
+    gradients_by: str | None = None  # the row for backward passes that this one lacks, see supports_backward()
 
     def load(self) -> ModuleType:
         return _module(self.module)
@@ -86,7 +86,7 @@ class Backend:
         Grads, in the caller's library and layout. `arrays` matters on a CPU only.
         """
         runner, inputs = self.load().prepare(problem, arrays)
-        if self.gradients_by is not None and not self.load().differentiates(problem):
+        if self.gradients_by is not None and not self.load().supports_backward(problem):
             runner = _CombinedRunner(runner, named(self.gradients_by).prepare(problem, arrays)[0])
         return runner, inputs
 

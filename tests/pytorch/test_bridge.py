@@ -16,7 +16,7 @@ import torch
 import flashtile as ft
 from flashtile.backends.native import runner
 from flashtile.numerics.dtypes import BFLOAT16, FLOATS, name_of
-from flashtile.pytorch.bridge import TENSORS, to_numpy, to_torch
+from flashtile.pytorch.bridge import TORCH, to_numpy, to_torch
 from tests.pytorch.samples import BACKENDS, every_backend, randn
 
 
@@ -70,11 +70,11 @@ def test_an_array_keeps_its_tensor_alive() -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_results_are_plain_tensors(dtype: str) -> None:
-    make = TENSORS.maker((2, 3, 4), dtype, None)
+    make = TORCH.maker((2, 3, 4), dtype, None)
     found, other = make(), make()
     assert found.shape == (2, 3, 4) and found.dtype is getattr(torch, dtype) and found.is_contiguous()
-    assert found.data_ptr() == TENSORS.address(found) != TENSORS.address(other) and not found._is_view()
-    TENSORS.clear(found)
+    assert found.data_ptr() == TORCH.address(found) != TORCH.address(other) and not found._is_view()
+    TORCH.clear(found)
     assert not found.any()
 
 
@@ -83,7 +83,7 @@ def test_contiguous_copies_are_aligned() -> None:
     odd = memory[1:].view(torch.uint8)
     between = torch.empty(0, dtype=torch.float32).set_(odd.untyped_storage(), 0, (2,))
     for x in (torch.ones(4, 4).T, torch.ones(4)[::2], between):
-        y = TENSORS.contiguous(x)
+        y = TORCH.contiguous(x)
         assert y.is_contiguous() and y.data_ptr() % 4 == 0 and torch.equal(x, y)
 
 

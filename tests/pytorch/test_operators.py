@@ -78,7 +78,7 @@ def test_opcheck_of_the_backward_operator(backend: str) -> None:
 def test_the_schema_has_the_arguments_of_a_call() -> None:
     assert tuple(argument.name for argument in operators.ATTENTION._schema.arguments) == operands.Operands._fields
     tensors = re.findall(r"Tensor\??\s(\w+)", operands.SCHEMA)
-    assert tuple(tensors) == operands.Operands._fields[: len(tensors)] == operands.TENSORS
+    assert tuple(tensors) == operands.Operands._fields[: len(tensors)] == operands.TENSOR_ARGUMENTS
     assert {*tensors} - {"seed_tensor"} == set(inputs.TENSORS)
 
 

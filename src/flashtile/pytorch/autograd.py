@@ -19,7 +19,7 @@ from flashtile.errors import UnsupportedError
 from flashtile.inputs import Inputs
 from flashtile.pytorch import calls, eight_bits, operators, run
 from flashtile.pytorch.interception import can_skip_dispatcher
-from flashtile.pytorch.operands import FIELDS, TENSORS, Operands, operands
+from flashtile.pytorch.operands import FIELDS, TENSOR_ARGUMENTS, Operands, operands
 
 _NO_GRADIENTS = Operands(*(None for _ in FIELDS))
 
@@ -45,7 +45,7 @@ class Attention(torch.autograd.Function):
         needs = dict(zip(entry.names, need_others, strict=True)) if need_others else {}
         if dout is None:  # only the lse has a gradient
             dout = torch.zeros_like(out)
-        dq, dk, dv, dbias, dsink = _differentiate(
+        dq, dk, dv, dbias, dsink = _run_backward(
             entry, ctx.seed, needs.get("bias", False), dout, dlse, out, lse, tensors
         )
         grads = {"bias": dbias, "sink": dsink}
@@ -59,7 +59,7 @@ class Attention(torch.autograd.Function):
         )
 
 
-def _differentiate(
+def _run_backward(
     entry: calls.Entry,
     seed: Any,
     bias_grad: bool,
@@ -85,7 +85,7 @@ def _differentiate(
         return grads
     if not entry.fits_backward(tuple(tensors)):
         return run.backward(dout, dlse, out, lse, bias_grad, q, k, v, entry.backend, options)
-    return entry.differentiate(entry.inputs(q, k, v, options), options, dout, dlse, out, lse, bias_grad)
+    return entry.run_backward(entry.inputs(q, k, v, options), options, dout, dlse, out, lse, bias_grad)
 
 
 # Attention.apply() without torch's preparations: binding the arguments to forward()'s signature, which takes longer
@@ -108,8 +108,8 @@ class _Forward(_Operator):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         _, *args = inputs
         reject_gradients(args[0], Operands(*ctx.needs_input_grad[1:]).alibi)
-        _save(ctx, *args[: len(TENSORS)], *output)
-        ctx.numbers = args[len(TENSORS) :]
+        _save(ctx, *args[: len(TENSOR_ARGUMENTS)], *output)
+        ctx.numbers = args[len(TENSOR_ARGUMENTS) :]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:

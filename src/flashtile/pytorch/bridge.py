@@ -83,7 +83,7 @@ def _contiguous(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % x.element_size() else x
 
 
-TENSORS = Arrays(
+TORCH = Arrays(
     address=Tensor.data_ptr,
     strides=Tensor.stride,
     contiguous=_contiguous,

@@ -108,7 +108,7 @@ class Entry:
         return options | {"seed": seed} if seed else options
 
     @skip_dynamo
-    def differentiate(
+    def run_backward(
         self,
         x: Inputs,
         options: dict[str, Any],

@@ -11,7 +11,7 @@ from flashtile.checks.options import check_seed_tensor
 from flashtile.inputs import Inputs
 from flashtile.options import ARRAYS
 from flashtile.problem import describe
-from flashtile.pytorch.bridge import TENSORS, to_numpy
+from flashtile.pytorch.bridge import TORCH, to_numpy
 from flashtile.pytorch.operands import seed_value
 
 
@@ -30,4 +30,4 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, An
         check_seed_tensor(seed, q)
         options["seed"] = seed_value(seed)
     problem = describe(*arrays, **options)
-    return dispatch.choose(problem, backend, "cpu", tensors=True).prepare(problem, TENSORS)
+    return dispatch.choose(problem, backend, "cpu", tensors=True).prepare(problem, TORCH)

@@ -17,8 +17,8 @@ from flashtile.checks.options import combine_bands
 from flashtile.options import ARRAYS, NUMBERS, OPTIONS
 from flashtile.pytorch.interception import check_storage, readable
 
-TENSORS = ("q", "k", "v", *ARRAYS, "seed_tensor")
-FIELDS = (*TENSORS, *NUMBERS, "backend")
+TENSOR_ARGUMENTS = ("q", "k", "v", *ARRAYS, "seed_tensor")
+FIELDS = (*TENSOR_ARGUMENTS, *NUMBERS, "backend")
 SCHEMA = ", ".join(
     [
         *("Tensor q", "Tensor k", "Tensor v"),

@@ -52,4 +52,4 @@ def backward(
     """Return dq, dk, dv, dbias, dsink, each contiguous and with its input's shape and dtype, or None."""
     entry, inputs = calls.find_or_prepare(q, k, v, backend, options)
     assert entry is not None, "8-bit tensors have no gradients"
-    return entry.differentiate(inputs, options, dout, dlse, out, lse, bias_grad)
+    return entry.run_backward(inputs, options, dout, dlse, out, lse, bias_grad)

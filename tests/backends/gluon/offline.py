@@ -126,7 +126,7 @@ def start_call(case: Case) -> None:
     """Run a case through the backend, on tensors of arbitrary contents."""
     import torch
 
-    from flashtile.backends.gluon import differentiates, why_not
+    from flashtile.backends.gluon import supports_backward, why_not
     from flashtile.backends.gluon.backward import Backward
     from flashtile.backends.gluon.forward import Forward
     from flashtile.band import Band
@@ -164,7 +164,7 @@ def start_call(case: Case) -> None:
     if case.work != "backward":
         Forward(problem, device)(inputs, True)
     else:
-        assert differentiates(problem)
+        assert supports_backward(problem)
         dout = torch.empty(*q_shape, shapes[2][-1], dtype=q.dtype)
         given = check_gradients(problem, dout, dout, torch.empty(q_shape), None)
         Backward(problem, device, given)(inputs, *given)

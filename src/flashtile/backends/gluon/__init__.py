@@ -111,7 +111,7 @@ def prepare(problem: Problem, arrays: Any = None) -> tuple[Runner, Inputs]:
     return Runner(p, reusable=p is problem), Inputs.of(p)
 
 
-def differentiates(problem: Problem) -> bool:
+def supports_backward(problem: Problem) -> bool:
     """Whether the backward kernels support this problem; if not, the portable kernels compute the gradients."""
     from flashtile.backends.gluon import tuning
 

@@ -26,7 +26,7 @@ class Runner(Passes):
             dout = dout.clone()
         return super()._tidied((dout, *given[1:]))
 
-    def _differentiate(
+    def _prepare_backward(
         self, given: tuple[Any, ...], outlines: tuple[Any, ...], bias_grad: bool
     ) -> Callable[..., Grads]:
         return Backward(self._problem, self._device, outlines)

@@ -57,9 +57,9 @@ class Passes:
             outlines = check_gradients(self._problem, *map(outline, given))
             tidied = self._tidied(given)
             is_tidy = all(map(operator.is_, tidied, given))
-            run = (
-                self._differentiate(given, outlines, bias_grad) if is_tidy else self._backward_for(tidied, bias_grad)[0]
-            )
+            run = self._prepare_backward(given, outlines, bias_grad) if is_tidy else None
+            if run is None:
+                run, _ = self._backward_for(tidied, bias_grad)
             found = self._backwards[key] = run, is_tidy
         return found
 
@@ -67,7 +67,7 @@ class Passes:
         """dout, out, lse and dlse, with rows laid out as the kernels need them."""
         return tidy_gradients(self._problem, *given)
 
-    def _differentiate(
+    def _prepare_backward(
         self, given: tuple[Any, ...], outlines: tuple[Any, ...], bias_grad: bool
     ) -> Callable[..., Grads]:
         """Prepare the launches of a backward pass of tensors like these."""

@@ -20,7 +20,7 @@ class Runner(Passes):
         super().__init__(problem, reusable)
         self.forward = Forward(self._problem, self._device, self._aligned)
 
-    def _differentiate(
+    def _prepare_backward(
         self, given: tuple[Any, ...], outlines: tuple[Any, ...], bias_grad: bool
     ) -> Callable[..., Grads]:
         is_aligned = self._aligned | {"dout": aligned(given[0])}

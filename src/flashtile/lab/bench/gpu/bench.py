@@ -117,7 +117,7 @@ class Bench:
         n = c.batch * c.heads * c.n_q
         statistics, queries = 4 * n, 4 * n * c.dim  # lse or delta; dQ accumulated in float32
         # A forward pass may keep the lse; a backward pass one such vector, and an unfinished dQ.
-        needed = statistics + (queries if row.differentiates else 0)
+        needed = statistics + (queries if row.supports_backward else 0)
         return {"absent": absent, "grown": grown, "needed": needed, "scores": 2 * n * c.n_k}
 
     def _contenders(

@@ -58,7 +58,7 @@ def tensors(row: Row, device: str, seed: int) -> Tensors:
         return torch.randn(shape, generator=rng, device=device, dtype=drawn).to(kind)
 
     cu = torch.tensor(row.starts, device=device, dtype=torch.int32) if row.lengths else None
-    return Tensors(make(queries), make(keys), make(keys), make(queries) if row.differentiates else None, cu)
+    return Tensors(make(queries), make(keys), make(keys), make(queries) if row.supports_backward else None, cu)
 
 
 class Layout(NamedTuple):
@@ -116,7 +116,7 @@ class Peer:
             with self.context():
                 results = calls[0]()
             return tuple(
-                layout.back(x.detach(), row.case.batch) for x in (results if row.differentiates else (results,))
+                layout.back(x.detach(), row.case.batch) for x in (results if row.supports_backward else (results,))
             )
 
         return Contender(calls, self.context, result)
@@ -125,8 +125,8 @@ class Peer:
 def _call(row: Row, given: Tensors, layout: Layout, forward: Forward) -> Call:
     import torch
 
-    leaves = tuple(layout.lay(x).detach().requires_grad_(row.differentiates) for x in given[:3])
-    if not row.differentiates:
+    leaves = tuple(layout.lay(x).detach().requires_grad_(row.supports_backward) for x in given[:3])
+    if not row.supports_backward:
         return partial(forward, *leaves)
     dout = layout.lay(given.dout)
     if row.case.direction == STEP:

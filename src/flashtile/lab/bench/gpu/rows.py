@@ -55,7 +55,7 @@ class Row:
         return self.case.options["window"][0] + 1 if "window" in self.case.options else None
 
     @property
-    def differentiates(self) -> bool:
+    def supports_backward(self) -> bool:
         """Whether its results are gradients."""
         return self.case.direction != FORWARD
 

@@ -8,13 +8,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from flashtile.errors import UnsupportedError
 from flashtile.host.arrays import NUMPY, Arrays
 from flashtile.inputs import Inputs
 from flashtile.options import OPTIONS
 from flashtile.problem import Problem
+from flashtile.results import Grads
 
 
 def _nothing(problem: Problem) -> None:
@@ -27,6 +28,23 @@ def _always(problem: Problem) -> bool:
 
 
 _module = cache(importlib.import_module)  # a look-up in sys.modules shows in small calls
+
+
+class Runner(Protocol):
+    """What a backend prepares: both passes of a call, in the caller's library and layout.
+
+    reusable: it also runs calls with other inputs whose layouts and dtypes are the same. alignment: in bytes; modulo
+    it, addresses must be those that the runner was prepared for.
+    """
+
+    reusable: bool
+    alignment: int
+
+    def forward(self, x: Inputs, with_lse: bool = True) -> tuple[Any, Any]:
+        """Return output and lse, contiguous. The lse may be anything if it is not asked for."""
+
+    def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Grads:
+        """Return dq, dk and dv like q, k and v, dbias (of rank 4, if asked for) and dsink in accumulator precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +97,9 @@ class Backend:
         eligible = device == self.device and (tensors or not self.tensors_only)
         return (self.missing() if eligible else None) or self.objection(problem, device, tensors)
 
-    def prepare(self, problem: Problem, arrays: Arrays = NUMPY) -> tuple[Any, Inputs]:
-        """Return a runner for this problem, and its inputs. A `reusable` runner also runs calls with other inputs.
-
-        runner.forward(inputs, with_lse) returns output and lse, runner.backward(inputs, dout, out, lse, dlse) the
-        Grads, in the caller's library and layout. `arrays` matters on a CPU only.
-        """
+    def prepare(self, problem: Problem, arrays: Arrays = NUMPY) -> tuple[Runner, Inputs]:
+        """Return a runner for this problem, and its inputs. `arrays` matters on a CPU only."""
+        runner: Runner
         runner, inputs = self.load().prepare(problem, arrays)
         if self.gradients_by is not None and not self.load().supports_backward(problem):
             runner = _CombinedRunner(runner, named(self.gradients_by).prepare(problem, arrays)[0])
@@ -96,7 +111,7 @@ class _CombinedRunner:
 
     __slots__ = ("alignment", "backward", "forward", "reusable")
 
-    def __init__(self, forward: Any, backward: Any) -> None:
+    def __init__(self, forward: Runner, backward: Runner) -> None:
         self.reusable, self.alignment = forward.reusable and backward.reusable, forward.alignment
         self.forward, self.backward = forward.forward, backward.backward
 

@@ -17,8 +17,8 @@ from flashtile.backends.gpu.blocks import locate, sequence_bounds
 from flashtile.backends.gpu.cuts import cuts, reach
 from flashtile.backends.gpu.unspecialized import plain
 
-WARPGROUP_KEYS = gl.constexpr(64)  # keys of a warpgroup, where C.KEYS are those of a task
-# The fields of a task descriptor. STATE, SEQUENCE, HEAD, FLAG and read_field() of forward_scheduler.py are others.
+WARPGROUP_KEYS = gl.constexpr(64)  # of one warpgroup; C.KEYS: of a task
+# The fields of a task descriptor. In forward_scheduler.py STATE, SEQUENCE, HEAD, FLAG and read_field() differ.
 KEYS_LEFT = gl.constexpr(0)  # keys from the task's first to the end of the sequence
 IN_USE = gl.constexpr(1)  # the same for the keys in use
 FIRST = gl.constexpr(2)  # the first query that sees the first key

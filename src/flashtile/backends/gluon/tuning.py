@@ -1,4 +1,4 @@
-"""Tiles, stages and warpgroups of the Hopper kernels, the order of tasks for the L2, and which tiles a band cuts.
+"""Configs of the Hopper kernels by head dim, the order of tasks for the L2, and which tiles a band cuts.
 
 Nothing is tuned at call time.
 """

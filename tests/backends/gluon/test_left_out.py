@@ -56,7 +56,7 @@ CALLS = (
         "release_slot",
         "await_count",
         "clear_unused",
-        "send_dq",
+        "signal_dq_tile",
         "post_stop",
         "retire",
     ),

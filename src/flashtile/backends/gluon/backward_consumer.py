@@ -16,7 +16,6 @@ from flashtile.backends.gluon.backward_scheduler import (
     FLAG,
     HEAD,
     IN_USE,
-    KEYS,
     KEYS_LEFT,
     LAST,
     NEAREST,
@@ -24,6 +23,7 @@ from flashtile.backends.gluon.backward_scheduler import (
     ROW,
     SEQUENCE,
     SLOPE,
+    WARPGROUP_KEYS,
     load_at,
     read_field,
     tile_slot,
@@ -47,7 +47,7 @@ class Targets(NamedTuple):
 def clear_unused(tile, in_use):
     """Set the rows of a tile that are not in use to 0: their contents could reach dQ."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    o_r = gl.arange(0, KEYS, gl.SliceLayout(1, layout))
+    o_r = gl.arange(0, WARPGROUP_KEYS, gl.SliceLayout(1, layout))
     x = tile.load(layout)
     tile.store(gl.where((o_r < in_use)[:, None], x, gl.zeros_like(x)))
 
@@ -111,7 +111,7 @@ def shaped(s, t, shared, descriptor, rule, WG: gl.constexpr, MASKED: gl.constexp
 @gluon.jit
 def seen_by(descriptor, rule, slope_at, LAYOUT: gl.constexpr, WG: gl.constexpr):
     """The queries that see each key, from `first` to `last`, if queries had no end."""
-    o_j = WG * KEYS + gl.arange(0, KEYS, LAYOUT)
+    o_j = WG * WARPGROUP_KEYS + gl.arange(0, WARPGROUP_KEYS, LAYOUT)
     last = 0
     if rule.left is not None:
         last = o_j + read_field(descriptor, LAST)
@@ -139,9 +139,9 @@ class Ends(NamedTuple):
 
 @gluon.jit
 def read_ends(descriptor, row):
-    """The Ends of KEYS keys from `row` of the task on."""
+    """The Ends of WARPGROUP_KEYS keys from `row` of the task on."""
     keys_left = read_field(descriptor, KEYS_LEFT) - row
-    flag = read_field(descriptor, FLAG) + row // KEYS
+    flag = read_field(descriptor, FLAG) + row // WARPGROUP_KEYS
     return Ends(
         keys_left,
         read_field(descriptor, IN_USE) - row,
@@ -154,10 +154,10 @@ def read_ends(descriptor, row):
 
 @gluon.jit
 def finish(dk, dv, dtype: gl.constexpr, ends, rule, C: gl.constexpr):
-    """dK and dV of KEYS keys as they are stored, and for each key 0, or NaN if it is not finite."""
+    """dK and dV of WARPGROUP_KEYS keys as they are stored, and for each key 0, or NaN if it is not finite."""
     dk = dk * from_bits(rule.scale, gl.float32)
     if C.ENDS:
-        o_j = gl.arange(0, KEYS, gl.SliceLayout(1, dk.type.layout))
+        o_j = gl.arange(0, WARPGROUP_KEYS, gl.SliceLayout(1, dk.type.layout))
         used = (o_j < ends.in_use)[:, None]
         dk = gl.where(used, dk, 0.0)
         dv = gl.where(used, dv, 0.0)
@@ -167,8 +167,8 @@ def finish(dk, dv, dtype: gl.constexpr, ends, rule, C: gl.constexpr):
 
 @gluon.jit
 def set_flag(targets, flaw, ends):
-    """Set the flag of these KEYS keys if any of them has a flaw (NaN)."""
-    o_j = gl.arange(0, KEYS, flaw.type.layout)
+    """Set the flag of these WARPGROUP_KEYS keys if any of them has a flaw (NaN)."""
+    o_j = gl.arange(0, WARPGROUP_KEYS, flaw.type.layout)
     gl.store(targets.flags + (o_j * 0 + ends.flag), o_j * 0 + 1, mask=(o_j < ends.keys_left) & (flaw != 0))
 
 
@@ -177,12 +177,12 @@ def store_gradient(desc, x, block, tile, ends, FIRST_COLUMN: gl.constexpr, WIDTH
     """Store WIDTH columns of dK or dV, from shared memory, or from registers at the end of a packed sequence."""
     in_one_piece = ends.keys_left > 0
     if C.PACKED:  # the next sequence begins where this one ends
-        in_one_piece = ends.keys_left >= KEYS
+        in_one_piece = ends.keys_left >= WARPGROUP_KEYS
     if in_one_piece:
         send_tile(desc, [ends.sequence, ends.head, ends.row, FIRST_COLUMN], tile)
     if C.PACKED:
-        o_j = gl.arange(0, KEYS, gl.SliceLayout(1, block.type.layout))
+        o_j = gl.arange(0, WARPGROUP_KEYS, gl.SliceLayout(1, block.type.layout))
         o_d = FIRST_COLUMN + gl.arange(0, block.shape[1], gl.SliceLayout(0, block.type.layout))
         p = x.ptr + ends.head.to(gl.int64) * x.head + (ends.row + o_j).to(gl.int64) * x.row
-        there = (o_j < ends.keys_left) & (ends.keys_left < KEYS)
+        there = (o_j < ends.keys_left) & (ends.keys_left < WARPGROUP_KEYS)
         gl.store(p[:, None] + o_d[None, :], block, mask=there[:, None] & (o_d < WIDTH)[None, :])

@@ -15,18 +15,18 @@ from flashtile.backends.gluon.backward_over_128 import process_64_keys
 from flashtile.backends.gluon.backward_producer import Sources, Tiles, load
 from flashtile.backends.gluon.backward_scheduler import (
     FIELDS,
-    KEYS,
     KEYS_LEFT,
     STATE,
     TILE_FIELDS,
     TILE_SLOTS,
+    WARPGROUP_KEYS,
     Work,
     read_field,
     task_descriptor,
 )
 from flashtile.backends.gluon.backward_up_to_128 import process_128_keys
 from flashtile.backends.gluon.compatibility import reinterpreted
-from flashtile.backends.gluon.dq import BY_THREAD, write_dq
+from flashtile.backends.gluon.dq import BY_THREAD, accumulate_dq
 from flashtile.backends.gpu.pdl import launch_dependents, wait_for_previous
 
 
@@ -56,7 +56,10 @@ def backward_kernel(
     tasks,
     C: gl.constexpr,
 ):
-    """counter: two zeros, before and after. padded: rows of a head in dQ. tasks: key tiles of all heads."""
+    """counter: two counters, 0 at launch and reset to 0 at exit. padded: rows of a head in dQ.
+
+    tasks: key tiles of all heads.
+    """
     dtype: gl.constexpr = q_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     OVER_128: gl.constexpr = not C.PERSISTENT
@@ -69,14 +72,14 @@ def backward_kernel(
     tile_mailbox = gl.allocate_shared_memory(gl.int32, [TILE_SLOTS * TILE_FIELDS, 1], numbers)
     p = None
     if OVER_128:
-        p = gl.allocate_shared_memory(gl.float32, [KEYS, C.BLOCK_Q], BY_THREAD)
+        p = gl.allocate_shared_memory(gl.float32, [WARPGROUP_KEYS, C.BLOCK_Q], BY_THREAD)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.KEYS, C.BLOCK_Q], dtype)
     ds = gl.allocate_shared_memory(dtype, [1 if OVER_128 else 2, C.KEYS, C.BLOCK_Q], ds_layout)
     out = None
     if OVER_128:
         dq = gl.allocate_shared_memory(gl.float32, [2 * C.DQ_BUFFERS, 16, 256], dq_desc.layout)
     else:  # dK and dV leave by the same memory, swizzled
-        out = gl.allocate_shared_memory(dtype, [C.OUT_TILES, 1, 1, KEYS, C.BLOCK_D], dv_desc.layout)
+        out = gl.allocate_shared_memory(dtype, [C.OUT_TILES, 1, 1, WARPGROUP_KEYS, C.BLOCK_D], dv_desc.layout)
         dq = reinterpreted(out, gl.float32, [2 * C.DQ_BUFFERS, 16, 256], dq_desc.layout)
     mailbox = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], numbers)
     k_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
@@ -107,8 +110,8 @@ def backward_kernel(
             (consume, (shared, mailbox, targets, rule, 0, C)),
             (consume, (shared, mailbox, targets, rule, 1, C)),
             (load, (shared, mailbox, sources, counter, turns, work, C)),
-            (write_dq, (shared, mailbox, dq_desc, turns, complete, kv_heads, 0, C)),
-            (write_dq, (shared, mailbox, dq_desc, turns, complete, kv_heads, 1, C)),
+            (accumulate_dq, (shared, mailbox, dq_desc, turns, complete, kv_heads, 0, C)),
+            (accumulate_dq, (shared, mailbox, dq_desc, turns, complete, kv_heads, 1, C)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

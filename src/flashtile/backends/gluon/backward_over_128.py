@@ -26,9 +26,9 @@ from flashtile.backends.gluon.backward_consumer import (
     walk,
 )
 from flashtile.backends.gluon.backward_producer import DO_FREE, Q_FREE, WARPGROUPS, WARPGROUPS_MEET, WITH_LOADER
-from flashtile.backends.gluon.backward_scheduler import FLAG, IN_USE, KEYS, KEYS_LEFT, read_field
+from flashtile.backends.gluon.backward_scheduler import FLAG, IN_USE, KEYS_LEFT, WARPGROUP_KEYS, read_field
 from flashtile.backends.gluon.compatibility import reinterpreted, thread_barrier
-from flashtile.backends.gluon.dq import add_to_dq, await_buffer
+from flashtile.backends.gluon.dq import await_buffer, hand_over_dq
 from flashtile.backends.gluon.ptx import arrive, sync
 from flashtile.backends.gluon.softmax import unit_of
 
@@ -46,7 +46,7 @@ def flat(tile, C: gl.constexpr):
 @gluon.jit
 def begin_first_product(shared, t, WG: gl.constexpr, C: gl.constexpr):
     """Issue the first product of tile t: S in the first warpgroup, dP in the second."""
-    zero = gl.zeros([KEYS, 64], gl.float32, S_LAYOUT)
+    zero = gl.zeros([WARPGROUP_KEYS, 64], gl.float32, S_LAYOUT)
     if WG == 0:
         mbarrier.wait(shared.q_full.index(t & 1), (t >> 1) & 1)
         a = flat(shared.k.index(0), C)
@@ -102,7 +102,7 @@ def step(t, s, dk, dv, shared, descriptor, rule, unit, WG: gl.constexpr, MASKED:
         dk_later = warpgroup_mma(ds_operand, q, dk, is_async=True)
     dv, dq, p_operand = warpgroup_mma_wait(1, deps=(dv_later, dq_later, p_operand))
     arrive(DO_FREE, WITH_LOADER)
-    add_to_dq(dq, shared, t, 0, WG, C)
+    hand_over_dq(dq, shared, t, 0, WG, C)
     second = k.slice(WG * HALF + 64, 64, 1)
     dq_later = warpgroup_mma(ds_shared.permute((1, 0)), second, nothing, use_acc=False, is_async=True)
     if WG == 0:
@@ -113,7 +113,7 @@ def step(t, s, dk, dv, shared, descriptor, rule, unit, WG: gl.constexpr, MASKED:
     s_later = begin_first_product(shared, t + 1, WG, C)
     dq = warpgroup_mma_wait(1, deps=(dq_later,))
     await_buffer(shared, t, 1, WG, C)
-    add_to_dq(dq, shared, t, 1, WG, C)
+    hand_over_dq(dq, shared, t, 1, WG, C)
     s = warpgroup_mma_wait(0, deps=(s_later,))
     return s, dk, dv
 
@@ -129,22 +129,24 @@ def process_64_keys(shared, descriptor, targets, rule, WG: gl.constexpr, C: gl.c
         gl.store(targets.flags + read_field(descriptor, FLAG), 0)
     # Keys beyond the last one are 0 already, but with this branch ptxas spills nothing in the loop.
     in_use = read_field(descriptor, IN_USE)
-    if in_use < KEYS:
+    if in_use < WARPGROUP_KEYS:
         clear_unused(flat(shared.k.index(0), C).slice(WG * HALF, HALF, 1), in_use)
         clear_unused(flat(shared.v.index(0), C).slice(WG * HALF, HALF, 1), in_use)
         fence_async_shared()
         sync(WARPGROUPS_MEET, WARPGROUPS)
-    dk = gl.zeros([KEYS, HALF], gl.float32, layout)
-    dv = gl.zeros([KEYS, HALF], gl.float32, layout)
+    dk = gl.zeros([WARPGROUP_KEYS, HALF], gl.float32, layout)
+    dv = gl.zeros([WARPGROUP_KEYS, HALF], gl.float32, layout)
     s = warpgroup_mma_wait(0, deps=(begin_first_product(shared, gl.to_tensor(0), WG, C),))
     _t, dk, dv = walk(step, gl.to_tensor(0), s, dk, dv, shared, descriptor, rule, unit_of(rule, 1.0), WG, C)
     sync(WARPGROUPS_MEET, WARPGROUPS)  # no query is read any more
     ends = read_ends(descriptor, 0)
     dk, dv, flaw = finish(dk, dv, dtype, ends, rule, C)
-    v_out = reinterpreted(shared.dout.index(0), dtype, [2, 1, 1, KEYS, HALF], targets.dv_desc.layout).index(WG)
-    k_out = reinterpreted(shared.q.index(0), dtype, [2, 1, 1, KEYS, HALF], targets.dk_desc.layout).index(WG)
-    v_out.reshape([KEYS, HALF]).store(dv)
-    k_out.reshape([KEYS, HALF]).store(dk)
+    v_out = reinterpreted(shared.dout.index(0), dtype, [2, 1, 1, WARPGROUP_KEYS, HALF], targets.dv_desc.layout).index(
+        WG
+    )
+    k_out = reinterpreted(shared.q.index(0), dtype, [2, 1, 1, WARPGROUP_KEYS, HALF], targets.dk_desc.layout).index(WG)
+    v_out.reshape([WARPGROUP_KEYS, HALF]).store(dv)
+    k_out.reshape([WARPGROUP_KEYS, HALF]).store(dk)
     fence_async_shared()
     thread_barrier()
     store_gradient(targets.dv_desc, targets.dv, dv, v_out, ends, WG * HALF, C.DIM_V, C)

@@ -1,4 +1,4 @@
-"""The loading warp of the backward pass: what is in shared memory, and how it is fetched."""
+"""The loading warp of the backward pass, the layout of shared memory, and the named barriers."""
 
 from __future__ import annotations
 

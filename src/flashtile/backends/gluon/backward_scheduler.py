@@ -17,8 +17,8 @@ from flashtile.backends.gpu.blocks import locate, sequence_bounds
 from flashtile.backends.gpu.cuts import cuts, reach
 from flashtile.backends.gpu.unspecialized import plain
 
-KEYS = gl.constexpr(64)  # of a warpgroup's tile
-# The fields of a task descriptor.
+WARPGROUP_KEYS = gl.constexpr(64)  # of one warpgroup; C.KEYS: of a task
+# The fields of a task descriptor. In forward_scheduler.py STATE, SEQUENCE, HEAD, FLAG and read_field() differ.
 KEYS_LEFT = gl.constexpr(0)  # keys from the task's first to the end of the sequence
 IN_USE = gl.constexpr(1)  # the same for the keys in use
 FIRST = gl.constexpr(2)  # the first query that sees the first key
@@ -28,7 +28,8 @@ SEQUENCE = gl.constexpr(5)  # the coordinate for TMA descriptors: 0 if packed
 HEAD = gl.constexpr(6)
 ROW = gl.constexpr(7)  # of the first key in its tensor
 FLAG = gl.constexpr(8)
-CUT = gl.constexpr(9)  # query tiles from the first one to: itself (0), the first full one, the end of those, the end
+CUT = gl.constexpr(9)  # CUT..CUT+3: begin, full_begin, full_end and end of the query tiles, relative to begin
+CUT_END = gl.constexpr(12)  # the last of these four
 STATE = gl.constexpr(13)  # 0: no more tasks
 FIELDS = gl.constexpr(14)
 # The fields of a tile of queries.
@@ -211,10 +212,10 @@ def post_task(descriptor, key_tile, sequence, key, cut, seen, work):
     write_field(descriptor, CUT, 0)
     write_field(descriptor, CUT + 1, cut[1] - cut[0])
     write_field(descriptor, CUT + 2, cut[2] - cut[0])
-    write_field(descriptor, CUT + 3, cut[3] - cut[0])
-    flag = key // KEYS
+    write_field(descriptor, CUT_END, cut[3] - cut[0])
+    flag = key // WARPGROUP_KEYS
     if work.lengths.cu_q is not None:
-        flag += at.k_start // KEYS + key_tile.sequence
+        flag += at.k_start // WARPGROUP_KEYS + key_tile.sequence
     write_field(descriptor, FLAG, (sequence * work.kv_heads + key_tile.head) * work.flag_tiles + flag)
     thread_barrier()  # one lane then continues for the whole warp
 

@@ -36,9 +36,9 @@ from flashtile.backends.gluon.backward_producer import (
     WITH_LOADER,
     WITH_WRITERS,
 )
-from flashtile.backends.gluon.backward_scheduler import FLAG, IN_USE, KEYS, KEYS_LEFT, read_field
+from flashtile.backends.gluon.backward_scheduler import FLAG, IN_USE, KEYS_LEFT, WARPGROUP_KEYS, read_field
 from flashtile.backends.gluon.compatibility import thread_barrier
-from flashtile.backends.gluon.dq import await_all_buffers, await_buffer, put_dq, send_dq
+from flashtile.backends.gluon.dq import await_all_buffers, await_buffer, signal_dq_tile, store_dq_tile
 from flashtile.backends.gluon.ptx import arrive, hold, sync
 from flashtile.backends.gluon.softmax import unit_of
 
@@ -55,12 +55,12 @@ def queries(shared, half, C: gl.constexpr):
 
 @gluon.jit
 def keys(tile, C: gl.constexpr):
-    return tile.reshape([2 * KEYS, C.BLOCK_D])
+    return tile.reshape([2 * WARPGROUP_KEYS, C.BLOCK_D])
 
 
 @gluon.jit
 def own_keys(tile, WG: gl.constexpr, C: gl.constexpr):
-    return keys(tile, C).slice(WG * KEYS, KEYS, 0)
+    return keys(tile, C).slice(WG * WARPGROUP_KEYS, WARPGROUP_KEYS, 0)
 
 
 @gluon.jit
@@ -94,9 +94,9 @@ def begin_dq(t, k_tile, shared, WG: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def buffer_dq(dq, t, shared, WG: gl.constexpr, C: gl.constexpr):
-    """Store dQ of tile t in its buffer; send_dq() then notifies the warp that writes it."""
+    """Store dQ of tile t in its buffer; signal_dq_tile() then notifies the warp that adds it to memory."""
     await_buffer(shared, t, 0, WG, C)
-    put_dq(dq, shared, t, 0, WG, C)
+    store_dq_tile(dq, shared, t, 0, WG, C)
 
 
 @gluon.jit
@@ -125,7 +125,7 @@ def step(
     v_tile = rematerialized(shared.v, t)
     q = queries(shared, half, C)
     dout = shared.dout.index(half).reshape([C.BLOCK_Q, C.BLOCK_D])
-    zero = gl.zeros([KEYS, C.BLOCK_Q], gl.float32, s_layout)
+    zero = gl.zeros([WARPGROUP_KEYS, C.BLOCK_Q], gl.float32, s_layout)
     mbarrier.wait(shared.dout_full.index(half), (t >> 1) & 1)
     if FIRST and WG == 1:
         sync(HEAD_START, WARPGROUPS)
@@ -151,7 +151,7 @@ def step(
     if FIRST and WG == 0:
         arrive(HEAD_START, WARPGROUPS)
     sync(DS_READY + 2 * (1 - WG) + (half ^ 1), WARPGROUPS)
-    shared.ds.index(half).slice(WG * KEYS, KEYS, 0).store(ds)
+    shared.ds.index(half).slice(WG * WARPGROUP_KEYS, WARPGROUP_KEYS, 0).store(ds)
     if C.SCORES_FIRST:
         fence_async_shared()
     dv_later = warpgroup_mma(p_operand, dout, dv, is_async=True)
@@ -175,11 +175,11 @@ def step(
     s_later = warpgroup_mma(own_keys(k_tile, WG, C), after, zero, use_acc=False, is_async=True)
     if not FIRST and C.SCORES_FIRST:
         buffer_dq(dq, t - 1, shared, WG, C)
-        send_dq(shared, t - 1, 0, WG, C)
+        signal_dq_tile(shared, t - 1, 0, WG, C)
     dk, ds_operand = warpgroup_mma_wait(1, deps=(dk_later, ds_operand))
     arrive(Q_FREE + half, WITH_LOADER)
     if not FIRST and not C.SCORES_FIRST:
-        send_dq(shared, t - 1, 0, WG, C)
+        signal_dq_tile(shared, t - 1, 0, WG, C)
     s = warpgroup_mma_wait(0, deps=(s_later,))
     return s, dk, dv
 
@@ -190,18 +190,18 @@ def process_128_keys(t, shared, descriptor, targets, rule, WG: gl.constexpr, C: 
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_Q, 16])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
     dtype: gl.constexpr = shared.q.dtype
-    if read_field(descriptor, KEYS_LEFT) > WG * KEYS:
+    if read_field(descriptor, KEYS_LEFT) > WG * WARPGROUP_KEYS:
         gl.store(targets.flags + read_field(descriptor, FLAG) + WG, 0)
     if C.ENDS:
         in_use = read_field(descriptor, IN_USE)
-        if in_use < 2 * KEYS:
-            clear_unused(own_keys(shared.k.index(0), WG, C), in_use - WG * KEYS)
-            clear_unused(own_keys(shared.v.index(0), WG, C), in_use - WG * KEYS)
+        if in_use < 2 * WARPGROUP_KEYS:
+            clear_unused(own_keys(shared.k.index(0), WG, C), in_use - WG * WARPGROUP_KEYS)
+            clear_unused(own_keys(shared.v.index(0), WG, C), in_use - WG * WARPGROUP_KEYS)
             fence_async_shared()
             sync(WARPGROUPS_MEET, WARPGROUPS)
-    dk = gl.zeros([KEYS, C.BLOCK_D], gl.float32, layout)
-    dv = gl.zeros([KEYS, C.BLOCK_D], gl.float32, layout)
-    s = gl.zeros([KEYS, C.BLOCK_Q], gl.float32, s_layout)
+    dk = gl.zeros([WARPGROUP_KEYS, C.BLOCK_D], gl.float32, layout)
+    dv = gl.zeros([WARPGROUP_KEYS, C.BLOCK_D], gl.float32, layout)
+    s = gl.zeros([WARPGROUP_KEYS, C.BLOCK_Q], gl.float32, s_layout)
     mbarrier.wait(shared.q_full.index(t & 1), (t >> 1) & 1)
     first = queries(shared, t & 1, C).permute((1, 0))
     s_later = warpgroup_mma(own_keys(rematerialized(shared.k, t), WG, C), first, s, use_acc=False, is_async=True)
@@ -213,22 +213,22 @@ def process_128_keys(t, shared, descriptor, targets, rule, WG: gl.constexpr, C: 
     arrive(DS_READY + 2 * WG + ((t + 1) & 1), WARPGROUPS)  # there is no dS of a previous tile to read
     s, dk, dv = step(t, s, dk, dv, shared, descriptor, rule, unit, WG, CUT_SOMEWHERE, C, True)
     t, dk, dv = walk(step, t + 1, s, dk, dv, shared, descriptor, rule, unit, WG, C, 1)
-    dk, dv, flaw = finish(dk, dv, dtype, read_ends(descriptor, WG * KEYS), rule, C)
+    dk, dv, flaw = finish(dk, dv, dtype, read_ends(descriptor, WG * WARPGROUP_KEYS), rule, C)
     sync(DS_READY + 2 * (1 - WG) + ((t + 1) & 1), WARPGROUPS)
     dq = warpgroup_mma_wait(0, deps=(begin_dq(t - 1, rematerialized(shared.k, t), shared, WG, C),))
     arrive(KV_FREE, WITH_WRITERS)
     buffer_dq(dq, t - 1, shared, WG, C)
-    send_dq(shared, t - 1, 0, WG, C)
+    signal_dq_tile(shared, t - 1, 0, WG, C)
     await_all_buffers(shared, t, WG, C)
     v_out = rematerialized(shared.out, t, WG * (C.OUT_TILES // 2))
     k_out = rematerialized(shared.out, t, WG * (C.OUT_TILES // 2) + 1)
     thread_barrier()
-    v_out.reshape([KEYS, C.BLOCK_D]).store(dv)
-    k_out.reshape([KEYS, C.BLOCK_D]).store(dk)
+    v_out.reshape([WARPGROUP_KEYS, C.BLOCK_D]).store(dv)
+    k_out.reshape([WARPGROUP_KEYS, C.BLOCK_D]).store(dk)
     fence_async_shared()
     thread_barrier()
     # read_ends() each time: kept in registers its fields would be spilled, even if they were read only once.
-    store_gradient(targets.dv_desc, targets.dv, dv, v_out, read_ends(descriptor, WG * KEYS), 0, C.DIM_V, C)
-    store_gradient(targets.dk_desc, targets.dk, dk, k_out, read_ends(descriptor, WG * KEYS), 0, C.DIM, C)
-    set_flag(targets, flaw, read_ends(descriptor, WG * KEYS))
+    store_gradient(targets.dv_desc, targets.dv, dv, v_out, read_ends(descriptor, WG * WARPGROUP_KEYS), 0, C.DIM_V, C)
+    store_gradient(targets.dk_desc, targets.dk, dk, k_out, read_ends(descriptor, WG * WARPGROUP_KEYS), 0, C.DIM, C)
+    set_flag(targets, flaw, read_ends(descriptor, WG * WARPGROUP_KEYS))
     return t

@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flashtile.backends.gluon.backward_producer import KV_FREE, WITH_WRITERS
 from flashtile.backends.gluon.backward_scheduler import (
-    CUT,
+    CUT_END,
     DQ_AT,
     HEAD,
     SEQUENCE,
@@ -34,27 +34,28 @@ BY_THREAD = gl.constexpr(
 
 @gluon.jit
 def await_buffer(shared, t, PART: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
-    """Wait, before add_to_dq(), until its buffer is free."""
+    """Wait, before hand_over_dq(), until its buffer is free."""
     n = t * C.PARTS + PART
     mbarrier.wait(shared.dq_free.index(buffer_of(n, WG, C)), (n // C.DQ_BUFFERS + 1) & 1)
 
 
 @gluon.jit
-def add_to_dq(dq, shared, t, PART: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
-    """Hand a 64 x 64 tile of dQ to write_dq(): one of C.PARTS of this warpgroup's share of query tile t."""
-    put_dq(dq, shared, t, PART, WG, C)
-    send_dq(shared, t, PART, WG, C)
+def hand_over_dq(dq, shared, t, PART: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+    """Hand a 64 x 64 tile of dQ over to accumulate_dq(): one of C.PARTS of this warpgroup's share of query tile t."""
+    store_dq_tile(dq, shared, t, PART, WG, C)
+    signal_dq_tile(shared, t, PART, WG, C)
 
 
 @gluon.jit
-def put_dq(dq, shared, t, PART: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
-    """The first half of add_to_dq(). Other work may come between the two: stores take a while to become visible."""
+def store_dq_tile(dq, shared, t, PART: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+    """The first half of hand_over_dq(). Other work may come between the two: stores take a while to become visible."""
     buffer = shared.dq.index(buffer_of(t * C.PARTS + PART, WG, C))
     reinterpreted(buffer, gl.float32, [64, 64], BY_THREAD).store(dq)
 
 
 @gluon.jit
-def send_dq(shared, t, PART: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+def signal_dq_tile(shared, t, PART: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+    """The second half of hand_over_dq(): tell accumulate_dq() that the tile is in its buffer."""
     buffer = buffer_of(t * C.PARTS + PART, WG, C)
     fence_async_shared()
     mbarrier.arrive(shared.dq_full.index(buffer), count=1)
@@ -67,36 +68,37 @@ def buffer_of(n, WG: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def write_dq(shared, mailbox, dq, turns, complete, kv_heads, WG: gl.constexpr, C: gl.constexpr):
+def accumulate_dq(shared, mailbox, dq, turns, complete, kv_heads, WG: gl.constexpr, C: gl.constexpr):
     """The role of one warp: have the copy engine add a warpgroup's tiles to dQ, while the warpgroup goes on.
 
     With turns, tiles are added in a fixed order, so that sums have the same bits each time: a task's turn at a tile of
-    queries comes when all tasks before it have added theirs (turn_of()), which a counter tells.
+    queries comes when all tasks before it have added theirs (turn_of()), tracked by a counter.
     """
     mbarrier.wait(shared.v_full, 0)  # then the descriptor is there too
     t = gl.to_tensor(0)
     if C.PERSISTENT:
         n = gl.to_tensor(0)
         while read_field(task_descriptor(mailbox, n), STATE) != 0:
-            t = write_task(t, shared, task_descriptor(mailbox, n), dq, turns, complete, kv_heads, WG, C)
+            t = accumulate_task(t, shared, task_descriptor(mailbox, n), dq, turns, complete, kv_heads, WG, C)
             n += 1
             mbarrier.wait(shared.v_full, n & 1)
     else:
-        write_task(t, shared, task_descriptor(mailbox, 0), dq, turns, complete, kv_heads, WG, C)
+        accumulate_task(t, shared, task_descriptor(mailbox, 0), dq, turns, complete, kv_heads, WG, C)
 
 
 @gluon.jit
-def write_task(t, shared, descriptor, dq, turns, complete, kv_heads, WG: gl.constexpr, C: gl.constexpr):
+def accumulate_task(t, shared, descriptor, dq, turns, complete, kv_heads, WG: gl.constexpr, C: gl.constexpr):
     """Add the tiles of one task. t: the number of tiles before it; returns that after it.
 
     complete: for each key head, the number of warps that have added all of their tiles, which finish_kernel reads.
     """
-    tiles = C.GROUP * read_field(descriptor, CUT + 3)
+    tiles = C.GROUP * read_field(descriptor, CUT_END)
     head = read_field(descriptor, SEQUENCE) * kv_heads + read_field(descriptor, HEAD)
     if C.PERSISTENT:
         arrive(KV_FREE, WITH_WRITERS)  # this warp no longer reads the descriptor
     for _ in range(tiles):
-        # Its fields are there: the warpgroup had its queries before it sent the last part of the previous tile.
+        # No wait is needed: the warpgroup received tile t's queries (or dO), and so its fields, before it signalled the
+        # last part of tile t - 1. The fields of tile 0 are posted before v_full.
         at = load_at(shared.tile_mailbox, tile_slot(t) + DQ_AT) + WG * C.PARTS * 16
         if turns is not None:  # usually its turn comes while the warpgroup still works on it
             turn = load_at(shared.tile_mailbox, tile_slot(t) + TURN)
@@ -124,6 +126,6 @@ def write_task(t, shared, descriptor, dq, turns, complete, kv_heads, WG: gl.cons
 
 @gluon.jit
 def await_all_buffers(shared, t, WG: gl.constexpr, C: gl.constexpr):
-    """Wait until all buffers of a warpgroup are free, after its last tile before tile t."""
+    """Wait until all buffers of a warpgroup are free: all tiles before tile t have been read from them."""
     for n in gl.static_range(C.DQ_BUFFERS):
         await_buffer(shared, t, n, WG, C)

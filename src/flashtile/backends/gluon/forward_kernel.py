@@ -117,7 +117,7 @@ def forward_kernel(
     tasks,
     C: gl.constexpr,
 ):
-    """A persistent program for each processor. counter: two zeros, before and after."""
+    """A persistent program for each processor. counter: two counters, 0 at launch and reset to 0 at exit."""
     dtype: gl.constexpr = q_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     # Named barriers from the last one down, away from those of Triton.
@@ -192,8 +192,8 @@ def forward_kernel(
 def advance(slot, phase, STAGES: gl.constexpr):
     """The next buffer of a ring, and the phase of its barrier, which flips when the ring wraps around."""
     slot += 1
-    round = (slot == STAGES).to(gl.int32)
-    return slot * (1 - round), phase ^ round
+    wrapped = (slot == STAGES).to(gl.int32)
+    return slot * (1 - wrapped), phase ^ wrapped
 
 
 # ---- load ----
@@ -231,7 +231,7 @@ def load(shared, q_desc, k_desc, v_desc, results, counter, work, C: gl.constexpr
             k_slot, k_count = fetch(shared.k, k_desc, [sequence, k_head, k_at, 0], k_slot, k_count, C)
             v_slot, v_count = fetch(shared.v, v_desc, values_at(v_desc, sequence, k_head, v_at), v_slot, v_count, C)
         v_slot, v_count = fetch(shared.v, v_desc, values_at(v_desc, sequence, k_head, k_at), v_slot, v_count, C)
-        # As late as the rings allow: claimed when a task begins, long tasks could meet in one program.
+        # Claim as late as the rings allow; claimed earlier, one program could get two long tasks.
         task, number = next_task(claim_task(counter) + gl.num_programs(0), counter, work, C)
     post_stop(TaskDescriptor(shared.mailbox, task_slot * FIELDS))
     for n in gl.static_range(C.CONSUMERS):
@@ -389,17 +389,17 @@ def step(
     s = shape_scores(s, rule, seen, j0)
     if MASKED:
         s = mask_scores(s, seen, j0, True, rule.left is not None)
-    due = factor
+    rescale = factor
     if C.SKIP_MAX and not MASKED:
         p, m, l, factor = weigh_without_max(s, m, l, unit)
     else:
-        p, m, l, now = weigh(s, m, l, unit, dtype)
-        due = factor * now
+        p, m, l, alpha = weigh(s, m, l, unit, dtype)
+        rescale = factor * alpha
         factor = factor * 0 + 1
     stay_before(l)
     o = end_pv(o_later, before_p, C)
     release_slot(shared.v, before, C)
-    return keep_weights(p, shared, WG, C), m, l, scaled(o, due), factor, slot, phase, j0
+    return keep_weights(p, shared, WG, C), m, l, scaled(o, rescale), factor, slot, phase, j0
 
 
 @gluon.jit

@@ -21,7 +21,8 @@ ROWS = gl.constexpr(tuning.ROWS)
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 MAX_WARPGROUPS = gl.constexpr(4)
 
-# The fields of a task descriptor. Tiles come in falling order.
+# The fields of a task descriptor; in backward_scheduler.py STATE, SEQUENCE, HEAD, FLAG and read_field() differ.
+# Tiles come in falling order.
 STATE = gl.constexpr(0)  # 0: no more tasks; NO_ROWS: this warpgroup has no rows of the task
 SKIP = gl.constexpr(1)  # tiles before this warpgroup's first, which only others see
 # Tiles after the first: cut by the band on the right, then full ones, then cut on the left.

@@ -21,8 +21,10 @@ GROWTH = gl.constexpr(14)  # a partial sum of a tile's weights over 2^GROWTH mak
 
 
 class VisibleRange(NamedTuple):
-    """For each row of a warpgroup, the last and the first key that it sees, its position, and its alibi slope.
+    """The range of keys that each query sees, or in the backward pass of queries that see each key.
 
+    last, first: for each query its keys, or in the backward pass for each key its queries.
+    at, slope: the position from which alibi counts, and its slope.
     gain: the descaling factor of q.k, if the rule has one.
     """
 

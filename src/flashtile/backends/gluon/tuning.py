@@ -1,4 +1,7 @@
-"""Tiles, stages and warpgroups of the Hopper kernels, by head dim; nothing is tuned at call time."""
+"""Configs of the Hopper kernels by head dim, the order of tasks for the L2, and which tiles a band cuts.
+
+Nothing is tuned at call time.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,8 @@ class Config(NamedTuple):
     consumers: int
     registers: int
     load_registers: int
-    out_parts: int = (
-        1  # of an output, which leaves by a buffer of that size; 1 unless the output is of the largest width
-    )
+    # Parts in which O is stored, through a buffer of 1/out_parts of its width; 2 only over head dim 128.
+    out_parts: int = 1
     weights_shared: bool = False  # 8 bits: P waits for its values in shared memory, not in registers
 
 
@@ -49,9 +51,9 @@ EIGHT_BITS = {
     256: Config(128, 2, 2, 240, 32, out_parts=2, weights_shared=True),
 }
 # One warpgroup less, for heads whose few rows would leave much of three empty. By bytes per element and head dim.
-FEWER = {(2, 64), (1, 64), (1, 128)}
-TWO = Config(128, 3, 2, 240, 32)
-EMPTIER = 1.25  # two warpgroups pay if the tiles of three hold this much more rows in total
+TWO_WARPGROUP_CASES = {(2, 64), (1, 64), (1, 128)}
+TWO_WARPGROUPS = Config(128, 3, 2, 240, 32)
+MIN_PADDING_RATIO = 1.25  # two warpgroups pay if the tiles of three have at least this many times their rows
 BACKWARD = {
     64: BackwardConfig(128, 128, 2, 2, scores_first=True),
     128: BackwardConfig(64, 128, 2, 2, scores_first=False),
@@ -71,8 +73,8 @@ def section(problem: Problem, tiles: int, heads: int, processors: int) -> int:
     The order of sums depends on it: if it is fixed, it is that of the largest Hopper GPU on all of them.
     """
     p = problem
-    waves, of = (WAVES, MAX_PROCESSORS) if p.deterministic else (PACKED_WAVES if p.packed else WAVES, processors)
-    return max(1, min(heads, -(-waves * of // max(1, tiles))))
+    waves, per_wave = (WAVES, MAX_PROCESSORS) if p.deterministic else (PACKED_WAVES if p.packed else WAVES, processors)
+    return max(1, min(heads, -(-waves * per_wave // max(1, tiles))))
 
 
 def packed_heads(problem: Problem) -> int:
@@ -89,9 +91,10 @@ def forward(width: int, dtype: str = "bfloat16", rows: int | None = None) -> Con
     table = EIGHT_BITS if dtype == dtypes.EIGHT_BITS else FORWARD
     step = next(step for step in table if width <= step)
     config = table[step]
-    if rows is None or (dtypes.ITEMSIZE[dtype], step) not in FEWER:
+    if rows is None or (dtypes.ITEMSIZE[dtype], step) not in TWO_WARPGROUP_CASES:
         return config
-    return TWO if _padded(rows, config) >= EMPTIER * _padded(rows, TWO) else config
+    two = TWO_WARPGROUPS
+    return two if _padded(rows, config) >= MIN_PADDING_RATIO * _padded(rows, two) else config
 
 
 def forward_of(problem: Problem, packed_heads: int) -> Config:

@@ -170,11 +170,11 @@ def test_gpu_resumes_a_run(gpu: FakeDevice, tmp_path: Any) -> None:
     found = records.read(tmp_path / "gpu.json")["measurements"]
     assert [m["case"] for m in found] == [row.name for row in rows.ROWS] and found[0] == before
     result = run("gpu", "--resume", path, "--output", path, code=2)
-    assert "--resume" in result.stderr and "another quick" in result.stderr
+    assert "--resume" in result.stderr and "quick differs" in result.stderr
     assert records.read(tmp_path / "gpu.json")["measurements"] == found
     assert "--resume" in run("gpu", "--resume", str(tmp_path / "none.json"), code=2).stderr
     tuned = records.FOLDER / "tune.json"
-    assert "another suite" in run("gpu", "--quick", "--resume", str(tuned), code=2).stderr
+    assert "suite differs" in run("gpu", "--quick", "--resume", str(tuned), code=2).stderr
 
 
 def test_gpu_lists_rows_it_cannot_run(gpu: FakeDevice, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

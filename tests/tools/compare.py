@@ -3,7 +3,8 @@
 python -m tests.tools.compare OTHER... --only WORDS: OTHER is a commit, or a folder that holds a package `flashtile`;
 the rows are those of `flashtile bench gpu`. Prints its time / the time of the installed package.
 
-With --cpu the cases are those of `flashtile bench cpu` and a small training step. OTHER, a commit, is compiled first.
+With --cpu the cases are those of `flashtile bench cpu` and a small training step, and what is printed is the time of
+the installed package / its time. OTHER, a commit, is compiled first.
 """
 
 from __future__ import annotations

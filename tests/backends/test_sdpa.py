@@ -95,6 +95,16 @@ def test_explicit_threads_are_kept_to() -> None:
     assert seen == [usual + 1] and torch.get_num_threads() == usual
 
 
+def test_threads_of_the_environment_are_kept_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    q, usual, real = randn(1, 2, 8, 4), torch.get_num_threads(), passes._forward
+    monkeypatch.setattr(passes, "_forward", lambda *a, **more: seen.append(torch.get_num_threads()) or real(*a, **more))
+    monkeypatch.setattr(passes.threads, "from_environment", lambda: usual + 2)
+    ft.attention(q, q, q, backend="sdpa")
+    ft.attention(q, q, q, backend="sdpa", threads=usual + 1)
+    assert seen == [usual + 2, usual + 1] and torch.get_num_threads() == usual
+
+
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
 @pytest.mark.parametrize("rows", [(5, 9), (9, 5), (1, 9), (7, 7)], ids=str)
 def test_nothing_is_left_to_numpy(rows: tuple[int, int], options: dict[str, Any], monkeypatch: Any) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flashtile.backends import tiles
+from flashtile.host import threads
 from flashtile.numerics.dtypes import BFLOAT16, Array
 from flashtile.numerics.softmax import COARSE
 from flashtile.problem import Problem
@@ -185,12 +186,12 @@ def _tensor(x: Array) -> Tensor:
 
 @contextmanager
 def _threads(p: Problem) -> Iterator[None]:
-    """Limit torch to the threads of the call."""
-    previous = torch.get_num_threads()
-    if p.threads in (None, previous):
+    """Limit torch to the threads of the call, or to those that FLASHTILE_THREADS asks for."""
+    previous, wanted = torch.get_num_threads(), p.threads or threads.from_environment()
+    if wanted in (None, previous):
         yield
         return
-    torch.set_num_threads(p.threads)
+    torch.set_num_threads(wanted)
     try:
         yield
     finally:

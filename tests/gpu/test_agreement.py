@@ -257,9 +257,9 @@ def test_sizes_of_zero(q_shape: Any, k_shape: Any, sink: bool, dtype: str) -> No
         torch.testing.assert_close(grads[2], torch.full((2,), float(q_shape[0] * q_shape[2]), device="cuda"))
 
 
-def test_rows_that_see_nothing() -> None:
+def test_rows_that_see_no_key() -> None:
     """Exactly 0 and -inf, not only close to it."""
-    test_agreement.test_rows_that_see_nothing(CUDA)
+    test_agreement.test_rows_that_see_no_key(CUDA)
 
 
 def test_gradients_without_dlse() -> None:

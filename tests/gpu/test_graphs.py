@@ -134,7 +134,7 @@ def test_the_buffer_of_an_unused_lse_outlives_the_graph_that_first_used_it() -> 
 def test_graphs_of_torch_compile_do_not_overwrite_permanent_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Warmed up in the memory of its graphs, with no permanent memory from before."""
     monkeypatch.setattr(tensors, "_discard_buffers", {})
-    for name in ("_of_stream", "_banks", "_taken", "_clearing"):
+    for name in ("_free", "_banks", "_taken", "_clearing"):
         monkeypatch.setattr(work_counters, name, {})
     q = torch.randn(2, 8, 2048, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 

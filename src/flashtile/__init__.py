@@ -15,6 +15,7 @@ from flashtile.errors import DTypeError, FlashtileError, ShapeError, Unsupported
 from flashtile.host import threads  # noqa: F401  records the process id before any fork
 from flashtile.numerics.softmax import online_softmax
 from flashtile.results import Grads
+from flashtile.spans import Spans
 
 __version__ = "0.1.0"
 
@@ -25,6 +26,7 @@ __all__ = [
     "Grads",
     "Plan",
     "ShapeError",
+    "Spans",
     "Trace",
     "UnsupportedError",
     "__version__",

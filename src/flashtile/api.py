@@ -27,6 +27,7 @@ from flashtile.numerics.softmax import merge_normalized
 from flashtile.options import DEFAULTS, INTEGER_ARRAYS, PLAIN_ARRAYS, documented
 from flashtile.problem import describe
 from flashtile.results import Grads
+from flashtile.spans import limits_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -77,12 +78,15 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, backend: str 
     if return_lse is not False:
         return_lse = check_flag("return_lse", return_lse)
     layout_unspecified = True
-    if changed and ("layout" in changed or "key_padding_mask" in changed):
-        if axes.is_bnhd(changed.get("layout")):
-            return _attention_bnhd(q, k, v, return_lse, backend, changed)
-        layout_unspecified = changed.pop("layout", None) is None
-        if (padding := changed.pop("key_padding_mask", None)) is not None:
-            changed["mask"] = axes.with_padding(q, k, changed.get("mask"), padding)
+    if changed:
+        if "layout" in changed or "key_padding_mask" in changed:
+            if axes.is_bnhd(changed.get("layout")):
+                return _attention_bnhd(q, k, v, return_lse, backend, changed)
+            layout_unspecified = changed.pop("layout", None) is None
+            if (padding := changed.pop("key_padding_mask", None)) is not None:
+                changed["mask"] = axes.with_padding(q, k, changed.get("mask"), padding)
+        if "spans" in changed:
+            changed["spans"] = limits_of(changed["spans"])
     if q.__class__ is not np.ndarray and hasattr(q, "__torch_function__"):
         import flashtile.pytorch  # "from ... import" costs one more function call each time
 
@@ -142,7 +146,7 @@ def attention_packed(
     check_keywords("attention_packed", options, _PACKED)
     return_lse = check_flag("return_lse", return_lse)
     check_starts(cu_q, cu_k)
-    all_options = _with_arrays(q, {"cu_q": cu_q, "cu_k": cu_k, **options})
+    all_options = _with_arrays(q, _with_limits({"cu_q": cu_q, "cu_k": cu_k, **options}))
     if library_of(q) == "torch":
         from flashtile import pytorch
 
@@ -263,6 +267,13 @@ def _with_arrays(q: Any, options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
+def _with_limits(options: dict[str, Any]) -> dict[str, Any]:
+    """Replace Spans by their limits."""
+    if "spans" in options:
+        options["spans"] = limits_of(options["spans"])
+    return options
+
+
 def _resolve_layout(q: Any, k: Any, options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """Return the options for (batch, heads, length, dim), and whether the arrays are (batch, length, heads, dim)."""
     layout, padding = options.pop("layout", None), options.pop("key_padding_mask", None)
@@ -274,7 +285,7 @@ def _resolve_layout(q: Any, k: Any, options: dict[str, Any]) -> tuple[dict[str, 
     if padding is not None:
         q, k = axes.swap_axes(q, k) if bnhd else (q, k)
         options["mask"] = axes.with_padding(q, k, options.get("mask"), padding)
-    return _with_arrays(q, options), bnhd
+    return _with_arrays(q, _with_limits(options)), bnhd
 
 
 def _rounded(x: Any, name: str, dtype: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict, TypeVar
 
 from flashtile.band import Band
 from flashtile.checks import options as checks
+from flashtile.spans import Spans
 
 if TYPE_CHECKING:
     from flashtile.checks.options import Shapes
@@ -22,6 +23,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 MEANING = """causal      the last query sees every key, the one before it all but the last, and so on
     window      (left, right): how many keys before and after its own position a query sees; None is no limit
     band        the general form, a flashtile.Band: query i sees key j iff -left <= j - (i + offset) <= right
+    spans       a flashtile.Spans: query i sees key j iff begin[i] <= j < end[i], in memory that grows with the queries
     mask        boolean, True = may attend, broadcast to (batch, heads, queries, keys)
     bias        added to the scaled scores, broadcast like mask
     alibi       slopes, (heads,) or (batch, heads): adds -slope * |i + offset - j|
@@ -56,7 +58,7 @@ class Option(NamedTuple):
     default: Any
     schema: str
     check: Callable[[str, Any, Shapes | None], Any] = checks.unchecked
-    # The dtypes of an array: "bool", "like q", "integers" or "factors"; None for a number.
+    # The dtypes of an array: "bool", "like q", "integers", "limits" or "factors"; None for a number.
     array: str | None = None
     rank: int | None = None  # axes of an array that starts with the batch; None: it has no batch
     unsupported_by: tuple[str, ...] = ()  # names of backends
@@ -68,6 +70,10 @@ class Options(TypedDict, total=False):
     causal: Annotated[bool, Option(False, "bool", checks.flag)]
     window: Annotated[tuple[int | None, int | None] | None, Option(None, "SymInt[]?", checks.window)]
     band: Annotated[Band | None, Option(None, "SymInt[]?", checks.band)]
+    spans: Annotated[
+        Spans | None,
+        Option(None, "Tensor?", checks.spans, "limits", 5, unsupported_by=("native", "sdpa", "gluon", "triton")),
+    ]
     mask: Annotated[Any, Option(None, "Tensor?", checks.mask, "bool", 4, unsupported_by=("gluon",))]
     bias: Annotated[Any, Option(None, "Tensor?", checks.bias, "like q", 4, unsupported_by=("gluon",))]
     alibi: Annotated[Any, Option(None, "Tensor?", checks.alibi, "like q", 2, unsupported_by=("sdpa",))]

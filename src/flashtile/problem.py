@@ -15,6 +15,7 @@ from flashtile.checks.shapes import check_dtypes, check_shapes, rank4
 from flashtile.errors import ShapeError
 from flashtile.numerics.dtypes import accumulator
 from flashtile.options import OPTIONS
+from flashtile.spans import Visibility, Visible
 
 # The options as fields; causal, window and band become one.
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ else:
 class Problem(_Options):  # type: ignore[misc]
     """One attention call. Arrays are views of rank 4, (batch, heads, length, dim); packed ones have batch 1.
 
-    Every option is a field with its checked value: mask and bias have rank 4, each axis full or 1; alibi has shape
+    Every option is a field with its checked value: spans are limits of rank 5; mask and bias have rank 4, each axis full or 1; alibi has shape
     (sequences or 1, heads), sink (heads,), descale (sequences or 1, kv_heads or 1, 3). A seed may be a tensor.
     """
 
@@ -76,6 +77,13 @@ class Problem(_Options):  # type: ignore[misc]
     def band_for(self, n_q: int, n_k: int) -> Band:
         """The band of a sequence with n_q queries and n_k keys."""
         return Band(self.band.left, self.band.right, n_k - n_q) if self.align_end else self.band
+
+    def visible(self, band: Band, sequence: int, head: int, n_q: int) -> Visible:
+        """What the n_q queries of a head see: its band, with the spans if there are any."""
+        if self.spans is None:
+            return band
+        s, h = (n if size > 1 else 0 for n, size in zip((sequence, head), self.spans.shape, strict=False))
+        return Visibility(band, self.spans[s, h, :n_q])
 
     def out_shape(self) -> tuple[int, ...]:
         """The rank-4 shape of the output; that of the lse lacks the last axis."""

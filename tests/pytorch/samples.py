@@ -17,6 +17,13 @@ BACKENDS = [name for name in ("native", "tiles") if why_missing(name) is None]
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
+def given_as_tensor(name: str, x: Any) -> Any:
+    """An option of a call of tensors; those that can have gradients require them."""
+    if isinstance(x, ft.Spans):
+        return ft.Spans.of(tensor(x.limits))
+    return tensor(x, name in ("bias", "sink")) if isinstance(x, np.ndarray) else x
+
+
 def tensor(x: np.ndarray[Any, Any], requires_grad: bool = False) -> torch.Tensor:
     """Return a new tensor with the values of an array, bfloat16 in either NumPy dtype included."""
     name = name_of(x.dtype)
@@ -32,10 +39,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float64, requires_grad: bool =
 
 def as_tensors(call: Call) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """Return q, k, v, and the options; all inputs that can have gradients require them."""
-    options = {
-        name: tensor(x, name in ("bias", "sink")) if isinstance(x, np.ndarray) else x
-        for name, x in (call.packed | call.options).items()
-    }
+    options = {name: given_as_tensor(name, x) for name, x in (call.packed | call.options).items()}
     return [tensor(x, True) for x in (call.q, call.k, call.v)], options
 
 

@@ -32,6 +32,7 @@ def attention(
     causal: bool = False,
     window: Any = None,
     band: ft.Band | None = None,
+    spans: ft.Spans | None = None,
     mask: Any = None,
     bias: Any = None,
     alibi: Any = None,
@@ -48,6 +49,7 @@ def attention(
     scale = dim**-0.5 if scale is None else scale
     pairs = (B, H, n_q, n_k)
     mask = np.ones(pairs, bool) if mask is None else np.broadcast_to(mask, pairs)
+    limits = None if spans is None else np.broadcast_to(spans.limits, (*pairs[:3], *spans.limits.shape[3:]))
     bias = np.zeros(pairs) if bias is None else np.broadcast_to(bias, pairs)
     alibi = np.zeros((B, H)) if alibi is None else np.broadcast_to(alibi, (B, H))
     out, lse, weights = np.zeros((B, H, n_q, dim_v)), np.full((B, H, n_q), -np.inf), np.zeros(pairs)
@@ -62,7 +64,11 @@ def attention(
             if softcap:
                 x = softcap * math.tanh(x / softcap)
             x += bias[b, h, i, j] - alibi[b, h] * abs(at - j)
-            seen = mask[b, h, i, j] and not (causal and j > at)
+            seen = (
+                mask[b, h, i, j]
+                and (limits is None or any(x <= j < y for x, y in limits[b, h, i]))
+                and not (causal and j > at)
+            )
             seen = seen and (left is None or j >= at - left) and (right is None or j <= at + right)
             if seen:
                 scores[j] = x

@@ -57,6 +57,20 @@ def _bias(rng: np.random.Generator, size: Size, dtype: str, *axes: int) -> Any:
     return narrow(rng.standard_normal([n if a else 1 for n, a in zip(whole, axes, strict=True)]), dtype)
 
 
+def _spans(rng: np.random.Generator, size: Size, count: int, *axes: int) -> dict[str, Any]:
+    """Rising spans with gaps; some are empty, and some end beyond the last key."""
+    whole = [n if a else 1 for n, a in zip((size.batch, size.heads, size.n_q), axes, strict=True)]
+    ends = np.sort(rng.integers(0, size.n_k + 4, (*whole, 2 * count)), axis=-1)
+    begin, end = ends[..., ::2], ends[..., 1::2]
+    return {"spans": ft.Spans(begin, np.where(rng.random(begin.shape) < 0.1, begin, end))}
+
+
+def _documents(rng: np.random.Generator, size: Size, dtype: str) -> dict[str, Any]:
+    """Neighbours share their span: rows of tiles have full tiles."""
+    of = np.arange(size.n_q) // 19
+    return {"spans": ft.Spans(of * 23, of * 23 + 31)}
+
+
 def _empty_rows(rng: np.random.Generator, size: Size, dtype: str) -> dict[str, Any]:
     mask = _mask(rng, size, 1, 1, 1, 1)
     mask[:, :, ::3] = False
@@ -89,6 +103,10 @@ OPTIONS: dict[str, MakeOption] = {
     "band far ahead": lambda rng, size, dtype: {"band": ft.Band(-2, 21, 1)},
     "band far behind": lambda rng, size, dtype: {"band": ft.Band(30, -3, 5)},
     "band of no width": lambda rng, size, dtype: {"band": ft.Band(-5, 3, 0)},
+    "spans": lambda rng, size, dtype: _spans(rng, size, 3, 1, 1, 1),
+    "spans of rows": _documents,
+    "spans of batch": lambda rng, size, dtype: _spans(rng, size, 1, 1, 0, 0),
+    "spans of heads": lambda rng, size, dtype: _spans(rng, size, 8, 0, 1, 1),
     "mask": lambda rng, size, dtype: {"mask": _mask(rng, size, 1, 1, 1, 1)},
     "mask of keys": lambda rng, size, dtype: {"mask": _mask(rng, size, 1, 0, 0, 1)},
     "mask of rows": lambda rng, size, dtype: {"mask": _mask(rng, size, 0, 1, 1, 0)},
@@ -117,6 +135,9 @@ OPTIONS: dict[str, MakeOption] = {
 COMBINATIONS = (
     ("causal", "dropout"),
     ("causal", "mask", "bias"),
+    ("spans", "causal", "dropout", "kv_lengths"),
+    ("spans of rows", "window", "alibi", "sink", "softcap"),
+    ("spans of batch", "mask of keys", "bias", "sink"),
     ("window", "softcap", "sink"),
     ("causal", "alibi", "kv_lengths"),
     ("window", "bias of keys", "sink", "dropout"),
@@ -160,7 +181,8 @@ class Call:
         """Every input array, by name."""
         everything = {"q": self.q, "k": self.k, "v": self.v, "dout": self.dout, "dlse": self.dlse}
         everything |= self.packed | self.options
-        return {name: x for name, x in everything.items() if isinstance(x, np.ndarray)}
+        found = {name: x.limits if isinstance(x, ft.Spans) else x for name, x in everything.items()}
+        return {name: x for name, x in found.items() if isinstance(x, np.ndarray)}
 
 
 LAYOUTS = ("plain", "rows first", "backwards", "columns apart", "columns backwards", "transposed", "expanded")

@@ -68,9 +68,11 @@ def torch_runner(name: str) -> Runner:
     def given(call: Call) -> tuple[list[Any], dict[str, Any]]:
         from tests.pytorch.samples import tensor
 
-        options = {
-            key: tensor(x) if isinstance(x, np.ndarray) else x for key, x in (call.packed | call.options).items()
-        }
+        options: dict[str, Any] = {}
+        for key, x in (call.packed | call.options).items():
+            options[key] = tensor(x) if isinstance(x, np.ndarray) else x
+            if isinstance(x, ft.Spans):
+                options[key] = ft.Spans.of(tensor(x.limits))
         return [tensor(x) for x in (call.q, call.k, call.v)], options
 
     def refusal(call: Call) -> str | None:
@@ -95,6 +97,8 @@ def torch_runner(name: str) -> Runner:
 
         tensors, options = given(call)
         dout, dlse, out, lse = (None if x is None else tensor(x) for x in (call.dout, call.dlse, out, lse))
+        if "spans" in options:
+            options["spans"] = options["spans"].limits
         grads = kernel.backward(dout, dlse, out, lse, True, *tensors, name, options)
         return ft.Grads(*(None if x is None else to_numpy(x) for x in grads))
 

@@ -214,7 +214,7 @@ def _forward(
             start = OnlineSoftmax.empty(head.n_q, 0, real, head.sink)
             hbm |= {"m": start.m, "l": start.l}
         machine = Forward(head, grid, real, hbm)
-        machine.run(schedule.FORWARD[order](head.band, grid), observe)
+        machine.run(schedule.FORWARD[order](head.visible_by, grid), observe)
         if order == "fa1":
             L[...] = OnlineSoftmax(hbm["m"], hbm["l"], O).lse()
         finite &= machine.finite
@@ -269,7 +269,7 @@ def backward(
         }
         machine = Backward(head, grid, real, hbm)
         machine.dbias, machine.row_max = dbias, row_max
-        machine.run(schedule.backward(head.band, grid, head.first_of_group), observe)
+        machine.run(schedule.backward(head.visible_by, grid, head.first_of_group), observe)
         if dsink is not None and head.sink is not None:
             above = head.sink if row_max is None else head.sink - row_max
             dsink[head.head] -= (np.exp(above - pivot(L)) * hbm["D"]).sum()
@@ -283,7 +283,7 @@ def _statistics(head: Head, grid: Grid, lse: Array) -> tuple[Array, Array | None
     coarse = is_coarse(lse)
     hbm = {"Q": head.queries(head.problem.q), "K": head.keys(head.problem.k), "V": head.keys(head.problem.v)[:, :0]}
     hbm |= {"O": lse[:, None][:, :0], "m": np.zeros_like(lse), "L": np.zeros_like(lse)}
-    RowStatistics(head, grid, lse.dtype.type, hbm).run(schedule.fa2_forward(head.band, grid))
+    RowStatistics(head, grid, lse.dtype.type, hbm).run(schedule.fa2_forward(head.visible_by, grid))
     return np.where(coarse, hbm["L"], lse), np.where(coarse, hbm["m"], 0)
 
 

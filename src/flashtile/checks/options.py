@@ -16,6 +16,7 @@ from flashtile.checks.shapes import PADDING_HINT, broadcastable, dtype_of
 from flashtile.errors import DTypeError, ShapeError
 from flashtile.host.threads import MAX_THREADS
 from flashtile.numerics.dtypes import EIGHT_BITS, FLOATS, accumulator, name_of
+from flashtile.spans import Spans
 
 INTEGERS = ("int32", "int64")
 _name_of = name_of.__wrapped__  # without its cache, about which torch.compile warns
@@ -124,6 +125,21 @@ def combine_bands(causal: bool, window: Any, band: Band | None) -> tuple[Band, b
         return band, False
     left, right = (None, None) if window is None else window
     return Band(FAR if left is None else left, 0 if causal else FAR if right is None else right), True
+
+
+def spans(name: str, x: Any, shapes: Shapes | None) -> Any:
+    """Check the limits of Spans; attention() takes the Spans itself."""
+    x = x.limits if isinstance(x, Spans) else x
+    if x is None or shapes is None:
+        return x
+    if dtype_of(name, x) != "int32" or len(x.shape) != 5:
+        raise DTypeError(f"{name}: expected a flashtile.Spans, got an array of {dtype_of(name, x)}")
+    found, wanted = tuple(x.shape[:3]), shapes.pairs[:3]
+    exact = shapes.lengths_known
+    for n, (axis, size, limit) in enumerate(zip(("batch", "heads", "queries"), found, wanted, strict=True)):
+        if size not in (1, limit) and (exact or n < 2):
+            raise ShapeError(f"{name}: expected 1 or {limit} along {axis}, got {size}")
+    return x
 
 
 def mask(name: str, x: Any, shapes: Shapes | None) -> Any:

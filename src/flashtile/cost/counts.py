@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flashtile.band import Kind, ceil_div, cuts
+from flashtile.band import Kind, ceil_div
 from flashtile.cost import traffic
 from flashtile.cost.tiling import Tiling
 from flashtile.numerics.dtypes import ITEMSIZE
 from flashtile.problem import Problem
+from flashtile.spans import Visible
 
 if TYPE_CHECKING:
     pass
@@ -33,24 +35,46 @@ class Counts:
     def of(cls, p: Problem, tile: Tiling) -> Counts:
         counts = cls(Counter(dict.fromkeys(Kind, 0)))
         size, wide, width = ITEMSIZE[p.dtype], ITEMSIZE[p.accumulator], p.dim + p.dim_v
-        # Sequences of the same length cost the same: each length is counted once.
-        for (n_q, n_k), times in Counter(zip(p.q_lengths, p.k_lengths, strict=True)).items():
-            band, heads, kv_heads = p.band_for(n_q, n_k), times * p.heads, times * p.kv_heads
-            grids = kv_heads * ceil_div(p.group, tile.heads)
-            for kind, n in traffic.tile_counts(band, n_q, n_k, tile.rows, tile.keys).items():
-                counts.tiles[kind] += grids * n
-            counts.pairs += heads * traffic.visible_pairs(band, n_q, n_k)
-            counts.scores += heads * n_q * n_k
-            counts.rows += heads * n_q
-            rows = heads * n_q * (p.dim * size + p.dim_v * ITEMSIZE[p.out_dtype] + wide)  # Q, O and L
-            seen = cuts(band, 0, n_q, n_k, 1) if n_q else None
-            kv_seen = 0 if seen is None else (seen.end - seen.begin) * width * size
-            loaded = grids * traffic.keys_visited(band, n_q, n_k, tile.rows, tile.keys)
+        for n_q, n_k, sequences in _lengths(p):
+            times = len(sequences)
+            counts.scores += times * p.heads * n_q * n_k
+            counts.rows += times * p.heads * n_q
+            rows = times * p.heads * n_q * (p.dim * size + p.dim_v * ITEMSIZE[p.out_dtype] + wide)  # Q, O and L
+            seen = loaded = 0
+            for visible, heads, grids in _planes(p, n_q, n_k, sequences[0], tile.heads):
+                for kind, n in traffic.tile_counts(visible, n_q, n_k, tile.rows, tile.keys).items():
+                    counts.tiles[kind] += times * grids * n
+                counts.pairs += times * heads * traffic.visible_pairs(visible, n_q, n_k)
+                loaded += times * grids * traffic.keys_visited(visible, n_q, n_k, tile.rows, tile.keys)
+                seen += times * heads * traffic.keys_seen(visible, n_q, n_k)
+            kv_bytes = times * p.kv_heads * n_k * width * size
             counts.tile_bytes += rows + loaded * width * size
-            counts.least_bytes += rows + kv_heads * kv_seen
-            counts.standard_bytes += heads * (4 * n_q * n_k + n_q * width) * size + kv_heads * n_k * width * size
-            counts.kv_bytes += kv_heads * n_k * width * size
+            counts.least_bytes += rows + seen * width * size // p.group
+            counts.standard_bytes += times * p.heads * (4 * n_q * n_k + n_q * width) * size + kv_bytes
+            counts.kv_bytes += kv_bytes
         return counts
+
+
+def _lengths(p: Problem) -> Iterator[tuple[int, int, list[int]]]:
+    """Sequences that cost the same, with their numbers of queries and keys: those of the same length and spans."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    own_spans = p.spans is not None and p.spans.shape[0] > 1
+    for s, lengths in enumerate(zip(p.q_lengths, p.k_lengths, strict=True)):
+        alike.setdefault((*lengths, s) if own_spans else lengths, []).append(s)
+    return ((key[0], key[1], sequences) for key, sequences in alike.items())
+
+
+def _planes(p: Problem, n_q: int, n_k: int, sequence: int, together: int) -> Iterator[tuple[Visible, int, int]]:
+    """What the heads of a sequence see; for how many heads, and for how many grids of tiles, that counts.
+
+    together: query heads that share a tile. If each has its own spans, the first of them counts for all.
+    """
+    band = p.band_for(n_q, n_k)
+    if p.spans is None or p.spans.shape[1] == 1:
+        yield p.visible(band, sequence, 0, n_q), p.heads, p.kv_heads * ceil_div(p.group, together)
+        return
+    for head in range(p.heads):
+        yield p.visible(band, sequence, head, n_q), 1, head % p.group % together == 0
 
 
 def block_bytes(p: Problem, tile: Tiling) -> dict[str, int]:

@@ -14,6 +14,7 @@ from flashtile.checks.options import is_tensor
 from flashtile.numerics.dtypes import EIGHT_BITS, ITEMSIZE, Array, accumulator, carrier
 from flashtile.options import OPTIONS
 from flashtile.problem import Problem
+from flashtile.spans import limits_of
 
 if TYPE_CHECKING:
     pass
@@ -29,6 +30,8 @@ def stand_ins(options: dict[str, Any], dtype: str) -> dict[str, Any]:
             continue  # values that change nothing in a plan, and may be on a GPU
         if kind in ("bool", "like q") and isinstance(x, tuple | list):
             x = stand_in(check_shape(name, x), "bool" if kind == "bool" else like_q)
+        elif kind == "limits":
+            x = to_host(name, limits_of(x))
         elif kind == "integers":
             x = to_host(name, x)
         found[name] = x

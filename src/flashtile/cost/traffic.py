@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from flashtile.band import Band, Kind, ceil_div, cuts
+from flashtile.band import Cuts, Kind, ceil_div, cuts
 from flashtile.numerics.dtypes import ITEMSIZE, accumulator
 from flashtile.numerics.schedule import Event, Grid, Launch, Load, Make, Store, Tile, Zero
+from flashtile.spans import Visibility, Visible
 
 COLUMN_VECTORS = ("m", "l", "L", "D", "factor")  # one number per row
 OF_WIDTH_V = ("V", "O", "dV", "dO")  # the others are as wide as q
@@ -130,8 +131,11 @@ def backward_flops_per_pair(d: int, dv: int) -> int:
     return 6 * d + 4 * dv
 
 
-def visible_pairs(band: Band, n_q: int, n_k: int) -> int:
-    """The number of (query, key) pairs that the band makes visible, without a loop over queries."""
+def visible_pairs(visible: Visible, n_q: int, n_k: int) -> int:
+    """The number of visible (query, key) pairs, without a loop over queries."""
+    if isinstance(visible, Visibility):
+        return visible.pairs(n_q, n_k)
+    band = visible
     if band.left + band.right < 0:
         return 0
 
@@ -168,25 +172,26 @@ def fa1_elements(n: int, d: int, bc: int) -> int:
     return 2 * n * d + ceil_div(n, bc) * (3 * n * d + 4 * n)
 
 
-def fa1_band_elements(n_q: int, n_k: int, d: int, dv: int, br: int, bc: int, band: Band) -> int:
-    """The same for any band: only columns of tiles with a visible pair, and only the rows of their tiles."""
-    columns = columns_visited(band, n_q, n_k, br, bc)
-    return sum((d + dv) * keys + (d + 2 * dv + 4) * len(rows) for keys, rows in columns if rows)
+def fa1_visible_elements(n_q: int, n_k: int, d: int, dv: int, br: int, bc: int, visible: Visible) -> int:
+    """The same for any band or spans: only columns with a tile to compute, and only the rows of those tiles."""
+    columns = columns_visited(visible, n_q, n_k, br, bc)
+    return sum((d + dv) * keys + (d + 2 * dv + 4) * _rows_in(tiles, n_q, br) for keys, tiles in columns if tiles)
 
 
-def fa2_elements(n_q: int, n_k: int, d: int, dv: int, br: int, bc: int, band: Band) -> int:
+def fa2_elements(n_q: int, n_k: int, d: int, dv: int, br: int, bc: int, visible: Visible) -> int:
     """Q, O and L once; for each row of tiles its visible keys and values."""
-    return n_q * (d + dv + 1) + (d + dv) * keys_visited(band, n_q, n_k, br, bc)
+    return n_q * (d + dv + 1) + (d + dv) * keys_visited(visible, n_q, n_k, br, bc)
 
 
-def backward_elements(n_q: int, n_k: int, d: int, dv: int, br: int, bc: int, band: Band) -> int:
+def backward_elements(n_q: int, n_k: int, d: int, dv: int, br: int, bc: int, visible: Visible) -> int:
     """K, V, dK and dV once; a column of tiles moves Q, dO, L, D and dQ of its rows, dQ both ways.
 
     dQ is not read the first time, and the 0 of a row that sees no key is still written.
     """
-    columns = [rows for _, rows in columns_visited(band, n_q, n_k, br, bc) if rows]
-    moved = sum(len(rows) for rows in columns)
-    seen = max(rows.stop for rows in columns) - min(rows.start for rows in columns) if columns else 0
+    columns = [tiles for _, tiles in columns_visited(visible, n_q, n_k, br, bc) if tiles]
+    moved = sum(_rows_in(tiles, n_q, br) for tiles in columns)
+    rows = range(min(t[0] for t in columns), max(t[-1] for t in columns) + 1) if columns else range(0)  # by a band
+    seen = _rows_in(sorted(set().union(*columns)) if isinstance(visible, Visibility) else rows, n_q, br)
     return 2 * n_k * (d + dv) + moved * (3 * d + dv + 2) - seen * d + (n_q - seen) * d
 
 
@@ -195,34 +200,55 @@ def least_elements(n: int, d: int) -> int:
     return 4 * n * d + n
 
 
-def keys_visited(band: Band, n_q: int, n_k: int, br: int, bc: int) -> int:
+def rows_of(visible: Visible, n_q: int, n_k: int, br: int, bc: int) -> Iterator[tuple[Cuts, ...]]:
+    """The cuts of each row of tiles: one, or one for each span."""
+    if isinstance(visible, Visibility):
+        return iter(visible.rows(n_q, n_k, br, bc))
+    return ((cuts(visible, first, min(first + br, n_q), n_k, bc),) for first in range(0, n_q, br))
+
+
+def keys_visited(visible: Visible, n_q: int, n_k: int, br: int, bc: int) -> int:
     """The keys loaded, summed over the rows of tiles."""
-    total = 0
-    for first in range(0, n_q, br):
-        c = cuts(band, first, min(first + br, n_q), n_k, bc)
-        total += max(min(c.end * bc, n_k) - c.begin * bc, 0)
-    return total
+    rows = rows_of(visible, n_q, n_k, br, bc)
+    return sum(max(min(c.end * bc, n_k) - c.begin * bc, 0) for row in rows for c in row)
 
 
-def columns_visited(band: Band, n_q: int, n_k: int, br: int, bc: int) -> list[tuple[int, range]]:
-    """For each column of tiles, its number of keys and the rows of its tiles."""
-    columns = []
-    for first in range(0, n_k, bc):
-        last = min(first + bc, n_k)
-        c = cuts(band.T, first, last, n_q, br)
-        columns.append((last - first, range(c.begin * br, min(c.end * br, n_q))))
-    return columns
+def keys_seen(visible: Visible, n_q: int, n_k: int) -> int:
+    """The number of keys that some query sees."""
+    if isinstance(visible, Visibility):
+        return int((visible.keys(n_q, n_k) > 0).sum())
+    if not n_q:
+        return 0
+    c = cuts(visible, 0, n_q, n_k, 1)
+    return c.end - c.begin
 
 
-def tile_counts(band: Band, n_q: int, n_k: int, br: int, bc: int) -> dict[Kind, int]:
+def columns_visited(visible: Visible, n_q: int, n_k: int, br: int, bc: int) -> list[tuple[int, Sequence[int]]]:
+    """For each column of tiles, its number of keys, and the rows of its tiles to compute."""
+    keys = [min(bc, n_k - first) for first in range(0, n_k, bc)]
+    rows: list[Sequence[int]]
+    if isinstance(visible, Visibility):
+        rows = [[i for i, _ in column] for column in visible.columns(n_q, n_k, br, bc)]
+    else:
+        bands = (cuts(visible.T, first, min(first + bc, n_k), n_q, br) for first in range(0, n_k, bc))
+        rows = [range(c.begin, c.end) for c in bands]
+    return list(zip(keys, rows, strict=True))
+
+
+def _rows_in(tiles: Sequence[int], n_q: int, br: int) -> int:
+    """Rows of scores in these rows of tiles, the last of which may be ragged."""
+    return min(len(tiles) * br, n_q - (tiles[-1] + 1 - len(tiles)) * br) if tiles else 0
+
+
+def tile_counts(visible: Visible, n_q: int, n_k: int, br: int, bc: int) -> dict[Kind, int]:
     """The number of skipped, partial and full tiles, in one step per row of tiles."""
     counts = dict.fromkeys(Kind, 0)
     across = ceil_div(n_k, bc)
-    for first in range(0, n_q, br):
-        c = cuts(band, first, min(first + br, n_q), n_k, bc)
-        counts[Kind.SKIPPED] += across - (c.end - c.begin)
-        counts[Kind.FULL] += c.full_end - c.full_begin
-        counts[Kind.PARTIAL] += (c.end - c.begin) - (c.full_end - c.full_begin)
+    for row in rows_of(visible, n_q, n_k, br, bc):
+        computed, full = sum(c.end - c.begin for c in row), sum(c.full_end - c.full_begin for c in row)
+        counts[Kind.SKIPPED] += across - computed
+        counts[Kind.FULL] += full
+        counts[Kind.PARTIAL] += computed - full
     return counts
 
 

@@ -12,6 +12,7 @@ from flashtile.band import Band
 from flashtile.numerics import dropout
 from flashtile.numerics.dtypes import Array, widen
 from flashtile.problem import Problem
+from flashtile.spans import Visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class Head:
     q_rows: slice  # the sequence's rows of problem.q
     k_rows: slice  # the sequence's keys in use, rows of problem.k
     band: Band
+    visible_by: Visible  # the band, with the spans if there are any
 
     @property
     def n_q(self) -> int:
@@ -86,7 +88,7 @@ class Head:
     def scores(self, Q: Array, K: Array, rows: Any, cols: slice, masked: bool) -> Scores:
         """Compute the input of softmax for a tile: q.k, then scale, softcap, bias, ALiBi and mask.
 
-        `rows` indexes the queries (a slice or an index array). `masked`: the band may cut the tile.
+        `rows` indexes the queries (a slice or an index array). `masked`: band or spans may cut the tile.
         """
         p, dtype = self.problem, Q.dtype
         S = (Q @ K.T) * dtype.type(p.scale)
@@ -110,7 +112,7 @@ class Head:
     def visible(self, rows: Any, cols: slice, masked: bool) -> Array | None:
         """Which pairs of a tile are visible; None: all are."""
         i, j = self._positions(rows, cols)
-        visible = self.band.keep(i, j) if masked else None
+        visible = self.visible_by.keep(i, j) if masked else None
         if self.problem.mask is not None:
             given = self.pairs(self.problem.mask, rows, cols)
             visible = np.broadcast_to(given, (i.size, j.size)) if visible is None else visible & given
@@ -140,7 +142,7 @@ def heads(problem: Problem) -> Iterator[Head]:
         k_rows = slice(int(k_starts[s]), int(k_starts[s]) + k_lengths[s])
         band = problem.band_for(q_lengths[s], k_lengths[s])
         for h in range(problem.heads):
-            yield Head(problem, s, h, q_rows, k_rows, band)
+            yield Head(problem, s, h, q_rows, k_rows, band, problem.visible(band, s, h, q_lengths[s]))
 
 
 def guarded_product(A: Array, B: Array, visible: Array | None) -> Array:

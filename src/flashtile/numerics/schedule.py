@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
-from flashtile.band import Band, Kind, ceil_div, cuts
+from flashtile.band import Kind, ceil_div, cuts
+from flashtile.spans import Visibility, Visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,23 +99,27 @@ class Grid:
         """The rows of block n of an array, named as in the events."""
         return self.cols(n) if name in KEY_ARRAYS else self.rows(n)
 
-    def across(self, band: Band, i: int) -> Iterator[tuple[int, Kind]]:
+    def across(self, visible: Visible, i: int) -> Iterator[tuple[int, Kind]]:
         """The tiles of row i that are not skipped."""
+        if isinstance(visible, Visibility):
+            return chain(*visible.rows(self.n_q, self.n_k, self.br, self.bc)[i])
         r = self.rows(i)
-        return iter(cuts(band, r.start, r.stop, self.n_k, self.bc))
+        return iter(cuts(visible, r.start, r.stop, self.n_k, self.bc))
 
-    def down(self, band: Band, j: int) -> Iterator[tuple[int, Kind]]:
+    def down(self, visible: Visible, j: int) -> Iterator[tuple[int, Kind]]:
         """The tiles of column j that are not skipped."""
+        if isinstance(visible, Visibility):
+            return iter(visible.columns(self.n_q, self.n_k, self.br, self.bc)[j])
         c = self.cols(j)
-        return iter(cuts(band.T, c.start, c.stop, self.n_q, self.br))
+        return iter(cuts(visible.T, c.start, c.stop, self.n_q, self.br))
 
 
-def fa2_forward(band: Band, grid: Grid) -> Iterator[Event]:
+def fa2_forward(visible: Visible, grid: Grid) -> Iterator[Event]:
     """FlashAttention-2: row by row of tiles. Each block of O is computed in SRAM and written once."""
     for i in range(grid.shape[0]):
         yield Load("Q", i)
         yield Zero("O", i)
-        for j, kind in grid.across(band, i):
+        for j, kind in grid.across(visible, i):
             yield Load("K", j)
             yield Load("V", j)
             yield Tile(i, j, kind)
@@ -121,13 +127,13 @@ def fa2_forward(band: Band, grid: Grid) -> Iterator[Event]:
         yield Store("L", i)
 
 
-def fa1_forward(band: Band, grid: Grid) -> Iterator[Event]:
+def fa1_forward(visible: Visible, grid: Grid) -> Iterator[Event]:
     """FlashAttention-1: column by column of tiles. O, m and l of every block go to HBM and back each time.
 
     They start in HBM as 0, -inf and 0, as in algorithm 1 of FlashAttention (docs/algorithm.md, Sources).
     """
     for j in range(grid.shape[1]):
-        tiles = list(grid.down(band, j))
+        tiles = list(grid.down(visible, j))
         if not tiles:
             continue
         yield Load("K", j)
@@ -141,7 +147,7 @@ def fa1_forward(band: Band, grid: Grid) -> Iterator[Event]:
                 yield Store(name, i)
 
 
-def backward(band: Band, grid: Grid, first_of_group: bool = True) -> Iterator[Event]:
+def backward(visible: Visible, grid: Grid, first_of_group: bool = True) -> Iterator[Event]:
     """Gradients, column by column of tiles: dK and dV accumulate in SRAM, dQ in HBM.
 
     `first_of_group`: with grouped heads, the later heads of a group add to the dK and dV of the first.
@@ -153,7 +159,7 @@ def backward(band: Band, grid: Grid, first_of_group: bool = True) -> Iterator[Ev
         yield Load("V", j)
         yield start("dK", j)
         yield start("dV", j)
-        for i, kind in grid.down(band, j):
+        for i, kind in grid.down(visible, j):
             for name in ("Q", "dO", "L", "D"):
                 yield Load(name, i)
             yield Load("dQ", i) if i in seen else Zero("dQ", i)
@@ -187,4 +193,4 @@ def standard_forward(grid: Grid) -> Iterator[Event]:
                 yield Store(name, i)
 
 
-FORWARD: dict[str, Callable[[Band, Grid], Iterator[Event]]] = {"fa1": fa1_forward, "fa2": fa2_forward}
+FORWARD: dict[str, Callable[[Visible, Grid], Iterator[Event]]] = {"fa1": fa1_forward, "fa2": fa2_forward}

@@ -55,7 +55,7 @@ def test_counters_land_on_the_closed_form(recorded, name, order):
     band = Band(left, right, scene["band"]["offset"])
     elements = {
         "standard": traffic.standard_elements(n_q, d, n_k),
-        "fa1": traffic.fa1_band_elements(n_q, n_k, d, d, br, bc, band),
+        "fa1": traffic.fa1_visible_elements(n_q, n_k, d, d, br, bc, band),
         "fa2": traffic.fa2_elements(n_q, n_k, d, d, br, bc, band),
         "backward": traffic.backward_elements(n_q, n_k, d, d, br, bc, band),
     }[order]

@@ -81,7 +81,7 @@ def closed_form(scene: Scene, order: str) -> int:
     shape = scene.n_q, scene.n_k, scene.layout.dim, scene.layout.dim_v, scene.br, scene.bc, scene.band
     elements = {
         "standard": lambda: traffic.standard_elements(scene.n_q, scene.layout.dim, scene.n_k, scene.layout.dim_v),
-        "fa1": lambda: traffic.fa1_band_elements(*shape),
+        "fa1": lambda: traffic.fa1_visible_elements(*shape),
         "fa2": lambda: traffic.fa2_elements(*shape),
         "backward": lambda: traffic.backward_elements(*shape),
     }

@@ -29,8 +29,9 @@ else:
 class Problem(_Options):  # type: ignore[misc]
     """One attention call. Arrays are views of rank 4, (batch, heads, length, dim); packed ones have batch 1.
 
-    Every option is a field with its checked value: spans are limits of rank 5; mask and bias have rank 4, each axis full or 1; alibi has shape
-    (sequences or 1, heads), sink (heads,), descale (sequences or 1, kv_heads or 1, 3). A seed may be a tensor.
+    Every option is a field with its checked value: mask and bias have rank 4, each axis full or 1; spans are limits of
+    rank 5; alibi has shape (sequences or 1, heads), sink (heads,), descale (sequences or 1, kv_heads or 1, 3). A seed
+    may be a tensor.
     """
 
     q: Any

@@ -177,7 +177,7 @@ class Visibility:
         """Begin and end of what each query sees, (queries, spans), by band, spans and number of keys; begin may be
         past the end.
         """
-        i = np.arange(n_q)[:, None]
+        i: Any = np.arange(n_q)[:, None]
         begin = np.maximum(np.maximum(self.band.begin(i), 0), self.limits[..., 0])
         return begin, np.minimum(np.minimum(self.band.end(i), n_k), self.limits[..., 1])
 
@@ -197,11 +197,13 @@ class Visibility:
 
     def rows(self, n_q: int, n_k: int, br: int, bc: int) -> list[tuple[Cuts, ...]]:
         """The cuts of each row of tiles, one for each span, in order."""
-        return self._tiles(n_q, n_k, br, bc)[0]
+        found: list[tuple[Cuts, ...]] = self._tiles(n_q, n_k, br, bc)[0]
+        return found
 
     def columns(self, n_q: int, n_k: int, br: int, bc: int) -> list[list[tuple[int, Kind]]]:
         """For each column of tiles, the rows whose cuts visit it, with the kind of tile."""
-        return self._tiles(n_q, n_k, br, bc)[1]
+        found: list[list[tuple[int, Kind]]] = self._tiles(n_q, n_k, br, bc)[1]
+        return found
 
     def _tiles(self, *grid: int) -> tuple[Any, Any]:
         if self._cached[0] != grid:

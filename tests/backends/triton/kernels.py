@@ -24,6 +24,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def tensor(x: Any) -> Any:
     """A NumPy array of a call as a tensor; anything else as it is."""
+    if isinstance(x, ft.Spans):
+        return ft.Spans.of(tensor(x.limits))
     if not isinstance(x, np.ndarray):
         return x
     if x.dtype == BFLOAT16:

@@ -90,6 +90,11 @@ class Rule(NamedTuple):
     descale: Any  # of 8-bit q, k and v, [sequence, kv head, 3]
     descale_sequence: int
     descale_head: int
+    spans: Any  # int32, [sequence, head, query, n, 2], begin and end side by side
+    spans_sequence: int | None
+    spans_head: int | None
+    spans_row: int | None
+    n_spans: Any  # a compile-time constant
 
 
 class Constants(NamedTuple):
@@ -145,21 +150,23 @@ def rule(p: Problem) -> Rule:
         *alibi,
         *drop,
         *descaling(p.descale),
+        *spans(p.spans),
     )
 
 
 def is_fixed(p: Problem) -> bool:
     """Whether no call like this one needs another rule or other lengths."""
-    tensors = (p.mask, p.bias, p.alibi, p.descale, p.cu_q, p.kv_lengths)
+    tensors = (p.mask, p.bias, p.alibi, p.descale, p.spans, p.cu_q, p.kv_lengths)
     return not p.dropout and all(x is None for x in tensors)
 
 
 def rule_of(a_rule: Rule, x: Inputs) -> Rule:
     """Replace the tensors and the seed by those of this call."""
-    if x.mask is None and x.bias is None and x.alibi is None and x.descale is None and a_rule.seed_low is None:
+    tensors = {"mask": x.mask, "bias": x.bias, "alibi": x.alibi, "descale": x.descale, "spans": x.spans}
+    if a_rule.seed_low is None and all(tensor is None for tensor in tensors.values()):
         return a_rule
     low, high = (None, 0) if a_rule.seed_low is None else seed_halves(x.seed)
-    return a_rule._replace(mask=x.mask, bias=x.bias, alibi=x.alibi, seed_low=low, seed_high=high, descale=x.descale)
+    return a_rule._replace(**tensors, seed_low=low, seed_high=high)
 
 
 def descaling(x: Any) -> tuple[Any, int, int]:
@@ -167,6 +174,14 @@ def descaling(x: Any) -> tuple[Any, int, int]:
     if x is None:
         return None, 0, 0
     return x, 0 if x.shape[0] == 1 else x.stride(0), 0 if x.shape[1] == 1 else x.stride(1)
+
+
+def spans(x: Any) -> tuple[Any, int | None, int | None, int | None, Any]:
+    """The fields of a Rule for these limits of spans. All are None without spans, and so no kernel has parameters for them."""
+    if x is None:
+        return None, None, None, None, None
+    strides = (0 if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True))
+    return x, *strides, x.shape[3] if INTERPRETED else tl.constexpr(x.shape[3])
 
 
 def constants(p: Problem, config: Config) -> Constants:

@@ -16,6 +16,14 @@ from flashtile.backends.gpu.blocks import (
 from flashtile.backends.gpu.cuts import cuts, reach, stretch_of, tile_at
 from flashtile.backends.gpu.nonfinite_rows import finite_part, has_nonfinite, poison
 from flashtile.backends.gpu.scores import LOG2E, Tile, dot, kept, shape_scores, visible_pairs
+from flashtile.backends.gpu.spans import (
+    CHUNK,
+    chunk_of_visits,
+    cuts_of_rows,
+    next_visit,
+    row_cuts_of,
+    visitors,
+)
 
 
 @triton.jit
@@ -161,16 +169,20 @@ def dkdv_rows(
     tops,
     dk,
     dv,
+    row_cuts,
     rule,
     at,
     head,
     j0,
     C: tl.constexpr,
+    CUT_Q: tl.constexpr,
+    CUT_K: tl.constexpr,
     CAREFUL: tl.constexpr,
 ):
     """Compute and store dK and dV of BLOCK_K keys from j0 on; return whether any of them may be spoiled.
 
-    CAREFUL: see nonfinite_rows.py.
+    CAREFUL: see nonfinite_rows.py. row_cuts: with spans, the cuts of each row of tiles of CUT_Q queries and CUT_K keys;
+    C has tiles of that size, or parts of them.
     """
     o_j = j0 + tl.arange(0, C.BLOCK_K)
     in_k = o_j < at.k_len
@@ -184,22 +196,40 @@ def dkdv_rows(
     last = tl.maximum(tl.minimum(j0 + C.BLOCK_K, at.k_len), j0 + 1)
     cut = cuts(reach(rule.right), reach(rule.left), -at.offset, j0, last, at.q_len * (j0 < at.k_len), C.BLOCK_Q)
     TWO_ENDS: tl.constexpr = rule.right is not None
+    PARTS: tl.constexpr = CUT_Q // C.BLOCK_Q
     for h in range(head * C.GROUP, head * C.GROUP + C.GROUP):
         queries = head_of(q, at.sequence, h, at.q_start, at.q_len)
         douts = head_of(dout, at.sequence, h, at.q_start, at.q_len)
         p_log2 = head_of(log2, at.sequence, h, at.q_start, at.q_len)
         p_delta = head_of(delta, at.sequence, h, at.q_start, at.q_len)
-        for n in tl.static_range(2 if CAREFUL else 0, 3 if CAREFUL else 2):
-            begin, end = stretch_of(cut, n, TWO_ENDS)
-            for place in range(begin, end):
-                i0 = tile_at(cut, place, n, TWO_ENDS) * C.BLOCK_Q
-                b_dk, b_dv = dkdv_tile(
-                    *(b_dk, b_dv, b_k, b_v),
-                    *(queries, douts, q_desc, do_desc, p_log2, p_delta, tops),
-                    *(h, i0, j0, rule, at, C),
-                    MASKED=n > 0,
-                    CAREFUL=CAREFUL,
-                )
+        if row_cuts is None:
+            for n in tl.static_range(2 if CAREFUL else 0, 3 if CAREFUL else 2):
+                begin, end = stretch_of(cut, n, TWO_ENDS)
+                for place in range(begin, end):
+                    i0 = tile_at(cut, place, n, TWO_ENDS) * C.BLOCK_Q
+                    b_dk, b_dv = dkdv_tile(
+                        *(b_dk, b_dv, b_k, b_v),
+                        *(queries, douts, q_desc, do_desc, p_log2, p_delta, tops),
+                        *(h, i0, j0, rule, at, C),
+                        MASKED=n > 0,
+                        CAREFUL=CAREFUL,
+                    )
+        else:
+            p_cuts = row_cuts_of(row_cuts, at, h, CUT_Q)
+            first, last = visitors(p_cuts, row_cuts.row, tl.cdiv(at.q_len, CUT_Q), j0 // CUT_K, rule.n_spans)
+            for t in range(first, last, CHUNK):
+                visits = chunk_of_visits(p_cuts, row_cuts.row, t, last, j0 // CUT_K, rule.n_spans)
+                for n in tl.static_range(2 if CAREFUL else 0, 3 if CAREFUL else 2):
+                    bits = visits[2 * n]
+                    for place in range(visits[2 * n + 1] * PARTS):
+                        i0, bits = next_visit(bits, t, place, CUT_Q, C.BLOCK_Q)
+                        b_dk, b_dv = dkdv_tile(
+                            *(b_dk, b_dv, b_k, b_v),
+                            *(queries, douts, q_desc, do_desc, p_log2, p_delta, tops),
+                            *(h, i0, j0, rule, at, C),
+                            MASKED=n > 0,
+                            CAREFUL=CAREFUL,
+                        )
     bad = has_nonfinite(b_dk) | has_nonfinite(b_dv)
     dkeys = head_of(dk, at.sequence, head, at.k_start, at.k_rows)
     dvalues = head_of(dv, at.sequence, head, at.k_start, at.k_rows)
@@ -214,17 +244,33 @@ def dkdv_rows(
         for h in range(head * C.GROUP, head * C.GROUP + C.GROUP):
             queries = head_of(q, at.sequence, h, at.q_start, at.q_len)
             douts = head_of(dout, at.sequence, h, at.q_start, at.q_len)
-            for i in range(cut[0], cut[3]):
-                i0 = i * C.BLOCK_Q
-                visible = visible_pairs(rule, transposed_tile(o_j, h, i0, at, C.BLOCK_Q), True)
-                poison(p_dk, in_k, queries, i0, visible, C.DIM, True, C)
-                if rule.seed_low is not None:
-                    o_i = i0 + tl.arange(0, C.BLOCK_Q)
-                    keep = tl.trans(kept(rule, at.sequence, h, o_i[:, None], j0, C.BLOCK_Q, C.BLOCK_K))
-                    poison(p_dv, in_k, douts, i0, visible & (keep == 0), C.DIM_V, True, C)
-                    visible = visible & keep
-                poison(p_dv, in_k, douts, i0, visible, C.DIM_V, False, C)
+            if row_cuts is None:
+                for i in range(cut[0], cut[3]):
+                    poison_keys(p_dk, p_dv, in_k, queries, douts, h, i * C.BLOCK_Q, j0, rule, at, C)
+            else:
+                p_cuts = row_cuts_of(row_cuts, at, h, CUT_Q)
+                first, last = visitors(p_cuts, row_cuts.row, tl.cdiv(at.q_len, CUT_Q), j0 // CUT_K, rule.n_spans)
+                for t in range(first, last, CHUNK):
+                    visits = chunk_of_visits(p_cuts, row_cuts.row, t, last, j0 // CUT_K, rule.n_spans)
+                    bits = visits[4]
+                    for place in range(visits[5] * PARTS):
+                        i0, bits = next_visit(bits, t, place, CUT_Q, C.BLOCK_Q)
+                        poison_keys(p_dk, p_dv, in_k, queries, douts, h, i0, j0, rule, at, C)
     return bad
+
+
+@triton.jit
+def poison_keys(p_dk, p_dv, in_k, queries, douts, h, i0, j0, rule, at, C: tl.constexpr):
+    """Give dK and dV of BLOCK_K keys the NaN and Inf of BLOCK_Q queries from i0 on, and of their gradients."""
+    tile = transposed_tile(j0 + tl.arange(0, C.BLOCK_K), h, i0, at, C.BLOCK_Q)
+    visible = visible_pairs(rule, tile, True)
+    poison(p_dk, in_k, queries, i0, visible, C.DIM, True, C)
+    if rule.seed_low is not None:
+        o_i = i0 + tl.arange(0, C.BLOCK_Q)
+        keep = tl.trans(kept(rule, at.sequence, h, o_i[:, None], j0, C.BLOCK_Q, C.BLOCK_K))
+        poison(p_dv, in_k, douts, i0, visible & (keep == 0), C.DIM_V, True, C)
+        visible = visible & keep
+    poison(p_dv, in_k, douts, i0, visible, C.DIM_V, False, C)
 
 
 @triton.jit
@@ -288,9 +334,8 @@ def dq_rows(
     keys = head_of(k, at.sequence, h // C.GROUP, at.k_start, at.k_len)
     values = head_of(v, at.sequence, h // C.GROUP, at.k_start, at.k_len)
     b_dq = tl.zeros([C.BLOCK_Q, C.BLOCK_D], C.REAL)
-    last = tl.minimum(i0 + C.BLOCK_Q, at.q_len)
-    cut = cuts(reach(rule.left), reach(rule.right), at.offset, i0, last, at.k_len, C.BLOCK_K)
-    TWO_ENDS: tl.constexpr = rule.left is not None
+    cut = cuts_of_rows(rule, at, h, i0, 1, C.BLOCK_Q, C.BLOCK_K)
+    TWO_ENDS: tl.constexpr = rule.left is not None or rule.spans is not None
     for n in tl.static_range(2 if CAREFUL else 0, 3 if CAREFUL else 2):
         begin, end = stretch_of(cut, n, TWO_ENDS)
         for place in range(begin, end):
@@ -305,8 +350,9 @@ def dq_rows(
     if CAREFUL:
         tl.debug_barrier()
         p_dq = dqueries.ptr + to_int64(o_i) * dqueries.row
-        for j in range(cut[0], cut[3]):
-            j0 = j * C.BLOCK_K
+        begin, end = stretch_of(cut, 2, TWO_ENDS)
+        for place in range(begin, end):
+            j0 = tile_at(cut, place, 2, TWO_ENDS) * C.BLOCK_K
             visible = visible_pairs(rule, query_tile(i0, h, j0, at, C), True)
             poison(p_dq, o_i < at.q_len, keys, j0, visible, C.DIM, True, C)
     return bad

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.gpu.blocks import from_bits, head_of, load_rows, to_int64, widen_8_bits
-from flashtile.backends.gpu.cuts import cuts, reach, stretch_of, tile_at, within
+from flashtile.backends.gpu.cuts import stretch_of, tile_at, within
 from flashtile.backends.gpu.nonfinite_rows import finite_part, has_nonfinite, poison
 from flashtile.backends.gpu.scores import (
     LN2,
@@ -22,6 +22,7 @@ from flashtile.backends.gpu.scores import (
     shape_scores,
     visible_pairs,
 )
+from flashtile.backends.gpu.spans import cuts_of_rows
 
 # The factor of weights on the careful walk: a sum of values near the largest number may be infinite although their mean
 # is finite. float16 has neither such values nor such weights.
@@ -133,10 +134,10 @@ def forward_rows(
     HALVES: tl.constexpr = CAREFUL or (SPLITS > 1 and rule.bias is not None)
     m, l = begin_rows(p_sink, queries.o_h, queries.inside & (split == 0), C.REAL, HALVES)
     acc = tl.zeros([C.BLOCK_Q, C.BLOCK_DV], C.REAL)
-    cut = cuts_of_rows(rule, at, first, PACKED_HEADS, C.BLOCK_Q, C.BLOCK_K)
+    cut = cuts_of_rows(rule, at, head, first, PACKED_HEADS, C.BLOCK_Q, C.BLOCK_K)
     if SPLITS > 1:
         cut = within(cut, share[0] // C.BLOCK_K, share[1] // C.BLOCK_K)
-    TWO_ENDS: tl.constexpr = rule.left is not None
+    TWO_ENDS: tl.constexpr = rule.left is not None or rule.spans is not None
     for n in tl.static_range(2 if CAREFUL else 0, 3 if CAREFUL else 2):
         begin, end = stretch_of(cut, n, TWO_ENDS)
         for place in range(begin, end):
@@ -168,8 +169,9 @@ def forward_rows(
         tl.store(p_lse, tl.where(l == 0, float("-inf"), m * LN2 + tl.log(l)), mask=queries.inside)
     if CAREFUL:
         tl.debug_barrier()
-        for j in range(cut[0], cut[3]):
-            j0 = j * C.BLOCK_K
+        begin, end = stretch_of(cut, 2, TWO_ENDS)
+        for place in range(begin, end):
+            j0 = tile_at(cut, place, 2, TWO_ENDS) * C.BLOCK_K
             tile = pairs_of(queries, at, j0, C.BLOCK_K)
             visible = visible_pairs(rule, tile, True)
             if rule.seed_low is not None:
@@ -237,10 +239,3 @@ def begin_rows(p_sink, o_h, has_sink, REAL: tl.constexpr, HALVES: tl.constexpr):
         # != 0: combined with a scalar, a boolean is no mask to the interpreter of Triton 3.8 and later.
         m = tl.load(p_sink + o_h, mask=has_sink != 0, other=float("-inf")).to(REAL) * (LOG2E / 2 if HALVES else LOG2E)
     return m, tl.where(m == float("-inf"), 0.0, 1.0).to(REAL)
-
-
-@triton.jit
-def cuts_of_rows(rule, at, first, PACKED_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The cuts of the key tiles that BLOCK_Q rows from `first` on see."""
-    last = (tl.minimum(first + BLOCK_Q, at.q_len * PACKED_HEADS) - 1) // PACKED_HEADS + 1
-    return cuts(reach(rule.left), reach(rule.right), at.offset, first // PACKED_HEADS, last, at.k_len, BLOCK_K)

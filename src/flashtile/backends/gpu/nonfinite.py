@@ -69,7 +69,8 @@ class RecomputeBackward:
     """The launches that recompute flagged tiles of a backward pass: dK and dV of block_k keys, dQ of block_q queries.
 
     The flags of all key tiles come first, those of query tiles from first_of_queries on. dout: its strides; statistics:
-    those of log2, delta and tops (row_statistics()). use_pdl: the kernel before them launches its dependents early, see
+    those of log2, delta and tops (row_statistics()); row_cuts: those of the table that spans need, whose tiles have cut_q
+    queries and block_k keys (dkdv_rows()). use_pdl: the kernel before them launches its dependents early, see
     pdl.py.
     """
 
@@ -83,6 +84,8 @@ class RecomputeBackward:
         statistics: Strides,
         grads: tuple[Result, ...],
         use_pdl: bool,
+        row_cuts: Strides | None = None,
+        cut_q: int = 32,
     ) -> None:
         batch = p.q.shape[0]
         k_tiles, q_tiles = count_tiles(p, p.n_k, p.k.shape[2], block_k), count_tiles(p, p.n_q, p.q.shape[2], block_q)
@@ -92,7 +95,7 @@ class RecomputeBackward:
         inputs = {"q": strides(p.q, p), "k": strides(p.k, p), "log2": statistics, "tops": statistics}
         self._q_counts = {"q_tiles": q_tiles, "heads": p.heads}
         self._k_counts = {"k_tiles": k_tiles, "kv_heads": p.kv_heads}
-        of_queries, of_keys = careful(p, block_q), careful(p, block_k)
+        of_queries, of_keys = careful(p, block_q), careful(p, block_k, cut_q)
         self._sums = KernelLaunch(
             recompute_sums_kernel,
             flags.programs,
@@ -108,9 +111,10 @@ class RecomputeBackward:
             recompute_backward_kernel,
             flags.programs,
             min(of_queries, of_keys, key=lambda config: config.warps).options | pdl_options(use_pdl),
-            inputs | {"v": strides(p.v, p), "dout": dout, "delta": statistics} | results,
+            inputs | {"v": strides(p.v, p), "dout": dout, "delta": statistics, "row_cuts": row_cuts} | results,
             K_ROWS=block_k,
             Q_ROWS=block_q,
+            CUT_Q=cut_q,
             OF_KEYS=constants(p, of_keys),
             OF_QUERIES=constants(p, of_queries),
             PDL=use_pdl,
@@ -126,13 +130,14 @@ class RecomputeBackward:
         dk: Argument,
         dv: Argument,
         p_sink: Argument,
+        row_cuts: Argument | None = None,
         **shared: Argument,
     ) -> list[BoundLaunch]:
         """shared: the values of a call that both kernels take."""
         first = self.first_of_queries
         tiles, heads = self._q_counts["q_tiles"], self._q_counts["heads"]
         sums = {"first_of_queries": first, "count": self.count - first, "tiles": tiles, "heads": heads}
-        gradients = {"v": v, "dout": dout, "delta": delta, "dq": dq, "dk": dk, "dv": dv}
+        gradients = {"v": v, "dout": dout, "delta": delta, "dq": dq, "dk": dk, "dv": dv, "row_cuts": row_cuts}
         counts = {"first_of_queries": first, "count": self.count, **self._q_counts, **self._k_counts}
         return [self._sums.bind(**shared, p_sink=p_sink, **sums), self._launch.bind(**shared, **gradients, **counts)]
 

@@ -12,10 +12,11 @@ import triton.language as tl
 
 from flashtile.backends.gpu.backward_rows import dkdv_rows, dq_rows, query_tile
 from flashtile.backends.gpu.blocks import head_of, load_per_row, load_rows, store_per_row, tile_of
-from flashtile.backends.gpu.cuts import cuts, reach
+from flashtile.backends.gpu.cuts import stretch_of, tile_at
 from flashtile.backends.gpu.forward_rows import begin_rows, recompute_forward_rows
 from flashtile.backends.gpu.pdl import launch_dependents, wait_for_previous
 from flashtile.backends.gpu.scores import dot, exp2_of, shape_scores, visible_pairs
+from flashtile.backends.gpu.spans import cuts_of_rows
 
 FLAGS_AT_ONCE = tl.constexpr(128)  # that a program reads together
 
@@ -77,11 +78,12 @@ def row_sums(q, k, log2, tops, p_sink, rule, at, h, i0, C: tl.constexpr):
     b_q = load_rows(head_of(q, at.sequence, h, at.q_start, at.q_len), None, i0, C.BLOCK_Q, C.DIM, C.BLOCK_D, True)
     keys = head_of(k, at.sequence, h // C.GROUP, at.k_start, at.k_len)
     m, l = begin_rows(p_sink, o_i * 0 + h, o_i < at.q_len, C.REAL, True)
-    last = tl.minimum(i0 + C.BLOCK_Q, at.q_len)
-    cut = cuts(reach(rule.left), reach(rule.right), at.offset, i0, last, at.k_len, C.BLOCK_K)
-    for j in range(cut[0], cut[3]):
-        b_k = load_rows(keys, None, j * C.BLOCK_K, C.BLOCK_K, C.DIM, C.BLOCK_D, True)
-        tile = query_tile(i0, h, j * C.BLOCK_K, at, C)
+    cut = cuts_of_rows(rule, at, h, i0, 1, C.BLOCK_Q, C.BLOCK_K)
+    begin, end = stretch_of(cut, 2, True)
+    for place in range(begin, end):
+        j0 = tile_at(cut, place, 2, True) * C.BLOCK_K
+        b_k = load_rows(keys, None, j0, C.BLOCK_K, C.DIM, C.BLOCK_D, True)
+        tile = query_tile(i0, h, j0, at, C)
         S = dot(b_q, tl.trans(b_k), tl.zeros([C.BLOCK_Q, C.BLOCK_K], C.REAL), C.PRECISION)
         S, unit, _slope = shape_scores(S, rule, tile)
         S = tl.where(visible_pairs(rule, tile, True), S * (unit * 0.5), float("-inf"))
@@ -139,6 +141,7 @@ def recompute_backward_kernel(
     dk,
     dv,
     flags,
+    row_cuts,
     count,
     first_of_queries,
     rule,
@@ -149,11 +152,15 @@ def recompute_backward_kernel(
     heads,
     K_ROWS: tl.constexpr,
     Q_ROWS: tl.constexpr,
+    CUT_Q: tl.constexpr,
     OF_KEYS: tl.constexpr,
     OF_QUERIES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Recompute flagged tiles: dK and dV of K_ROWS keys, whose flags come first, and dQ of Q_ROWS queries."""
+    """Recompute flagged tiles: dK and dV of K_ROWS keys, whose flags come first, and dQ of Q_ROWS queries.
+
+    row_cuts: see dkdv_rows(); its tiles have CUT_Q queries and K_ROWS keys.
+    """
     wait_for_previous(PDL)
     n = next_flagged(flags, tl.program_id(0), count)
     while n < count:
@@ -161,7 +168,8 @@ def recompute_backward_kernel(
             head, tile, at = tile_of(n, k_tiles, kv_heads, lengths.cu_k, lengths.n_k, rule, lengths, K_ROWS)
             for j0 in range(tile * K_ROWS, tl.minimum((tile + 1) * K_ROWS, at.k_rows), OF_KEYS.BLOCK_K):
                 dkdv_rows(
-                    *(q, k, v, dout, None, None, log2, delta, tops, dk, dv, rule, at, head, j0, OF_KEYS),
+                    *(q, k, v, dout, None, None, log2, delta, tops, dk, dv, row_cuts, rule, at, head, j0, OF_KEYS),
+                    *(CUT_Q, K_ROWS),
                     CAREFUL=True,
                 )
         else:

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.gpu.blocks import from_bits, to_int64
+from flashtile.backends.gpu.spans import in_spans
 from flashtile.backends.gpu.unspecialized import half_of_seed, plain
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -114,12 +115,15 @@ def shape_scores(S, rule, tile):
 
 @triton.jit
 def visible_pairs(rule, tile, MASKED: tl.constexpr):
-    """Which queries see which keys. MASKED: the band or an end of the rows may cut this tile.
+    """Which queries see which keys. MASKED: the band, a span or an end of the rows may cut this tile.
 
-    A query sees the keys up to one index and, with a limit on the left, from another one on: two comparisons.
+    A query sees the keys up to one index and, with a limit on the left, from another one on: two comparisons, and with
+    spans two for each.
     """
     visible = inside(tile)
-    if MASKED:
+    if MASKED and rule.spans is not None:
+        visible = in_spans(rule, tile)
+    elif MASKED:
         at = tile.o_i + tile.offset
         if rule.right is not None:
             visible = tile.o_j <= tl.where(tile.real_i, tl.minimum(at + plain(rule.right), tile.k_len - 1), -1)

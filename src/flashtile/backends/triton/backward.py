@@ -1,4 +1,4 @@
-"""The launches of a backward pass: row statistics, dK and dV, dQ, recomputed tiles, dbias."""
+"""The launches of a backward pass: cuts of spans, row statistics, dK and dV, dQ, recomputed tiles, dbias."""
 
 from __future__ import annotations
 
@@ -36,7 +36,13 @@ from flashtile.backends.gpu.tensors import (
     strides,
 )
 from flashtile.backends.triton import tuning
-from flashtile.backends.triton.backward_kernels import dbias_kernel, dkdv_kernel, dq_kernel, statistics_kernel
+from flashtile.backends.triton.backward_kernels import (
+    dbias_kernel,
+    dkdv_kernel,
+    dq_kernel,
+    row_cuts_kernel,
+    statistics_kernel,
+)
 from flashtile.inputs import Inputs
 from flashtile.problem import Problem
 from flashtile.results import Grads
@@ -63,22 +69,27 @@ class Backward:
         scratch = Scratch(SCRATCH.position, device)
         statistics = _Statistics(p, of_keys.block_q, scratch)
         self._statistics, self._n = (statistics.log2, statistics.delta, statistics.tops), p.q.shape[2]
+        row_cuts = None if p.spans is None else _RowCuts(p, of_keys, scratch)
         recompute = RecomputeBackward(
             *(p, device, of_queries.block_q, of_keys.block_k),
             *(strides(dout, p), statistics.strides, grads, use_pdl),
+            **({} if row_cuts is None else {"row_cuts": row_cuts.strides, "cut_q": of_keys.block_q}),
         )
         flags = scratch.part((recompute.count,), torch.int32)
         self._scratch = scratch.maker()
         tiles = _TileKernels(p, dout, is_aligned, statistics, use_pdl)
         launches = list[BoundLaunch]()
+        if row_cuts is not None and self._dq.numel and self._dk.numel:
+            launches.append(row_cuts.bind())
         if self._dq.numel:
             launches.append(statistics.bind(p, device, (dout, *given[1:]), use_pdl))
         if self._dk.numel:
-            launches.append(tiles.dkdv(of_keys, grads, flags))
+            launches.append(tiles.dkdv(of_keys, grads, flags, row_cuts))
         if self._dq.numel:
             launches.append(tiles.dq(of_queries, grads, flags, recompute.first_of_queries))
         if recompute.count:
             inputs = {"q": Q, "k": K, "v": V, "dout": DOUT, "p_sink": SINK, "rule": RULE, "lengths": LENGTHS}
+            inputs["row_cuts"] = None if row_cuts is None else row_cuts.part
             launches += recompute.bind(**inputs, **statistics.parts(), flags=flags, dq=DQ, dk=DK, dv=DV)
         if self._bias_shape is not None and self._bias_shape.numel():
             launches.append(tiles.dbias(_config("dbias", p, device), self._bias_shape))
@@ -135,6 +146,29 @@ class _Statistics:
         return launch.bind(dout=DOUT, out=OUT, lse=LSE, dlse=DLSE, **self.parts(), n_rows=n_rows, heads=p.heads)
 
 
+class _RowCuts:
+    """The results of row_cuts_kernel in scratch memory, for tiles of dkdv_kernel: the cuts of spans of each row of them.
+
+    Laid out as row_cuts_of() reads them: for each sequence and head (or all of them together), each cut of all rows of
+    tiles. Packed sequences lie one after the other, as locate() counts their tiles.
+    """
+
+    def __init__(self, p: Problem, config: Config, scratch: Scratch) -> None:
+        self._heads, cuts = p.spans.shape[1], 4 * p.spans.shape[3]
+        self._tiles, self._config = count_tiles(p, p.n_q, p.q.shape[2], config.block_q), config
+        self._batch = p.q.shape[0]
+        self.part = scratch.part((self._batch, self._heads, cuts, self._tiles), torch.int32)
+        of_head = cuts * self._tiles
+        self.strides = (1 if p.packed else self._heads * of_head, 0 if self._heads == 1 else of_head, self._tiles)
+
+    def bind(self) -> BoundLaunch:
+        """Launched without PDL, and so complete before any other kernel of the pass begins."""
+        sizes = {"BLOCK_Q": self._config.block_q, "BLOCK_K": self._config.block_k}
+        programs = self._tiles * self._heads * self._batch
+        launch = KernelLaunch(row_cuts_kernel, programs, strides={"row_cuts": self.strides}, **sizes)
+        return launch.bind(row_cuts=self.part, rule=RULE, lengths=LENGTHS, tiles=self._tiles, heads=self._heads)
+
+
 class _TileKernels:
     """The kernels that walk tiles of scores, and their common inputs: q, k, v, dout and the row statistics."""
 
@@ -149,7 +183,9 @@ class _TileKernels:
         self._inputs = {"q": Q, "k": K, "v": V, "dout": DOUT, "rule": RULE, "lengths": LENGTHS}
         self._inputs |= {"log2": statistics.log2, "delta": statistics.delta}
 
-    def dkdv(self, config: Config, grads: tuple[Result, ...], flags: Argument) -> BoundLaunch:
+    def dkdv(
+        self, config: Config, grads: tuple[Result, ...], flags: Argument, row_cuts: _RowCuts | None
+    ) -> BoundLaunch:
         p, (_, dk, dv) = self._p, grads
         tiles = count_tiles(p, p.n_k, p.k.shape[2], config.block_k)
         launch = self._launch(
@@ -158,9 +194,9 @@ class _TileKernels:
             tiles * p.kv_heads,
             {"q_desc": self._descriptors("q", config, config.block_q)}
             | {"do_desc": self._descriptors("dout", config, config.block_q)},
-            {"dk": dk.strides, "dv": dv.strides},
+            {"dk": dk.strides, "dv": dv.strides, "row_cuts": None if row_cuts is None else row_cuts.strides},
         )
-        walked = {"q_desc": Q, "do_desc": DOUT}
+        walked = {"q_desc": Q, "do_desc": DOUT, "row_cuts": None if row_cuts is None else row_cuts.part}
         return launch.bind(**self._inputs, **walked, dk=DK, dv=DV, flags=flags, tiles=tiles, kv_heads=p.kv_heads)
 
     def dq(self, config: Config, grads: tuple[Result, ...], flags: Argument, first_flag: int) -> BoundLaunch:
@@ -187,7 +223,7 @@ class _TileKernels:
         config: Config,
         tiles: int,
         descriptors: dict[str, Maker | None],
-        grads: dict[str, Strides],
+        grads: dict[str, Strides | None],
     ) -> KernelLaunch:
         """tiles: of all heads of a sequence."""
         return KernelLaunch(

@@ -18,10 +18,12 @@ from flashtile.backends.gpu.blocks import (
     sequence_bounds,
     store_per_row,
     tile_of,
+    to_int64,
 )
-from flashtile.backends.gpu.cuts import cuts, reach
+from flashtile.backends.gpu.cuts import stretch_of, tile_at, within
 from flashtile.backends.gpu.pdl import launch_dependents, wait_for_previous
 from flashtile.backends.gpu.scores import pair_pointers
+from flashtile.backends.gpu.spans import cuts_of_rows
 from flashtile.backends.gpu.unspecialized import plain
 
 
@@ -57,6 +59,23 @@ def statistics_kernel(
     store_per_row(head_of(tops, sequence, head, 0, n_rows), first, tl.zeros([BLOCK], L.dtype))
 
 
+@triton.jit(do_not_specialize=["tiles", "heads"])
+def row_cuts_kernel(row_cuts, rule, lengths, tiles, heads, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Store the cuts of a row of tiles per program, which dkdv_kernel needs: it walks the rows that visit its keys.
+
+    The grid counts rows of tiles, then heads, then sequences. row_cuts: see row_cuts_of().
+    """
+    program = tl.program_id(0)
+    h, tile, at = tile_of(program, tiles, heads, lengths.cu_q, lengths.n_q, rule, lengths, BLOCK_Q)
+    cut = cuts_of_rows(rule, at, h, tile * BLOCK_Q, 1, BLOCK_Q, BLOCK_K)
+    is_whole = (tile + 1) * BLOCK_Q <= at.q_len
+    p = row_cuts.ptr + to_int64(program // tiles * len(cut)) * tiles + program % tiles
+    for n in tl.static_range(len(cut)):
+        # dkdv_kernel masks queries beyond the last one only in partial tiles.
+        value = cut[n] if n % 4 != 2 else tl.where(is_whole, cut[n], cut[n - 1])
+        tl.store(p + n * tiles, value)
+
+
 @triton.jit(do_not_specialize=["tiles", "kv_heads"])
 def dkdv_kernel(
     q,
@@ -70,6 +89,7 @@ def dkdv_kernel(
     dk,
     dv,
     flags,
+    row_cuts,
     rule,
     lengths,
     tiles,
@@ -87,7 +107,11 @@ def dkdv_kernel(
     head, tile, at = tile_of(program, tiles, kv_heads, lengths.cu_k, lengths.n_k, rule, lengths, C.BLOCK_K)
     j0 = tile * C.BLOCK_K
     if j0 < at.k_rows:
-        bad = dkdv_rows(q, k, v, dout, q_desc, do_desc, log2, delta, None, dk, dv, rule, at, head, j0, C, CAREFUL=False)
+        bad = dkdv_rows(
+            *(q, k, v, dout, q_desc, do_desc, log2, delta, None, dk, dv, row_cuts, rule, at, head, j0, C),
+            *(C.BLOCK_Q, C.BLOCK_K),
+            CAREFUL=False,
+        )
         tl.store(flags + program, bad.to(tl.int32))
     else:
         tl.store(flags + program, 0)
@@ -188,11 +212,12 @@ def dbias_kernel(
                 b_q = load_rows(queries, None, i0, C.BLOCK_Q, C.DIM, C.BLOCK_D, True)
                 b_do = load_rows(douts, None, i0, C.BLOCK_Q, C.DIM_V, C.BLOCK_DV, True)
                 L, D = load_statistics(p_log2, p_delta, i0, C.BLOCK_Q, True)
-                last = tl.minimum(i0 + C.BLOCK_Q, at.q_len)
-                cut = cuts(reach(rule.left), reach(rule.right), at.offset, i0, last, at.k_len, C.BLOCK_K)
-                for j in range(tl.maximum(first_j, cut[0]), tl.minimum(last_j, cut[3])):
+                cut = within(cuts_of_rows(rule, at, h, i0, 1, C.BLOCK_Q, C.BLOCK_K), first_j, last_j)
+                begin, end = stretch_of(cut, 2, True)
+                for place in range(begin, end):
+                    j0 = tile_at(cut, place, 2, True) * C.BLOCK_K
                     dS, _bent, _keys = dscores_tile(
-                        b_q, b_do, L, D, tops, keys, values, None, None, i0, j * C.BLOCK_K, h, rule, at, C, MASKED=True
+                        b_q, b_do, L, D, tops, keys, values, None, None, i0, j0, h, rule, at, C, MASKED=True
                     )
                     total += dS
     if SHARE_ROWS:

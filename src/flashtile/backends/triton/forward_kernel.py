@@ -6,8 +6,10 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.gpu.blocks import locate, sequence_bounds
-from flashtile.backends.gpu.forward_rows import cuts_of_rows, forward_rows, recompute_forward_rows
+from flashtile.backends.gpu.cuts import stretch_of, tile_at
+from flashtile.backends.gpu.forward_rows import forward_rows, recompute_forward_rows
 from flashtile.backends.gpu.pdl import launch_dependents
+from flashtile.backends.gpu.spans import cuts_of_rows
 
 
 @triton.jit(do_not_specialize=["tiles", "heads", "lse_split"])
@@ -53,7 +55,7 @@ def forward_kernel(
         share = 0, at.k_len
         if SPLITS > 1:
             share = share_of(
-                cuts_of_rows(rule, at, first, PACKED_HEADS, C.BLOCK_Q, C.BLOCK_K), split, SPLITS, C.BLOCK_K
+                cuts_of_rows(rule, at, head, first, PACKED_HEADS, C.BLOCK_Q, C.BLOCK_K), split, SPLITS, C.BLOCK_K
             )
         bad = forward_rows(
             *(q, k, v, k_desc, v_desc, out, lse, p_sink, rule, at, head, first, split, share, out_split, lse_split),
@@ -75,6 +77,8 @@ def forward_kernel(
 @triton.jit
 def share_of(cut, split, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr):
     """The range of keys that one of SPLITS programs walks, in whole tiles."""
-    share = tl.cdiv(cut[3] - cut[0], SPLITS)
-    begin = tl.minimum(cut[0] + split * share, cut[3])
-    return begin * BLOCK_K, tl.minimum(begin + share, cut[3]) * BLOCK_K
+    first, last = stretch_of(cut, 2, True)
+    share = tl.cdiv(last - first, SPLITS)
+    begin = tl.minimum(first + split * share, last)
+    end = tl.minimum(begin + share, last)
+    return tile_at(cut, begin, 2, True) * BLOCK_K, tile_at(cut, end, 2, True) * BLOCK_K

@@ -133,6 +133,8 @@ def _as_integers(begin: Any, end: Any) -> tuple[Any, Any]:
         else:
             import torch
 
+            import flashtile.pytorch  # noqa: F401  registers Spans with torch.export
+
             if not isinstance(x, torch.Tensor):
                 if isinstance(x, np.ndarray) and x.ndim:
                     raise DTypeError(f"spans: expected begin and end of one library, got a NumPy array for {name}")

@@ -65,6 +65,7 @@ def as_given(q: Tensor, k: Tensor, v: Tensor, spans: ft.Spans) -> Any:
     return ft.attention(q, k, v, spans=spans)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from torch, when its compiler is imported
 @pytest.mark.parametrize("function", [as_given, spans_inside, documents_inside])
 def test_compiled(function: Callable[..., Any]) -> None:
     tensors = qkv(True)

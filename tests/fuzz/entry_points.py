@@ -105,6 +105,8 @@ def with_numpy(p: RandomProblem, **more: Any) -> Results:
     """attention() and attention_backward() on NumPy arrays."""
     q, k, v, dout, dlse = (to_numpy(x) for x in (p.q, p.k, p.v, p.dout, p.dlse))
     options = {name: to_numpy(x) if isinstance(x, Tensor) else x for name, x in p.options.items()} | more
+    if "spans" in options:
+        options["spans"] = ft.Spans.of(to_numpy(options["spans"].limits))
     out, lse = ft.attention(q, k, v, return_lse=True, **options)
     grads = ft.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options)
     found = {"out": out, "lse": lse, **grads._asdict()}

@@ -39,6 +39,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, kind: torch.dtype = torch.float64
         seen = seen & (j >= at - left)
     if right is not None:
         seen = seen & (j <= at + right)
+    if o.get("spans") is not None:
+        begin, end = (x.unsqueeze(-2) for x in (o["spans"].begin, o["spans"].end))
+        seen = seen & ((begin <= j[:, None]) & (j[:, None] < end)).any(-1)
     if o.get("mask") is not None:
         seen = seen & o["mask"]
     S = S.masked_fill(~seen, -torch.inf)

@@ -87,6 +87,12 @@ def problem(seed: int) -> RandomProblem:
     if some(0.25):
         kind = torch.int32 if some(0.5) else torch.int64
         options["kv_lengths"] = torch.from_numpy(rng.integers(0, n_k + 1, batch)).to(kind)
+    if some(0.2):
+        count, rows = int(rng.integers(1, 9)), [n if some(0.6) else 1 for n in (batch, heads, n_q)]
+        ends = np.sort(rng.integers(0, n_k + 4, (*rows, 2 * count)), -1)
+        if some(0.5) and rows[2] > 1:  # neighbours alike, as in documents
+            ends = ends[:, :, np.arange(n_q) // 20 * 20]
+        options["spans"] = ft.Spans(*torch.from_numpy(ends).unflatten(-1, (count, 2)).unbind(-1))
     return RandomProblem(q, k, v, dout, dlse, options)
 
 

@@ -12,7 +12,7 @@ from flashtile.cost.traffic import Layout, Traffic, fa2_elements, standard_eleme
 from flashtile.lab.studies import canvas
 from flashtile.lab.studies.comparison import LIMIT, STYLES, error_axis, largest, shown
 from flashtile.lab.studies.memory import block_floats
-from flashtile.lab.studies.study import Study, Table, qkv
+from flashtile.lab.studies.study import Table, qkv
 from flashtile.lab.units import size
 from flashtile.numerics.dtypes import ITEMSIZE, Array
 from flashtile.numerics.schedule import Event, Grid, Tile
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+TITLE = "The size of a tile"
+QUESTION = "What does the block size change: the memory, the number of tiles, the work, the result?"
 N, D = 512, 64
 FLOAT32 = ITEMSIZE["float32"]
 BLOCKS = (8, 16, 32, 48, 64, 100, 128, 256, 512)
@@ -158,15 +160,3 @@ def _draw_moved(ax: Axes, record: BlockSize, widths: list[int]) -> None:
     canvas.in_bytes(ax, 2**18, 2**26)
     canvas.label(ax, "Moved through HBM", "block")
     canvas.legend(ax)
-
-
-STUDY = Study(
-    "block_size",
-    "The size of a tile",
-    "What does the block size change: the memory, the number of tiles, the work, the result?",
-    compute,
-    draw,
-    tables,
-    findings,
-    numbered=True,
-)

@@ -16,7 +16,7 @@ from flashtile.lab.bench.suite import time_all
 from flashtile.lab.bench.timing import Call, alternate
 from flashtile.lab.catalogue import chips, models
 from flashtile.lab.studies import canvas, hierarchy
-from flashtile.lab.studies.study import Study, Table, samples
+from flashtile.lab.studies.study import Table, samples
 from flashtile.lab.units import quantity, seconds, size
 from flashtile.numerics.dtypes import Array
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+TITLE = "The KV cache"
+QUESTION = "How much memory does a token take, and when does that exceed a GPU?"
 MODELS = ("llama-2-7b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "qwen2.5-7b", "deepseek-v3")
 GPU, DTYPE, LONG = "h100", "bfloat16", 1 << 20
 GROUPED = "llama-3-8b"  # one of its layers is measured, with its key heads and with one key head per query head
@@ -220,15 +222,3 @@ def _draw_decodes(ax: Axes, r: Record) -> None:
     ax.yaxis.set_major_formatter(lambda value, _: seconds(value) if value else "0")
     canvas.label(ax, "One new token against a cache", "cached tokens", "time")
     canvas.legend(ax, loc="upper left")
-
-
-STUDY = Study(
-    "cache",
-    "The KV cache",
-    "How much memory does a token take, and when does that exceed a GPU?",
-    compute,
-    draw,
-    tables,
-    findings,
-    timed=True,
-)

@@ -24,7 +24,7 @@ from flashtile.lab.studies.comparison import (
     outputs,
     shown,
 )
-from flashtile.lab.studies.study import Study, Table, qkv, samples
+from flashtile.lab.studies.study import Table, qkv, samples
 from flashtile.numerics.dtypes import FLOATS, Array, narrow, widen
 from flashtile.numerics.softmax import online_softmax
 from flashtile.problem import describe
@@ -32,6 +32,8 @@ from flashtile.problem import describe
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+TITLE = "The same result"
+QUESTION = "Is tiled attention the same function as standard attention, or an approximation of it?"
 # queries, keys, head dim, rows and columns of a tile
 SHAPES = (
     (64, 64, 32, 16, 16),
@@ -225,15 +227,3 @@ def draw(record: Equivalence) -> Figure:
     for ax in (blocks, chunks):
         error_axis(ax)
     return figure
-
-
-STUDY = Study(
-    "equivalence",
-    "The same result",
-    "Is tiled attention the same function as standard attention, or an approximation of it?",
-    compute,
-    draw,
-    tables,
-    findings,
-    numbered=True,
-)

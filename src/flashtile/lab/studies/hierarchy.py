@@ -12,12 +12,14 @@ from flashtile.host import machine
 from flashtile.lab.bench import rates
 from flashtile.lab.catalogue import chips, known_as
 from flashtile.lab.studies import canvas
-from flashtile.lab.studies.study import Study, Table
+from flashtile.lab.studies.study import Table
 from flashtile.lab.units import quantity, size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+TITLE = "The memory hierarchy"
+QUESTION = "How much faster and smaller is the memory close to the arithmetic units?"
 PAPER = "a100-40"
 TRIES = 3  # each with new arrays, because their place in memory affects their speed
 
@@ -123,15 +125,3 @@ def draw(r: Record) -> Figure:
     canvas.label(ax, "Every memory by its size and its speed", "size", "bytes per second")
     canvas.legend(ax, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure
-
-
-STUDY = Study(
-    "hierarchy",
-    "The memory hierarchy",
-    "How much faster and smaller is the memory close to the arithmetic units?",
-    compute,
-    draw,
-    tables,
-    findings,
-    timed=True,
-)

@@ -12,7 +12,7 @@ import numpy as np
 from flashtile.backends import reference, tiles
 from flashtile.lab.studies import canvas
 from flashtile.lab.studies.allocations import tracked
-from flashtile.lab.studies.study import Study, Table, qkv
+from flashtile.lab.studies.study import Table, qkv
 from flashtile.numerics.dtypes import Array
 from flashtile.problem import Problem, describe
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+TITLE = "No N x N array is ever made"
+QUESTION = "Is there really no large intermediate array, not even for a moment?"
 D = BLOCK = 32
 LENGTHS = (64, 128, 256, 512, 1024, 2048)
 QUICK_LENGTHS = LENGTHS[:4]
@@ -159,15 +161,3 @@ def _draw_sizes(ax: Axes, record: Materialization) -> None:
     ax.margins(x=0.15)
     ax.grid(False, axis="y")
     canvas.label(ax, f"All {last.arrays:,} arrays at N = {last.n}, FA2 order", "number of arrays", "elements")
-
-
-STUDY = Study(
-    "materialization",
-    "No N x N array is ever made",
-    "Is there really no large intermediate array, not even for a moment?",
-    compute,
-    draw,
-    tables,
-    findings,
-    numbered=True,
-)

@@ -13,7 +13,7 @@ from flashtile.lab.bench import memory, peers
 from flashtile.lab.bench.cases import FORWARD, Case
 from flashtile.lab.studies import canvas
 from flashtile.lab.studies.allocations import tracked
-from flashtile.lab.studies.study import Study, Table, qkv
+from flashtile.lab.studies.study import Table, qkv
 from flashtile.lab.units import size
 from flashtile.numerics.dtypes import ITEMSIZE, Array, narrow
 from flashtile.problem import describe
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+TITLE = "Far less memory"
+QUESTION = "How much memory does standard attention take, and how much does tiled attention take?"
 D, BLOCK = 64, 32
 LENGTHS = (256, 512, 1024, 2048)
 PREDICTED = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -278,15 +280,3 @@ def _draw_dtypes(ax: Axes, record: Memory) -> None:
     canvas.in_bytes(ax, 2**14, 2**25)
     canvas.label(ax, f"By dtype, N = {record.dtypes[0].n}", "above the bars: how many times less")
     canvas.legend(ax, loc="upper left")
-
-
-STUDY = Study(
-    "memory",
-    "Far less memory",
-    "How much memory does standard attention take, and how much does tiled attention take?",
-    compute,
-    draw,
-    tables,
-    findings,
-    numbered=True,
-)

@@ -11,7 +11,7 @@ from flashtile.cost.traffic import Layout, count
 from flashtile.lab.catalogue import chips, models
 from flashtile.lab.studies import canvas
 from flashtile.lab.studies.memory import block_floats
-from flashtile.lab.studies.study import Study, Table
+from flashtile.lab.studies.study import Table
 from flashtile.lab.units import short, size
 from flashtile.numerics.dtypes import ITEMSIZE
 from flashtile.numerics.schedule import Grid, fa2_forward
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+TITLE = "At the size of real models"
+QUESTION = "How much memory would the scores of a real model take at 8K, 32K, 128K tokens, and how much do tiles take?"
 CONTEXTS = (8 << 10, 32 << 10, 128 << 10, 512 << 10, 1 << 20)
 D, BLOCK, DTYPE = 128, 64, "float16"
 MODELS = ("llama-2-7b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "qwen2.5-7b")
@@ -209,15 +211,3 @@ def _draw_models(ax: Axes, record: Models) -> None:
 def _draw_memories(ax: Axes, record: Models) -> None:
     for (name, room), style in zip(record.memories.items(), (":", "--"), strict=True):
         ax.axhline(room, color=canvas.INK, linewidth=1.2, linestyle=style, label=name)
-
-
-STUDY = Study(
-    "models",
-    "At the size of real models",
-    "How much memory would the scores of a real model take at 8K, 32K, 128K tokens, and how much do tiles take?",
-    compute,
-    draw,
-    tables,
-    findings,
-    numbered=True,
-)

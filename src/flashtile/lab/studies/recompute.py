@@ -11,13 +11,15 @@ import flashtile
 from flashtile import dispatch
 from flashtile.cost import traffic
 from flashtile.lab.studies import canvas
-from flashtile.lab.studies.study import Study, Table, samples
+from flashtile.lab.studies.study import Table, samples
 from flashtile.lab.units import size
 from flashtile.numerics.dtypes import ITEMSIZE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+TITLE = "Gradients without the matrix"
+QUESTION = "Does the backward pass need the weights that were never stored?"
 N, DIM, LIMIT = 256, 64, 1e-10
 LENGTHS = tuple(1 << bits for bits in range(10, 18))
 DTYPE = "float32"
@@ -127,14 +129,3 @@ def draw(r: Record) -> Figure:
     canvas.label(ax, "Kept from the forward pass for the backward pass, one head", "N", "bytes")
     canvas.legend(ax, loc="upper left")
     return figure
-
-
-STUDY = Study(
-    "recompute",
-    "Gradients without the matrix",
-    "Does the backward pass need the weights that were never stored?",
-    compute,
-    draw,
-    tables,
-    findings,
-)

@@ -10,13 +10,15 @@ from flashtile.lab.bench.cases import FORWARD
 from flashtile.lab.bench.peers import NAIVE_NUMPY, NAIVE_TORCH, OURS, SDPA
 from flashtile.lab.bench.showcase import Row, Side, Speed
 from flashtile.lab.studies import canvas, hierarchy
-from flashtile.lab.studies.study import Study, Table
+from flashtile.lab.studies.study import Table
 from flashtile.lab.units import quantity, seconds, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+TITLE = "Speed and utilisation"
+QUESTION = "How well does each way use this machine, and how long does it take?"
 STYLES = {
     OURS: (canvas.BLUE, "o"),
     SDPA: (canvas.GREEN, "^"),
@@ -165,15 +167,3 @@ def _draw_roofline(ax: Axes, side: Side) -> None:
     ax.yaxis.set_major_formatter(lambda value, _: quantity(value, ""))
     canvas.label(ax, f"{side.device}: roofline, N = {row.n:,}", "FLOPs per byte moved", "FLOPs per second")
     canvas.legend(ax, loc="lower right")
-
-
-STUDY = Study(
-    "speed",
-    "Speed and utilisation",
-    "How well does each way use this machine, and how long does it take?",
-    compute,
-    draw,
-    tables,
-    findings,
-    timed=True,
-)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -38,6 +38,28 @@ class Study(Generic[R]):
     findings: Callable[[R], list[str]]
     numbered: bool = False  # shown in the page's section of studies; the others belong to other sections
     timed: bool = False  # measures time, so nothing else may run beside it
+
+
+class Module(Protocol[R]):
+    """What the module of a study has."""
+
+    __name__: str
+    TITLE: str
+    QUESTION: str
+
+    def compute(self, quick: bool = False) -> R: ...
+
+    def draw(self, record: R, /) -> Figure | None: ...
+
+    def tables(self, record: R, /) -> list[Table]: ...
+
+    def findings(self, record: R, /) -> list[str]: ...
+
+
+def study(module: Module[R], **more: bool) -> Study[R]:
+    """The study in a module, with the module's name."""
+    name, (title, question) = module.__name__.rpartition(".")[2], (module.TITLE, module.QUESTION)
+    return Study(name, title, question, module.compute, module.draw, module.tables, module.findings, **more)
 
 
 def to_dict(record: Any) -> Any:

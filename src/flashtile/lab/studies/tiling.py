@@ -12,7 +12,7 @@ from flashtile.cost.trace import Trace
 from flashtile.lab.studies import canvas
 from flashtile.lab.studies.causal import kinds
 from flashtile.lab.studies.comparison import LIMIT, largest
-from flashtile.lab.studies.study import Study, Table, qkv
+from flashtile.lab.studies.study import Table, qkv
 from flashtile.numerics.dtypes import Array
 from flashtile.numerics.schedule import Grid, Tile
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+TITLE = "A picture of tiling"
+QUESTION = "In which order are the tiles visited, and what is kept between them?"
 N, D, BLOCK = 16, 8, 4
 Rows = tuple[tuple[float, ...], ...]
 
@@ -223,15 +225,3 @@ def _draw_step(ax: Axes, n: int, step: Step, record: Tiling) -> None:
     ax.set_xticks([c + 0.5 for c in range(b)], [f"{first + c}" for c in range(b)])
     ax.set_yticks([r + 0.5 for r in range(b)], [f"{step.i * b + r}" for r in range(b)])
     canvas.label(ax, f"Tile {n}", "key", "query" if n == 1 else "")
-
-
-STUDY = Study(
-    "tiling",
-    "A picture of tiling",
-    "In which order are the tiles visited, and what is kept between them?",
-    compute,
-    draw,
-    tables,
-    findings,
-    numbered=True,
-)

@@ -9,7 +9,7 @@ from flashtile import dispatch, plan
 from flashtile.lab.bench import memory, peers, records
 from flashtile.lab.bench.cases import CPU, FORWARD, GROUPS, MEMORY, SCALING, SCALING_BAR, Case, Group, quick
 from flashtile.lab.bench.peers import OURS, SDPA, Workload
-from flashtile.lab.bench.records import Record
+from flashtile.lab.bench.records import Record, goal
 from flashtile.lab.bench.timing import Call, Ratio, Timing, alternate, geometric_mean
 
 Progress = Callable[[str, int, int], None]  # what comes next, the number done, the total
@@ -104,10 +104,10 @@ def _grown(direction: str, threads: int) -> dict[str, Any]:
 
 def _summary(group: Group, rows: list[dict[str, Any]]) -> dict[str, Any]:
     ratios = [row["ratio"] for row in rows if "ratio" in row]
-    summary: dict[str, Any] = {"group": group.name, "title": group.title, "measure": "time / SDPA time"}
-    summary |= {"bar": group.bar, "reach": group.reach, "worst_bar": group.worst_bar}
+    summary = goal(group.name, group.title, "time / SDPA time", group.bar, worst_bar=group.worst_bar)
+    summary["reach"] = group.reach
     if not ratios:
-        return summary | {"value": None, "worst": None, "holds": None}
+        return summary
     value, worst = geometric_mean(ratios), max(ratios)
     holds = value <= group.bar and (group.worst_bar is None or worst <= group.worst_bar)
     return summary | {"value": value, "worst": worst, "holds": holds}
@@ -115,32 +115,14 @@ def _summary(group: Group, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _memory_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     ratios = [row["ratio"] for row in rows if "ratio" in row]
-    worst = max(ratios, default=None)
-    return {
-        "group": "memory",
-        "title": f"peak memory, {MEMORY.name}, the larger of both passes",
-        "measure": "growth / SDPA growth",
-        "bar": 1.0,
-        "reach": None,
-        "worst_bar": 1.0,
-        "value": worst,
-        "worst": worst,
-        "holds": None if worst is None else worst < 1,
-    }
+    title = f"peak memory, {MEMORY.name}, the larger of both passes"
+    summary = goal("memory", title, "growth / SDPA growth", 1.0, worst_bar=1.0)
+    return summary | {"value": max(ratios), "worst": max(ratios), "holds": max(ratios) < 1} if ratios else summary
 
 
 def _scaling_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     rates = [row["gflops"] for row in rows]
     drop = 1 - min(rates) / max(rates)
     first, last = rows[0]["shape"]["n_q"], rows[-1]["shape"]["n_q"]
-    return {
-        "group": "scaling",
-        "title": f"GFLOP/s from N = {first} to {last}",
-        "measure": "slowest below fastest",
-        "bar": SCALING_BAR,
-        "reach": None,
-        "worst_bar": None,
-        "value": drop,
-        "worst": drop,
-        "holds": drop <= SCALING_BAR,
-    }
+    summary = goal("scaling", f"GFLOP/s from N = {first} to {last}", "slowest below fastest", SCALING_BAR)
+    return summary | {"value": drop, "worst": drop, "holds": drop <= SCALING_BAR}

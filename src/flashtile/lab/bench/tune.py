@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ from flashtile.lab.bench.gpu.peers import short_error
 from flashtile.lab.bench.records import Record
 from flashtile.lab.bench.suite import Progress
 from flashtile.lab.bench.tables.tune import short
-from flashtile.lab.bench.timing import Call, Timing, alternate, geometric_mean
+from flashtile.lab.bench.timing import Call, Timing, alternate, geometric_mean, repeated
 
 TOKENS, HIDDEN = 16384, 2048
 LENGTHS = (1024, 4096)  # of a training sequence: a tile has to suit both
@@ -160,7 +159,7 @@ def times(
             for name, contender in contenders.items()
         }
         found = alternate(
-            {name: _repeated(contender, sizes[name]) for name, contender in contenders.items()},
+            {name: repeated(contender, sizes[name]) for name, contender in contenders.items()},
             seconds=0,
             min_rounds=rounds,
             max_rounds=rounds,
@@ -182,14 +181,6 @@ def _with(kernel: str, config: Config, call: Call, device: Device) -> Call:
     return device.captured(run)
 
 
-def _repeated(call: Call, n: int) -> Call:
-    def run() -> None:
-        for _ in range(n):
-            call()
-
-    return run
-
-
 def run(
     device: Device,
     limits: Limits,
@@ -206,20 +197,11 @@ def run(
     about = device.describe()
     record = records.new("tune", False, rounds=rounds, device=about, fields=list(Config._fields)) | {"left_out": []}
     jobs = _jobs(wanted, limits, tuple(about["capability"]))
-    finished: list[workers.Job] = []
 
-    def done(job: workers.Job, answer: workers.Job) -> None:
-        finished.append(job)
-        progress(f"checked {Target(**job['target']).name} {short(job['config'])}", len(finished), len(jobs))
+    def done(job: workers.Job, n: int) -> None:
+        progress(f"checked {Target(**job['target']).name} {short(job['config'])}", n, len(jobs))
 
-    answers = workers.run(
-        f"{__name__}:check",
-        jobs,
-        workers=os.cpu_count() or 1 if count is None else count,
-        seconds=LONGEST,
-        done=done,
-        end=end,
-    )
+    answers = workers.run(f"{__name__}:check", jobs, workers=count, seconds=LONGEST, done=done, end=end)
     rng = random.Random(42)
     for n, target in enumerate(wanted):
         if end is not None and time.monotonic() >= end:

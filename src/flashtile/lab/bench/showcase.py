@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flashtile import dispatch, plan
+from flashtile import dispatch
 from flashtile.cost.hardware import Rates
 from flashtile.cost.plan import Plan
 from flashtile.lab.bench import peers
@@ -131,17 +131,12 @@ class Timed(NamedTuple):
     times: dict[str, Timing]
     grown: dict[str, int] = {}  # noqa: RUF012
 
-    def plan(self, device: str) -> Plan:
-        c = self.case
-        shape = (c.batch, c.heads, c.n_q, c.dim)
-        return plan(shape, shape, c.dtype, device)
-
 
 def _side(name: str, device: str, best: Rates, timed: Sequence[Timed]) -> Side:
     """One device's rows. If a contender was faster than the product, its rate is the best: none is above the roof."""
-    seen = [_flops(t.case, t.plan(device)) / min(timing.samples) for t in timed for timing in t.times.values()]
+    seen = [_flops(t.case, t.case.plan(device)) / min(timing.samples) for t in timed for timing in t.times.values()]
     best = Rates(max(best.flops, *seen), best.bytes)
-    return Side(name, best, tuple(_row(t, t.plan(device), best) for t in timed))
+    return Side(name, best, tuple(_row(t, t.case.plan(device), best) for t in timed))
 
 
 def _row(timed: Timed, planned: Plan, best: Rates) -> Row:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from flashtile import dispatch, plan
+from flashtile import dispatch
 from flashtile.lab.bench import memory, peers, records
 from flashtile.lab.bench.cases import CPU, FORWARD, GROUPS, MEMORY, SCALING, SCALING_BAR, Case, Group, quick
 from flashtile.lab.bench.peers import OURS, SDPA, Workload
@@ -75,9 +75,7 @@ def _timed(group: str, case: Case, threads: int, seconds: float, ours_alone: boo
         warm_up=1 if case.n_q > 1024 else 3,
         before=peers.torch_work() if beside else None,
     )
-    shapes = (case.batch, case.heads, case.n_q, case.dim), (case.batch, case.kv_heads, case.n_k, case.dim)
-    options = {name: x for name, x in case.options.items() if name != "bias"}
-    planned = plan(*shapes, case.dtype, **options)
+    planned = case.plan()
     flops = planned.flops + (planned.backward_flops if work.training else 0)
     row: dict[str, Any] = {"group": group, **case.to_dict(), "backend": planned.backend, "flops": flops}
     row["times"] = {name: timing.to_dict() for name, timing in times.items()}

@@ -131,10 +131,8 @@ class Bench:
                 contender = peer.prepare(row, inputs)
                 contender.repeated(len(contender.calls))()
                 self.device.synchronize()
-            except UnfitError as error:
-                absent[peer.name] = str(error)
             except Exception as error:
-                absent[peer.name] = short_error(error)
+                absent[peer.name] = str(error) if isinstance(error, UnfitError) else short_error(error)
             else:
                 found[peer.name] = contender
         return found, absent

@@ -51,7 +51,7 @@ def tensors(row: Row, device: str, seed: int) -> Tensors:
 
     c = row.case
     rng = torch.Generator(device).manual_seed(seed)
-    queries, keys = (c.batch, c.heads, c.n_q, c.dim), (c.batch, c.kv_heads, c.n_k, c.dim)
+    queries, keys = c.shapes
     drawn, kind = getattr(torch, DTYPE if row.eight_bits else c.dtype), getattr(torch, c.dtype)
 
     def make(shape: tuple[int, ...]) -> Any:

@@ -73,8 +73,7 @@ class Row:
         """4 H N^2 D per sequence, half of it if causal, by convention; in a window, visible pairs only."""
         c = self.case
         if self.window is not None:
-            shape = (c.batch, c.heads, c.n_q, c.dim)
-            forward = float(plan(shape, shape, c.dtype, **c.options).flops)
+            forward = float(c.plan().flops)
         else:
             squares = sum(n * n for n in self.lengths) if self.lengths else c.batch * c.n_q * c.n_k
             forward = 4.0 * c.heads * squares * c.dim * (0.5 if self.causal else 1.0)
@@ -98,13 +97,11 @@ class Row:
         return "; ".join(f"{name}: {planned.reasons[name]}" for name in able)
 
     def _plan(self, device: str) -> Plan:
-        c = self.case
-        cu = np.array(self.starts) if self.lengths else None
-        q, k = (
-            (n, heads, c.dim) if self.lengths else (c.batch, heads, n, c.dim)
-            for n, heads in ((c.n_q, c.heads), (c.n_k, c.kv_heads))
-        )
-        return plan(q, k, c.dtype, device, cu_q=cu, cu_k=cu, **c.options)
+        if not self.lengths:
+            return self.case.plan(device)
+        q, k = ((n, heads, dim) for _, heads, n, dim in self.case.shapes)
+        cu = np.array(self.starts)
+        return plan(q, k, self.case.dtype, device, cu_q=cu, cu_k=cu, **self.case.options)
 
     def unwindowed(self) -> Row:
         """The same shape without a mask."""

@@ -31,10 +31,8 @@ def brief(record: Record) -> Iterable[str]:
 
 def machine(record: Record) -> str:
     """The GPU and the versions."""
-    m, d = record["machine"], record["device"]
-    versions = [f"{name} {m['versions'][name]}" for name in ("flashtile", "torch", "triton") if m["versions"][name]]
-    commit = [f"commit {m['commit'][:12]}"] if m["commit"] else []
-    return f"{d['name']}, CUDA {d['cuda']}, cuDNN {d['cudnn']}; {', '.join(versions + commit)}"
+    d, software = record["device"], markdown.software(record["machine"], "flashtile", "torch", "triton")
+    return f"{d['name']}, CUDA {d['cuda']}, cuDNN {d['cudnn']}; {software}"
 
 
 def caption(record: Record) -> str:

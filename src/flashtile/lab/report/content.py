@@ -79,14 +79,8 @@ class Content:
 
     def records(self) -> dict[str, Any]:
         """Plain values for JSON, one entry per file."""
-        about = {
-            "created": self.created,
-            "quick": self.quick,
-            "machine": self.machine,
-            "devices": self.devices,
-            "backends": self.backends,
-            "broken": self.broken,
-        }
+        names = ("created", "quick", "machine", "devices", "backends", "broken")
+        about = {name: getattr(self, name) for name in names}
         outputs = {
             x.lesson.name: {"record": to_dict(x.record), "text": x.text, "unavailable": x.reason} for x in self.lessons
         }

@@ -48,12 +48,7 @@ class Bench:
 
     def measure(self, row: Row) -> dict[str, Any]:
         """Measure everything about one row, as plain values."""
-        kinds: dict[str, Callable[[Row], dict[str, Any]]] = {
-            TRAIN: self._train,
-            DECODE: self._decode,
-            SMALL: self._small,
-            MEMORY: self._memory,
-        }
+        kinds = {TRAIN: self._train, DECODE: self._decode, SMALL: self._small, MEMORY: self._memory}
         return {**row.to_dict(), "backend": row.backend(self.device.name), **kinds[row.suite](row)}
 
     def _train(self, row: Row) -> dict[str, Any]:

@@ -134,29 +134,16 @@ def _pass(direction: str) -> Iterable[Row]:
     yield Row(TRAIN, case(TOKENS, causal=True), (512, 1000, 1024, 1536, 2048, 2560, 3072, 4632), extra=True)
 
 
-def _step(n: int) -> Row:
-    heads = HIDDEN // 128
-    return Row(TRAIN, Case(n, n, 128, heads, heads, TOKENS // n, DTYPE, STEP, CAUSAL))
-
-
-def _small(batch: int) -> Row:
-    return Row(SMALL, Case(128, 128, 64, 8, 8, batch, DTYPE))
-
-
-def _decode(batch: int, cache: int) -> Row:
-    return Row(DECODE, Case(1, cache, 128, 32, 8, batch, DTYPE))
-
-
-def _memory(direction: str) -> Row:
-    return Row(MEMORY, Case(16384, 16384, 128, 16, 16, 1, DTYPE, direction, CAUSAL))
-
-
 # In the order of the tables.
 ROWS = (
-    *(_small(batch) for batch in (1, 16)),  # the second is large enough for the Hopper kernels
-    *(_decode(*shape) for shape in ((1, 8192), (1, 131072), (16, 8192), (64, 4096))),
-    *(_memory(direction) for direction in (FORWARD, BACKWARD)),
-    *(_step(n) for n in (4096, 16384)),
+    # The second is large enough for the Hopper kernels.
+    *(Row(SMALL, Case(128, 128, 64, 8, 8, batch, DTYPE)) for batch in (1, 16)),
+    *(
+        Row(DECODE, Case(1, cache, 128, 32, 8, batch, DTYPE))
+        for batch, cache in ((1, 8192), (1, 131072), (16, 8192), (64, 4096))
+    ),
+    *(Row(MEMORY, Case(16384, 16384, 128, 16, 16, 1, DTYPE, direction, CAUSAL)) for direction in (FORWARD, BACKWARD)),
+    *(Row(TRAIN, Case(n, n, 128, 16, 16, TOKENS // n, DTYPE, STEP, CAUSAL)) for n in (4096, 16384)),
     *_pass(FORWARD),
     *_pass(BACKWARD),
     *_grid(FORWARD, EIGHT_BITS),

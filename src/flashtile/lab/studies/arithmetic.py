@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from flashtile.band import ceil_div
 from flashtile.cost.traffic import fa1_block, fa1_elements, least_elements, standard_elements
@@ -12,9 +11,6 @@ from flashtile.lab.studies import canvas
 from flashtile.lab.studies.study import Table
 from flashtile.lab.units import quantity, short, size
 from flashtile.numerics.dtypes import ITEMSIZE
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 TITLE = "Worked examples"
 QUESTION = "What are the numbers?"
@@ -185,7 +181,7 @@ def findings(record: Arithmetic) -> list[str]:
     ]
 
 
-def draw(record: Arithmetic) -> Figure:
+def draw(record: Arithmetic) -> canvas.Figure:
     shapes = list(dict.fromkeys((m.n, m.d) for m in record.moved))
     figure, axes = canvas.panels(1, len(shapes), width=11, height=4.2)
     for ax, (n, d) in zip(axes, shapes, strict=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,10 +18,6 @@ from flashtile.lab.studies import canvas, hierarchy
 from flashtile.lab.studies.study import Table, samples
 from flashtile.lab.units import quantity, seconds, size
 from flashtile.numerics.dtypes import Array
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 TITLE = "The KV cache"
 QUESTION = "How much memory does a token take, and when does that exceed a GPU?"
@@ -190,14 +185,14 @@ def findings(r: Record) -> list[str]:
     ]
 
 
-def draw(r: Record) -> Figure:
+def draw(r: Record) -> canvas.Figure:
     figure, (prompts, decodes) = canvas.panels(1, 2, width=12, height=4.0)
     _draw_prompts(prompts, r)
     _draw_decodes(decodes, r)
     return figure
 
 
-def _draw_prompts(ax: Axes, r: Record) -> None:
+def _draw_prompts(ax: canvas.Axes, r: Record) -> None:
     names = [f"{p.name}\n{seconds(p.seconds)}" for p in r.prompts]
     caches = [p.cache for p in r.prompts]
     ax.barh(names, caches, color=canvas.BLUE, height=0.6, label="keys and values")
@@ -212,7 +207,7 @@ def _draw_prompts(ax: Axes, r: Record) -> None:
     canvas.legend(ax, loc="lower right")
 
 
-def _draw_decodes(ax: Axes, r: Record) -> None:
+def _draw_decodes(ax: canvas.Axes, r: Record) -> None:
     tokens = [d.tokens for d in r.decodes]
     ideal = [d.bytes / r.rates.bytes for d in r.decodes]
     ax.plot(tokens, [d.seconds for d in r.decodes], "o-", color=canvas.BLUE, label="flashtile, measured")

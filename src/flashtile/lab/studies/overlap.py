@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from flashtile.cost import traffic
 from flashtile.lab.catalogue import chips
 from flashtile.lab.studies import canvas
 from flashtile.lab.studies.study import Table
 from flashtile.lab.units import seconds
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 TITLE = "What overlapping can save"
 QUESTION = "How much of a tile's time goes into exponentials, while the matrix units wait?"
@@ -96,7 +91,7 @@ def findings(r: Record) -> list[str]:
     ]
 
 
-def draw(r: Record) -> Figure:
+def draw(r: Record) -> canvas.Figure:
     tile = r.of(DRAWN)
     figure, (serial, overlapped) = canvas.panels(2, 1, height=3.6)
     steps = 4
@@ -115,7 +110,7 @@ def draw(r: Record) -> Figure:
     return figure
 
 
-def _draw_lane(ax: Axes, y: int, spans: list[tuple[float, float, int]]) -> None:
+def _draw_lane(ax: canvas.Axes, y: int, spans: list[tuple[float, float, int]]) -> None:
     """Draw spans of (start, length, tile number)."""
     for start, length, tile in spans:
         colour = canvas.BLUE if tile % 2 == 0 else canvas.ORANGE

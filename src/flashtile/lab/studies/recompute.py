@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +14,6 @@ from flashtile.lab.studies import canvas
 from flashtile.lab.studies.study import Table, samples
 from flashtile.lab.units import size
 from flashtile.numerics.dtypes import ITEMSIZE
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 TITLE = "Gradients without the matrix"
 QUESTION = "Does the backward pass need the weights that were never stored?"
@@ -119,7 +116,7 @@ def findings(r: Record) -> list[str]:
     ]
 
 
-def draw(r: Record) -> Figure:
+def draw(r: Record) -> canvas.Figure:
     figure, (ax,) = canvas.panels(1, 1, height=3.6)
     lengths = [k.n for k in r.kept]
     ax.plot(lengths, [k.weights for k in r.kept], "s-", color=canvas.ORANGE, label="standard: the weights P, N x N")

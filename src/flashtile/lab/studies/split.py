@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,9 +10,6 @@ import flashtile
 from flashtile.lab.studies import canvas
 from flashtile.lab.studies.study import Table, samples
 from flashtile.numerics.dtypes import Array
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 TITLE = "Keys split between GPUs"
 QUESTION = "If no GPU holds all keys, can each attend to its own keys with an exact result?"
@@ -117,7 +113,7 @@ def _same(difference: float) -> str:
     return f"the same result up to {difference:.1e}" if difference else "exactly the same result"
 
 
-def draw(r: Record) -> Figure:
+def draw(r: Record) -> canvas.Figure:
     figure, (ax,) = canvas.panels(1, 1, height=3.4)
     styles = {"float64": (canvas.BLUE, "o"), "float32": (canvas.ORANGE, "s")}
     for dtype, (colour, marker) in styles.items():

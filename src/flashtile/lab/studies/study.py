@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from flashtile.lab.studies import canvas
 from flashtile.numerics.dtypes import Array
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SEED = 42
 R = TypeVar("R")
@@ -33,7 +31,7 @@ class Study(Generic[R]):
     title: str
     question: str
     compute: Callable[..., R]  # (quick: bool = False)
-    draw: Callable[[R], Figure | None]  # None if there is nothing to draw
+    draw: Callable[[R], canvas.Figure | None]  # None if there is nothing to draw
     tables: Callable[[R], list[Table]]
     findings: Callable[[R], list[str]]
     numbered: bool = False  # shown in the page's section of studies; the others belong to other sections
@@ -49,7 +47,7 @@ class Module(Protocol[R]):
 
     def compute(self, quick: bool = False) -> R: ...
 
-    def draw(self, record: R, /) -> Figure | None: ...
+    def draw(self, record: R, /) -> canvas.Figure | None: ...
 
     def tables(self, record: R, /) -> list[Table]: ...
 

@@ -10,15 +10,12 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from flashtile.host import machine
 from flashtile.lab.studies import canvas
 from flashtile.lab.studies.study import Table
 from flashtile.lab.units import seconds
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 TITLE = "One kernel for every vendor"
 QUESTION = "Does another vendor's GPU need another kernel?"
@@ -128,7 +125,7 @@ def findings(r: Record) -> list[str]:
     ]
 
 
-def draw(r: Record) -> Figure | None:
+def draw(r: Record) -> canvas.Figure | None:
     if not r.built:
         return None
     figure, (ax,) = canvas.panels(1, 1, height=2.4)

@@ -155,6 +155,9 @@ def naive_torch(work: Workload) -> Call:
     return lambda: torch.softmax(t["q"] @ t["k"].mT * scale, dim=-1) @ t["v"]
 
 
+IN_TORCH = {OURS: ours, SDPA: sdpa, NAIVE_TORCH: naive_torch}
+
+
 def naive_numpy(work: Workload) -> Call:
     a = work.arrays
     scale = np.float32(work.case.dim**-0.5)

@@ -13,7 +13,7 @@ from flashtile.lab.bench import peers
 from flashtile.lab.bench.cases import FORWARD, TRAINING, Case, square
 from flashtile.lab.bench.gpu import ceilings
 from flashtile.lab.bench.gpu.device import Cuda, Device
-from flashtile.lab.bench.peers import NAIVE_NUMPY, NAIVE_TORCH, OURS, SDPA, Workload
+from flashtile.lab.bench.peers import NAIVE_NUMPY, NAIVE_TORCH, Workload
 from flashtile.lab.bench.suite import time_all
 from flashtile.lab.bench.timing import Call, Timing, alternate
 
@@ -102,11 +102,10 @@ def on_gpu(device: Device, cases: Sequence[Case], quick: bool = False) -> Side:
     product, copy = ceilings.product(device.name), ceilings.copy(device.name)
     times = alternate({"product": product.call, "copy": copy.call}, seconds=seconds, clock=device.seconds)
     best = Rates(product.amount / min(times["product"].samples), copy.amount / min(times["copy"].samples))
-    makers = {OURS: peers.ours, SDPA: peers.sdpa, NAIVE_TORCH: peers.naive_torch}
     timed = []
     for case in cases:
         work = Workload(case, peers.default_threads(), device.name)
-        calls: dict[str, Call] = {name: peers.step(work, make(work)) for name, make in makers.items()}
+        calls: dict[str, Call] = {name: peers.step(work, make(work)) for name, make in peers.IN_TORCH.items()}
         grown = {name: n for name, call in calls.items() if (n := _growth(device, call)) is not None}
         calls = {name: call for name, call in calls.items() if name in grown}
         timed.append(Timed(case, alternate(calls, seconds=seconds, clock=device.seconds), grown))

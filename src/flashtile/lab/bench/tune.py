@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from flashtile.backends.gpu.config import Config
@@ -15,13 +15,13 @@ from flashtile.backends.triton import tuning
 from flashtile.backends.triton.tuning import DECODES
 from flashtile.lab.bench import records, workers
 from flashtile.lab.bench.candidates import ITEMSIZE, Limits, Target, candidates
-from flashtile.lab.bench.gpu.bench import difference
+from flashtile.lab.bench.gpu.bench import Bench, Calls, difference
 from flashtile.lab.bench.gpu.device import Device
 from flashtile.lab.bench.gpu.peers import short_error
 from flashtile.lab.bench.records import Record
 from flashtile.lab.bench.suite import Progress
 from flashtile.lab.bench.tables.tune import short
-from flashtile.lab.bench.timing import Call, Timing, alternate, geometric_mean, repeated
+from flashtile.lab.bench.timing import Call, Timing, geometric_mean, repeated
 
 TOKENS, HIDDEN = 16384, 2048
 LENGTHS = (1024, 4096)  # of a training sequence: a tile has to suit both
@@ -150,24 +150,14 @@ def times(
     target: Target, configs: Sequence[Config], device: Device, rounds: int, rng: random.Random
 ) -> dict[Config, float]:
     """Seconds per pass with each candidate, as the geometric mean over the shapes; candidates take turns."""
-    made = calls(target, device.name)
+    bench = Bench(device, (), rounds, SAMPLE, rng)
     measured: dict[Config, list[Timing]] = {config: [] for config in configs}
-    for call in made:
-        contenders = {str(n): _with(target.kernel, config, call, device) for n, config in enumerate(configs)}
-        sizes = {
-            name: max(1, min(200, round(SAMPLE / max(device.seconds(contender), 1e-9))))
-            for name, contender in contenders.items()
+    for call in calls(target, device.name):
+        contenders: Calls = {
+            str(n): partial(repeated, _with(target.kernel, config, call, device)) for n, config in enumerate(configs)
         }
-        found = alternate(
-            {name: repeated(contender, sizes[name]) for name, contender in contenders.items()},
-            seconds=0,
-            min_rounds=rounds,
-            max_rounds=rounds,
-            clock=device.seconds,
-            shuffle=rng,
-        )
-        for n, config in enumerate(configs):
-            measured[config].append(found[str(n)].over(sizes[str(n)]))
+        for config, timing in zip(configs, bench.device_times(contenders).values(), strict=True):
+            measured[config].append(timing)
     return {config: geometric_mean(t.median for t in each) for config, each in measured.items()}
 
 

@@ -59,7 +59,7 @@ class Bench:
             ours = [peer for peer in self.peers if peer.name in (OURS, PORTABLE)]
             plain, _ = self._contenders(row.unwindowed(), ours)
             calls |= {UNWINDOWED[name]: contender.repeated for name, contender in plain.items()}
-        times = self._device_times(calls)
+        times = self.device_times(calls)
         found = _compared(contenders, absent, times)
         product = times.pop(PRODUCT)
         found |= {"flops": row.flops, "ceiling": self.product.amount / product.median}
@@ -81,7 +81,7 @@ class Bench:
                 calls[name], sizes[name] = partial(repeated, self.device.captured(contender.repeated(n))), n
             except Exception as error:
                 calls[name], sizes[name], eager[name] = contender.repeated, 1, short_error(error)
-        times = {name: timing.over(sizes[name]) for name, timing in self._device_times(calls).items()}
+        times = {name: timing.over(sizes[name]) for name, timing in self.device_times(calls).items()}
         found = _compared(contenders, absent, times)
         ceiling = self.copy.amount / times.pop(COPY).median
         rates = {name: row.kv_bytes / timing.median for name, timing in times.items()}
@@ -132,7 +132,7 @@ class Bench:
                 found[peer.name] = contender
         return found, absent
 
-    def _device_times(self, calls: Calls) -> dict[str, Timing]:
+    def device_times(self, calls: Calls) -> dict[str, Timing]:
         """Device time per call, from samples long enough to fill `self.sample`. Counting the calls also warms up."""
         sizes = {name: self._filling(repeated, 1000) for name, repeated in calls.items()}
         return self._times(calls, sizes, clock=self.device.seconds)

@@ -11,7 +11,7 @@ import numpy as np
 
 from flashtile.band import FAR
 from flashtile.checks.numbers import LARGEST, TEXT, check_integer, check_real
-from flashtile.checks.options import INTEGERS, name_of_any
+from flashtile.checks.options import INTEGERS, is_tensor, name_of_any
 from flashtile.cost.hardware import Hardware
 from flashtile.errors import DTypeError, ShapeError
 from flashtile.numerics.dtypes import EIGHT_BITS, FLOATS, name_of
@@ -75,6 +75,16 @@ def check_unpacked(options: Mapping[str, Any]) -> None:
             )
 
 
+def check_tensors(**arrays: Any) -> None:
+    """Check tensors that are used before the call itself checks them: dense, with all of their storage."""
+    tensors = {name: x for name, x in arrays.items() if is_tensor(x)}
+    if tensors:
+        from flashtile.pytorch import subclasses
+
+        subclasses.check_plain(tensors)
+        subclasses.check_storage_if_eager(tensors)
+
+
 def check_merge(*results: Any) -> str:
     """Check that the arguments of merge() are results of the same queries; return their library."""
     if len(results) % 2:
@@ -83,11 +93,7 @@ def check_merge(*results: Any) -> str:
     arrays = {f"{('out', 'lse')[n % 2]}_{letters[n // 2]}": x for n, x in enumerate(results)}
     out_a = results[0]
     kind = check_library(out_a, "out_a", **{name: x for name, x in arrays.items() if name != "out_a"})
-    if kind == "torch":
-        from flashtile.pytorch.subclasses import check_plain, check_storage_if_eager
-
-        check_plain(arrays)
-        check_storage_if_eager(arrays)
+    check_tensors(**arrays)
     whole = tuple(out_a.shape)
     if not whole:
         raise ShapeError("out_a: expected at least one axis, got shape ()")

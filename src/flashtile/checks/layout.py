@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from flashtile.checks.arguments import check_choice, check_library
-from flashtile.checks.options import is_tensor
+from flashtile.checks.arguments import check_tensors as check_tensors
 from flashtile.checks.shapes import broadcastable
 from flashtile.errors import DTypeError, ShapeError
 from flashtile.numerics.dtypes import name_of
@@ -33,16 +33,6 @@ def swap_axes(*arrays: Any) -> tuple[Any, ...]:
 
 def swap_lse_axes(*arrays: Any) -> tuple[Any, ...]:
     return tuple(x.swapaxes(-2, -1) if len(getattr(x, "shape", ())) > 1 else x for x in arrays)
-
-
-def check_tensors(**arrays: Any) -> None:
-    """Check tensors that are used before the call itself checks them: dense, with all of their storage."""
-    tensors = {name: x for name, x in arrays.items() if is_tensor(x)}
-    if tensors:
-        from flashtile.pytorch import subclasses
-
-        subclasses.check_plain(tensors)
-        subclasses.check_storage_if_eager(tensors)
 
 
 def with_padding(q: Any, k: Any, mask: Any, padding: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import ParamSpec, TypeVar
 from torch import Tensor
 
 from flashtile import errors
-from flashtile.pytorch import subclasses
+from flashtile.checks import arguments
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -63,10 +63,7 @@ def check_tensors(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -
 
 def check_stored_values(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> None:
     """Check that a call's tensors store their values in plain memory; also run only after a call has failed."""
-    given = inspect.signature(function).bind(*args, **kwargs).arguments
-    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
     try:
-        subclasses.check_plain(tensors)
-        subclasses.check_storage_if_eager(tensors)
+        arguments.check_tensors(**inspect.signature(function).bind(*args, **kwargs).arguments)
     except errors.FlashtileError as error:
         raise as_runtime_error(error, {}) from None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flashtile.api import attention, attention_packed
-from flashtile.checks.arguments import check_library
+from flashtile.checks.arguments import check_library, check_tensors
 from flashtile.checks.numbers import check_flag
 from flashtile.compat import weights
 from flashtile.compat.errors import raise_runtime_errors
@@ -149,11 +149,11 @@ def flash_attn_varlen_func(
     if cu_seqlens_k is None and (seqused_k is None or block_table is None):
         raise ShapeError("cu_seqlens_k: expected a tensor, unless seqused_k and block_table are given, got None")
     if block_table is not None:
-        starts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-        _check_memory(q, k=k, v=v, **starts, block_table=block_table, seqused_k=seqused_k)
+        named = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        _check_memory(q, k=k, v=v, **named, block_table=block_table, seqused_k=seqused_k)
         _check_4d(k=k, v=v)
         check_alike("k", k, "v", v)
-        for name, x in starts.items():
+        for name, x in named.items():
             if x is not None:
                 check_integers(name, x, cu_seqlens_q.shape[:1])
         check_table(block_table, cu_seqlens_q.shape[0] - 1)
@@ -163,12 +163,13 @@ def flash_attn_varlen_func(
         cu_seqlens_k = torch.arange(k.shape[0] + 1, dtype=cu_seqlens_q.dtype, device=k.device) * k.shape[1]
         k, v = k.flatten(0, 1), v.flatten(0, 1)
     _check_out(out, q, k, v)
-    found = _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), return_attn_probs, options)
-    if out is None:
-        return found
+    starts: tuple[Tensor, Any] = cu_seqlens_q, cu_seqlens_k
+    found: Any = attention_packed(q, k, v, *starts, return_lse=return_attn_probs, **options)
     if not return_attn_probs:
-        return out.copy_(found)
-    return out.copy_(found[0]), *found[1:]
+        return found if out is None else out.copy_(found)
+    result, lse = found
+    dropped = weights.packed(q, k, *starts, max_seqlen_q, max_seqlen_k, options) if "dropout" in options else None
+    return result if out is None else out.copy_(result), _their_lse(lse.T), dropped
 
 
 @_flash_attn_errors
@@ -350,32 +351,13 @@ def _check_memory(q: Tensor, **others: Any) -> None:
     """Check that tensors read or written here are on q's device and store their values in plain memory."""
     tensors = {name: x for name, x in others.items() if isinstance(x, Tensor)}
     check_library(q, **tensors)
-    for check in (subclasses.check_plain, subclasses.check_storage_if_eager):
-        check({"q": q, **tensors})
+    check_tensors(q=q, **tensors)
 
 
 def _check_4d(**given: Tensor) -> None:
     for name, x in given.items():
         if x.ndim != 4:
             raise ShapeError(f"{name}: expected 4 axes, (batch, rows, heads, dim), got shape {tuple(x.shape)}")
-
-
-def _packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Any,
-    longest: tuple[int, int],
-    with_lse: bool,
-    options: dict[str, Any],
-) -> Any:
-    found = attention_packed(q, k, v, cu_q, cu_k, return_lse=with_lse, **options)
-    if not with_lse:
-        return found
-    out, lse = found
-    kept = weights.packed(q, k, cu_q, cu_k, *longest, options) if "dropout" in options else None
-    return out, _their_lse(lse.T), kept
 
 
 def _check_out(out: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -90,7 +90,8 @@ def _attend(
         shape, k, v = query.shape, key.shape, value.shape
         reason = _unsupported(shape, v, dropout_p)
     if reason is not None:
-        return _fall_back(reason, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        given = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        return _fall_back(reason, (query, key, value), attn_mask, given)
     options: dict[str, Any] = {"scale": scale, **dropout_options(dropout_p, query)}
     if is_causal:
         options["band"] = Band(right=0)
@@ -146,17 +147,7 @@ def _unsupported_nested(query: Tensor, key: Tensor, value: Tensor, dropout_p: fl
     return _unsupported(query.shape, value.shape, dropout_p) if layouts == {torch.jagged} else None
 
 
-def _fall_back(
-    reason: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
+def _fall_back(reason: str, qkv: QKV, attn_mask: Tensor | None, options: dict[str, Any]) -> Tensor:
     reject_shards()
     if reason not in _warned and not torch.compiler.is_compiling():
         _warned.add(reason)
@@ -165,9 +156,8 @@ def _fall_back(
             stacklevel=4,
         )
     if attn_mask is not None:
-        attn_mask = _at_least_2d(subclasses.materialized(attn_mask, query.device))
-    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-    out: Tensor = TORCH_SDPA(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        attn_mask = _at_least_2d(subclasses.materialized(attn_mask, qkv[0].device))
+    out: Tensor = TORCH_SDPA(*qkv, attn_mask, **options)
     return out
 
 

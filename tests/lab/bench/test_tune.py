@@ -170,8 +170,8 @@ def record(monkeypatch: pytest.MonkeyPatch) -> records.Record:
     def check_here(target: str, jobs: Any, *, done: Any, **_: Any) -> list[Any]:
         assert target == "flashtile.lab.bench.tune:check"
         answers = [{"rejected": "wrong" if job["config"][1] == 64 and not job["today"] else None} for job in jobs]
-        for job, answer in zip(jobs, answers, strict=True):
-            done(job, answer)
+        for n, job in enumerate(jobs, 1):
+            done(job, n)
         return answers
 
     monkeypatch.setattr(workers, "run", check_here)

@@ -14,8 +14,9 @@ def run(*names, **more):
 
 def test_answers_come_in_order_from_one_process():
     seen = []
-    answers = run("a", "b", "c", environment={"SAID_BY_TEST": "hello"}, done=lambda job, answer: seen.append(job["do"]))
-    assert [answer["said"] for answer in answers] == seen == ["a", "b", "c"]
+    answers = run("a", "b", "c", environment={"SAID_BY_TEST": "hello"}, done=lambda *told: seen.append(told))
+    assert [answer["said"] for answer in answers] == ["a", "b", "c"]
+    assert seen == [({"do": "a"}, 1), ({"do": "b"}, 2), ({"do": "c"}, 3)]
     assert len({answer["process"] for answer in answers}) == 1
     assert {answer["variable"] for answer in answers} == {"hello"}
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from flashtile.cost.plan import Plan, plan
+
 FORWARD, TRAINING = "forward", "forward + backward"
 
 
@@ -31,6 +33,16 @@ class Case:
         heads = f"H{self.heads}" if self.heads == self.kv_heads else f"H{self.heads}/{self.kv_heads}"
         length = f"N{self.n_q}" if self.n_q == self.n_k else f"N{self.n_q}x{self.n_k}"
         return f"B{self.batch} {heads} {length} D{self.dim} {self.dtype}"
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of q, and of k and v."""
+        return (self.batch, self.heads, self.n_q, self.dim), (self.batch, self.kv_heads, self.n_k, self.dim)
+
+    def plan(self, device: str = "cpu") -> Plan:
+        """The plan of a call, without its bias."""
+        options = {name: x for name, x in self.options.items() if name != "bias"}
+        return plan(*self.shapes, self.dtype, device, **options)
 
     def to_dict(self) -> dict[str, Any]:
         shape = {key: getattr(self, key) for key in ("batch", "heads", "kv_heads", "n_q", "n_k", "dim")}

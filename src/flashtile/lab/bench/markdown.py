@@ -24,6 +24,12 @@ def plain(x: Any) -> Any:
     return [plain(value) for value in x] if isinstance(x, list) else x
 
 
+def software(machine: dict[str, Any], *names: str) -> str:
+    """The versions of these packages, and the commit, as far as they are known."""
+    versions = [f"{name} {machine['versions'][name]}" for name in names if machine["versions"][name]]
+    return ", ".join([*versions, f"commit {machine['commit'][:12]}"] if machine["commit"] else versions)
+
+
 def number(x: float | None, digits: int = 2) -> str:
     return "" if x is None else f"{x:.{digits}f}"
 

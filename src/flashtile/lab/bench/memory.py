@@ -53,15 +53,14 @@ def _status(field: str) -> int:
     raise OSError(f"no {field}")
 
 
-IN_TORCH = {peers.OURS: peers.ours, peers.SDPA: peers.sdpa, peers.NAIVE_TORCH: peers.naive_torch}
 IN_NUMPY = {OURS_NUMPY: peers.ours_numpy, peers.NAIVE_NUMPY: peers.naive_numpy}
 
 
 def _prepared(contender: str, case: Case, direction: str, threads: int) -> Call:
     """Prepare the call to be measured, after all one-time initialisation."""
-    if contender in IN_TORCH:
+    if contender in peers.IN_TORCH:
         peers.set_threads(threads)
-    make = (IN_TORCH | IN_NUMPY)[contender]
+    make = (peers.IN_TORCH | IN_NUMPY)[contender]
     if direction == BACKWARD:
         case = replace(case, direction=TRAINING)
     small = peers.Workload(replace(case, n_q=64, n_k=64), threads)

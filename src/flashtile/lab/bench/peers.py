@@ -33,7 +33,7 @@ class Workload:
     @cached_property
     def arrays(self) -> dict[str, Array]:
         c, rng = self.case, np.random.default_rng(42)
-        queries, keys = (c.batch, c.heads, c.n_q, c.dim), (c.batch, c.kv_heads, c.n_k, c.dim)
+        queries, keys = c.shapes
         shapes = {"q": queries, "k": keys, "v": keys, "dout": queries}
         if c.options.get("bias"):
             shapes["bias"] = (1, c.heads, c.n_q, c.n_k)
@@ -153,6 +153,9 @@ def naive_torch(work: Workload) -> Call:
     t = work.tensors
     scale = work.case.dim**-0.5
     return lambda: torch.softmax(t["q"] @ t["k"].mT * scale, dim=-1) @ t["v"]
+
+
+IN_TORCH = {OURS: ours, SDPA: sdpa, NAIVE_TORCH: naive_torch}
 
 
 def naive_numpy(work: Workload) -> Call:

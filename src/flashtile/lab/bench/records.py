@@ -40,6 +40,14 @@ def new(suite: str, quick: bool, **more: Any) -> Record:
     }
 
 
+def goal(
+    group: str, title: str, measure: str, bar: float | None = None, *, worst_bar: float | None = None, **more: Any
+) -> dict[str, Any]:
+    """A line of a summary, not measured yet: the bars on the mean and on the worst value, and whether they hold."""
+    line = {"group": group, "title": title, "measure": measure, **more, "bar": bar, "reach": None}
+    return line | {"worst_bar": worst_bar, "value": None, "worst": None, "holds": None}
+
+
 def write(record: Record, path: Path) -> None:
     """Write atomically: readers never see half a record."""
     path.parent.mkdir(parents=True, exist_ok=True)

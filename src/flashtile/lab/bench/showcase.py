@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flashtile import dispatch, plan
+from flashtile import dispatch
 from flashtile.cost.hardware import Rates
 from flashtile.cost.plan import Plan
 from flashtile.lab.bench import peers
 from flashtile.lab.bench.cases import FORWARD, TRAINING, Case, square
 from flashtile.lab.bench.gpu import ceilings
 from flashtile.lab.bench.gpu.device import Cuda, Device
-from flashtile.lab.bench.peers import NAIVE_NUMPY, NAIVE_TORCH, OURS, SDPA, Workload
+from flashtile.lab.bench.peers import NAIVE_NUMPY, NAIVE_TORCH, Workload
 from flashtile.lab.bench.suite import time_all
 from flashtile.lab.bench.timing import Call, Timing, alternate
 
@@ -102,11 +102,10 @@ def on_gpu(device: Device, cases: Sequence[Case], quick: bool = False) -> Side:
     product, copy = ceilings.product(device.name), ceilings.copy(device.name)
     times = alternate({"product": product.call, "copy": copy.call}, seconds=seconds, clock=device.seconds)
     best = Rates(product.amount / min(times["product"].samples), copy.amount / min(times["copy"].samples))
-    makers = {OURS: peers.ours, SDPA: peers.sdpa, NAIVE_TORCH: peers.naive_torch}
     timed = []
     for case in cases:
         work = Workload(case, peers.default_threads(), device.name)
-        calls: dict[str, Call] = {name: peers.step(work, make(work)) for name, make in makers.items()}
+        calls: dict[str, Call] = {name: peers.step(work, make(work)) for name, make in peers.IN_TORCH.items()}
         grown = {name: n for name, call in calls.items() if (n := _growth(device, call)) is not None}
         calls = {name: call for name, call in calls.items() if name in grown}
         timed.append(Timed(case, alternate(calls, seconds=seconds, clock=device.seconds), grown))
@@ -131,17 +130,12 @@ class Timed(NamedTuple):
     times: dict[str, Timing]
     grown: dict[str, int] = {}  # noqa: RUF012
 
-    def plan(self, device: str) -> Plan:
-        c = self.case
-        shape = (c.batch, c.heads, c.n_q, c.dim)
-        return plan(shape, shape, c.dtype, device)
-
 
 def _side(name: str, device: str, best: Rates, timed: Sequence[Timed]) -> Side:
     """One device's rows. If a contender was faster than the product, its rate is the best: none is above the roof."""
-    seen = [_flops(t.case, t.plan(device)) / min(timing.samples) for t in timed for timing in t.times.values()]
+    seen = [_flops(t.case, t.case.plan(device)) / min(timing.samples) for t in timed for timing in t.times.values()]
     best = Rates(max(best.flops, *seen), best.bytes)
-    return Side(name, best, tuple(_row(t, t.plan(device), best) for t in timed))
+    return Side(name, best, tuple(_row(t, t.case.plan(device), best) for t in timed))
 
 
 def _row(timed: Timed, planned: Plan, best: Rates) -> Row:

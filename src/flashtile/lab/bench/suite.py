@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from flashtile import dispatch, plan
+from flashtile import dispatch
 from flashtile.lab.bench import memory, peers, records
 from flashtile.lab.bench.cases import CPU, FORWARD, GROUPS, MEMORY, SCALING, SCALING_BAR, Case, Group, quick
 from flashtile.lab.bench.peers import OURS, SDPA, Workload
-from flashtile.lab.bench.records import Record
+from flashtile.lab.bench.records import Record, goal
 from flashtile.lab.bench.timing import Call, Ratio, Timing, alternate, geometric_mean
 
 Progress = Callable[[str, int, int], None]  # what comes next, the number done, the total
@@ -75,9 +75,7 @@ def _timed(group: str, case: Case, threads: int, seconds: float, ours_alone: boo
         warm_up=1 if case.n_q > 1024 else 3,
         before=peers.torch_work() if beside else None,
     )
-    shapes = (case.batch, case.heads, case.n_q, case.dim), (case.batch, case.kv_heads, case.n_k, case.dim)
-    options = {name: x for name, x in case.options.items() if name != "bias"}
-    planned = plan(*shapes, case.dtype, **options)
+    planned = case.plan()
     flops = planned.flops + (planned.backward_flops if work.training else 0)
     row: dict[str, Any] = {"group": group, **case.to_dict(), "backend": planned.backend, "flops": flops}
     row["times"] = {name: timing.to_dict() for name, timing in times.items()}
@@ -104,10 +102,10 @@ def _grown(direction: str, threads: int) -> dict[str, Any]:
 
 def _summary(group: Group, rows: list[dict[str, Any]]) -> dict[str, Any]:
     ratios = [row["ratio"] for row in rows if "ratio" in row]
-    summary: dict[str, Any] = {"group": group.name, "title": group.title, "measure": "time / SDPA time"}
-    summary |= {"bar": group.bar, "reach": group.reach, "worst_bar": group.worst_bar}
+    summary = goal(group.name, group.title, "time / SDPA time", group.bar, worst_bar=group.worst_bar)
+    summary["reach"] = group.reach
     if not ratios:
-        return summary | {"value": None, "worst": None, "holds": None}
+        return summary
     value, worst = geometric_mean(ratios), max(ratios)
     holds = value <= group.bar and (group.worst_bar is None or worst <= group.worst_bar)
     return summary | {"value": value, "worst": worst, "holds": holds}
@@ -115,32 +113,14 @@ def _summary(group: Group, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _memory_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     ratios = [row["ratio"] for row in rows if "ratio" in row]
-    worst = max(ratios, default=None)
-    return {
-        "group": "memory",
-        "title": f"peak memory, {MEMORY.name}, the larger of both passes",
-        "measure": "growth / SDPA growth",
-        "bar": 1.0,
-        "reach": None,
-        "worst_bar": 1.0,
-        "value": worst,
-        "worst": worst,
-        "holds": None if worst is None else worst < 1,
-    }
+    title = f"peak memory, {MEMORY.name}, the larger of both passes"
+    summary = goal("memory", title, "growth / SDPA growth", 1.0, worst_bar=1.0)
+    return summary | {"value": max(ratios), "worst": max(ratios), "holds": max(ratios) < 1} if ratios else summary
 
 
 def _scaling_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     rates = [row["gflops"] for row in rows]
     drop = 1 - min(rates) / max(rates)
     first, last = rows[0]["shape"]["n_q"], rows[-1]["shape"]["n_q"]
-    return {
-        "group": "scaling",
-        "title": f"GFLOP/s from N = {first} to {last}",
-        "measure": "slowest below fastest",
-        "bar": SCALING_BAR,
-        "reach": None,
-        "worst_bar": None,
-        "value": drop,
-        "worst": drop,
-        "holds": drop <= SCALING_BAR,
-    }
+    summary = goal("scaling", f"GFLOP/s from N = {first} to {last}", "slowest below fastest", SCALING_BAR)
+    return summary | {"value": drop, "worst": drop, "holds": drop <= SCALING_BAR}

@@ -45,6 +45,16 @@ def host_seconds(call: Call) -> float:
     return time.perf_counter() - start
 
 
+def repeated(call: Call, times: int) -> Call:
+    """That many calls in one."""
+
+    def run() -> None:
+        for _ in range(times):
+            call()
+
+    return run
+
+
 def alternate(
     contenders: Mapping[str, Call],
     *,

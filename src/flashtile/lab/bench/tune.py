@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from flashtile.backends.gpu.config import Config
@@ -16,13 +15,13 @@ from flashtile.backends.triton import tuning
 from flashtile.backends.triton.tuning import DECODES
 from flashtile.lab.bench import records, workers
 from flashtile.lab.bench.candidates import ITEMSIZE, Limits, Target, candidates
-from flashtile.lab.bench.gpu.bench import difference
+from flashtile.lab.bench.gpu.bench import Bench, Calls, difference
 from flashtile.lab.bench.gpu.device import Device
 from flashtile.lab.bench.gpu.peers import short_error
 from flashtile.lab.bench.records import Record
 from flashtile.lab.bench.suite import Progress
 from flashtile.lab.bench.tables.tune import short
-from flashtile.lab.bench.timing import Call, Timing, alternate, geometric_mean
+from flashtile.lab.bench.timing import Call, Timing, geometric_mean, repeated
 
 TOKENS, HIDDEN = 16384, 2048
 LENGTHS = (1024, 4096)  # of a training sequence: a tile has to suit both
@@ -151,24 +150,14 @@ def times(
     target: Target, configs: Sequence[Config], device: Device, rounds: int, rng: random.Random
 ) -> dict[Config, float]:
     """Seconds per pass with each candidate, as the geometric mean over the shapes; candidates take turns."""
-    made = calls(target, device.name)
+    bench = Bench(device, (), rounds, SAMPLE, rng)
     measured: dict[Config, list[Timing]] = {config: [] for config in configs}
-    for call in made:
-        contenders = {str(n): _with(target.kernel, config, call, device) for n, config in enumerate(configs)}
-        sizes = {
-            name: max(1, min(200, round(SAMPLE / max(device.seconds(contender), 1e-9))))
-            for name, contender in contenders.items()
+    for call in calls(target, device.name):
+        contenders: Calls = {
+            str(n): partial(repeated, _with(target.kernel, config, call, device)) for n, config in enumerate(configs)
         }
-        found = alternate(
-            {name: _repeated(contender, sizes[name]) for name, contender in contenders.items()},
-            seconds=0,
-            min_rounds=rounds,
-            max_rounds=rounds,
-            clock=device.seconds,
-            shuffle=rng,
-        )
-        for n, config in enumerate(configs):
-            measured[config].append(found[str(n)].over(sizes[str(n)]))
+        for config, timing in zip(configs, bench.device_times(contenders).values(), strict=True):
+            measured[config].append(timing)
     return {config: geometric_mean(t.median for t in each) for config, each in measured.items()}
 
 
@@ -180,14 +169,6 @@ def _with(kernel: str, config: Config, call: Call, device: Device) -> Call:
             return call()
 
     return device.captured(run)
-
-
-def _repeated(call: Call, n: int) -> Call:
-    def run() -> None:
-        for _ in range(n):
-            call()
-
-    return run
 
 
 def run(
@@ -206,20 +187,11 @@ def run(
     about = device.describe()
     record = records.new("tune", False, rounds=rounds, device=about, fields=list(Config._fields)) | {"left_out": []}
     jobs = _jobs(wanted, limits, tuple(about["capability"]))
-    finished: list[workers.Job] = []
 
-    def done(job: workers.Job, answer: workers.Job) -> None:
-        finished.append(job)
-        progress(f"checked {Target(**job['target']).name} {short(job['config'])}", len(finished), len(jobs))
+    def done(job: workers.Job, n: int) -> None:
+        progress(f"checked {Target(**job['target']).name} {short(job['config'])}", n, len(jobs))
 
-    answers = workers.run(
-        f"{__name__}:check",
-        jobs,
-        workers=os.cpu_count() or 1 if count is None else count,
-        seconds=LONGEST,
-        done=done,
-        end=end,
-    )
+    answers = workers.run(f"{__name__}:check", jobs, workers=count, seconds=LONGEST, done=done, end=end)
     rng = random.Random(42)
     for n, target in enumerate(wanted):
         if end is not None and time.monotonic() >= end:

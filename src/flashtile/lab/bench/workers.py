@@ -17,6 +17,7 @@ from typing import IO, Any
 
 Job = dict[str, Any]
 FAILED = "failed"  # in an answer: the reason for the failure
+LEFT_OUT = "no time was left"
 
 
 class Worker:
@@ -81,17 +82,21 @@ def run(
     target: str,
     jobs: Sequence[Job],
     *,
-    workers: int,
+    workers: int | None = None,
     seconds: float,
     environment: Mapping[str, str] | None = None,
-    done: Callable[[Job, Job], None] = lambda job, answer: None,
+    done: Callable[[Job, int], None] = lambda job, count: None,
     end: float | None = None,
 ) -> list[Job]:
-    """Return the answers in the order of the jobs. `seconds`: the limit per job. None starts after `end`."""
+    """Return the answers in the order of the jobs, from `workers` processes, by default one per core.
+
+    `seconds`: the limit per job. None starts after `end`. `done` gets each finished job, and how many are finished.
+    """
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     for n in range(len(jobs)):
         waiting.put(n)
-    answers: list[Job] = [{FAILED: "no time was left"} for _ in jobs]
+    answers: list[Job] = [{FAILED: LEFT_OUT} for _ in jobs]
+    finished: list[int] = []
 
     def serve() -> None:
         worker = Worker(target, seconds, environment or {})
@@ -99,13 +104,14 @@ def run(
             while end is None or time.monotonic() < end:
                 n = waiting.get_nowait()
                 answers[n] = worker.run(jobs[n])
-                done(jobs[n], answers[n])
+                finished.append(n)
+                done(jobs[n], len(finished))
         except queue.Empty:
             pass
         finally:
             worker.close()
 
-    count = min(workers, len(jobs))
+    count = min(os.cpu_count() or 1 if workers is None else workers, len(jobs))
     if count:
         with ThreadPoolExecutor(count) as pool:
             for each in [pool.submit(serve) for _ in range(count)]:

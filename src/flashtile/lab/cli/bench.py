@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +16,7 @@ from flashtile.lab.bench.cases import GROUPS
 from flashtile.lab.bench.gpu import bench as gpu_bench
 from flashtile.lab.bench.gpu import device, io, ncu, peers, precompile, rows
 from flashtile.lab.bench.tables.tune import rows as tuning_rows
-from flashtile.lab.cli import DOES_NOT_HOLD, MISSING, output
+from flashtile.lab.cli import DOES_NOT_HOLD, output
 
 SUITES = (*rows.SUITES, "all")
 AsJson = Annotated[bool, typer.Option("--json", help="Also print the record as plain JSON, and no table.")]
@@ -47,10 +48,7 @@ def cpu(
     _check(path)
     with output.progress_bar() as progress:
         record = suite.run(only=only or (), short=quick, threads=threads, progress=progress)
-    if json:
-        output.print_json(record)
-    _leave(record, path, shown=not json)
-    _judge(record, check)
+    _leave(record, path, json, check)
 
 
 @app.command()
@@ -89,18 +87,19 @@ def gpu(
     chosen = rows.select([] if "all" in (which or ["all"]) else which or [], only or (), quick)
     if not chosen:
         raise typer.BadParameter("--only: no row has all of these words in its name")
-    earlier = None if resume is None else _read("--resume", resume, table.read)
+    earlier = None
+    if resume is not None:
+        with _blamed_on("--resume", resume):
+            earlier = table.read(resume)
     _check(path)
     _need_gpu()
     start = time.monotonic()
     precompile.keep_on_disk()
     here, absent = peers.available(peer or ())
     bench = gpu_bench.Bench(device.Cuda(), here, min(rounds, 3) if quick else rounds)
-    if earlier is not None:
-        try:
+    if resume is not None and earlier is not None:
+        with _blamed_on("--resume", resume):
             records.check_alike(gpu_bench.empty_record(bench, quick), earlier)
-        except records.UnlikeError as error:
-            raise typer.BadParameter(f"--resume: {error}") from None
     chosen, unfit = rows.measurable(chosen, bench.device.name)
     if quick:
         bench.sample /= 5
@@ -120,20 +119,17 @@ def gpu(
             save=lambda record: records.write(record, path),
         )
     for what, reason in late.items():
-        output.err().print(f"not compiled ahead: {what}: {reason}", soft_wrap=True)
+        output.remark(f"not compiled ahead: {what}: {reason}")
     for (name, reason), cases in gpu_bench.absences(record).items():
         where = cases[0] if len(cases) == 1 else f"{cases[0]} and {len(cases) - 1} more"
-        output.err().print(f"{where}: {name} is absent: {reason}", soft_wrap=True)
+        output.remark(f"{where}: {name} is absent: {reason}")
     for what, reason in record["failed"].items():
-        output.err().print(f"{what}: failed: {reason}", soft_wrap=True)
+        output.remark(f"{what}: failed: {reason}")
     for what, reason in record["unfit"].items():
-        output.err().print(f"{what}: left out, {reason}", soft_wrap=True)
+        output.remark(f"{what}: left out, {reason}")
     for what in record["left_out"]:
-        output.err().print(f"{what}: left out, no time was left", soft_wrap=True)
-    if json:
-        output.print_json(record)
-    _leave(record, path, shown=not json)
-    _judge(record, check)
+        output.remark(f"{what}: left out, no time was left")
+    _leave(record, path, json, check)
 
 
 @app.command("tune")
@@ -172,11 +168,9 @@ def search(
             progress=progress,
             save=lambda record: records.write(record, path),
         )
-    if json:
-        output.print_json(record)
-    else:
+    if not json:
         print(tuning_rows(record), end="\n\n")
-    _leave(record, path, shown=not json)
+    _leave(record, path, json)
 
 
 @app.command("io")
@@ -193,16 +187,12 @@ def bytes_moved(
     _need_gpu()
     program = program or ncu.find()
     if program is None:
-        output.err().print("flashtile: this needs NVIDIA's profiler ncu (Nsight Compute): none found on the path")
-        raise typer.Exit(MISSING)
+        raise output.missing("flashtile: this needs NVIDIA's profiler ncu (Nsight Compute): none found on the path")
     try:
         record = io.run(device.Cuda(), program)
     except (ncu.ProfilerError, OSError) as error:
-        output.err().print(f"flashtile: ncu: {error}", soft_wrap=True)
-        raise typer.Exit(MISSING) from None
-    if json:
-        output.print_json(record)
-    _leave(record, path, shown=not json)
+        raise output.missing(f"flashtile: ncu: {error}") from None
+    _leave(record, path, json)
 
 
 @app.command("table")
@@ -217,25 +207,18 @@ def show(
     ] = False,
 ) -> None:
     """Show a record as markdown."""
-    content = _read("RECORD", record, table.read)
+    with _blamed_on("RECORD", record):
+        content = table.read(record)
     text = table.details(content) if details else table.render(content)
     if json:
         output.print_json(content["summary"] or content["measurements"])
     elif into is not None:
-        _put_into(into, record)
+        with _blamed_on("--into", into):
+            table.put_into(into, record)
     elif details:
         print(text)
     else:
         output.markdown(text)
-
-
-def _put_into(document: Path, record: Path) -> None:
-    try:
-        table.put_into(document, record)
-    except OSError as error:
-        raise typer.BadParameter(f"--into: {document}: {error.strerror}") from None
-    except ValueError as error:
-        raise typer.BadParameter(f"--into: {error}") from None
 
 
 def _known(option: str, given: list[str] | list[int] | None, names: tuple[str, ...] | tuple[int, ...]) -> None:
@@ -249,9 +232,11 @@ def _listed(names: Iterable[str | int]) -> str:
     return ", ".join(map(repr, names))
 
 
-def _read(option: str, path: Path, read: Callable[[Path], records.Record] = records.read) -> records.Record:
+@contextmanager
+def _blamed_on(option: str, path: Path) -> Iterator[None]:
+    """Report errors of a file as errors of the option that named it."""
     try:
-        return read(path)
+        yield
     except OSError as error:
         raise typer.BadParameter(f"{option}: {path}: {error.strerror}") from None
     except ValueError as error:
@@ -267,20 +252,18 @@ def _check(path: Path) -> None:
 
 def _need_gpu() -> None:
     if reason := device.missing():
-        output.err().print(f"flashtile: this needs a CUDA GPU: {reason}", soft_wrap=True)
-        raise typer.Exit(MISSING)
+        raise output.missing(f"flashtile: this needs a CUDA GPU: {reason}")
 
 
-def _leave(record: records.Record, path: Path, shown: bool = True) -> None:
-    """Write the record, report its path and the absent peers, and show its tables."""
+def _leave(record: records.Record, path: Path, json: bool, check: bool = False) -> None:
+    """Write and show the record, report its path and the absent peers; with `check`, fail if a goal is missed."""
+    if json:
+        output.print_json(record)
     records.write(record, path)
     for name, reason in record["absent"].items():
-        output.err().print(f"{name}: not compared, {reason}", soft_wrap=True)
-    if shown:
+        output.remark(f"{name}: not compared, {reason}")
+    if not json:
         print(table.details(record), table.render(record), sep="\n\n", end="")
-    output.err().print(f"record: {path}", soft_wrap=True)
-
-
-def _judge(record: records.Record, check: bool) -> None:
+    output.remark(f"record: {path}")
     if check and any(row["holds"] is False for row in record["summary"]):
         raise typer.Exit(DOES_NOT_HOLD)

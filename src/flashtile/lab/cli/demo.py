@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flashtile.host import machine
-from flashtile.lab.cli import DOES_NOT_HOLD, MISSING, output
+from flashtile.lab.cli import DOES_NOT_HOLD, output
 
 if TYPE_CHECKING:
     from flashtile.lab.report.content import Content, LessonResult, Result
@@ -74,11 +74,8 @@ def _prepare(out: Path) -> None:
 
     missing = [package for package in EXTRA if not machine.has(package)]
     if missing:
-        output.err().print(
-            f"flashtile: the page needs {missing[0]}; run: pip install 'flashtile[report]', or use --no-page",
-            soft_wrap=True,
-        )
-        raise typer.Exit(MISSING)
+        how = "run: pip install 'flashtile[report]', or use --no-page"
+        raise output.missing(f"flashtile: the page needs {missing[0]}; {how}")
     try:
         folder.check(out)
     except ValueError as error:

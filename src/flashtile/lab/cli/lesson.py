@@ -59,5 +59,4 @@ def _as_text(lesson: Lesson, quick: bool) -> dict[str, Any]:
     try:
         return run(lesson, print, quick)
     except Unavailable as reason:
-        output.err().print(f"{lesson.name}: {reason}", soft_wrap=True)
-        raise typer.Exit(MISSING) from None
+        raise output.missing(f"{lesson.name}: {reason}") from None

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from flashtile.lab.bench.suite import Progress as Report
+from flashtile.lab.cli import MISSING
 from flashtile.lab.units import quantity as quantity
 from flashtile.lab.units import seconds as seconds
 from flashtile.lab.units import size as size
@@ -35,6 +36,17 @@ def out() -> Console:
 
 def err() -> Console:
     return Console(stderr=True, highlight=False, markup=False)
+
+
+def remark(text: str) -> None:
+    """Print to stderr, on one line."""
+    err().print(text, soft_wrap=True)
+
+
+def missing(what: str) -> typer.Exit:
+    """Say what is missing here, and return what ends the program for that reason."""
+    remark(what)
+    return typer.Exit(MISSING)
 
 
 def say(text: str) -> None:

@@ -14,15 +14,17 @@ from flashtile.lab.bench.suite import Progress
 from flashtile.lab.lessons.lesson import Lesson, answer, source
 from flashtile.lab.report import viewer
 from flashtile.lab.report.artist import Artist
+from flashtile.lab.report.figures import Drawing
 from flashtile.lab.studies.study import Study, Table, to_dict
 
 
 @dataclass(frozen=True)
 class Result:
-    """A study and its record, from which everything else follows."""
+    """A study and its record, from which everything else follows; the page adds a drawing, if there is one."""
 
     study: Study[Any]
     record: Any
+    drawing: Drawing | None = None
 
     @property
     def tables(self) -> list[Table]:
@@ -77,14 +79,8 @@ class Content:
 
     def records(self) -> dict[str, Any]:
         """Plain values for JSON, one entry per file."""
-        about = {
-            "created": self.created,
-            "quick": self.quick,
-            "machine": self.machine,
-            "devices": self.devices,
-            "backends": self.backends,
-            "broken": self.broken,
-        }
+        names = ("created", "quick", "machine", "devices", "backends", "broken")
+        about = {name: getattr(self, name) for name in names}
         outputs = {
             x.lesson.name: {"record": to_dict(x.record), "text": x.text, "unavailable": x.reason} for x in self.lessons
         }

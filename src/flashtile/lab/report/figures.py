@@ -6,12 +6,10 @@ import io
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flashtile.lab.report import palette
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from flashtile.lab.studies import canvas
 
 _SETTINGS: Any = {"svg.fonttype": "none", "svg.hashsalt": "flashtile"}  # text stays searchable text
 _ID, _USE = re.compile(r'\bid="([^"]+)"'), re.compile(r'(href="#|url\(#)([^")]+)')
@@ -28,7 +26,7 @@ class Drawing:
     rem: float  # the largest width on the page, so that text has about the same size in all figures
 
 
-def draw(name: str, make: Callable[[], Figure | None], png: bool = True) -> Drawing | None:
+def draw(name: str, make: Callable[[], canvas.Figure | None], png: bool = True) -> Drawing | None:
     """Render what make() draws, if anything; `name` prefixes every id, so that figures can share a page."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg

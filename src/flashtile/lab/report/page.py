@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashtile.lab.bench.peers import OURS, SDPA
 from flashtile.lab.report import mathml, palette, tables, viewer
-from flashtile.lab.report.content import Content, Result
+from flashtile.lab.report.content import Content
 from flashtile.lab.report.figures import Drawing
 from flashtile.lab.studies import speed
 from flashtile.lab.studies.study import SEED
@@ -48,7 +49,7 @@ WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "
 
 def render(content: Content, drawings: dict[str, Drawing]) -> str:
     """Return the whole page. `drawings` maps the name of a study to its drawing, if it has one."""
-    shown = {result.study.name: Shown(result, drawings.get(result.study.name)) for result in content.results}
+    shown = {r.study.name: replace(r, drawing=drawings.get(r.study.name)) for r in content.results}
     timed = shown["speed"].record
     fastest = speed.longest(timed.sides[-1])
     gpus = [device["name"] for device in content.devices if device["device"] != "cpu"]
@@ -78,14 +79,6 @@ def render(content: Content, drawings: dict[str, Drawing]) -> str:
             versions=tables.versions(content),
         )
     )
-
-
-class Shown:
-    """A result with its drawing, if there is one, for the templates."""
-
-    def __init__(self, result: Result, drawing: Drawing | None) -> None:
-        self.study, self.record, self.drawing = result.study, result.record, drawing
-        self.tables, self.findings = result.tables, result.findings
 
 
 def environment() -> Environment:

@@ -19,25 +19,25 @@ from flashtile.lab.studies import (
     targets,
     tiling,
 )
-from flashtile.lab.studies.study import Study
+from flashtile.lab.studies.study import Study, study
 
 # In the order in which they run: those that measure time come last, when nothing else runs beside them.
 STUDIES: tuple[Study[Any], ...] = (
-    equivalence.STUDY,
-    memory.STUDY,
-    block_size.STUDY,
-    tiling.STUDY,
-    causal.STUDY,
-    models.STUDY,
-    materialization.STUDY,
-    arithmetic.STUDY,
-    recompute.STUDY,
-    overlap.STUDY,
-    split.STUDY,
-    targets.STUDY,
-    hierarchy.STUDY,
-    speed.STUDY,
-    cache.STUDY,
+    study(equivalence, numbered=True),
+    study(memory, numbered=True),
+    study(block_size, numbered=True),
+    study(tiling, numbered=True),
+    study(causal, numbered=True),
+    study(models, numbered=True),
+    study(materialization, numbered=True),
+    study(arithmetic),
+    study(recompute),
+    study(overlap),
+    study(split),
+    study(targets),
+    study(hierarchy, timed=True),
+    study(speed, timed=True),
+    study(cache, timed=True),
 )
 
 __all__ = ["STUDIES", "Study"]

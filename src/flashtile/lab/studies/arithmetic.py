@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from flashtile.band import ceil_div
 from flashtile.cost.traffic import fa1_block, fa1_elements, least_elements, standard_elements
 from flashtile.lab.studies import canvas
-from flashtile.lab.studies.study import Study, Table
+from flashtile.lab.studies.study import Table
 from flashtile.lab.units import quantity, short, size
 from flashtile.numerics.dtypes import ITEMSIZE
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+TITLE = "Worked examples"
+QUESTION = "What are the numbers?"
 SRAMS = tuple(1 << p for p in range(12, 19))  # elements
 SHAPES = ((1024, 64), (8192, 128))  # N, d
 LEADING = 12  # tiled is 2Nd + Tc (3Nd + 4N) with Tc = 4Nd / M columns of tiles: 12 N^2 d^2 / M and lower terms
@@ -183,7 +181,7 @@ def findings(record: Arithmetic) -> list[str]:
     ]
 
 
-def draw(record: Arithmetic) -> Figure:
+def draw(record: Arithmetic) -> canvas.Figure:
     shapes = list(dict.fromkeys((m.n, m.d) for m in record.moved))
     figure, axes = canvas.panels(1, len(shapes), width=11, height=4.2)
     for ax, (n, d) in zip(axes, shapes, strict=True):
@@ -199,14 +197,3 @@ def draw(record: Arithmetic) -> Figure:
         ax.set_ylim(moved[0].least / 12)
         canvas.legend(ax, loc="lower left")
     return figure
-
-
-STUDY = Study(
-    "arithmetic",
-    "Worked examples",
-    "What are the numbers?",
-    compute,
-    draw,
-    tables,
-    findings,
-)

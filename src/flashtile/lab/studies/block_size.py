@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import flashtile
 from flashtile.backends import tiles
@@ -12,16 +11,14 @@ from flashtile.cost.traffic import Layout, Traffic, fa2_elements, standard_eleme
 from flashtile.lab.studies import canvas
 from flashtile.lab.studies.comparison import LIMIT, STYLES, error_axis, largest, shown
 from flashtile.lab.studies.memory import block_floats
-from flashtile.lab.studies.study import Study, Table, qkv
+from flashtile.lab.studies.study import Table, qkv
 from flashtile.lab.units import size
 from flashtile.numerics.dtypes import ITEMSIZE, Array
 from flashtile.numerics.schedule import Event, Grid, Tile
 from flashtile.problem import Problem, describe
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
+TITLE = "The size of a tile"
+QUESTION = "What does the block size change: the memory, the number of tiles, the work, the result?"
 N, D = 512, 64
 FLOAT32 = ITEMSIZE["float32"]
 BLOCKS = (8, 16, 32, 48, 64, 100, 128, 256, 512)
@@ -115,7 +112,7 @@ def findings(record: BlockSize) -> list[str]:
     ]
 
 
-def draw(record: BlockSize) -> Figure:
+def draw(record: BlockSize) -> canvas.Figure:
     figure, (memory, count, moved, accuracy) = canvas.panels(1, 4, width=15, height=4.2)
     widths = [b.block for b in record.blocks]
     _draw_memory(memory, record, widths)
@@ -129,7 +126,7 @@ def draw(record: BlockSize) -> Figure:
     return figure
 
 
-def _draw_memory(ax: Axes, record: BlockSize, widths: list[int]) -> None:
+def _draw_memory(ax: canvas.Axes, record: BlockSize, widths: list[int]) -> None:
     ax.plot(widths, [FLOAT32 * block_floats(b) for b in widths], "--", color=canvas.MUTED, label="S and P, 2B²")
     ax.plot(widths, [FLOAT32 * b.sram for b in record.blocks], "o", color=canvas.BLUE, label="all in SRAM, counted")
     canvas.in_bytes(ax, 2**8, 2**25)
@@ -137,7 +134,7 @@ def _draw_memory(ax: Axes, record: BlockSize, widths: list[int]) -> None:
     canvas.legend(ax, loc="upper left")
 
 
-def _draw_counts(ax: Axes, record: BlockSize, widths: list[int]) -> None:
+def _draw_counts(ax: canvas.Axes, record: BlockSize, widths: list[int]) -> None:
     ax.plot(widths, [(record.n / b) ** 2 for b in widths], "--", color=canvas.MUTED, label="N²/B²")
     ax.plot(widths, [b.tiles for b in record.blocks], "o", color=canvas.BLUE, label="tiles, counted")
     ax.axhline(record.n**2, linestyle=":", color=canvas.MUTED, label="N²")
@@ -148,7 +145,7 @@ def _draw_counts(ax: Axes, record: BlockSize, widths: list[int]) -> None:
     canvas.legend(ax, loc="upper left", ncols=2)
 
 
-def _draw_moved(ax: Axes, record: BlockSize, widths: list[int]) -> None:
+def _draw_moved(ax: canvas.Axes, record: BlockSize, widths: list[int]) -> None:
     n, d = record.n, record.d
     formula = [FLOAT32 * fa2_elements(n, n, d, d, b, b, full()) for b in widths]
     standard = FLOAT32 * standard_elements(n, d)
@@ -158,15 +155,3 @@ def _draw_moved(ax: Axes, record: BlockSize, widths: list[int]) -> None:
     canvas.in_bytes(ax, 2**18, 2**26)
     canvas.label(ax, "Moved through HBM", "block")
     canvas.legend(ax)
-
-
-STUDY = Study(
-    "block_size",
-    "The size of a tile",
-    "What does the block size change: the memory, the number of tiles, the work, the result?",
-    compute,
-    draw,
-    tables,
-    findings,
-    numbered=True,
-)

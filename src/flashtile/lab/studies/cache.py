@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,14 +15,12 @@ from flashtile.lab.bench.suite import time_all
 from flashtile.lab.bench.timing import Call, alternate
 from flashtile.lab.catalogue import chips, models
 from flashtile.lab.studies import canvas, hierarchy
-from flashtile.lab.studies.study import Study, Table, samples
+from flashtile.lab.studies.study import Table, samples
 from flashtile.lab.units import quantity, seconds, size
 from flashtile.numerics.dtypes import Array
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
+TITLE = "The KV cache"
+QUESTION = "How much memory does a token take, and when does that exceed a GPU?"
 MODELS = ("llama-2-7b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "qwen2.5-7b", "deepseek-v3")
 GPU, DTYPE, LONG = "h100", "bfloat16", 1 << 20
 GROUPED = "llama-3-8b"  # one of its layers is measured, with its key heads and with one key head per query head
@@ -188,14 +185,14 @@ def findings(r: Record) -> list[str]:
     ]
 
 
-def draw(r: Record) -> Figure:
+def draw(r: Record) -> canvas.Figure:
     figure, (prompts, decodes) = canvas.panels(1, 2, width=12, height=4.0)
     _draw_prompts(prompts, r)
     _draw_decodes(decodes, r)
     return figure
 
 
-def _draw_prompts(ax: Axes, r: Record) -> None:
+def _draw_prompts(ax: canvas.Axes, r: Record) -> None:
     names = [f"{p.name}\n{seconds(p.seconds)}" for p in r.prompts]
     caches = [p.cache for p in r.prompts]
     ax.barh(names, caches, color=canvas.BLUE, height=0.6, label="keys and values")
@@ -210,7 +207,7 @@ def _draw_prompts(ax: Axes, r: Record) -> None:
     canvas.legend(ax, loc="lower right")
 
 
-def _draw_decodes(ax: Axes, r: Record) -> None:
+def _draw_decodes(ax: canvas.Axes, r: Record) -> None:
     tokens = [d.tokens for d in r.decodes]
     ideal = [d.bytes / r.rates.bytes for d in r.decodes]
     ax.plot(tokens, [d.seconds for d in r.decodes], "o-", color=canvas.BLUE, label="flashtile, measured")
@@ -220,15 +217,3 @@ def _draw_decodes(ax: Axes, r: Record) -> None:
     ax.yaxis.set_major_formatter(lambda value, _: seconds(value) if value else "0")
     canvas.label(ax, "One new token against a cache", "cached tokens", "time")
     canvas.legend(ax, loc="upper left")
-
-
-STUDY = Study(
-    "cache",
-    "The KV cache",
-    "How much memory does a token take, and when does that exceed a GPU?",
-    compute,
-    draw,
-    tables,
-    findings,
-    timed=True,
-)

@@ -1,6 +1,7 @@
 """Figures that are readable on light and dark pages: a light panel, dark ink, colour-blind-safe colours.
 
-matplotlib is imported when something is drawn, and only its object API is used: no pyplot, no global state.
+matplotlib is imported when something is drawn, and only its object API is used: no pyplot, no global state. The types
+canvas.Axes and canvas.Figure are for annotations only.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from flashtile.lab.units import short as short
 from flashtile.lab.units import size
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes as Axes
+    from matplotlib.figure import Figure as Figure
 
 # Okabe and Ito's palette.
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from flashtile.band import Kind, causal
 from flashtile.cost.traffic import tile_counts
 from flashtile.lab.studies import canvas
 from flashtile.lab.studies.comparison import HEAD, LIMIT, Comparison, compare, draw_comparisons
-from flashtile.lab.studies.study import Study, Table
+from flashtile.lab.studies.study import Table
 from flashtile.numerics.schedule import Grid
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
+TITLE = "Causal attention"
+QUESTION = "If a query sees only the keys before it, does tiling still match, and how much work does it avoid?"
 D = 32
 # queries, keys, rows and columns of a tile
 SHAPES = (
@@ -131,7 +128,7 @@ def findings(record: Causal) -> list[str]:
     ]
 
 
-def draw(record: Causal) -> Figure:
+def draw(record: Causal) -> canvas.Figure:
     figure, (picture, share, errors) = canvas.panels(1, 3, width=13, height=4.4)
     _draw_tiles(picture, record)
     sides = [c.side for c in record.counted]
@@ -147,7 +144,7 @@ def draw(record: Causal) -> Figure:
     return figure
 
 
-def _draw_tiles(ax: Axes, record: Causal) -> None:
+def _draw_tiles(ax: canvas.Axes, record: Causal) -> None:
     from matplotlib.patches import Patch, Rectangle
 
     n, br, bc = record.drawn
@@ -159,15 +156,3 @@ def _draw_tiles(ax: Axes, record: Causal) -> None:
     canvas.label(ax, f"Unequal blocks: {br} x {bc}, N = {n}", "key", "query")
     kinds = [Patch(color=colour, label=kind) for kind, colour in canvas.TILES.items()]
     canvas.legend(ax, handles=kinds, loc="upper right", framealpha=1.0)
-
-
-STUDY = Study(
-    "causal",
-    "Causal attention",
-    "If a query sees only the keys before it, does tiling still match, and how much work does it avoid?",
-    compute,
-    draw,
-    tables,
-    findings,
-    numbered=True,
-)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +15,6 @@ from flashtile.lab.studies.study import samples
 from flashtile.numerics.dtypes import Array
 from flashtile.numerics.schedule import Event, Grid, Tile
 from flashtile.problem import describe
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 LIMIT = 1e-10  # for a float64 error
 EPSILON = float(np.finfo(np.float64).eps)
@@ -106,7 +103,7 @@ def shown(errors: Iterable[float]) -> list[float]:
     return [max(error, EDGE) for error in errors]
 
 
-def draw_comparisons(ax: Axes, comparisons: Sequence[Comparison]) -> None:
+def draw_comparisons(ax: canvas.Axes, comparisons: Sequence[Comparison]) -> None:
     """Draw a line of marks for each comparison, on a horizontal axis of errors."""
     names = [f"{c.n_q} x {c.n_k},  {c.br} x {c.bc}" for c in comparisons]
     for way in WAYS:
@@ -121,7 +118,7 @@ def draw_comparisons(ax: Axes, comparisons: Sequence[Comparison]) -> None:
     canvas.legend(ax, loc="center", bbox_to_anchor=(0.56, 0.5))
 
 
-def error_axis(ax: Axes) -> None:
+def error_axis(ax: canvas.Axes) -> None:
     """Set up a vertical axis of errors that includes the limit."""
     for at, style in zip((LIMIT, EPSILON), _LINES, strict=True):
         ax.axhline(at, **style)

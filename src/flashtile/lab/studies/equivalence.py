@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -24,14 +24,13 @@ from flashtile.lab.studies.comparison import (
     outputs,
     shown,
 )
-from flashtile.lab.studies.study import Study, Table, qkv, samples
+from flashtile.lab.studies.study import Table, qkv, samples
 from flashtile.numerics.dtypes import FLOATS, Array, narrow, widen
 from flashtile.numerics.softmax import online_softmax
 from flashtile.problem import describe
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+TITLE = "The same result"
+QUESTION = "Is tiled attention the same function as standard attention, or an approximation of it?"
 # queries, keys, head dim, rows and columns of a tile
 SHAPES = (
     (64, 64, 32, 16, 16),
@@ -206,7 +205,7 @@ def findings(record: Equivalence) -> list[str]:
     ]
 
 
-def draw(record: Equivalence) -> Figure:
+def draw(record: Equivalence) -> canvas.Figure:
     figure, (shapes, blocks, chunks) = canvas.panels(1, 3, width=13, height=4.4)
     draw_comparisons(shapes, record.comparisons)
     widths = [c.br for c in record.blocks]
@@ -225,15 +224,3 @@ def draw(record: Equivalence) -> Figure:
     for ax in (blocks, chunks):
         error_axis(ax)
     return figure
-
-
-STUDY = Study(
-    "equivalence",
-    "The same result",
-    "Is tiled attention the same function as standard attention, or an approximation of it?",
-    compute,
-    draw,
-    tables,
-    findings,
-    numbered=True,
-)

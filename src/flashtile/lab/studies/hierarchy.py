@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flashtile.cost.hardware import Hardware, Level, Rates
 from flashtile.host import machine
 from flashtile.lab.bench import rates
 from flashtile.lab.catalogue import chips, known_as
 from flashtile.lab.studies import canvas
-from flashtile.lab.studies.study import Study, Table
+from flashtile.lab.studies.study import Table
 from flashtile.lab.units import quantity, size
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+TITLE = "The memory hierarchy"
+QUESTION = "How much faster and smaller is the memory close to the arithmetic units?"
 PAPER = "a100-40"
 TRIES = 3  # each with new arrays, because their place in memory affects their speed
 
@@ -98,7 +97,7 @@ def _compared(h: Hardware) -> str | None:
     )
 
 
-def draw(r: Record) -> Figure:
+def draw(r: Record) -> canvas.Figure:
     figure, (ax,) = canvas.panels(1, 1, height=3.8)
     styles = zip(r.machines, (canvas.BLUE, canvas.ORANGE, canvas.GREEN, canvas.PURPLE), "os^D", strict=False)
     for h, colour, marker in styles:
@@ -123,15 +122,3 @@ def draw(r: Record) -> Figure:
     canvas.label(ax, "Every memory by its size and its speed", "size", "bytes per second")
     canvas.legend(ax, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure
-
-
-STUDY = Study(
-    "hierarchy",
-    "The memory hierarchy",
-    "How much faster and smaller is the memory close to the arithmetic units?",
-    compute,
-    draw,
-    tables,
-    findings,
-    timed=True,
-)

@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flashtile.backends import reference, tiles
 from flashtile.lab.studies import canvas
 from flashtile.lab.studies.allocations import tracked
-from flashtile.lab.studies.study import Study, Table, qkv
+from flashtile.lab.studies.study import Table, qkv
 from flashtile.numerics.dtypes import Array
 from flashtile.problem import Problem, describe
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
+TITLE = "No N x N array is ever made"
+QUESTION = "Is there really no large intermediate array, not even for a moment?"
 D = BLOCK = 32
 LENGTHS = (64, 128, 256, 512, 1024, 2048)
 QUICK_LENGTHS = LENGTHS[:4]
@@ -132,7 +129,7 @@ _STYLES = {
 }
 
 
-def draw(record: Materialization) -> Figure:
+def draw(record: Materialization) -> canvas.Figure:
     figure, (growth, sizes) = canvas.panels(1, 2, width=12, height=4.6)
     n = [w.n for w in record.ways[FA2]]
     growth.plot(n, [x * x for x in n], ":", color=canvas.INK, label="N²")
@@ -149,7 +146,7 @@ def draw(record: Materialization) -> Figure:
     return figure
 
 
-def _draw_sizes(ax: Axes, record: Materialization) -> None:
+def _draw_sizes(ax: canvas.Axes, record: Materialization) -> None:
     last = record.ways[FA2][-1]
     shown = sorted(last.sizes)
     names = [f"{elements:,}" for elements, _ in shown]
@@ -159,15 +156,3 @@ def _draw_sizes(ax: Axes, record: Materialization) -> None:
     ax.margins(x=0.15)
     ax.grid(False, axis="y")
     canvas.label(ax, f"All {last.arrays:,} arrays at N = {last.n}, FA2 order", "number of arrays", "elements")
-
-
-STUDY = Study(
-    "materialization",
-    "No N x N array is ever made",
-    "Is there really no large intermediate array, not even for a moment?",
-    compute,
-    draw,
-    tables,
-    findings,
-    numbered=True,
-)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,15 +12,13 @@ from flashtile.lab.bench import memory, peers
 from flashtile.lab.bench.cases import FORWARD, Case
 from flashtile.lab.studies import canvas
 from flashtile.lab.studies.allocations import tracked
-from flashtile.lab.studies.study import Study, Table, qkv
+from flashtile.lab.studies.study import Table, qkv
 from flashtile.lab.units import size
 from flashtile.numerics.dtypes import ITEMSIZE, Array, narrow
 from flashtile.problem import describe
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
+TITLE = "Far less memory"
+QUESTION = "How much memory does standard attention take, and how much does tiled attention take?"
 D, BLOCK = 64, 32
 LENGTHS = (256, 512, 1024, 2048)
 PREDICTED = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -228,7 +225,7 @@ def findings(record: Memory) -> list[str]:
     ]
 
 
-def draw(record: Memory) -> Figure:
+def draw(record: Memory) -> canvas.Figure:
     figure, (lengths, parts, dtypes) = canvas.panels(1, 3, width=13, height=4.4)
     _draw_lengths(lengths, record)
     _draw_parts(parts, record)
@@ -236,7 +233,7 @@ def draw(record: Memory) -> Figure:
     return figure
 
 
-def _draw_lengths(ax: Axes, record: Memory) -> None:
+def _draw_lengths(ax: canvas.Axes, record: Memory) -> None:
     n, m = [p.n for p in record.predicted], [p.n for p in record.measured]
     ax.plot(n, [p.standard for p in record.predicted], "--", color=canvas.RED, label="standard, 2N² + Nd")
     ax.plot(m, [p.standard for p in record.measured], "s", color=canvas.RED, label="standard, measured")
@@ -250,7 +247,7 @@ def _draw_lengths(ax: Axes, record: Memory) -> None:
     canvas.legend(ax, loc="upper left")
 
 
-def _draw_parts(ax: Axes, record: Memory) -> None:
+def _draw_parts(ax: canvas.Axes, record: Memory) -> None:
     names = [f"{m.n}" for m in record.measured]
     blocks, results = [m.blocks / 1024 for m in record.measured], [m.results / 1024 for m in record.measured]
     ax.bar(names, blocks, color=canvas.GREEN, label="everything else")
@@ -263,7 +260,7 @@ def _draw_parts(ax: Axes, record: Memory) -> None:
     canvas.legend(ax, loc="upper left")
 
 
-def _draw_dtypes(ax: Axes, record: Memory) -> None:
+def _draw_dtypes(ax: canvas.Axes, record: Memory) -> None:
     x = np.arange(len(record.dtypes))
     formulas = [standard_floats(m.n, record.d) * ITEMSIZE[m.dtype] for m in record.dtypes]
     tiled = [tiled_floats(m.n, record.d, record.block) * ITEMSIZE[m.dtype] for m in record.dtypes]
@@ -278,15 +275,3 @@ def _draw_dtypes(ax: Axes, record: Memory) -> None:
     canvas.in_bytes(ax, 2**14, 2**25)
     canvas.label(ax, f"By dtype, N = {record.dtypes[0].n}", "above the bars: how many times less")
     canvas.legend(ax, loc="upper left")
-
-
-STUDY = Study(
-    "memory",
-    "Far less memory",
-    "How much memory does standard attention take, and how much does tiled attention take?",
-    compute,
-    draw,
-    tables,
-    findings,
-    numbered=True,
-)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from flashtile import plan
 from flashtile.band import full
@@ -11,15 +10,13 @@ from flashtile.cost.traffic import Layout, count
 from flashtile.lab.catalogue import chips, models
 from flashtile.lab.studies import canvas
 from flashtile.lab.studies.memory import block_floats
-from flashtile.lab.studies.study import Study, Table
+from flashtile.lab.studies.study import Table
 from flashtile.lab.units import short, size
 from flashtile.numerics.dtypes import ITEMSIZE
 from flashtile.numerics.schedule import Grid, fa2_forward
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
+TITLE = "At the size of real models"
+QUESTION = "How much memory would the scores of a real model take at 8K, 32K, 128K tokens, and how much do tiles take?"
 CONTEXTS = (8 << 10, 32 << 10, 128 << 10, 512 << 10, 1 << 20)
 D, BLOCK, DTYPE = 128, 64, "float16"
 MODELS = ("llama-2-7b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "qwen2.5-7b")
@@ -166,14 +163,14 @@ def findings(record: Models) -> list[str]:
     ]
 
 
-def draw(record: Models) -> Figure:
+def draw(record: Models) -> canvas.Figure:
     figure, (head, whole) = canvas.panels(1, 2, width=13, height=4.8)
     _draw_head(head, record)
     _draw_models(whole, record)
     return figure
 
 
-def _draw_head(ax: Axes, record: Models) -> None:
+def _draw_head(ax: canvas.Axes, record: Models) -> None:
     n = [c.n for c in record.contexts]
     ax.plot(n, [c.scores for c in record.contexts], "s-", color=canvas.RED, label="score matrix, 2N² bytes")
     ax.plot(n, [c.results for c in record.contexts], "o-", color=canvas.BLUE, label="tiled: output and lse")
@@ -186,7 +183,7 @@ def _draw_head(ax: Axes, record: Models) -> None:
     canvas.legend(ax, loc="upper left", ncols=2)
 
 
-def _draw_models(ax: Axes, record: Models) -> None:
+def _draw_models(ax: canvas.Axes, record: Models) -> None:
     names, contexts = [m.model for m in record.models], record.contexts[:3] + record.contexts[-1:]
     width = 0.8 / len(contexts)
     colours = (canvas.SKY, canvas.BLUE, canvas.ORANGE, canvas.RED)
@@ -206,18 +203,6 @@ def _draw_models(ax: Axes, record: Models) -> None:
     canvas.legend(ax, loc="upper left", ncols=4)
 
 
-def _draw_memories(ax: Axes, record: Models) -> None:
+def _draw_memories(ax: canvas.Axes, record: Models) -> None:
     for (name, room), style in zip(record.memories.items(), (":", "--"), strict=True):
         ax.axhline(room, color=canvas.INK, linewidth=1.2, linestyle=style, label=name)
-
-
-STUDY = Study(
-    "models",
-    "At the size of real models",
-    "How much memory would the scores of a real model take at 8K, 32K, 128K tokens, and how much do tiles take?",
-    compute,
-    draw,
-    tables,
-    findings,
-    numbered=True,
-)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from flashtile.cost import traffic
 from flashtile.lab.catalogue import chips
 from flashtile.lab.studies import canvas
-from flashtile.lab.studies.study import Study, Table
+from flashtile.lab.studies.study import Table
 from flashtile.lab.units import seconds
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
+TITLE = "What overlapping can save"
+QUESTION = "How much of a tile's time goes into exponentials, while the matrix units wait?"
 GPUS = ("a100-40", "h100", "b200")
 DRAWN = "h100"
 BLOCK, DIM = 128, 128
@@ -94,7 +91,7 @@ def findings(r: Record) -> list[str]:
     ]
 
 
-def draw(r: Record) -> Figure:
+def draw(r: Record) -> canvas.Figure:
     tile = r.of(DRAWN)
     figure, (serial, overlapped) = canvas.panels(2, 1, height=3.6)
     steps = 4
@@ -113,20 +110,9 @@ def draw(r: Record) -> Figure:
     return figure
 
 
-def _draw_lane(ax: Axes, y: int, spans: list[tuple[float, float, int]]) -> None:
+def _draw_lane(ax: canvas.Axes, y: int, spans: list[tuple[float, float, int]]) -> None:
     """Draw spans of (start, length, tile number)."""
     for start, length, tile in spans:
         colour = canvas.BLUE if tile % 2 == 0 else canvas.ORANGE
         ax.barh(y, length, left=start, color=colour, height=0.62, edgecolor=canvas.PANEL)
         ax.text(start + length / 2, y, f"{tile + 1}", ha="center", va="center", fontsize=9, color=canvas.PANEL)
-
-
-STUDY = Study(
-    "overlap",
-    "What overlapping can save",
-    "How much of a tile's time goes into exponentials, while the matrix units wait?",
-    compute,
-    draw,
-    tables,
-    findings,
-)

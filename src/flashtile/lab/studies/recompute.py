@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -11,13 +11,12 @@ import flashtile
 from flashtile import dispatch
 from flashtile.cost import traffic
 from flashtile.lab.studies import canvas
-from flashtile.lab.studies.study import Study, Table, samples
+from flashtile.lab.studies.study import Table, samples
 from flashtile.lab.units import size
 from flashtile.numerics.dtypes import ITEMSIZE
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+TITLE = "Gradients without the matrix"
+QUESTION = "Does the backward pass need the weights that were never stored?"
 N, DIM, LIMIT = 256, 64, 1e-10
 LENGTHS = tuple(1 << bits for bits in range(10, 18))
 DTYPE = "float32"
@@ -117,7 +116,7 @@ def findings(r: Record) -> list[str]:
     ]
 
 
-def draw(r: Record) -> Figure:
+def draw(r: Record) -> canvas.Figure:
     figure, (ax,) = canvas.panels(1, 1, height=3.6)
     lengths = [k.n for k in r.kept]
     ax.plot(lengths, [k.weights for k in r.kept], "s-", color=canvas.ORANGE, label="standard: the weights P, N x N")
@@ -127,14 +126,3 @@ def draw(r: Record) -> Figure:
     canvas.label(ax, "Kept from the forward pass for the backward pass, one head", "N", "bytes")
     canvas.legend(ax, loc="upper left")
     return figure
-
-
-STUDY = Study(
-    "recompute",
-    "Gradients without the matrix",
-    "Does the backward pass need the weights that were never stored?",
-    compute,
-    draw,
-    tables,
-    findings,
-)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from flashtile.lab.bench import showcase
 from flashtile.lab.bench.cases import FORWARD
 from flashtile.lab.bench.peers import NAIVE_NUMPY, NAIVE_TORCH, OURS, SDPA
 from flashtile.lab.bench.showcase import Row, Side, Speed
 from flashtile.lab.studies import canvas, hierarchy
-from flashtile.lab.studies.study import Study, Table
+from flashtile.lab.studies.study import Table
 from flashtile.lab.units import quantity, seconds, size
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
+TITLE = "Speed and utilisation"
+QUESTION = "How well does each way use this machine, and how long does it take?"
 STYLES = {
     OURS: (canvas.BLUE, "o"),
     SDPA: (canvas.GREEN, "^"),
@@ -118,7 +115,7 @@ def findings(r: Speed) -> list[str]:
     return found
 
 
-def draw(r: Speed) -> Figure:
+def draw(r: Speed) -> canvas.Figure:
     figure, axes = canvas.panels(len(r.sides), 2, width=12, height=4.2 * len(r.sides))
     for side, times, roof in zip(r.sides, axes[::2], axes[1::2], strict=True):
         _draw_times(times, side)
@@ -126,7 +123,7 @@ def draw(r: Speed) -> Figure:
     return figure
 
 
-def _draw_times(ax: Axes, side: Side) -> None:
+def _draw_times(ax: canvas.Axes, side: Side) -> None:
     rows = [row for row in side.rows if row.direction == FORWARD]
     for name, (colour, marker) in STYLES.items():
         timed = [row for row in rows if name in row.runs]
@@ -147,7 +144,7 @@ def _draw_times(ax: Axes, side: Side) -> None:
     canvas.legend(ax, loc="lower right")
 
 
-def _draw_roofline(ax: Axes, side: Side) -> None:
+def _draw_roofline(ax: canvas.Axes, side: Side) -> None:
     row = longest(side)
     rates, right = side.rates, 4 * max(side.rates.ridge, *(run.intensity for run in row.runs.values()))
     roof = ([1, rates.ridge, right], [rates.bytes, rates.flops, rates.flops])
@@ -165,15 +162,3 @@ def _draw_roofline(ax: Axes, side: Side) -> None:
     ax.yaxis.set_major_formatter(lambda value, _: quantity(value, ""))
     canvas.label(ax, f"{side.device}: roofline, N = {row.n:,}", "FLOPs per byte moved", "FLOPs per second")
     canvas.legend(ax, loc="lower right")
-
-
-STUDY = Study(
-    "speed",
-    "Speed and utilisation",
-    "How well does each way use this machine, and how long does it take?",
-    compute,
-    draw,
-    tables,
-    findings,
-    timed=True,
-)

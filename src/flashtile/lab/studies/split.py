@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 import flashtile
 from flashtile.lab.studies import canvas
-from flashtile.lab.studies.study import Study, Table, samples
+from flashtile.lab.studies.study import Table, samples
 from flashtile.numerics.dtypes import Array
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+TITLE = "Keys split between GPUs"
+QUESTION = "If no GPU holds all keys, can each attend to its own keys with an exact result?"
 HEADS, N, DIM = 2, 1024, 64
 PARTS = (1, 2, 3, 4, 8, 16)
 LIMITS = {"float64": 1e-12, "float32": 1e-5}
@@ -115,7 +113,7 @@ def _same(difference: float) -> str:
     return f"the same result up to {difference:.1e}" if difference else "exactly the same result"
 
 
-def draw(r: Record) -> Figure:
+def draw(r: Record) -> canvas.Figure:
     figure, (ax,) = canvas.panels(1, 1, height=3.4)
     styles = {"float64": (canvas.BLUE, "o"), "float32": (canvas.ORANGE, "s")}
     for dtype, (colour, marker) in styles.items():
@@ -129,14 +127,3 @@ def draw(r: Record) -> Figure:
     canvas.label(ax, "Merged shares against all keys at once", "shares of the keys", "largest difference")
     canvas.legend(ax, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure
-
-
-STUDY = Study(
-    "split",
-    "Keys split between GPUs",
-    "If no GPU holds all keys, can each attend to its own keys with an exact result?",
-    compute,
-    draw,
-    tables,
-    findings,
-)

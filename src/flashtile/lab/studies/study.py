@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from flashtile.lab.studies import canvas
 from flashtile.numerics.dtypes import Array
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SEED = 42
 R = TypeVar("R")
@@ -33,11 +31,33 @@ class Study(Generic[R]):
     title: str
     question: str
     compute: Callable[..., R]  # (quick: bool = False)
-    draw: Callable[[R], Figure | None]  # None if there is nothing to draw
+    draw: Callable[[R], canvas.Figure | None]  # None if there is nothing to draw
     tables: Callable[[R], list[Table]]
     findings: Callable[[R], list[str]]
     numbered: bool = False  # shown in the page's section of studies; the others belong to other sections
     timed: bool = False  # measures time, so nothing else may run beside it
+
+
+class Module(Protocol[R]):
+    """What the module of a study has."""
+
+    __name__: str
+    TITLE: str
+    QUESTION: str
+
+    def compute(self, quick: bool = False) -> R: ...
+
+    def draw(self, record: R, /) -> canvas.Figure | None: ...
+
+    def tables(self, record: R, /) -> list[Table]: ...
+
+    def findings(self, record: R, /) -> list[str]: ...
+
+
+def study(module: Module[R], **more: bool) -> Study[R]:
+    """The study in a module, with the module's name."""
+    name, (title, question) = module.__name__.rpartition(".")[2], (module.TITLE, module.QUESTION)
+    return Study(name, title, question, module.compute, module.draw, module.tables, module.findings, **more)
 
 
 def to_dict(record: Any) -> Any:

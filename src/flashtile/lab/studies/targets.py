@@ -10,15 +10,15 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from flashtile.host import machine
 from flashtile.lab.studies import canvas
-from flashtile.lab.studies.study import Study, Table
+from flashtile.lab.studies.study import Table
 from flashtile.lab.units import seconds
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+TITLE = "One kernel for every vendor"
+QUESTION = "Does another vendor's GPU need another kernel?"
 
 
 class Target(NamedTuple):
@@ -125,7 +125,7 @@ def findings(r: Record) -> list[str]:
     ]
 
 
-def draw(r: Record) -> Figure | None:
+def draw(r: Record) -> canvas.Figure | None:
     if not r.built:
         return None
     figure, (ax,) = canvas.panels(1, 1, height=2.4)
@@ -138,16 +138,6 @@ def draw(r: Record) -> Figure | None:
     canvas.label(ax, "Time to compile the attention kernel", "seconds")
     return figure
 
-
-STUDY = Study(
-    "targets",
-    "One kernel for every vendor",
-    "Does another vendor's GPU need another kernel?",
-    compute,
-    draw,
-    tables,
-    findings,
-)
 
 if __name__ == "__main__":
     print(json.dumps([asdict(_compile(name)) for name in sys.argv[1:]]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,14 +11,12 @@ from flashtile.cost.trace import Trace
 from flashtile.lab.studies import canvas
 from flashtile.lab.studies.causal import kinds
 from flashtile.lab.studies.comparison import LIMIT, largest
-from flashtile.lab.studies.study import Study, Table, qkv
+from flashtile.lab.studies.study import Table, qkv
 from flashtile.numerics.dtypes import Array
 from flashtile.numerics.schedule import Grid, Tile
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
+TITLE = "A picture of tiling"
+QUESTION = "In which order are the tiles visited, and what is kept between them?"
 N, D, BLOCK = 16, 8, 4
 Rows = tuple[tuple[float, ...], ...]
 
@@ -158,7 +155,7 @@ def findings(record: Tiling) -> list[str]:
     ]
 
 
-def draw(record: Tiling) -> Figure:
+def draw(record: Tiling) -> canvas.Figure:
     figure, axes = canvas.panels(2, 4, width=14, height=6.8)
     fa1, fa2, weights, causal = axes[:4]
     for ax, order, title in ((fa1, "fa1", "FA1: column by column"), (fa2, "fa2", "FA2: row by row")):
@@ -172,7 +169,7 @@ def draw(record: Tiling) -> Figure:
     return figure
 
 
-def _draw_order(ax: Axes, record: Tiling, visits: tuple[tuple[int, ...], ...], title: str) -> None:
+def _draw_order(ax: canvas.Axes, record: Tiling, visits: tuple[tuple[int, ...], ...], title: str) -> None:
     last, b = record.n // record.block, record.block
     ax.imshow(visits, cmap="Blues", vmin=-2, vmax=last * last * 1.6, extent=(0, record.n, record.n, 0))
     for i, row in enumerate(visits):
@@ -186,7 +183,7 @@ def _draw_order(ax: Axes, record: Tiling, visits: tuple[tuple[int, ...], ...], t
     canvas.label(ax, title, "key", "query")
 
 
-def _draw_weights(ax: Axes, record: Tiling) -> None:
+def _draw_weights(ax: canvas.Axes, record: Tiling) -> None:
     image = ax.imshow(record.weights, cmap=canvas.WEIGHTS, extent=(0, record.n, record.n, 0))
     canvas.square(ax, record.n, record.block, colour="white")
     canvas.label(ax, "Weights, never stored whole", "key", "query")
@@ -194,7 +191,7 @@ def _draw_weights(ax: Axes, record: Tiling) -> None:
     ax.figure.colorbar(image, cax=bar).ax.tick_params(labelsize=8)
 
 
-def _draw_causal(ax: Axes, record: Tiling) -> None:
+def _draw_causal(ax: canvas.Axes, record: Tiling) -> None:
     from matplotlib.patches import Rectangle
 
     b = record.block
@@ -208,7 +205,7 @@ def _draw_causal(ax: Axes, record: Tiling) -> None:
     canvas.label(ax, f"Causal: {record.skipped} skipped, {record.processed} processed", "key", "query")
 
 
-def _draw_step(ax: Axes, n: int, step: Step, record: Tiling) -> None:
+def _draw_step(ax: canvas.Axes, n: int, step: Step, record: Tiling) -> None:
     """Draw the weights exp(S - m) of one tile, and the state of its rows."""
     b = record.block
     ax.imshow(step.P, cmap=canvas.WEIGHTS, vmin=0, vmax=1, extent=(0, b, b, 0))
@@ -223,15 +220,3 @@ def _draw_step(ax: Axes, n: int, step: Step, record: Tiling) -> None:
     ax.set_xticks([c + 0.5 for c in range(b)], [f"{first + c}" for c in range(b)])
     ax.set_yticks([r + 0.5 for r in range(b)], [f"{step.i * b + r}" for r in range(b)])
     canvas.label(ax, f"Tile {n}", "key", "query" if n == 1 else "")
-
-
-STUDY = Study(
-    "tiling",
-    "A picture of tiling",
-    "In which order are the tiles visited, and what is kept between them?",
-    compute,
-    draw,
-    tables,
-    findings,
-    numbered=True,
-)

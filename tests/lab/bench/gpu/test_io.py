@@ -104,7 +104,7 @@ def test_predictions_are_those_of_traffic(entry: Entry) -> None:
     assert found["memory_written"] == found["cache_written"] == heads * (2 * tensor + 4 * c.n_q)
     assert found["memory_read"] == heads * 2 * 3 * tensor
     band = Band(right=0) if entry.row.causal else Band()
-    visited = traffic.keys_visited(band, c.n_q, c.n_q, *entry.plan("cpu").tile)
+    visited = traffic.keys_visited(band, c.n_q, c.n_q, *entry.row.case.plan("cpu").tile)
     assert found["cache_read"] == heads * 2 * (tensor + 2 * c.dim * visited)
 
 

@@ -32,10 +32,12 @@ def test_jobs_are_in_the_order_of_the_run() -> None:
 def test_failures_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[Any] = []
 
-    def run(target: str, jobs: Any, *, workers: int, done: Any, **_: Any) -> None:
+    def run(target: str, jobs: Any, *, workers: int, done: Any, **_: Any) -> list[dict[str, Any]]:
         assert target == "flashtile.lab.bench.gpu.precompile:compile_one" and workers == 3
-        for job in jobs:
-            done(job, {"failed": "no memory"} if job["peer"] == FLEX else {"seconds": 1})
+        for n, job in enumerate(jobs, 1):
+            done(job, n)
+        reasons = {FLEX: {"failed": "no memory"}, PORTABLE: {"failed": "no time was left"}}
+        return [reasons.get(job["peer"], {"seconds": 1}) for job in jobs]
 
     monkeypatch.setattr(workers, "run", run)
     those = PEERS[: NAMES.index(FLEX) + 1]

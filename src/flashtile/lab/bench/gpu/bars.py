@@ -12,6 +12,7 @@ from flashtile.lab.bench.gpu.measures import Measure, Row
 from flashtile.lab.bench.gpu.peers import ORDERED, OURS, PORTABLE
 from flashtile.lab.bench.gpu.rows import DECODE, DTYPE, MEMORY, SMALL, STEP, TRAIN
 from flashtile.lab.bench.memory import BACKWARD
+from flashtile.lab.bench.records import goal
 from flashtile.lab.bench.timing import geometric_mean
 from flashtile.numerics.dtypes import EIGHT_BITS
 
@@ -35,29 +36,26 @@ class Bar:
     def line(self, rows: Sequence[Row]) -> Row:
         """Compare the rows with the bar. A row that we could not run is a failure."""
         more = self.measure.more_is_better
-        line: Row = {"group": self.group, "title": self.title.format(n=len(rows), row=rows[0])}
-        line |= {"measure": self.measure.title, "at_least": more}
-        line |= {"bar": self.mean, "reach": None, "worst_bar": self.each}
+        title = self.title.format(n=len(rows), row=rows[0])
+        line = goal(self.group, title, self.measure.title, self.mean, worst_bar=self.each, at_least=more)
         values = [value for row in rows if (value := self.measure.of(row)) is not None]
         failed = any(OURS in row["absent"] for row in rows)
         if not values:
-            return {**line, "value": None, "worst": None, "holds": False if failed else None}
+            return line | {"holds": False if failed else None}
         mean = geometric_mean(values) if min(values) > 0 else sum(values) / len(values)
         worst = min(values) if more else max(values)
         barred = [(x, bar) for x, bar in ((mean, self.mean), (worst, self.each)) if bar is not None]
         clear = all(x >= bar if more else x <= bar for x, bar in barred)
-        return {**line, "value": mean, "worst": worst, "holds": clear and not failed if barred else None}
+        return line | {"value": mean, "worst": worst, "holds": clear and not failed if barred else None}
 
 
 def judge(rows: Sequence[Row], failed: Collection[str] = ()) -> list[Row]:
     """The line of every bar that applies to some of these rows, and the number of rows that failed."""
     found = [bar.line(mine) for bar in BARS if (mine := [row for row in rows if bar.about(row)])]
-    return [*found, *([_failures(len(failed))] if failed else [])]
-
-
-def _failures(n: int) -> Row:
-    shared = {"group": "failed", "title": "rows that failed", "measure": "rows", "bar": None, "reach": None}
-    return {**shared, "worst_bar": 0, "at_least": False, "value": n, "worst": n, "holds": False}
+    if failed:
+        line = goal("failed", "rows that failed", "rows", worst_bar=0, at_least=False)
+        found.append(line | {"value": len(failed), "worst": len(failed), "holds": False})
+    return found
 
 
 def _where(*also: Callable[[Row], bool], **fields: Any) -> Callable[[Row], bool]:
@@ -73,8 +71,12 @@ def _of_dim(dim: int) -> Callable[[Row], bool]:
     return lambda row: bool(row["shape"]["dim"] == dim)
 
 
-def _compared(row: Row) -> bool:
-    return bool(row.get("differences"))
+def _has(name: str) -> Callable[[Row], bool]:
+    return lambda row: bool(row.get(name))
+
+
+def _timed(name: str) -> Callable[[Row], bool]:
+    return lambda row: name in row["times"]
 
 
 def _with_peer(row: Row) -> bool:
@@ -92,18 +94,6 @@ def _elsewhere(row: Row) -> bool:
     return bool(row["backend"] != HOPPER)
 
 
-def _windowed(row: Row) -> bool:
-    return "unwindowed" in row
-
-
-def _with_portable(row: Row) -> bool:
-    return PORTABLE in row["times"]
-
-
-def _with_ordered(row: Row) -> bool:
-    return ORDERED in row["times"]
-
-
 def _dense(row: Row) -> bool:
     """Whether there is so much work that the matrix units are the bound."""
     return not row["options"] and row["shape"]["n_k"] == 16384 and row["shape"]["dim"] >= 128
@@ -113,23 +103,25 @@ def _short(row: Row) -> bool:
     return bool(row["shape"]["batch"] == 1 and row["shape"]["n_k"] <= SHORT_CACHE)
 
 
-def _long(row: Row) -> bool:
-    return not _short(row)
-
-
 def _pass(direction: str, mean: float, each: float) -> tuple[Bar, ...]:
     """The bars of one pass. `mean` and `each` are for the Hopper kernels on the grid, against the best peer."""
     d, plain, other = direction, f"{direction}, {{n}} shapes", f"{direction}, {{n}} other shapes"
     by_triton, narrow = f"{d} by Triton", "window {row[window]} of {row[shape][n_k]} keys"
-    portable, narrowed = _train(d, _with_portable), _train(d, _with_portable, _windowed)
+    windowed, portable = _has("window"), _timed(PORTABLE)
     return (
         Bar(f"{d}-flex", plain, _train(d), measures.OVER_FLEX, each=1.05),
-        Bar(f"{d}-portable", f"{by_triton}, {{n}} shapes", portable, measures.PORTABLE_OVER_FLEX, each=1.05),
+        Bar(f"{d}-portable", f"{by_triton}, {{n}} shapes", _train(d, portable), measures.PORTABLE_OVER_FLEX, each=1.05),
         Bar(f"{d}-best", plain, _train(d, _elsewhere), measures.OVER_BEST),
         Bar(f"{d}-grid", plain, _train(d, backend=HOPPER, extra=False), measures.OVER_BEST, mean, each),
         Bar(f"{d}-extra", other, _train(d, backend=HOPPER, extra=True), measures.OVER_BEST, each=1.0),
-        Bar(f"{d}-window", f"{d}, {narrow}", _train(d, _windowed), measures.OF_WINDOW, each=1.3),
-        Bar(f"{d}-window-portable", f"{by_triton}, {narrow}", narrowed, measures.PORTABLE_OF_WINDOW, each=1.3),
+        Bar(f"{d}-window", f"{d}, {narrow}", _train(d, windowed), measures.OF_WINDOW, each=1.3),
+        Bar(
+            f"{d}-window-portable",
+            f"{by_triton}, {narrow}",
+            _train(d, portable, windowed),
+            measures.PORTABLE_OF_WINDOW,
+            each=1.3,
+        ),
     )
 
 
@@ -142,22 +134,22 @@ BARS = (
     *_pass(FORWARD, mean=1.06, each=1.00),
     Bar("forward-product", DENSE, _train(FORWARD, _dense, backend=HOPPER, extra=False), measures.OF_PRODUCT, each=0.95),
     *_pass(BACKWARD, mean=1.05, each=0.97),
-    Bar("backward-ordered", IN_ORDER, _train(BACKWARD, _with_ordered), measures.IN_ORDER, each=1.15),
+    Bar("backward-ordered", IN_ORDER, _train(BACKWARD, _timed(ORDERED)), measures.IN_ORDER, each=1.15),
     *(_eight_bits(dim, mean) for dim, mean in ((64, None), (128, 1.4), (256, None))),
     Bar("eight-bits-best", IN_8_BITS, _train(FORWARD, _with_peer, dtype=EIGHT_BITS), measures.OVER_BEST),
     Bar("step-best", STEPS, _train(STEP, _elsewhere), measures.OVER_BEST),
     Bar("step-hopper", STEPS, _train(STEP, backend=HOPPER), measures.OVER_BEST, each=1.05),
-    Bar("decode", "decode, {n} shapes", _where(_long, suite=DECODE), measures.OF_COPY, each=0.90),
+    Bar("decode", "decode, {n} shapes", _where(lambda row: not _short(row), suite=DECODE), measures.OF_COPY, each=0.90),
     Bar("decode-short", ONE_CACHE, _where(_short, suite=DECODE), measures.OVER_CUDNN, each=1.0),
     Bar("host", SMALL_CALL, _where(_elsewhere, suite=SMALL), measures.HOST, each=40.0),
     Bar("host-hopper", BY_HOPPER, _where(suite=SMALL, backend=HOPPER), measures.HOST, each=25.0),
     Bar("memory-forward", MEMORY_OF, _where(suite=MEMORY, direction=FORWARD), measures.FORWARD_MEMORY, each=1.0),
     Bar("memory-backward", MEMORY_OF, _where(suite=MEMORY, direction=BACKWARD), measures.BACKWARD_MEMORY, each=1.0),
-    Bar("agreement", "results, {n} shapes", _where(_compared, dtype=DTYPE), measures.DIFFERENCE, each=SAME),
+    Bar("agreement", "results, {n} shapes", _where(_has("differences"), dtype=DTYPE), measures.DIFFERENCE, each=SAME),
     Bar(
         "agreement-eight-bits",
         "results in 8 bits, {n} shapes",
-        _where(_compared, dtype=EIGHT_BITS),
+        _where(_has("differences"), dtype=EIGHT_BITS),
         measures.DIFFERENCE,
         each=SAME_IN_8_BITS,
     ),

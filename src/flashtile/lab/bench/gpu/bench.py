@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from flashtile.lab.bench import records
@@ -17,7 +17,7 @@ from flashtile.lab.bench.gpu.peers import OURS, PORTABLE, Contender, Peer, Unfit
 from flashtile.lab.bench.gpu.rows import DECODE, MEMORY, SMALL, TRAIN, Row, run_order
 from flashtile.lab.bench.records import Record
 from flashtile.lab.bench.suite import Progress
-from flashtile.lab.bench.timing import Call, Ratio, Timing, alternate
+from flashtile.lab.bench.timing import Call, Ratio, Timing, alternate, repeated
 
 SEED = 42
 SAMPLE = 0.010  # least seconds of device time per sample, so that its ends do not count
@@ -48,23 +48,18 @@ class Bench:
 
     def measure(self, row: Row) -> dict[str, Any]:
         """Measure everything about one row, as plain values."""
-        kinds: dict[str, Callable[[Row], dict[str, Any]]] = {
-            TRAIN: self._train,
-            DECODE: self._decode,
-            SMALL: self._small,
-            MEMORY: self._memory,
-        }
+        kinds = {TRAIN: self._train, DECODE: self._decode, SMALL: self._small, MEMORY: self._memory}
         return {**row.to_dict(), "backend": row.backend(self.device.name), **kinds[row.suite](row)}
 
     def _train(self, row: Row) -> dict[str, Any]:
         contenders, absent = self._contenders(row)
         calls: Calls = {name: contender.repeated for name, contender in contenders.items()}
-        calls[PRODUCT] = _repeated(self.product.call)
+        calls[PRODUCT] = partial(repeated, self.product.call)
         if row.window is not None:
             ours = [peer for peer in self.peers if peer.name in (OURS, PORTABLE)]
             plain, _ = self._contenders(row.unwindowed(), ours)
             calls |= {UNWINDOWED[name]: contender.repeated for name, contender in plain.items()}
-        times = self._device_times(calls)
+        times = self.device_times(calls)
         found = _compared(contenders, absent, times)
         product = times.pop(PRODUCT)
         found |= {"flops": row.flops, "ceiling": self.product.amount / product.median}
@@ -77,16 +72,16 @@ class Bench:
     def _decode(self, row: Row) -> dict[str, Any]:
         """Time graphs, so that the host does not hide the kernel, and the host time of a call separately."""
         contenders, absent = self._contenders(row, sets=input_sets(row.kv_bytes, self.device.cache))
-        calls: Calls = {COPY: _repeated(self.copy.call)}
+        calls: Calls = {COPY: partial(repeated, self.copy.call)}
         sizes, eager = {COPY: 1}, {}
         for name, contender in contenders.items():
             enough = self._filling(contender.repeated, GRAPH_CALLS, samples=2)
             n = max(1, enough // len(contender.calls)) * len(contender.calls)
             try:
-                calls[name], sizes[name] = _repeated(self.device.captured(contender.repeated(n))), n
+                calls[name], sizes[name] = partial(repeated, self.device.captured(contender.repeated(n))), n
             except Exception as error:
                 calls[name], sizes[name], eager[name] = contender.repeated, 1, short_error(error)
-        times = {name: timing.over(sizes[name]) for name, timing in self._device_times(calls).items()}
+        times = {name: timing.over(sizes[name]) for name, timing in self.device_times(calls).items()}
         found = _compared(contenders, absent, times)
         ceiling = self.copy.amount / times.pop(COPY).median
         rates = {name: row.kv_bytes / timing.median for name, timing in times.items()}
@@ -131,15 +126,13 @@ class Bench:
                 contender = peer.prepare(row, inputs)
                 contender.repeated(len(contender.calls))()
                 self.device.synchronize()
-            except UnfitError as error:
-                absent[peer.name] = str(error)
             except Exception as error:
-                absent[peer.name] = short_error(error)
+                absent[peer.name] = str(error) if isinstance(error, UnfitError) else short_error(error)
             else:
                 found[peer.name] = contender
         return found, absent
 
-    def _device_times(self, calls: Calls) -> dict[str, Timing]:
+    def device_times(self, calls: Calls) -> dict[str, Timing]:
         """Device time per call, from samples long enough to fill `self.sample`. Counting the calls also warms up."""
         sizes = {name: self._filling(repeated, 1000) for name, repeated in calls.items()}
         return self._times(calls, sizes, clock=self.device.seconds)
@@ -244,17 +237,6 @@ def absences(record: Record) -> dict[tuple[str, str], list[str]]:
 def input_sets(size: int, cache: int) -> int:
     """The number of input sets to cycle through, so that none is still in the cache at its next turn."""
     return max(1, min(GRAPH_CALLS, -(-4 * cache // size)))
-
-
-def _repeated(call: Call) -> Callable[[int], Call]:
-    def of(times: int) -> Call:
-        def run() -> None:
-            for _ in range(times):
-                call()
-
-        return run
-
-    return of
 
 
 def _compared(

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import flashtile
-from flashtile.cost.plan import Plan, plan
 from flashtile.lab.bench import records
 from flashtile.lab.bench.cases import CAUSAL, Case
 from flashtile.lab.bench.gpu import ncu
@@ -45,14 +44,9 @@ class Entry:
         options = self.row.case.options
         return lambda: flashtile.attention(q, k, v, **options)
 
-    def plan(self, device: str) -> Plan:
-        c = self.row.case
-        shape = (c.batch, c.heads, c.n_q, c.dim)
-        return plan(shape, shape, c.dtype, device, **c.options)
-
     def predicted(self, device: str) -> dict[str, int]:
         """The bytes if memory delivers everything once, and the L2 the rest; unknown for standard attention."""
-        p = self.plan(device)
+        p = self.row.case.plan(device)
         out = p.lse_bytes // 4 * p.v_shape[-1] * ITEMSIZE[p.dtype]
         if self.way == STANDARD:
             written = 2 * p.score_bytes + out
@@ -62,7 +56,7 @@ class Entry:
         return {"memory_read": least, "memory_written": written, "cache_read": tiles, "cache_written": written}
 
     def to_dict(self, device: str) -> dict[str, Any]:
-        p = self.plan(device)
+        p = self.row.case.plan(device)
         tile = {"backend": p.backend, "tile": p.tile} if self.way == OURS else {}
         return {**self.row.to_dict(), "way": self.way, **tile}
 

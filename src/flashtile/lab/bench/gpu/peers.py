@@ -51,7 +51,7 @@ def tensors(row: Row, device: str, seed: int) -> Tensors:
 
     c = row.case
     rng = torch.Generator(device).manual_seed(seed)
-    queries, keys = (c.batch, c.heads, c.n_q, c.dim), (c.batch, c.kv_heads, c.n_k, c.dim)
+    queries, keys = c.shapes
     drawn, kind = getattr(torch, DTYPE if row.eight_bits else c.dtype), getattr(torch, c.dtype)
 
     def make(shape: tuple[int, ...]) -> Any:
@@ -280,10 +280,6 @@ def _not_importable(name: str) -> str | None:
     return f"{FLASH_MODULES[name]} has no attention function"  # FlashAttention-4 alone leaves an empty flash_attn
 
 
-def _fa4_caches() -> bool:
-    return os.environ.get(FA4_CACHE) == "1"
-
-
 PEERS = (
     Peer(OURS, _ours, compiles=lambda: True),
     Peer(PORTABLE, _portable, _no_others, compiles=lambda: True),
@@ -296,7 +292,7 @@ PEERS = (
             name,
             partial(_flash_attn, name),
             partial(_not_importable, name),
-            compiles=_fa4_caches if name == FA4 else lambda: False,
+            compiles=(lambda: os.environ.get(FA4_CACHE) == "1") if name == FA4 else lambda: False,
         )
         for name in FLASH_MODULES
     ),

@@ -39,26 +39,18 @@ def compile_ahead(
 ) -> dict[str, str]:
     """Compile everything in `count` processes (default: one per core), and return what failed, and why."""
     work = jobs(rows, peers)
-    finished: list[str] = []
-    failed: dict[str, str] = {}
 
-    def done(job: workers.Job, answer: workers.Job) -> None:
-        name = f"{job['peer']}: {job['row']}"
-        finished.append(name)
-        if workers.FAILED in answer:
-            failed[name] = answer[workers.FAILED]
-        progress(f"compiled {name}", len(finished), len(work))
+    def name(job: workers.Job) -> str:
+        return f"{job['peer']}: {job['row']}"
 
-    workers.run(
-        f"{__name__}:compile_one",
-        work,
-        workers=os.cpu_count() or 1 if count is None else count,
-        seconds=LONGEST,
-        environment=ALONE,
-        done=done,
-        end=end,
+    def done(job: workers.Job, n: int) -> None:
+        progress(f"compiled {name(job)}", n, len(work))
+
+    answers = workers.run(
+        f"{__name__}:compile_one", work, workers=count, seconds=LONGEST, environment=ALONE, done=done, end=end
     )
-    return failed
+    reasons = {name(job): answer.get(workers.FAILED) for job, answer in zip(work, answers, strict=True)}
+    return {what: reason for what, reason in reasons.items() if reason not in (None, workers.LEFT_OUT)}
 
 
 def compile_one(job: workers.Job) -> dict[str, Any]:

@@ -73,8 +73,7 @@ class Row:
         """4 H N^2 D per sequence, half of it if causal, by convention; in a window, visible pairs only."""
         c = self.case
         if self.window is not None:
-            shape = (c.batch, c.heads, c.n_q, c.dim)
-            forward = float(plan(shape, shape, c.dtype, **c.options).flops)
+            forward = float(c.plan().flops)
         else:
             squares = sum(n * n for n in self.lengths) if self.lengths else c.batch * c.n_q * c.n_k
             forward = 4.0 * c.heads * squares * c.dim * (0.5 if self.causal else 1.0)
@@ -98,13 +97,11 @@ class Row:
         return "; ".join(f"{name}: {planned.reasons[name]}" for name in able)
 
     def _plan(self, device: str) -> Plan:
-        c = self.case
-        cu = np.array(self.starts) if self.lengths else None
-        q, k = (
-            (n, heads, c.dim) if self.lengths else (c.batch, heads, n, c.dim)
-            for n, heads in ((c.n_q, c.heads), (c.n_k, c.kv_heads))
-        )
-        return plan(q, k, c.dtype, device, cu_q=cu, cu_k=cu, **c.options)
+        if not self.lengths:
+            return self.case.plan(device)
+        q, k = ((n, heads, dim) for _, heads, n, dim in self.case.shapes)
+        cu = np.array(self.starts)
+        return plan(q, k, self.case.dtype, device, cu_q=cu, cu_k=cu, **self.case.options)
 
     def unwindowed(self) -> Row:
         """The same shape without a mask."""
@@ -137,29 +134,16 @@ def _pass(direction: str) -> Iterable[Row]:
     yield Row(TRAIN, case(TOKENS, causal=True), (512, 1000, 1024, 1536, 2048, 2560, 3072, 4632), extra=True)
 
 
-def _step(n: int) -> Row:
-    heads = HIDDEN // 128
-    return Row(TRAIN, Case(n, n, 128, heads, heads, TOKENS // n, DTYPE, STEP, CAUSAL))
-
-
-def _small(batch: int) -> Row:
-    return Row(SMALL, Case(128, 128, 64, 8, 8, batch, DTYPE))
-
-
-def _decode(batch: int, cache: int) -> Row:
-    return Row(DECODE, Case(1, cache, 128, 32, 8, batch, DTYPE))
-
-
-def _memory(direction: str) -> Row:
-    return Row(MEMORY, Case(16384, 16384, 128, 16, 16, 1, DTYPE, direction, CAUSAL))
-
-
 # In the order of the tables.
 ROWS = (
-    *(_small(batch) for batch in (1, 16)),  # the second is large enough for the Hopper kernels
-    *(_decode(*shape) for shape in ((1, 8192), (1, 131072), (16, 8192), (64, 4096))),
-    *(_memory(direction) for direction in (FORWARD, BACKWARD)),
-    *(_step(n) for n in (4096, 16384)),
+    # The second is large enough for the Hopper kernels.
+    *(Row(SMALL, Case(128, 128, 64, 8, 8, batch, DTYPE)) for batch in (1, 16)),
+    *(
+        Row(DECODE, Case(1, cache, 128, 32, 8, batch, DTYPE))
+        for batch, cache in ((1, 8192), (1, 131072), (16, 8192), (64, 4096))
+    ),
+    *(Row(MEMORY, Case(16384, 16384, 128, 16, 16, 1, DTYPE, direction, CAUSAL)) for direction in (FORWARD, BACKWARD)),
+    *(Row(TRAIN, Case(n, n, 128, 16, 16, TOKENS // n, DTYPE, STEP, CAUSAL)) for n in (4096, 16384)),
     *_pass(FORWARD),
     *_pass(BACKWARD),
     *_grid(FORWARD, EIGHT_BITS),

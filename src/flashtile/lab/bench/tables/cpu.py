@@ -48,11 +48,8 @@ def _memory(record: Record) -> str:
 
 def caption(record: Record) -> str:
     m = record["machine"]
-    versions = ", ".join(
-        f"{name} {m['versions'][name]}" for name in ("flashtile", "torch", "numpy") if m["versions"][name]
-    )
-    commit = f", commit {m['commit'][:12]}" if m["commit"] else ""
-    return f"{m['processor']}, {m['isa'] or 'no C++ core'}, {record['threads']} threads; {versions}{commit}."
+    software = markdown.software(m, "flashtile", "torch", "numpy")
+    return f"{m['processor']}, {m['isa'] or 'no C++ core'}, {record['threads']} threads; {software}."
 
 
 def _captions(*found: Record) -> str:

@@ -31,10 +31,8 @@ def brief(record: Record) -> Iterable[str]:
 
 def machine(record: Record) -> str:
     """The GPU and the versions."""
-    m, d = record["machine"], record["device"]
-    versions = [f"{name} {m['versions'][name]}" for name in ("flashtile", "torch", "triton") if m["versions"][name]]
-    commit = [f"commit {m['commit'][:12]}"] if m["commit"] else []
-    return f"{d['name']}, CUDA {d['cuda']}, cuDNN {d['cudnn']}; {', '.join(versions + commit)}"
+    d, software = record["device"], markdown.software(record["machine"], "flashtile", "torch", "triton")
+    return f"{d['name']}, CUDA {d['cuda']}, cuDNN {d['cudnn']}; {software}"
 
 
 def caption(record: Record) -> str:
@@ -137,22 +135,11 @@ def _speeds(record: Record) -> str:
     """One row per direction: means over the shapes that all peers ran, and the worst ratio to the fastest peer."""
     measured = [row for row in record["measurements"] if row["suite"] == TRAIN and row["dtype"] == DTYPE]
     peers = [name for name in NAMES if name not in OURSELVES and any(name in row["ratios"] for row in measured)]
-    rows = [
-        (f"{title}, {_shapes(some)}", *(number(_mean(name, some)) for name in peers), number(_nearest(some), 3))
-        for direction, title in DIRECTIONS.items()
-        if (some := [row for row in measured if row["direction"] == direction and row["ratios"].keys() >= {*peers}])
-    ]
+    rows = []
+    for direction, title in DIRECTIONS.items():
+        if some := [row for row in measured if row["direction"] == direction and row["ratios"].keys() >= {*peers}]:
+            means = [number(geometric_mean(row["ratios"][name]["value"] for row in some)) for name in peers]
+            worst = min((x for row in some if (x := OVER_BEST.of(row)) is not None), default=None)
+            rows.append((f"{title}, {len(some)} shape{'s' if len(some) > 1 else ''}", *means, number(worst, 3)))
     head = ("on a GPU, speedup over", *peers, "the fastest peer, at worst")
     return markdown.table([head, *rows]) if rows and peers else ""
-
-
-def _shapes(rows: list[Row]) -> str:
-    return f"{len(rows)} shape{'s' if len(rows) > 1 else ''}"
-
-
-def _mean(peer: str, rows: Iterable[Row]) -> float:
-    return geometric_mean(row["ratios"][peer]["value"] for row in rows)
-
-
-def _nearest(rows: Iterable[Row]) -> float | None:
-    return min((x for row in rows if (x := OVER_BEST.of(row)) is not None), default=None)

@@ -24,9 +24,8 @@ def brief(record: Record) -> Iterable[str]:
 
 
 def caption(record: Record) -> str:
-    m, d = record["machine"], record["device"]
-    commit = f", commit {m['commit'][:12]}" if m["commit"] else ""
-    text = f"{d['name']}, L2 {d['cache'] / 2**20:.0f} MiB; triton {m['versions']['triton']}{commit}. "
+    d, software = record["device"], markdown.software(record["machine"], "triton")
+    text = f"{d['name']}, L2 {d['cache'] / 2**20:.0f} MiB; {software}. "
     text += f"{DTYPE}; MiB, counted by ncu, each kernel with cold caches."
     return text + "".join(f" Not measured: {name} ({reason})." for name, reason in record["failed"].items())
 

@@ -45,13 +45,14 @@ def record(scene: Scene, trace: Trace, exact: dict[str, Array]) -> Run:
     size = ITEMSIZE[accumulator(scene.layout.dtype)]  # of an element in SRAM: widened when it is read
     times: Counter[Event] = Counter()
     held: dict[str, int] = {}
-    captions, counts = [sentences.START], [[0] * len(COUNTERS)]
+    events, captions, counts = [], [sentences.START], [[0] * len(COUNTERS)]
     sram: list[dict[str, int]] = [{}]
     where: list[dict[str, int]] = [{}]
     for step in trace:
         before = fold.bytes
         fold.see(step.event)
         times[step.event] += 1
+        events.append(_listed(step.event, times[step.event]))
         _hold(held, step.event)
         moved = fold.bytes - before
         captions.append(sentences.caption(step.event, trace.grid, trace.band, moved, times[step.event]))
@@ -65,7 +66,7 @@ def record(scene: Scene, trace: Trace, exact: dict[str, Array]) -> Run:
     return Run(
         order=trace.order,
         grid={"n_q": trace.grid.n_q, "n_k": trace.grid.n_k, "br": trace.grid.br, "bc": trace.grid.bc},
-        events=_events(trace),
+        events=events,
         captions=captions,
         counts=counts,
         names=names,
@@ -99,21 +100,17 @@ def _hold(held: dict[str, int], event: Event) -> None:
             held.clear()
 
 
-def _events(trace: Trace) -> list[list[Any]]:
-    times: Counter[Event] = Counter()
-    listed: list[list[Any]] = []
-    for step in trace:
-        times[step.event] += 1
-        match step.event:
-            case Tile(i, j, kind):
-                listed.append(["Tile", i, j, kind.name.lower()])
-            case Store(name, n):
-                listed.append(["Store", name, n, times[step.event]])
-            case Launch(name):
-                listed.append(["Launch", name])
-            case Load(name, n) | Zero(name, n) | Make(name, n):
-                listed.append([type(step.event).__name__, name, n])
-    return listed
+def _listed(event: Event, times: int) -> list[Any]:
+    """The kind of an event, and its operands."""
+    match event:
+        case Tile(i, j, kind):
+            return ["Tile", i, j, kind.name.lower()]
+        case Store(name, n):
+            return ["Store", name, n, times]
+        case Launch(name):
+            return ["Launch", name]
+        case Load(name, n) | Zero(name, n) | Make(name, n):
+            return [type(event).__name__, name, n]
 
 
 def _numbers(trace: Trace, exact: dict[str, Array]) -> dict[str, Numbers]:

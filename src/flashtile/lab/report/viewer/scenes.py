@@ -28,8 +28,8 @@ def scenes(quick: bool = False) -> dict[str, Any]:
         "counters": list(run.COUNTERS),
         "sentences": sentences.LENS,
         "scenes": [_record(scene) for scene in chosen],
-        "fit": asdict(fit.fit()),
-        "warps": {name: asdict(split) for name, split in warps.splits().items()},
+        "fit": fit.fit(),
+        "warps": warps.splits(),
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -14,21 +14,12 @@ from flashtile.numerics.softmax import OnlineSoftmax
 WARPS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """One tile, shared by the warps. `exchanged`: elements that pass between them through SRAM."""
+def splits() -> dict[str, dict[str, Any]]:
+    """Run the first scene as a single tile, its keys or its queries distributed over the warps.
 
-    warps: int
-    rows: int
-    keys: int
-    dim: int
-    states: int  # states (m, l, O) of a row, over all warps
-    exchanged: int
-    error: float  # largest difference from a single warp
-
-
-def splits() -> dict[str, Split]:
-    """Run the first scene as a single tile, its keys or its queries distributed over the warps."""
+    `states`: states (m, l, O) of a row, over all warps; `exchanged`: elements that pass between them through SRAM;
+    `error`: the largest difference from a single warp.
+    """
     x = SCENES[0].inputs()
     Q, K, V = (x[name].astype(np.float64) for name in ("Q", "K", "V"))
     whole = _state(Q, K, V).normalized()
@@ -38,10 +29,11 @@ def splits() -> dict[str, Split]:
     for other in others:
         merged.merge(other)
     own = [_state(q, K, V).normalized() for q in np.array_split(Q, WARPS)]
-    shape = WARPS, len(Q), len(K), DIM
+    tile = {"warps": WARPS, "rows": len(Q), "keys": len(K), "dim": DIM}
+    by_keys, by_queries = (float(np.abs(out - whole).max()) for out in (merged.normalized(), np.concatenate(own)))
     return {
-        "keys": Split(*shape, len(partial), passed, _difference(merged.normalized(), whole)),
-        "queries": Split(*shape, 1, 0, _difference(np.concatenate(own), whole)),
+        "keys": {**tile, "states": len(partial), "exchanged": passed, "error": by_keys},
+        "queries": {**tile, "states": 1, "exchanged": 0, "error": by_queries},
     }
 
 
@@ -50,10 +42,6 @@ def _state(Q: Array, K: Array, V: Array) -> OnlineSoftmax:
     P, _ = state.absorb(Q @ K.T * DIM**-0.5)
     state.O = state.O + P @ V
     return state
-
-
-def _difference(a: Array, b: Array) -> float:
-    return float(np.abs(a - b).max())
 
 
 def drawing(by: str, warps: int) -> str:

@@ -15,6 +15,7 @@ from flashtile.checks.keywords import check_keywords
 from flashtile.checks.shapes import check_gradients
 from flashtile.numerics.dtypes import Array, narrow
 from flashtile.numerics.schedule import FORWARD, Event, Grid, Tile
+from flashtile.numerics.visibility import Visibility, Visible
 from flashtile.options import Options
 from flashtile.problem import Problem, describe
 from flashtile.spans import limits_of
@@ -41,8 +42,13 @@ class Trace:
     order: str
     grid: Grid
     band: Band
+    spans: Any  # limits of the head, (n_q or 1, spans, 2); None without spans
     steps: tuple[Step, ...]
     results: dict[str, Array]
+
+    @property
+    def visible(self) -> Visible:
+        return self.band if self.spans is None else Visibility(self.band, self.spans)
 
     def __iter__(self) -> Iterator[Step]:
         return iter(self.steps)
@@ -53,6 +59,7 @@ class Trace:
             "order": self.order,
             "grid": asdict(self.grid),
             "band": asdict(self.band),
+            "spans": None if self.spans is None else self.spans.tolist(),
             "steps": [
                 {"event": type(s.event).__name__, **_plain_event(s.event), "numbers": _plain(s.numbers)} for s in self
             ],
@@ -95,7 +102,8 @@ def trace(
 
     results = _run(problem, order, blocks, dout, observe)
     grid, band = Grid(problem.n_q, n_k, *blocks), problem.band_for(problem.n_q, n_k)
-    return Trace(order, grid, band, tuple(steps), results)
+    spans = None if problem.spans is None else problem.spans[0, 0]
+    return Trace(order, grid, band, spans, tuple(steps), results)
 
 
 def _run(problem: Problem, order: str, blocks: tuple[int, int], dout: Any, observe: tiles.Observer) -> dict[str, Array]:

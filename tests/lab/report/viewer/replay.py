@@ -44,7 +44,12 @@ class Replay:
         distance = key - query - band["offset"]
         low = -np.inf if band["left"] is None else -band["left"]
         high = np.inf if band["right"] is None else band["right"]
-        return np.where((low <= distance) & (distance <= high), S, -np.inf)
+        seen = (low <= distance) & (distance <= high)
+        if self.scene["spans"] is not None:
+            limits = np.broadcast_to(self.scene["spans"], (self.scene["n_q"], *np.shape(self.scene["spans"])[1:]))[rows]
+            begin, end = limits[:, None, :, 0], limits[:, None, :, 1]
+            seen = seen & ((begin <= key[..., None]) & (key[..., None] < end)).any(-1)
+        return np.where(seen, S, -np.inf)
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Array]]]:
         for at, (what, a, *more) in enumerate(self.run["events"]):

@@ -17,6 +17,7 @@ from flashtile.lab.report.viewer.scene import QUICK, SCENES
 from flashtile.lab.report.viewer.scenes import ORDERS, SIDE_BY_SIDE
 from flashtile.numerics.dtypes import ITEMSIZE
 from flashtile.numerics.schedule import Grid, backward, fa1_forward, fa2_forward, standard_forward
+from flashtile.numerics.visibility import Visibility, Visible
 from tests.lab.report.viewer.replay import Replay, number
 
 TOLERANCE = 5 * 10.0**-DIGITS  # the record is float32, rounded to this many digits
@@ -52,23 +53,25 @@ def test_counters_land_on_the_closed_form(recorded, name, order):
     run = scene["runs"][order]
     n_q, n_k, d, br, bc = (scene[key] for key in ("n_q", "n_k", "dim", "br", "bc"))
     left, right = (FAR if scene["band"][key] is None else scene["band"][key] for key in ("left", "right"))
-    band = Band(left, right, scene["band"]["offset"])
+    visible: Visible = Band(left, right, scene["band"]["offset"])
+    if scene["spans"] is not None:
+        visible = Visibility(visible, np.array(scene["spans"]))
     elements = {
         "standard": traffic.standard_elements(n_q, d, n_k),
-        "fa1": traffic.fa1_visible_elements(n_q, n_k, d, d, br, bc, band),
-        "fa2": traffic.fa2_elements(n_q, n_k, d, d, br, bc, band),
-        "backward": traffic.backward_elements(n_q, n_k, d, d, br, bc, band),
+        "fa1": traffic.fa1_visible_elements(n_q, n_k, d, d, br, bc, visible),
+        "fa2": traffic.fa2_elements(n_q, n_k, d, d, br, bc, visible),
+        "backward": traffic.backward_elements(n_q, n_k, d, d, br, bc, visible),
     }[order]
     size = ITEMSIZE[scene["dtype"]]
     last = dict(zip(COUNTERS, run["counts"][-1], strict=True))
     assert last["moved"] == run["closed"] == elements * size
     grid = Grid(n_q, n_k, br, n_k if order == "standard" else bc)
     streams = {"fa1": fa1_forward, "fa2": fa2_forward, "backward": backward}
-    events = standard_forward(grid) if order == "standard" else streams[order](band, grid)
+    events = standard_forward(grid) if order == "standard" else streams[order](visible, grid)
     total = count(events, grid, Layout(d, d))
     assert (last["read"], last["written"]) == (total.loaded_bytes, total.stored_bytes)
     assert (last["flops"], last["peak"]) == (total.flops, total.peak_sram * size)
-    tiles = traffic.tile_counts(band, n_q, n_k, br, bc)
+    tiles = traffic.tile_counts(visible, n_q, n_k, br, bc)
     assert scene["tiles"] == {kind.name.lower(): n for kind, n in tiles.items()}
     assert last["launches"] == (3 if order == "standard" else 1)
     blocks, worked = -(-n_q // br), tiles[Kind.PARTIAL] + tiles[Kind.FULL]

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby, product
 from typing import Any
 
-from flashtile.band import Band, Kind
+import numpy as np
+
+from flashtile.band import Kind
 from flashtile.lab.report.viewer.scene import Scene
 from flashtile.lab.report.viewer.svg import decimal, element, rectangle
 from flashtile.numerics.schedule import Grid
+from flashtile.numerics.visibility import Visible
 
 SIDE = 200.0  # length of the longer side of S
 THICK, THIN, GAP = 18.0, 7.0, 6.0  # a strip of an array, a strip of a vector, the space between strips
@@ -97,7 +101,7 @@ def stage(scene: Scene, order: str, label: str, end: End, row: int) -> str:
     c = Canvas(grid, LEFT + _across(strips.left) + 2, TOP + _across(strips.top) + NAMES)
     _beams(c)
     _score_blocks(c, scene, whole)
-    _hidden_pairs(c, scene.band)
+    _hidden_pairs(c, scene.visible)
     _draw_strips(c, strips.left, LEFT, _draw_column, end)
     width = _draw_strips(c, strips.right, c.right + GAP + 2, _draw_column, end)
     _draw_strips(c, strips.top, TOP, _draw_row, end)
@@ -108,12 +112,12 @@ def stage(scene: Scene, order: str, label: str, end: End, row: int) -> str:
     return c.svg(max(width, c.x + SIDE + RIGHT), height + 2, label, order)
 
 
-def tile_map(scene: Scene, cuts: list[dict[str, int]], label: str) -> str:
-    """Draw S by kind of tile, the pairs that the band hides, and the four cuts of every row of tiles."""
+def tile_map(scene: Scene, cuts: list[list[dict[str, int]]], label: str) -> str:
+    """Draw S by kind of tile, the hidden pairs, and the four cuts of every row of tiles, for each span."""
     around = STRIPS["fa2"]  # so that S is at the same place as in the orders
     c = Canvas(scene.grid, LEFT + _across(around.left) + 2, TOP + _across(around.top) + NAMES)
     _score_blocks(c, scene, whole=False)
-    _hidden_pairs(c, scene.band)
+    _hidden_pairs(c, scene.visible)
     for j in range(scene.grid.shape[1] + 1):
         x = c.x + min(j * scene.bc, scene.n_k) * c.unit
         c.add("text", f"{j}", class_="tick", x=decimal(x), y=decimal(c.y - 6), text_anchor="middle")
@@ -127,11 +131,12 @@ def tile_map(scene: Scene, cuts: list[dict[str, int]], label: str) -> str:
         transform="rotate(-90)",
         text_anchor="end",
     )
-    for n, name in enumerate(("begin", "full_begin", "full_end", "end")):
+    ends = enumerate(("begin", "full_begin", "full_end", "end"))
+    for (n, name), span in product(ends, range(len(cuts[0]))):
         points = []
         for i, row in enumerate(cuts):
             rows = scene.grid.rows(i)
-            x = c.x + min(row[name] * scene.bc, scene.n_k) * c.unit + (n - 1.5) * 1.6
+            x = c.x + min(row[span][name] * scene.bc, scene.n_k) * c.unit + (n - 1.5) * 1.6
             points += [
                 f"{decimal(x)},{decimal(c.y + rows.start * c.unit)}",
                 f"{decimal(x)},{decimal(c.y + rows.stop * c.unit)}",
@@ -152,7 +157,7 @@ def _score_blocks(c: Canvas, scene: Scene, whole: bool) -> None:
     """Draw a rectangle per tile. If S is computed as a whole, a tile is a block of rows, and P ends up in HBM."""
     rows, cols = c.grid.shape
     for i in range(rows):
-        kinds = dict(c.grid.across(scene.band, i))
+        kinds = dict(c.grid.across(scene.visible, i))
         for j in range(cols):
             kind = kinds.get(j, Kind.SKIPPED).name.lower()
             state = "stored P" if whole else kind if kind == "skipped" else f"{kind} done"
@@ -160,27 +165,25 @@ def _score_blocks(c: Canvas, scene: Scene, whole: bool) -> None:
             c.add("rect", class_=f"tile {state}", data_i=i, data_j=j, **box)
 
 
-def _hidden_pairs(c: Canvas, band: Band) -> None:
-    """Cover the pairs that the band hides."""
+def _hidden_pairs(c: Canvas, visible: Visible) -> None:
+    """Cover the hidden pairs."""
     d = "".join(
         f"M{decimal(c.x + begin * c.unit)} {decimal(c.y + i * c.unit)}"
         f"h{decimal((end - begin) * c.unit)}v{decimal(c.unit)}h{decimal((begin - end) * c.unit)}z"
         for i in range(c.grid.n_q)
-        for begin, end in _hidden(band, i, c.grid.n_k)
+        for begin, end in _hidden(visible, i, c.grid.n_k)
     )
     if d:
         c.add("path", class_="hidden-pairs", d=d)
 
 
-def _hidden(band: Band, i: int, n_k: int) -> Iterator[tuple[int, int]]:
-    begin, end = (min(max(x, 0), n_k) for x in (band.begin(i), band.end(i)))
-    if begin >= end:
-        yield 0, n_k
-        return
-    if begin:
-        yield 0, begin
-    if end < n_k:
-        yield end, n_k
+def _hidden(visible: Visible, i: int, n_k: int) -> Iterator[tuple[int, int]]:
+    """The runs of keys that are hidden from query i."""
+    seen = visible.keep(np.array([[i]]), np.arange(n_k)[None])[0]
+    for is_seen, run in groupby(range(n_k), key=seen.__getitem__):
+        if not is_seen:
+            first, *others = run
+            yield first, first + 1 + len(others)
 
 
 def _draw_strips(c: Canvas, names: tuple[str, ...], at: float, draw: Callable[..., None], end: End) -> float:

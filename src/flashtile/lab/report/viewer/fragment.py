@@ -65,8 +65,8 @@ def fragment(recorded: dict[str, Any]) -> str:
             **{s["name"]: {k: Markup(x) for k, x in _drawings(chosen[s["name"]], s).items()} for s in scenes},
             "warps": {by: Markup(warps.drawing(by, split["warps"])) for by, split in recorded["warps"].items()},
         },
-        cuts={s["name"]: sentences.filled("cuts", row=s["row"], **s["cuts"][s["row"] // s["br"]]) for s in scenes},
-        rules={s["name"]: _rule(s["band"]) for s in scenes},
+        cuts={s["name"]: _cuts(s) for s in scenes},
+        rules={s["name"]: _rule(s) for s in scenes},
         tables={s["name"]: {"forward": _forward_table(s), "backward": _backward_table(s)} for s in scenes},
         fit=recorded["fit"],
         rooms=_rooms(recorded["fit"]),
@@ -127,16 +127,25 @@ def _end(run: dict[str, Any]) -> drawing.End:
     return drawing.End(written, held, tuple(run["events"][-1][1:3]))
 
 
-def _rule(band: dict[str, int | None]) -> str:
-    """The band as a formula."""
-    left, right, offset = band["left"], band["right"], band["offset"]
+def _cuts(s: dict[str, Any]) -> str:
+    """The cuts of the row of tiles under the lens, span by span."""
+    cuts = "; ".join(sentences.filled("cut", **cut) for cut in s["cuts"][s["row"] // s["br"]])
+    return sentences.filled("cuts", row=s["row"], cuts=cuts)
+
+
+def _rule(s: dict[str, Any]) -> str:
+    """The band as a formula, and the number of spans."""
+    left, right, offset = (s["band"][name] for name in ("left", "right", "offset"))
+    spans = ""
+    if s["spans"] is not None:
+        spans = " and j is in its span" if len(s["spans"][0]) == 1 else " and j is in one of its spans"
     if left is None and right is None:
-        return "Query i sees every key j."
+        return f"Query i sees key j if{spans.removeprefix(' and')}." if spans else "Query i sees every key j."
     sign = "+" if offset and offset > 0 else "\u2212"
     at = f"i {sign} {abs(offset)}" if offset else "i"
     low = "" if left is None else f"{at} \u2212 {left} \u2264 "
     high = "" if right is None else f" \u2264 {at}" + (f" + {right}" if right else "")
-    return f"Query i sees key j if {low}j{high}."
+    return f"Query i sees key j if {low}j{high}{spans}."
 
 
 def _visits(s: dict[str, Any], order: str) -> list[tuple[list[Any], dict[str, Any], int]]:

@@ -55,7 +55,7 @@ def record(scene: Scene, trace: Trace, exact: dict[str, Array]) -> Run:
         events.append(_listed(step.event, times[step.event]))
         _hold(held, step.event)
         moved = fold.bytes - before
-        captions.append(sentences.caption(step.event, trace.grid, trace.band, moved, times[step.event]))
+        captions.append(sentences.caption(step.event, trace.grid, trace.visible, moved, times[step.event]))
         sram.append({name: n * size for name, n in fold.sram.items()})
         inside = sum(fold.sram.values()) * size, fold.peak_sram * size
         writes = sum(n for e, n in times.items() if isinstance(e, Store) and e.name in ("O", "dQ"))
@@ -79,7 +79,7 @@ def record(scene: Scene, trace: Trace, exact: dict[str, Array]) -> Run:
 
 def closed_form(scene: Scene, order: str) -> int:
     """Bytes through HBM, by the formulas of traffic.py."""
-    shape = scene.n_q, scene.n_k, scene.layout.dim, scene.layout.dim_v, scene.br, scene.bc, scene.band
+    shape = scene.n_q, scene.n_k, scene.layout.dim, scene.layout.dim_v, scene.br, scene.bc, scene.visible
     elements = {
         "standard": lambda: traffic.standard_elements(scene.n_q, scene.layout.dim, scene.n_k, scene.layout.dim_v),
         "fa1": lambda: traffic.fa1_visible_elements(*shape),

@@ -1,15 +1,19 @@
-"""The scenes: small attention problems, one for each way in which a band or a shape can cut the tiles."""
+"""The scenes: small attention problems, one for each way in which a band, spans or a shape can cut the tiles."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from flashtile import masks
 from flashtile.band import Band
 from flashtile.cost.traffic import Layout
 from flashtile.numerics.dtypes import Array
 from flashtile.numerics.schedule import Grid
+from flashtile.numerics.visibility import Visibility, Visible
+from flashtile.spans import Spans
 
 SEED, DIM = 42, 4
 
@@ -26,6 +30,16 @@ class Scene:
     br: int
     bc: int
     band: Band
+    spans: Spans | None = None
+
+    @property
+    def visible(self) -> Visible:
+        return self.band if self.spans is None else Visibility(self.band, self.spans.limits[0, 0])
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of a call of attention()."""
+        return {"band": self.band} | ({} if self.spans is None else {"spans": self.spans})
 
     @property
     def grid(self) -> Grid:
@@ -111,6 +125,50 @@ SCENES = (
         4,
         4,
         Band(right=0, offset=-6),
+    ),
+    Scene(
+        "padding",
+        "Padding",
+        "The first 6 of {n_k} keys are padding, which no query sees. Their tiles are not even loaded.",
+        16,
+        16,
+        4,
+        4,
+        Band(right=0),
+        masks.padding(np.array([10]), 16, "left"),
+    ),
+    Scene(
+        "prefix",
+        "Prefix",
+        "Every query sees the first 6 keys, a prompt, and the keys up to its own.",
+        16,
+        16,
+        4,
+        4,
+        Band(),
+        masks.prefix_lm(6, 16),
+    ),
+    Scene(
+        "documents",
+        "Documents",
+        "Three documents of 9, 4 and 11 tokens share a row. Each is causal by itself, and none sees another.",
+        24,
+        24,
+        4,
+        4,
+        Band(right=0),
+        masks.documents(lengths=[9, 4, 11]),
+    ),
+    Scene(
+        "sinks",
+        "Sinks and a window",
+        "A query sees the first 2 keys, and itself with the 5 keys before it: two spans, and nothing between them.",
+        24,
+        24,
+        4,
+        4,
+        Band(),
+        masks.sink_window(left=5, sinks=2, n_q=24),
     ),
 )
 QUICK = ("full", "causal", "ragged")

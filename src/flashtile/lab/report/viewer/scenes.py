@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flashtile.api import attention_backward, standard_attention
-from flashtile.band import FAR, cuts
+from flashtile.band import FAR
 from flashtile.cost import traffic
 from flashtile.cost.trace import Trace, trace
 from flashtile.lab.report.viewer import clock, fit, run, sentences, warps
@@ -47,8 +47,9 @@ def _record(scene: Scene) -> dict[str, Any]:
         "dim": scene.layout.dim,
         "dtype": scene.layout.dtype,
         "band": {name: x if abs(x) < FAR else None for name, x in asdict(scene.band).items()},
-        "tiles": {kind.name.lower(): n for kind, n in traffic.tile_counts(scene.band, *shape).items()},
-        "cuts": [_cuts(scene, i) for i in range(scene.grid.shape[0])],
+        "spans": None if scene.spans is None else scene.spans.limits[0, 0].tolist(),
+        "tiles": {kind.name.lower(): n for kind, n in traffic.tile_counts(scene.visible, *shape).items()},
+        "cuts": [[asdict(c) for c in row] for row in traffic.rows_of(scene.visible, *shape)],
         "row": _first_row(runs["fa2"]),
         "inputs": run.plain(inputs),
         "exact": run.plain(exact),
@@ -68,21 +69,15 @@ def _record(scene: Scene) -> dict[str, Any]:
 def _trace(scene: Scene, x: dict[str, Array], order: str) -> Trace:
     dout = x["dO"] if order == "backward" else None
     q, k, v = x["Q"], x["K"], x["V"]
-    return trace(q, k, v, order=order, block_q=scene.br, block_k=scene.bc, dout=dout, band=scene.band)
+    return trace(q, k, v, order=order, block_q=scene.br, block_k=scene.bc, dout=dout, **scene.options)
 
 
 def _exact(scene: Scene, x: dict[str, Array]) -> dict[str, Array]:
     """The results in float64, against which errors are measured."""
     q, k, v, dout = (x[name].astype(np.float64) for name in ("Q", "K", "V", "dO"))
-    out, lse = standard_attention(q, k, v, band=scene.band, return_lse=True)
-    grads = attention_backward(dout, q, k, v, out, lse, band=scene.band, backend="reference")
+    out, lse = standard_attention(q, k, v, **scene.options, return_lse=True)
+    grads = attention_backward(dout, q, k, v, out, lse, **scene.options, backend="reference")
     return {"out": out, "lse": lse, "dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
-
-
-def _cuts(scene: Scene, i: int) -> dict[str, int]:
-    """The cuts of one row of tiles."""
-    rows = scene.grid.rows(i)
-    return asdict(cuts(scene.band, rows.start, rows.stop, scene.n_k, scene.bc))
 
 
 def _first_row(fa2: Run) -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashtile.band import Band, Kind
-from flashtile.cost.traffic import visible_pairs
+import numpy as np
+
+from flashtile.band import Kind
 from flashtile.numerics.schedule import STANDARD, Event, Grid, Launch, Load, Make, Store, Tile, Zero
+from flashtile.numerics.visibility import Visible
 
 START = "Nothing has moved yet. Press play."
 MADE = {"S": "scores, Q K\u1d40", "P": "weights, the softmax of S", "O": "output, P V"}
@@ -27,12 +29,13 @@ LENS = {
     "recomputed": "The weights of row {row} are recomputed from its scores, exp(S \u2212 L) with L = {L}: none was "
     "kept. Those seen so far add up to {sum}.",
     "unseen": "Row {row} may see none of these keys: they add nothing to its dQ.",
-    "cuts": "The tiles of row {row}: begin {begin}, full from {full_begin} to {full_end}, end {end}.",
+    "cuts": "The tiles of row {row}: {cuts}.",
+    "cut": "begin {begin}, full from {full_begin} to {full_end}, end {end}",
     "no_gradient": "Row {row} has accumulated nothing yet: its dQ is 0.",
 }
 
 
-def caption(event: Event, grid: Grid, band: Band, moved: int, times: int) -> str:
+def caption(event: Event, grid: Grid, visible: Visible, moved: int, times: int) -> str:
     """One sentence. `moved`: bytes through HBM; `times`: how often this block has been stored, including now."""
     match event:
         case Load(name, n):
@@ -42,7 +45,7 @@ def caption(event: Event, grid: Grid, band: Band, moved: int, times: int) -> str
         case Zero(name, n):
             return f"{name} of block {n} starts in SRAM as 0; nothing is read."
         case Tile(i, j, kind):
-            return _tile(grid, band, i, j, kind)
+            return _tile(grid, visible, i, j, kind)
         case Store(name, n):
             repeated = "" if times == 1 else f", for the {_ordinal(times)} time"
             return f"{_block(name, n, grid)} is written to HBM{repeated}: {moved:,}\u00a0B."
@@ -54,13 +57,13 @@ def caption(event: Event, grid: Grid, band: Band, moved: int, times: int) -> str
             return f"{name} of queries {_span(rows)} is computed: the {MADE[name]}."
 
 
-def _tile(grid: Grid, band: Band, i: int, j: int, kind: Kind) -> str:
+def _tile(grid: Grid, visible: Visible, i: int, j: int, kind: Kind) -> str:
     rows, cols = grid.rows(i), grid.cols(j)
     met = f"Queries {_span(rows)} meet keys {_span(cols)}"
     pairs = (rows.stop - rows.start) * (cols.stop - cols.start)
     if kind is Kind.FULL:
         return f"{met}: all {pairs} pairs count, no mask."
-    seen = visible_pairs(band.shifted(rows.start - cols.start), rows.stop - rows.start, cols.stop - cols.start)
+    seen = visible.keep(np.arange(rows.start, rows.stop)[:, None], np.arange(cols.start, cols.stop)[None]).sum()
     if seen == pairs:
         return f"{met}: the tile is ragged, and all {pairs} pairs in it count."
     return f"{met}: {seen} of {pairs} pairs count, the mask hides the rest."

@@ -226,7 +226,10 @@
     const article = one(`.scene[data-scene="${now.scene}"]`);
     for (const part of all(".pass", article)) part.hidden = part.dataset.pass !== pass();
     all(`.pass[data-pass="${pass()}"] .panel[data-order]`, article).forEach(drawPanel);
-    put(one("[data-cuts]", article), fill(record.sentences.cuts, { row: now.row, ...scene().cuts[Math.floor(now.row / scene().br)] }));
+    put(one("[data-cuts]", article), fill(record.sentences.cuts, {
+      row: now.row,
+      cuts: scene().cuts[Math.floor(now.row / scene().br)].map((cut) => fill(record.sentences.cut, cut)).join("; "),
+    }));
     drawLens();
     const scrub = one("[data-scrub]");
     scrub.max = frames().length - 1;

@@ -151,13 +151,13 @@ SCENES = (
     Scene(
         "documents",
         "Documents",
-        "Three documents of 9, 4 and 11 tokens share a row. Each is causal by itself, and none sees another.",
+        "Three documents of 9, 6 and 9 tokens share a row. Each is causal by itself, and none sees another.",
         24,
         24,
         4,
         4,
         Band(right=0),
-        masks.documents(lengths=[9, 4, 11]),
+        masks.documents(lengths=[9, 6, 9]),
     ),
     Scene(
         "sinks",

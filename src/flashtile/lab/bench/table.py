@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from flashtile.lab.bench import markdown, records
 from flashtile.lab.bench.records import Record
-from flashtile.lab.bench.tables import cpu, gpu, io, tune
+from flashtile.lab.bench.tables import cpu, gpu, io, masks, tune
 
 WHOLE, BRIEF = "bench", "brief"  # the marks of places in documents: for all tables of a record, or a brief
 _MARKED = re.compile(
@@ -34,7 +34,7 @@ class Tables(Protocol):
         """One row per measurement."""
 
 
-SUITES: dict[str, Tables] = {"cpu": cpu, "gpu": gpu, "tune": tune, "io": io}
+SUITES: dict[str, Tables] = {"cpu": cpu, "gpu": gpu, "tune": tune, "io": io, "masks": masks}
 
 
 def read(path: Path) -> Record:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from flashtile.backends.triton.tuning import KERNELS
-from flashtile.lab.bench import candidates, records, suite, table, tune
+from flashtile.lab.bench import candidates, masks, records, suite, table, tune
 from flashtile.lab.bench.cases import GROUPS
 from flashtile.lab.bench.gpu import bench as gpu_bench
 from flashtile.lab.bench.gpu import device, io, ncu, peers, precompile, rows
@@ -171,6 +171,25 @@ def search(
     if not json:
         print(tuning_rows(record), end="\n\n")
     _leave(record, path, json)
+
+
+@app.command("masks")
+def spans(
+    quick: Annotated[bool, typer.Option(help="An eighth of the lengths.")] = False,
+    path: Annotated[Path, typer.Option("--output", help="Path of the record.")] = records.FOLDER / "masks.json",
+    json: AsJson = False,
+    check: Annotated[bool, typer.Option(help="Exit with 1 if a goal is missed.")] = False,
+) -> None:
+    """Time masks given as spans on this CPU.
+
+    Compared with the same call with a band or without a mask, and with torch's SDPA and FlexAttention.
+    """
+    _check(path)
+    if reason := masks.missing():
+        raise output.missing(f"flashtile: this needs {reason}")
+    with output.progress_bar() as progress:
+        record = masks.run(quick, 0.2 if quick else 4.0, progress)
+    _leave(record, path, json, check)
 
 
 @app.command("io")

@@ -143,7 +143,7 @@ def _flex(tensors: list[Any], spans: Spans, absent: dict[str, str]) -> Call | No
     """FlexAttention, compiled, with its block mask made beforehand; None if it does not run here."""
     import torch
 
-    begin, end = spans.begin[0, 0, :, 0], spans.end[0, 0, :, 0]
+    begin, end = (x[0, 0, :, 0].long().contiguous() for x in (spans.begin, spans.end))
     try:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 

@@ -14,8 +14,6 @@
 
 namespace {
 
-constexpr int MIN_GAP = 16;  // keys between two spans that are worth a tile of their own
-
 // A group of queries in the lanes, its arrays in the scratch memory, and the keys of a tile that it sees.
 template <class R, class T> struct Group {
   Lanes<R> lanes;
@@ -161,15 +159,15 @@ template <class R, class T> void Backward<R, T>::key_block(int64_t index, int64_
 // Queries first .. first+n-1 of a head.
 template <class R, class T> struct Backward<R, T>::QueryBlock {
   const int64_t head, first;
-  const int n, groups;
-  Group<R, T> group[BLOCK_GROUPS];
+  const int n;
+  int groups = 0;
+  Group<R, T> group[MAX_GROUPS<R>];
   Rows<T> Q, dO;
   // A non-finite value can reach a sum that it does not belong to only if pairs are hidden; otherwise this is not
   // computed.
   bool q_finite = true, dout_finite = true;
 
-  QueryBlock(int64_t head, int64_t first, int n)
-      : head(head), first(first), n(n), groups((n + LANES<R> - 1) / LANES<R>) {}
+  QueryBlock(int64_t head, int64_t first, int n) : head(head), first(first), n(n) {}
   Group<R, T>* begin() { return group; }
   Group<R, T>* end() { return group + groups; }
 };
@@ -211,9 +209,9 @@ template <class R, class T> void Backward<R, T>::load_queries(KeyBlock& keys, Qu
   const char* q = query_row(p.q, item, s, queries.head, queries.first);
   const char* dout = query_row(p.dout, out_item, s, queries.head, queries.first);
   bool hidden = false;
-  for (int x = 0; x < queries.groups; x++) {
-    const int l0 = x * LANES<R>, used = std::min(queries.n - l0, LANES<R>);
-    Group<R, T>& g = queries.group[x];
+  for (int l0 = 0, used; l0 < queries.n; l0 += used) {
+    used = group_size<R>(p, s, queries.head, queries.first + l0, std::min(queries.n - l0, LANES<R>), W<R>);
+    Group<R, T>& g = queries.group[queries.groups++];
     g.lanes = Lanes<R>(p, s, queries.head, queries.first + l0, used);
     const int L = g.lanes.padded;
     g.q = (T*)(scratch + at.q) + l0 * factors<T>(dim);
@@ -320,11 +318,11 @@ template <class R, class T>
 void Backward<R, T>::sum_over_queries(QueryBlock& queries, Rows<T> x, bool finite, R* C, int64_t row) {
   const Group<R, T>* g = queries.group;
   const auto add = finite ? add_weighted_rows<R, T> : add_weighted_rows_guarded<R, T>;
-  WeightedRows<T> parts[BLOCK_GROUPS];
+  WeightedRows<T> parts[MAX_GROUPS<R>];
   bool together = true;  // the groups see the same keys
   for (int i = 0; i < queries.groups; i++) {
     parts[i] = {g[i].weights, g[i].lanes.padded / FACTOR_SIZE<T>, (int)factors<T>(g[i].lanes.used),
-                skip_rows(x, i * LANES<R> / FACTOR_SIZE<T>)};
+                skip_rows(x, (g[i].lanes.first - queries.first) / FACTOR_SIZE<T>)};
     together &= g[i].from == g->from && g[i].to == g->to;
   }
   if (together) return add(parts, queries.groups, g->to - g->from, C + g->from * row, row);

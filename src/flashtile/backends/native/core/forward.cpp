@@ -12,11 +12,7 @@ namespace {
 constexpr int BLOCK_KEYS = 192;     // keys per block: S stays in L1. In every task blocks begin at multiples of it
 constexpr int MAX_GROUPS = 8;       // groups of lanes per task: they share a block of keys while it is in L2
 constexpr int L2_SHARE = 96 << 10;  // bytes of L2 for their q and O
-constexpr int MIN_GAP = 16;         // keys between two spans that are worth a second step
 constexpr int EXTRA_GROUPS = 2;     // of a task, where spans divide groups
-// What a group costs, in vectors of its queries, and a step, in keys: to decide whether two groups cost less than one.
-constexpr float GROUP_COST = 0.5f;
-constexpr int STEP_COST = 16;
 // With fewer tasks than ENOUGH_TASKS the keys are split too, into MIN_SPLIT keys or more.
 constexpr int MIN_SPLIT = 1024, ENOUGH_TASKS = 32;
 
@@ -213,7 +209,8 @@ template <class R, class T> class Forward {
     const R sink = p.sink && t.split == 0 ? ((const R*)p.sink)[t.head] : -(R)INFINITY;
     for (int64_t from = t.first; from < t.last && groups < plan.groups_at_once; from = lanes[groups++].last) {
       Lanes<R>& group = lanes[groups];
-      group = Lanes<R>(p, t.s, t.head, from, group_size(t, from));
+      const int most = (int)std::min<int64_t>(t.last - from, LANES<R>);
+      group = Lanes<R>(p, t.s, t.head, from, plan.splits > 1 ? most : group_size<R>(p, t.s, t.head, from, most, 1));
       pack_lanes<R, T>(query_row(p.q, item, t.s, t.head, from), p.dtype, p.q.row, group.used, group.padded, dim,
                        split_scale<R, T>(p).before, q + groups * q_size());
       state(groups).clear(v_dim, group.padded, sink);
@@ -246,27 +243,6 @@ template <class R, class T> class Forward {
     for (int g = 0; g < groups; g++)
       finish(p, t.s, t.head, lanes[g].first, lanes[g].used, state(g), lanes[g].padded, shrink, row_max);
     return last;
-  }
-
-  // How many queries from `first` on make a group: as many as there are lanes, unless spans change so much between
-  // two of them that two groups cost less.
-  int group_size(const Task& t, int64_t first) const {
-    const int most = (int)std::min<int64_t>(t.last - first, LANES<R>);
-    if (plan.groups_at_once == plan.groups_per_task || p.spans.row == 0) return most;
-    const auto cost = [](int n, int64_t keys) { return (ceil_div(n, W<R>) + GROUP_COST) * keys; };
-    const auto keys = [&](int from, int to) {
-      return row_cuts(p, t.s, t.head, first + from, first + to, 1).tiles() + STEP_COST;
-    };
-    int64_t together = 0;
-    for (int n = 1; n < most; n++) {
-      const int32_t *a = span_limits(p, t.s, t.head, first + n - 1), *b = a + p.spans.row;
-      bool far = false;
-      for (int i = 0; i < 2 * p.span_count; i++) far |= std::abs((int64_t)a[i] - b[i]) >= MIN_GAP;
-      if (!far) continue;
-      if (!together) together = cost(most, keys(0, most));
-      if (cost(n, keys(0, n)) + cost(most - n, keys(n, most)) < together) return n;
-    }
-    return most;
   }
 
   // Merge the splits of a group of lanes. Where keys are split, a task has one group, and its splits are consecutive.

@@ -77,6 +77,7 @@ template <class R, class T> class Backward {
   struct QueryBlock;
 
   Block<R> block(const KeyBlock& keys, const Group<R, T>& g) const;
+  Range seen_keys(const KeyBlock& keys, const Group<R, T>& g, int from, int to) const;  // of these of a block
   void layout();
   void key_block(int64_t s, int64_t kv_head, int64_t block, R* scratch);
   void query_block(KeyBlock& keys, int64_t head, int64_t block, R* scratch);
@@ -128,6 +129,12 @@ template <class R, class T> struct Backward<R, T>::KeyBlock {
 
 template <class R, class T> Block<R> Backward<R, T>::block(const KeyBlock& keys, const Group<R, T>& g) const {
   return {p, g.lanes, keys.first + g.from, g.to - g.from};
+}
+
+template <class R, class T>
+Range Backward<R, T>::seen_keys(const KeyBlock& keys, const Group<R, T>& g, int from, int to) const {
+  const int64_t first = g.lanes.seen.next(keys.first + from), end = g.lanes.seen.last(keys.first + to);
+  return first < end ? whole_factors<T>((int)(first - keys.first), (int)(end - keys.first), keys.n) : Range{from, from};
 }
 
 template <class R, class T> void Backward<R, T>::key_block(int64_t index, int64_t kv_head, int64_t block, R* scratch) {
@@ -234,11 +241,13 @@ template <class R, class T> void Backward<R, T>::load_queries(KeyBlock& keys, Qu
       g.delta[l] = statistics.delta[i];
       g.coarse |= statistics.log_sum[i] != 0;
     }
+    memset(g.dq, 0, sizeof(R) * L * dim);
+    const Range seen = seen_keys(keys, g, 0, keys.n);
+    if (seen.from == seen.to) continue;
     if (few_queries) pack_queries(q, used, (R*)g.q);
     else pack_lanes<R, T>(q + item * l0 * p.q.row, p.dtype, p.q.row, used, L, dim, split_scale<R, T>(p).before, g.q);
     pack_lanes<R, T>(dout + out_item * l0 * p.dout.row, p.out_dtype, p.dout.row, used, L, v_dim, R(1), g.dout);
-    memset(g.dq, 0, sizeof(R) * L * dim);
-    hidden |= Block<R>{p, g.lanes, keys.first, keys.n}.partial();
+    hidden |= Block<R>{p, g.lanes, keys.first + seen.from, seen.to - seen.from}.partial();
   }
   queries.Q = factors_over_rows<R, T>(q, p.dtype, p.q.row, queries.n, dim, padded_dim, (T*)(scratch + at.q_rows));
   queries.dO = factors_over_rows<R, T>(dout, p.out_dtype, p.dout.row, queries.n, v_dim, padded_v_dim,
@@ -255,12 +264,8 @@ template <class R, class T>
 void Backward<R, T>::compute_weights(const KeyBlock& keys, QueryBlock& queries, int k0, int k1) {
   const bool plain = !few_queries && !(p.softcap > 0) && !p.bias.data && !p.alibi.data;
   for (Group<R, T>& g : queries) {
-    const int64_t next = g.lanes.seen.next(keys.first + k0), last = g.lanes.seen.last(keys.first + k1);
-    g.from = g.to = k0;
-    if (next < last) {
-      const Range whole = whole_factors<T>((int)(next - keys.first), (int)(last - keys.first), keys.n);
-      g.from = whole.from, g.to = whole.to;
-    }
+    const Range seen = seen_keys(keys, g, k0, k1);
+    g.from = seen.from, g.to = seen.to;
     const Block<R> b = block(keys, g);
     g.hidden = b.partial();
     if (b.n == 0) continue;

@@ -14,8 +14,6 @@
 
 namespace {
 
-constexpr int MIN_GAP = 16;  // keys between two spans that are worth a tile of their own
-
 // A group of queries in the lanes, its arrays in the scratch memory, and the keys of a tile that it sees.
 template <class R, class T> struct Group {
   Lanes<R> lanes;
@@ -79,6 +77,7 @@ template <class R, class T> class Backward {
   struct QueryBlock;
 
   Block<R> block(const KeyBlock& keys, const Group<R, T>& g) const;
+  Range seen_keys(const KeyBlock& keys, const Group<R, T>& g, int from, int to) const;  // of these of a block
   void layout();
   void key_block(int64_t s, int64_t kv_head, int64_t block, R* scratch);
   void query_block(KeyBlock& keys, int64_t head, int64_t block, R* scratch);
@@ -132,6 +131,12 @@ template <class R, class T> Block<R> Backward<R, T>::block(const KeyBlock& keys,
   return {p, g.lanes, keys.first + g.from, g.to - g.from};
 }
 
+template <class R, class T>
+Range Backward<R, T>::seen_keys(const KeyBlock& keys, const Group<R, T>& g, int from, int to) const {
+  const int64_t first = g.lanes.seen.next(keys.first + from), end = g.lanes.seen.last(keys.first + to);
+  return first < end ? whole_factors<T>((int)(first - keys.first), (int)(end - keys.first), keys.n) : Range{from, from};
+}
+
 template <class R, class T> void Backward<R, T>::key_block(int64_t index, int64_t kv_head, int64_t block, R* scratch) {
   const Sequence s(p, index);
   const int64_t first = block * schedule.block_keys, last = std::min(first + schedule.block_keys, key_slots(p, index));
@@ -161,15 +166,15 @@ template <class R, class T> void Backward<R, T>::key_block(int64_t index, int64_
 // Queries first .. first+n-1 of a head.
 template <class R, class T> struct Backward<R, T>::QueryBlock {
   const int64_t head, first;
-  const int n, groups;
-  Group<R, T> group[BLOCK_GROUPS];
+  const int n;
+  int groups = 0;
+  Group<R, T> group[MAX_GROUPS<R>];
   Rows<T> Q, dO;
   // A non-finite value can reach a sum that it does not belong to only if pairs are hidden; otherwise this is not
   // computed.
   bool q_finite = true, dout_finite = true;
 
-  QueryBlock(int64_t head, int64_t first, int n)
-      : head(head), first(first), n(n), groups((n + LANES<R> - 1) / LANES<R>) {}
+  QueryBlock(int64_t head, int64_t first, int n) : head(head), first(first), n(n) {}
   Group<R, T>* begin() { return group; }
   Group<R, T>* end() { return group + groups; }
 };
@@ -211,9 +216,9 @@ template <class R, class T> void Backward<R, T>::load_queries(KeyBlock& keys, Qu
   const char* q = query_row(p.q, item, s, queries.head, queries.first);
   const char* dout = query_row(p.dout, out_item, s, queries.head, queries.first);
   bool hidden = false;
-  for (int x = 0; x < queries.groups; x++) {
-    const int l0 = x * LANES<R>, used = std::min(queries.n - l0, LANES<R>);
-    Group<R, T>& g = queries.group[x];
+  for (int l0 = 0, used; l0 < queries.n; l0 += used) {
+    used = group_size<R>(p, s, queries.head, queries.first + l0, std::min(queries.n - l0, LANES<R>), W<R>);
+    Group<R, T>& g = queries.group[queries.groups++];
     g.lanes = Lanes<R>(p, s, queries.head, queries.first + l0, used);
     const int L = g.lanes.padded;
     g.q = (T*)(scratch + at.q) + l0 * factors<T>(dim);
@@ -236,11 +241,13 @@ template <class R, class T> void Backward<R, T>::load_queries(KeyBlock& keys, Qu
       g.delta[l] = statistics.delta[i];
       g.coarse |= statistics.log_sum[i] != 0;
     }
+    memset(g.dq, 0, sizeof(R) * L * dim);
+    const Range seen = seen_keys(keys, g, 0, keys.n);
+    if (seen.from == seen.to) continue;
     if (few_queries) pack_queries(q, used, (R*)g.q);
     else pack_lanes<R, T>(q + item * l0 * p.q.row, p.dtype, p.q.row, used, L, dim, split_scale<R, T>(p).before, g.q);
     pack_lanes<R, T>(dout + out_item * l0 * p.dout.row, p.out_dtype, p.dout.row, used, L, v_dim, R(1), g.dout);
-    memset(g.dq, 0, sizeof(R) * L * dim);
-    hidden |= Block<R>{p, g.lanes, keys.first, keys.n}.partial();
+    hidden |= Block<R>{p, g.lanes, keys.first + seen.from, seen.to - seen.from}.partial();
   }
   queries.Q = factors_over_rows<R, T>(q, p.dtype, p.q.row, queries.n, dim, padded_dim, (T*)(scratch + at.q_rows));
   queries.dO = factors_over_rows<R, T>(dout, p.out_dtype, p.dout.row, queries.n, v_dim, padded_v_dim,
@@ -257,12 +264,8 @@ template <class R, class T>
 void Backward<R, T>::compute_weights(const KeyBlock& keys, QueryBlock& queries, int k0, int k1) {
   const bool plain = !few_queries && !(p.softcap > 0) && !p.bias.data && !p.alibi.data;
   for (Group<R, T>& g : queries) {
-    const int64_t next = g.lanes.seen.next(keys.first + k0), last = g.lanes.seen.last(keys.first + k1);
-    g.from = g.to = k0;
-    if (next < last) {
-      const Range whole = whole_factors<T>((int)(next - keys.first), (int)(last - keys.first), keys.n);
-      g.from = whole.from, g.to = whole.to;
-    }
+    const Range seen = seen_keys(keys, g, k0, k1);
+    g.from = seen.from, g.to = seen.to;
     const Block<R> b = block(keys, g);
     g.hidden = b.partial();
     if (b.n == 0) continue;
@@ -320,11 +323,11 @@ template <class R, class T>
 void Backward<R, T>::sum_over_queries(QueryBlock& queries, Rows<T> x, bool finite, R* C, int64_t row) {
   const Group<R, T>* g = queries.group;
   const auto add = finite ? add_weighted_rows<R, T> : add_weighted_rows_guarded<R, T>;
-  WeightedRows<T> parts[BLOCK_GROUPS];
+  WeightedRows<T> parts[MAX_GROUPS<R>];
   bool together = true;  // the groups see the same keys
   for (int i = 0; i < queries.groups; i++) {
     parts[i] = {g[i].weights, g[i].lanes.padded / FACTOR_SIZE<T>, (int)factors<T>(g[i].lanes.used),
-                skip_rows(x, i * LANES<R> / FACTOR_SIZE<T>)};
+                skip_rows(x, (g[i].lanes.first - queries.first) / FACTOR_SIZE<T>)};
     together &= g[i].from == g->from && g[i].to == g->to;
   }
   if (together) return add(parts, queries.groups, g->to - g->from, C + g->from * row, row);

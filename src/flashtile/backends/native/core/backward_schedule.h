@@ -8,6 +8,7 @@
 
 constexpr int BLOCK_GROUPS = 2;                                            // groups of lanes per query block
 template <class R> constexpr int BLOCK_QUERIES = BLOCK_GROUPS * LANES<R>;  // queries per block
+template <class R> constexpr int MAX_GROUPS = BLOCK_QUERIES<R> / W<R>;      // where spans divide groups
 template <class R> constexpr int TILE_KEYS = 96;                           // keys per tile of a key block
 
 // A task: key blocks [b0, b1) of the key heads [h0, h1) of the sequences [s0, s1).

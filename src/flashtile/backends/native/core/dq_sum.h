@@ -42,7 +42,7 @@ template <class R> class DqSum {
     const int64_t item = item_size(p.dtype);
     for (int64_t i = from; i < to; i += BLOCK_QUERIES<R>) {
       const int64_t end = std::min<int64_t>(i + BLOCK_QUERIES<R>, to);
-      if (visits.of_queries(s, head, i / BLOCK_QUERIES<R>).tiles() == 0)
+      if (row_cuts(p, s, head, i, end, 1).tiles() == 0)
         for (int64_t r = i; r < end; r++) memset(query_row(p.dq, item, s, head, r), 0, item * dim);
     }
   }

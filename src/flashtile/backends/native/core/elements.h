@@ -102,15 +102,17 @@ void store_rows(const R* from, int64_t from_row, int n, int d, R by, void* x, in
 }
 // Whether all values are finite: 0 * x is 0 for those alone.
 template <class R> NOINLINE bool all_finite(Rows<R> x, int n, int d) {
-  Vec<R> sum = {};
+  Vec<R> sums[4] = {};  // not one: an addition would wait for the one before it
   R rest = 0;
   for (int i = 0; i < n; i++) {
     const R* p = x.data + i * x.row;
     int c = 0;
-    for (; c + W<R> <= d; c += W<R>) sum += load(p + c) * splat(R(0));
+    for (; c + 4 * W<R> <= d; c += 4 * W<R>)
+      UNROLL for (int k = 0; k < 4; k++) sums[k] += load(p + c + k * W<R>) * splat(R(0));
+    for (; c + W<R> <= d; c += W<R>) sums[0] += load(p + c) * splat(R(0));
     for (; c < d; c++) rest += p[c] * R(0);
   }
-  return sum_lanes<R>(sum) + rest == 0;
+  return sum_lanes<R>((sums[0] + sums[1]) + (sums[2] + sums[3])) + rest == 0;
 }
 
 // f(c, a) for each column c: a holds x[lane][c] of W rows, given by the addresses of their first elements.

@@ -12,7 +12,7 @@ namespace {
 constexpr int BLOCK_KEYS = 192;     // keys per block: S stays in L1. In every task blocks begin at multiples of it
 constexpr int MAX_GROUPS = 8;       // groups of lanes per task: they share a block of keys while it is in L2
 constexpr int L2_SHARE = 96 << 10;  // bytes of L2 for their q and O
-constexpr int MIN_GAP = 16;         // keys between two spans that are worth a second step
+constexpr int EXTRA_GROUPS = 2;     // of a task, where spans divide groups
 // With fewer tasks than ENOUGH_TASKS the keys are split too, into MIN_SPLIT keys or more.
 constexpr int MIN_SPLIT = 1024, ENOUGH_TASKS = 32;
 
@@ -142,6 +142,7 @@ template <class R> struct Plan {
   int64_t groups;  // groups of lanes in the longest sequence
   int64_t splits, split_keys;       // splits of the keys, and keys per split
   int64_t groups_per_task, blocks;  // and the blocks of queries that a head is divided into
+  int64_t groups_at_once;           // more than groups_per_task if spans may divide groups
   int64_t tasks;
 
   explicit Plan(const ft_problem& p) {
@@ -153,6 +154,7 @@ template <class R> struct Plan {
     const int64_t bytes = sizeof(R) * LANES<R> * (p.dim + p.v_dim);  // q and O of a group
     groups_per_task = splits > 1 ? 1 : clip(L2_SHARE / bytes, 1, MAX_GROUPS);
     while (groups_per_task > 1 && heads * ceil_div(groups, groups_per_task) < 4 * p.threads) groups_per_task--;
+    groups_at_once = p.spans.data && splits == 1 ? std::min<int64_t>(groups_per_task + EXTRA_GROUPS, MAX_GROUPS) : groups_per_task;
     blocks = ceil_div(groups, groups_per_task);
     tasks = heads * blocks * splits;
   }
@@ -163,7 +165,7 @@ template <class R, class T> class Forward {
   Forward(const ft_problem& p, R* row_max)
       : p(p), row_max(row_max), plan(p), dim((int)p.dim), v_dim((int)p.v_dim), item(item_size(p.dtype)),
         scratch(std::min(p.threads, plan.tasks),
-                sizeof(R) * (plan.groups_per_task * (state_size() + q_size()) + buffer_size())),
+                sizeof(R) * (plan.groups_at_once * (state_size() + q_size()) + buffer_size())),
         split_states(plan.splits > 1 ? plan.tasks : 0, sizeof(R) * state_size()) {}
 
   int run() {
@@ -190,23 +192,28 @@ template <class R, class T> class Forward {
   };
 
   void attend(int64_t thread, int64_t number, R shrink) {
-    const Task t(p, plan, number);
+    Task t(p, plan, number);
     if (t.first >= t.last || (row_max && !any_coarse(p, t.s, t.head, t.first, t.last, row_max))) return;
+    while (t.first < t.last) t.first = attend_groups(thread, number, t, shrink);
+  }
+  // As many groups of a task as fit; return the first query after them.
+  int64_t attend_groups(int64_t thread, int64_t number, const Task& t, R shrink) {
     R *states = plan.splits > 1 ? split_states.piece<R>(number) : scratch.piece<R>(thread) + buffer_size();
     R* S = scratch.piece<R>(thread);
     T *k_buffer = (T*)(S + BLOCK_KEYS * LANES<R>), *v_buffer = k_buffer + BLOCK_KEYS * factors<T>(dim);
-    T* q = (T*)(S + buffer_size() + plan.groups_per_task * state_size());
+    T* q = (T*)(S + buffer_size() + plan.groups_at_once * state_size());
     const auto state = [=](int g) { return State<R>(states + g * state_size(), v_dim); };
 
     Lanes<R> lanes[MAX_GROUPS];
-    const int groups = (int)ceil_div(t.last - t.first, LANES<R>);
+    int groups = 0;
     const R sink = p.sink && t.split == 0 ? ((const R*)p.sink)[t.head] : -(R)INFINITY;
-    for (int g = 0; g < groups; g++) {
-      const int64_t from = t.first + g * LANES<R>;
-      lanes[g] = Lanes<R>(p, t.s, t.head, from, (int)std::min<int64_t>(t.last - from, LANES<R>));
-      pack_lanes<R, T>(query_row(p.q, item, t.s, t.head, from), p.dtype, p.q.row, lanes[g].used, lanes[g].padded, dim,
-                     split_scale<R, T>(p).before, q + g * q_size());
-      state(g).clear(v_dim, lanes[g].padded, sink);
+    for (int64_t from = t.first; from < t.last && groups < plan.groups_at_once; from = lanes[groups++].last) {
+      Lanes<R>& group = lanes[groups];
+      const int most = (int)std::min<int64_t>(t.last - from, LANES<R>);
+      group = Lanes<R>(p, t.s, t.head, from, plan.splits > 1 ? most : group_size<R>(p, t.s, t.head, from, most, 1));
+      pack_lanes<R, T>(query_row(p.q, item, t.s, t.head, from), p.dtype, p.q.row, group.used, group.padded, dim,
+                       split_scale<R, T>(p).before, q + groups * q_size());
+      state(groups).clear(v_dim, group.padded, sink);
     }
 
     const int64_t kv_head = t.head / (p.q_heads / p.kv_heads), split_end = (t.split + 1) * plan.split_keys;
@@ -229,11 +236,13 @@ template <class R, class T> class Forward {
         });
       }
     }
-    if (plan.splits > 1) return;
+    const int64_t last = lanes[groups - 1].last;
+    if (plan.splits > 1) return last;
     for (int g = 0; g < groups; g++)
-      if (shrink == 1 && !finite(state(g), lanes[g].padded)) return attend(thread, number, SHRINK<R>);
+      if (shrink == 1 && !finite(state(g), lanes[g].padded)) return attend_groups(thread, number, t, SHRINK<R>);
     for (int g = 0; g < groups; g++)
-      finish(p, t.s, t.head, t.first + g * LANES<R>, lanes[g].used, state(g), lanes[g].padded, shrink, row_max);
+      finish(p, t.s, t.head, lanes[g].first, lanes[g].used, state(g), lanes[g].padded, shrink, row_max);
+    return last;
   }
 
   // Merge the splits of a group of lanes. Where keys are split, a task has one group, and its splits are consecutive.

@@ -9,6 +9,11 @@
 // one.
 template <class R> R score_scale(const ft_problem& p) { return (R)(p.softcap > 0 ? p.scale / p.softcap : p.scale); }
 
+constexpr int MIN_GAP = 16;  // keys between two spans that are worth a step of their own
+// What a group costs, in vectors of lanes, and a step, in keys: to decide whether two groups cost less than one.
+constexpr float GROUP_COST = 0.5f;
+constexpr int STEP_COST = 16;
+
 // The queries in the lanes of a group, all of one sequence; each lane has its own query and head. Lanes past the last
 // used one, up to a whole vector, repeat it.
 template <class R> class Lanes {
@@ -18,7 +23,9 @@ template <class R> class Lanes {
   RowCuts seen;                 // in tiles of one key: no lane sees skipped keys; all lanes see full ones, but for the mask
   int64_t begin[LANES<R>], end[LANES<R>];  // keys within each lane's band, from its first span to its last
   const int32_t* spans[LANES<R>];          // the limits of each lane's spans, if there are any
-  Reach reach[FT_MAX_SPANS];               // of each span
+  struct {
+    int64_t begin, end;
+  } near[FT_MAX_SPANS];  // the keys that some lane sees by each of several spans are within these
   int64_t position[LANES<R>];              // the key that ALiBi measures distance from
   R slope[LANES<R>];                       // ALiBi slope
   const char* bias[LANES<R>];              // address of key 0
@@ -64,10 +71,11 @@ template <class R> class Lanes {
 
  private:
   NOINLINE void cut_by_spans(const Sequence& s, int count) {
+    Reach reach[FT_MAX_SPANS];
     for (int r = 0; r < count; r++) {
-      reach[r] = Reach();
       for (int l = 0; l < used; l++)
         reach[r].add(std::max<int64_t>(begin[l], 0), std::min(end[l], s.kv_len), spans[l] + 2 * r);
+      near[r] = {reach[r].first_begin, reach[r].last_end};
     }
     seen = RowCuts::of(reach, count, 1);
     for (int l = 0; l < used; l++) {
@@ -76,6 +84,32 @@ template <class R> class Lanes {
     }
   }
 };
+
+// How many of the queries first .. first+most-1 make a group: all, unless spans change so much between two of them that
+// two groups cost less. A group ends at a multiple of `step` queries.
+template <class R>
+NOINLINE int group_size(const ft_problem& p, const Sequence& s, int64_t head, int64_t first, int most, int step) {
+  if (!p.spans.data || p.spans.row == 0) return most;
+  const auto cost = [&](int from, int to) {  // in keys for each vector of lanes
+    const int64_t keys = row_cuts(p, s, head, first + from, first + to, 1).tiles() + STEP_COST;
+    return (ceil_div(to - from, W<R>) + GROUP_COST) * keys;
+  };
+  float together = 0;
+  int before = 0;  // the last place that was tried
+  for (int i = 1; i < most; i++) {
+    const int32_t *b = span_limits(p, s, head, first + i), *a = b - p.spans.row;
+    bool far = false;
+    for (int x = 0; x < 2 * p.span_count; x++) far |= std::abs((int64_t)a[x] - b[x]) >= MIN_GAP;
+    if (!far) continue;
+    if (!together) together = cost(0, most);
+    for (int n = i / step * step; n < i + step; n += step) {
+      if (n <= before || n >= most) continue;
+      before = n;
+      if (cost(0, n) + cost(n, most) < together) return n;
+    }
+  }
+  return most;
+}
 
 // A block of S: keys j .. j+n-1 against the lanes.
 template <class R> struct Block {
@@ -137,7 +171,7 @@ template <class R> NOINLINE void hide_cut(const Block<R>& b, R* x, R value) {
   int near[FT_MAX_SPANS] = {0}, count = lanes.seen.count == 1;  // the spans that have keys in this block
   if (lanes.seen.count > 1)
     for (int r = 0; r < lanes.seen.count; r++)
-      if (lanes.reach[r].first_begin < b.j + b.n && lanes.reach[r].last_end > b.j) near[count++] = r;
+      if (lanes.near[r].begin < b.j + b.n && lanes.near[r].end > b.j) near[count++] = r;
   const Cuts& cut = lanes.seen.span[near[0]];
   const int full_begin = (int)clip(cut.full_begin - b.j, 0, b.n);
   const int full_end = (int)clip(cut.full_end - b.j, full_begin, b.n);

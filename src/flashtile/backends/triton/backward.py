@@ -163,7 +163,7 @@ class _RowCuts:
 
     def bind(self) -> BoundLaunch:
         """Launched without PDL, and so complete before any other kernel of the pass begins."""
-        sizes = {"BLOCK_Q": self._config.block_q, "BLOCK_K": self._config.block_k}
+        sizes = {"CUT_Q": self._config.block_q, "CUT_K": self._config.block_k}
         programs = self._tiles * self._heads * self._batch
         launch = KernelLaunch(row_cuts_kernel, programs, strides={"row_cuts": self.strides}, **sizes)
         return launch.bind(row_cuts=self.part, rule=RULE, lengths=LENGTHS, tiles=self._tiles, heads=self._heads)

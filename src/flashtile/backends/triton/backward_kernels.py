@@ -60,15 +60,15 @@ def statistics_kernel(
 
 
 @triton.jit(do_not_specialize=["tiles", "heads"])
-def row_cuts_kernel(row_cuts, rule, lengths, tiles, heads, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
+def row_cuts_kernel(row_cuts, rule, lengths, tiles, heads, CUT_Q: tl.constexpr, CUT_K: tl.constexpr):
     """Store the cuts of a row of tiles per program, which dkdv_kernel needs: it walks the rows that visit its keys.
 
     The grid counts rows of tiles, then heads, then sequences. row_cuts: see row_cuts_of().
     """
     program = tl.program_id(0)
-    h, tile, at = tile_of(program, tiles, heads, lengths.cu_q, lengths.n_q, rule, lengths, BLOCK_Q)
-    cut = cuts_of_rows(rule, at, h, tile * BLOCK_Q, 1, BLOCK_Q, BLOCK_K)
-    is_whole = (tile + 1) * BLOCK_Q <= at.q_len
+    h, tile, at = tile_of(program, tiles, heads, lengths.cu_q, lengths.n_q, rule, lengths, CUT_Q)
+    cut = cuts_of_rows(rule, at, h, tile * CUT_Q, 1, CUT_Q, CUT_K)
+    is_whole = (tile + 1) * CUT_Q <= at.q_len
     p = row_cuts.ptr + to_int64(program // tiles * len(cut)) * tiles + program % tiles
     for n in tl.static_range(len(cut)):
         # dkdv_kernel masks queries beyond the last one only in partial tiles.

@@ -212,8 +212,11 @@ def dbias_kernel(
                 b_q = load_rows(queries, None, i0, C.BLOCK_Q, C.DIM, C.BLOCK_D, True)
                 b_do = load_rows(douts, None, i0, C.BLOCK_Q, C.DIM_V, C.BLOCK_DV, True)
                 L, D = load_statistics(p_log2, p_delta, i0, C.BLOCK_Q, True)
-                cut = within(cuts_of_rows(rule, at, h, i0, 1, C.BLOCK_Q, C.BLOCK_K), first_j, last_j)
-                begin, end = stretch_of(cut, 2, True)
+                cut = cuts_of_rows(rule, at, h, i0, 1, C.BLOCK_Q, C.BLOCK_K)
+                begin, end = tl.maximum(first_j, cut[0]), tl.minimum(last_j, cut[3])
+                if rule.spans is not None:
+                    cut = within(cut, first_j, last_j)
+                    begin, end = stretch_of(cut, 2, True)
                 for place in range(begin, end):
                     j0 = tile_at(cut, place, 2, True) * C.BLOCK_K
                     dS, _bent, _keys = dscores_tile(

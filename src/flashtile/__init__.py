@@ -1,5 +1,6 @@
 """flashtile: exact attention, tile by tile."""
 
+from flashtile import masks
 from flashtile.api import (
     attention,
     attention_backward,
@@ -35,6 +36,7 @@ __all__ = [
     "attention_packed",
     "causal",
     "full",
+    "masks",
     "merge",
     "online_softmax",
     "plan",

@@ -72,7 +72,7 @@ class Options(TypedDict, total=False):
     band: Annotated[Band | None, Option(None, "SymInt[]?", checks.band)]
     spans: Annotated[
         Spans | None,
-        Option(None, "Tensor?", checks.spans, "limits", 5, unsupported_by=("native", "sdpa", "gluon")),
+        Option(None, "Tensor?", checks.spans, "limits", 5, unsupported_by=("sdpa", "gluon")),
     ]
     mask: Annotated[Any, Option(None, "Tensor?", checks.mask, "bool", 4, unsupported_by=("gluon",))]
     bias: Annotated[Any, Option(None, "Tensor?", checks.bias, "like q", 4, unsupported_by=("gluon",))]

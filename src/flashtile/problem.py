@@ -14,8 +14,8 @@ from flashtile.checks.options import is_tensor
 from flashtile.checks.shapes import check_dtypes, check_shapes, rank4
 from flashtile.errors import ShapeError
 from flashtile.numerics.dtypes import accumulator
+from flashtile.numerics.visibility import Visibility, Visible
 from flashtile.options import OPTIONS
-from flashtile.spans import Visibility, Visible
 
 # The options as fields; causal, window and band become one.
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from flashtile.band import Kind, ceil_div
 from flashtile.cost import traffic
 from flashtile.cost.tiling import Tiling
 from flashtile.numerics.dtypes import ITEMSIZE
+from flashtile.numerics.visibility import Visible
 from flashtile.problem import Problem
-from flashtile.spans import Visible
 
 if TYPE_CHECKING:
     pass

@@ -17,6 +17,7 @@ from flashtile.numerics.dtypes import Array, narrow
 from flashtile.numerics.schedule import FORWARD, Event, Grid, Tile
 from flashtile.options import Options
 from flashtile.problem import Problem, describe
+from flashtile.spans import limits_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -76,6 +77,8 @@ def trace(
     output as `dout`).
     """
     check_keywords("trace", options, Options.__annotations__)
+    if "spans" in options:
+        options["spans"] = limits_of(options["spans"])
     check_choice("order", order, ORDERS)
     check_numpy(q, options, k=k, v=v, dout=dout)
     check_head(q=q, k=k, v=v)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from flashtile.band import Cuts, Kind, ceil_div, cuts
 from flashtile.numerics.dtypes import ITEMSIZE, accumulator
 from flashtile.numerics.schedule import Event, Grid, Launch, Load, Make, Store, Tile, Zero
-from flashtile.spans import Visibility, Visible
+from flashtile.numerics.visibility import Visibility, Visible
 
 COLUMN_VECTORS = ("m", "l", "L", "D", "factor")  # one number per row
 OF_WIDTH_V = ("V", "O", "dV", "dO")  # the others are as wide as q

@@ -11,8 +11,8 @@ import numpy as np
 from flashtile.band import Band
 from flashtile.numerics import dropout
 from flashtile.numerics.dtypes import Array, widen
+from flashtile.numerics.visibility import Visible
 from flashtile.problem import Problem
-from flashtile.spans import Visible
 
 
 @dataclass(frozen=True, slots=True)

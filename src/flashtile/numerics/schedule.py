@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from flashtile.band import Kind, ceil_div, cuts
-from flashtile.spans import Visibility, Visible
+from flashtile.numerics.visibility import Visibility, Visible
 
 
 @dataclass(frozen=True, slots=True)

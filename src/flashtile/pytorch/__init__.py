@@ -1,6 +1,7 @@
 """Support for torch tensors: operators, autograd, fake tensors, vmap, autocast."""
 
 import torch
+from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from flashtile.errors import UnsupportedError
 from flashtile.host import machine
@@ -11,5 +12,15 @@ if _reason := machine.too_old("torch", torch.__version__):  # before imports tha
 from flashtile.pytorch import vmap
 from flashtile.pytorch.entry import attention
 from flashtile.pytorch.merge import merge
+from flashtile.spans import Spans
+
+# So that torch.export and torch.func take Spans among their arguments.
+register_pytree_node(
+    Spans,
+    lambda spans: ([spans.limits], None),
+    lambda limits, _: Spans.of(*limits),
+    serialized_type_name="flashtile.Spans",
+    flatten_with_keys_fn=lambda spans: ([(GetAttrKey("limits"), spans.limits)], None),
+)
 
 __all__ = ["attention", "merge", "vmap"]

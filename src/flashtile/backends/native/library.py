@@ -74,8 +74,11 @@ def load() -> ctypes.CDLL:
     for name in ("ft_forward", "ft_backward"):
         getattr(library, name).argtypes = [pointer]
     library.ft_cuts.argtypes = [i64] * 7 + [pointer]
+    library.ft_span_cuts.argtypes = [*[i64] * 7, pointer, i64, pointer]
     library.ft_keep.argtypes = [u64, i64, i64, i64, i64, ctypes.c_double, pointer]
-    library.ft_cuts.restype = library.ft_keep.restype = library.ft_after_fork.restype = None
+    library.ft_cuts.restype = library.ft_span_cuts.restype = library.ft_keep.restype = library.ft_after_fork.restype = (
+        None
+    )
     library.ft_isa.restype = ctypes.c_char_p
     if threads.is_forked():
         library.ft_after_fork()

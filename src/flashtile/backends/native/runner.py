@@ -25,13 +25,13 @@ from flashtile.problem import Problem
 from flashtile.results import Grads
 
 _DTYPES = {"float32": 0, "float64": 1, "bfloat16": 2, "float16": 3}
-# ft_problem: integers, three doubles, the seed, three pointers, eight tensors, sink, six tensors, dsink. A tensor is an
-# address and the strides of sequence, head, row and column in elements.
-_STRUCT = struct.Struct("16q 3d Q 3Q" + " Q4q" * 8 + " Q" + " Q4q" * 6 + " Q")
+# ft_problem: integers, three doubles, the seed, three pointers, nine tensors, the number of spans, sink, six tensors,
+# dsink. A tensor is an address and the strides of sequence, head, row and column in elements.
+_STRUCT = struct.Struct("16q 3d Q 3Q" + " Q4q" * 9 + " q Q" + " Q4q" * 6 + " Q")
 # Indices of its 64-bit words.
 THREADS, SEED, STARTS, LENGTHS, Q, K, V, OUT, LSE = 1, 19, 20, 22, 23, 28, 33, 38, 43
-OTHERS = {"bias": 48, "mask": 53, "alibi": 58, "sink": 63}
-DOUT, DLSE, DQ, DK, DV, DBIAS, DSINK = 64, 69, 74, 79, 84, 89, 94
+OTHERS = {"bias": 48, "mask": 53, "alibi": 58, "spans": 63, "sink": 69}
+DOUT, DLSE, DQ, DK, DV, DBIAS, DSINK = 70, 75, 80, 85, 90, 95, 100
 
 _kind = attrgetter("shape", "dtype")
 _Tensor = tuple[int, ...]
@@ -197,10 +197,12 @@ def laid_out(p: Problem) -> Problem:
     copies: dict[str, Any] = {
         name: np.array(x, order="C") for name in "qkv" if not _is_readable(x := getattr(p, name), True, address(x))
     }
-    for name in ("mask", "bias"):
+    for name in ("mask", "bias", "spans"):
         x = getattr(p, name)
         if x is not None and any(n % x.itemsize for n in (address(x), *x.strides)):
             copies[name] = np.array(x, order="C")
+    if p.spans is not None and p.spans.strides[3:] != (8, 4):
+        copies["spans"] = np.array(p.spans, order="C")
     vectors = {"alibi": p.accumulator, "sink": p.accumulator, "cu_q": "int64", "cu_k": "int64"}
     for name, dtype in vectors.items():
         x = getattr(p, name)
@@ -235,17 +237,20 @@ def _inputs(p: Problem) -> list[Any]:
 
 
 def _options(p: Problem) -> tuple[int, ...]:
-    """The fields of bias, mask, alibi and sink, without addresses."""
+    """The fields of bias, mask, alibi, spans and sink, without addresses."""
     pairs = (_NO_TENSOR if x is None else _broadcast_field(x) for x in (p.bias, p.mask))
     alibi = _NO_TENSOR
     if p.alibi is not None:
         rows, heads = p.alibi.shape
         alibi = (0, heads if rows > 1 else 0, 1, 0, 0)
-    return (*sum(pairs, ()), *alibi, 0)
+    spans, count = _NO_TENSOR, 0
+    if p.spans is not None:
+        spans, count = (*_broadcast_field(p.spans)[:4], 0), p.spans.shape[3]
+    return (*sum(pairs, ()), *alibi, *spans, count, 0)
 
 
 def _broadcast_field(x: Any) -> _Tensor:
-    """The field of a mask or bias: strides are 0 along axes of length 1."""
+    """The field of a mask, bias or spans: strides are 0 along axes of length 1."""
     return (0, *(0 if n == 1 else s // x.itemsize for n, s in zip(x.shape, x.strides, strict=True)))
 
 

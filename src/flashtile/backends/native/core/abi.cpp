@@ -46,12 +46,22 @@ void ft_cuts(int64_t left, int64_t right, int64_t offset, int64_t first, int64_t
   out[0] = c.begin, out[1] = c.full_begin, out[2] = c.full_end, out[3] = c.end;
 }
 
+void ft_span_cuts(int64_t left, int64_t right, int64_t offset, int64_t first, int64_t last, int64_t n_cols,
+                  int64_t block, const int32_t* limits, int64_t span_count, int64_t* out) {
+  const RowCuts found =
+      span_cuts({left, right, offset}, first, last, n_cols, block, limits, 2 * span_count, (int)span_count);
+  for (int r = 0; r < found.count; r++, out += 4) {
+    const Cuts& c = found.span[r];
+    out[0] = c.begin, out[1] = c.full_begin, out[2] = c.full_end, out[3] = c.end;
+  }
+}
+
 void ft_keep(uint64_t seed, int64_t head, int64_t i, int64_t j, int64_t n, double dropout, uint8_t* keep) {
   ft_problem p = {};
   p.seed = seed, p.dropout = dropout;
   Lanes<float> lanes;
   lanes.add(p, Sequence(p, 0), head, i);
-  lanes.finish(Sequence(p, 0));
+  lanes.finish(p, Sequence(p, 0));
   for (int64_t from = 0; from < n; from += 1024) {
     const Block<float> block{p, lanes, j + from, (int)std::min<int64_t>(n - from, 1024)};
     for_each_kept(block, [=](int64_t at, Mask<float> kept) { keep[from + at / lanes.padded] = kept[0] != 0; });

@@ -14,6 +14,8 @@
 
 namespace {
 
+constexpr int MIN_GAP = 16;  // keys between two spans that are worth a tile of their own
+
 // A group of queries in the lanes, its arrays in the scratch memory, and the keys of a tile that it sees.
 template <class R, class T> struct Group {
   Lanes<R> lanes;
@@ -52,7 +54,7 @@ template <class R, class T> class Backward {
   explicit Backward(const ft_problem& p)
       : p(p), item(item_size(p.dtype)), out_item(item_size(p.out_dtype)), group(p.q_heads / p.kv_heads),
         dim((int)p.dim), v_dim((int)p.v_dim), padded_dim(round_up(p.dim, W<R>)), padded_v_dim(round_up(p.v_dim, W<R>)),
-        few_queries(decode_fits<R>(p)), schedule(p), statistics(p), dq_sum(p) {
+        few_queries(decode_fits<R>(p)), schedule(p), visits(p, schedule.block_keys), statistics(p), dq_sum(p, visits) {
     layout();
   }
   int run();
@@ -64,6 +66,7 @@ template <class R, class T> class Backward {
   const int64_t padded_dim, padded_v_dim;  // rounded up to whole vectors
   const bool few_queries;                  // forward was decode, so S is summed as in decode
   const BackwardSchedule<R> schedule;
+  Visits<R> visits;
   RowStatistics<R, T> statistics;
   DqSum<R> dq_sum;
 
@@ -78,7 +81,7 @@ template <class R, class T> class Backward {
   Block<R> block(const KeyBlock& keys, const Group<R, T>& g) const;
   void layout();
   void key_block(int64_t s, int64_t kv_head, int64_t block, R* scratch);
-  void query_block(KeyBlock& keys, int64_t head, int64_t first, int n, R* scratch);
+  void query_block(KeyBlock& keys, int64_t head, int64_t block, R* scratch);
   void pack_queries(const char* q, int n, R* to) const;
   void load_queries(KeyBlock& keys, QueryBlock& queries, R* scratch);
   void compute_weights(const KeyBlock& keys, QueryBlock& queries, int k0, int k1);
@@ -144,14 +147,9 @@ template <class R, class T> void Backward<R, T>::key_block(int64_t index, int64_
   R *dk = scratch + at.dk, *dv = scratch + at.dv;
   memset(dk, 0, sizeof(R) * n * padded_dim);
   memset(dv, 0, sizeof(R) * n * padded_v_dim);
-  if (n > 0 && s.q_len > 0) {
-    const Band by_key{s.band.right, s.band.left, -s.band.offset};
-    constexpr int64_t Q = BLOCK_QUERIES<R>;
-    const Cuts seen = cuts(by_key, first, first + n, s.q_len, Q);
+  if (n > 0 && s.q_len > 0)
     for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++)
-      for (int64_t i = seen.begin * Q; i < std::min(seen.end * Q, s.q_len); i += Q)
-        query_block(keys, head, i, (int)std::min<int64_t>(Q, s.q_len - i), scratch);
-  }
+      visits.for_each_query_block(s, head, block, n, [&](int64_t x) { query_block(keys, head, x, scratch); });
   store_rows<R>(dk, padded_dim, n, dim, (R)p.scale, key_row(p.dk, item, s, kv_head, first), p.dtype, p.dk.row);
   store_rows<R>(dv, padded_v_dim, n, v_dim, R(1), key_row(p.dv, item, s, kv_head, first), p.dtype, p.dv.row);
   for (int64_t j = first + n; j < last; j++) {  // keys not in use
@@ -177,20 +175,21 @@ template <class R, class T> struct Backward<R, T>::QueryBlock {
 };
 
 template <class R, class T>
-void Backward<R, T>::query_block(KeyBlock& keys, int64_t head, int64_t first, int n, R* scratch) {
-  QueryBlock queries(head, first, n);
+void Backward<R, T>::query_block(KeyBlock& keys, int64_t head, int64_t block, R* scratch) {
+  const int64_t first = block * BLOCK_QUERIES<R>, n = std::min<int64_t>(BLOCK_QUERIES<R>, keys.s.q_len - first);
+  QueryBlock queries(head, first, (int)n);
   load_queries(keys, queries, scratch);
-  const Cuts seen = cuts(keys.s.band, first, first + n, keys.s.kv_len, 1);
-  const int begin = (int)clip(seen.begin - keys.first, 0, keys.n);
-  const int end = (int)clip(seen.end - keys.first, begin, keys.n);
-  const Range whole = whole_factors<T>(begin, end, keys.n);
-  for (int k = whole.from; k < whole.to; k += TILE_KEYS<R>) {
-    compute_weights(keys, queries, k, std::min(k + TILE_KEYS<R>, whole.to));
-    sum_over_queries(queries, queries.dO, queries.dout_finite, scratch + at.dv, padded_v_dim);
-    compute_gradients(keys, queries);
-    sum_over_queries(queries, queries.Q, queries.q_finite, scratch + at.dk, padded_dim);
-  }
-  dq_sum.in_turn(keys.s, head, first, n, keys.index, schedule.block_keys, [&](bool is_first, bool is_last) {
+  const RowCuts seen = row_cuts(p, keys.s, head, first, first + n, 1);
+  seen.for_each_part(keys.first, keys.first + keys.n, MIN_GAP, [&](int64_t begin, int64_t end) {
+    const Range whole = whole_factors<T>((int)(begin - keys.first), (int)(end - keys.first), keys.n);
+    for (int k = whole.from; k < whole.to; k += TILE_KEYS<R>) {
+      compute_weights(keys, queries, k, std::min(k + TILE_KEYS<R>, whole.to));
+      sum_over_queries(queries, queries.dO, queries.dout_finite, scratch + at.dv, padded_v_dim);
+      compute_gradients(keys, queries);
+      sum_over_queries(queries, queries.Q, queries.q_finite, scratch + at.dk, padded_dim);
+    }
+  });
+  dq_sum.in_turn(keys.s, head, block, keys.index, [&](bool is_first, bool is_last) {
     for (const Group<R, T>& g : queries)
       dq_sum.add(keys.s, head, g.lanes.first, g.lanes.used, g.dq, g.lanes.padded, is_first, is_last);
   });
@@ -258,10 +257,10 @@ template <class R, class T>
 void Backward<R, T>::compute_weights(const KeyBlock& keys, QueryBlock& queries, int k0, int k1) {
   const bool plain = !few_queries && !(p.softcap > 0) && !p.bias.data && !p.alibi.data;
   for (Group<R, T>& g : queries) {
-    g.from = (int)clip(g.lanes.seen.begin - keys.first, k0, k1);
-    g.to = (int)clip(g.lanes.seen.end - keys.first, g.from, k1);
-    if (g.from < g.to) {
-      const Range whole = whole_factors<T>(g.from, g.to, keys.n);
+    const int64_t next = g.lanes.seen.next(keys.first + k0), last = g.lanes.seen.last(keys.first + k1);
+    g.from = g.to = k0;
+    if (next < last) {
+      const Range whole = whole_factors<T>((int)(next - keys.first), (int)(last - keys.first), keys.n);
       g.from = whole.from, g.to = whole.to;
     }
     const Block<R> b = block(keys, g);
@@ -333,6 +332,9 @@ void Backward<R, T>::sum_over_queries(QueryBlock& queries, Rows<T> x, bool finit
 }
 
 template <class R, class T> int Backward<R, T>::run() {
+  parallel_for(p.threads, p.sequences * visits.shared_heads(), [&](int64_t, int64_t task) {
+    visits.find(Sequence(p, task % p.sequences), task / p.sequences);
+  });
   const int64_t chunk = 8 * BLOCK_QUERIES<R>, chunks = ceil_div(p.q_len, chunk);
   parallel_for(p.threads, p.sequences * p.q_heads * chunks, [&](int64_t, int64_t task) {
     const int64_t from = task % chunks * chunk, head = task / chunks % p.q_heads;

@@ -130,12 +130,16 @@ template <class R, int KEY_STRIDE> NOINLINE void hide_rows(const Block<R>& b, R*
   if constexpr (KEY_STRIDE == W<R>) return hide(b, x, value);
   const Lanes<R>& l = b.lanes;
   for (int r = 0; r < l.used; r++) {
-    const int begin = (int)clip(l.begin[r] - b.j, 0, b.n), end = (int)clip(l.end[r] - b.j, begin, b.n);
-    for (int k = 0; k < begin; k++) x[k * KEY_STRIDE + r] = value;
+    int end = 0;  // of the span before
+    for (int span = 0; span < l.seen.count; span++) {
+      const int begin = (int)clip(l.span_begin(r, span) - b.j, end, b.n);
+      for (int k = end; k < begin; k++) x[k * KEY_STRIDE + r] = value;
+      end = (int)clip(l.span_end(r, span) - b.j, begin, b.n);
+    }
     for (int k = end; k < b.n; k++) x[k * KEY_STRIDE + r] = value;
     if (!b.p.mask.data) continue;
     const uint8_t* mask = l.mask[r] + b.j * b.p.mask.column;
-    for (int k = begin; k < end; k++)
+    for (int k = 0; k < b.n; k++)
       if (!mask[k * b.p.mask.column]) x[k * KEY_STRIDE + r] = value;
   }
 }
@@ -215,7 +219,7 @@ template <class R> struct Decode {
     const int64_t first = set * heads_per_set, last = std::min(first + heads_per_set, group);
     for (int64_t h = first; h < last; h++)
       for (int64_t i = 0; i < s.q_len; i++) lanes.add(p, s, kv_head * group + h, i);
-    lanes.finish(s);
+    lanes.finish(p, s);
     return lanes;
   }
   int64_t head_of(const Sequence& s, int64_t kv_head, int64_t set, int lane) const {
@@ -230,9 +234,8 @@ template <class R> struct Decode {
       x.m[r] = sink ? ((const R*)p.sink)[head_of(s, kv_head, set, r)] : -(R)INFINITY;
       x.l[r] = x.m[r] == -(R)INFINITY ? R(0) : R(1);
     }
-    const int64_t each = round_up(ceil_div(lanes.seen.end - lanes.seen.begin, splits), BLOCK_KEYS);
-    const int64_t begin = lanes.seen.begin + index * each, end = std::min(begin + each, lanes.seen.end);
-    if (begin >= end) return;
+    const int64_t total = lanes.seen.tiles(), each = round_up(ceil_div(total, splits), BLOCK_KEYS);
+    if (index * each >= total) return;
     dispatch_type<R>(p.dtype, [&](auto t) {
       using T = decltype(t);
       dispatch_rows<R>(rows, [&](auto n) {
@@ -244,7 +247,14 @@ template <class R> struct Decode {
           const T* from = (const T*)query_row(p.q, sizeof(T), s, head_of(s, kv_head, set, r), r % s.q_len);
           pack_row(from, dim, score_scale<R>(p), q + r * q_row);
         }
-        attend<T, n>(s, lanes, kv_head, begin, end, q, x, shrink);
+        int64_t before = 0;  // keys of the spans before
+        for (int r = 0; r < lanes.seen.count; r++) {
+          const Cuts& span = lanes.seen.span[r];
+          const int64_t start = span.begin - before, begin = std::max(start + index * each, span.begin);
+          const int64_t end = std::min(start + (index + 1) * each, span.end);
+          attend<T, n>(s, lanes, kv_head, begin, end, q, x, shrink);
+          before += span.end - span.begin;
+        }
       });
     });
   }

@@ -4,10 +4,10 @@
 #include <memory>
 #include <thread>
 
-#include "backward_schedule.h"
 #include "elements.h"
 #include "sequence.h"
 #include "threads.h"
+#include "visits.h"
 
 // x[lane][c] = base[lane][c] + by * from[c][lane] for the first n lanes. base may be null, or x itself.
 template <class R, class T>
@@ -32,9 +32,9 @@ NOINLINE void unpack_rows(const R* from, int lanes, int n, int d, R by, const R*
 }
 template <class R> class DqSum {
  public:
-  explicit DqSum(const ft_problem& p)
-      : p(p), dim((int)p.dim), queries(total_queries(p)),
-        added(new std::atomic<int32_t>[p.q_heads * blocks_in_head()]()),
+  DqSum(const ft_problem& p, const Visits<R>& visits)
+      : p(p), visits(visits), dim((int)p.dim), queries(total_queries(p)),
+        added(new std::atomic<int32_t>[visits.all_query_blocks()]()),
         sums(item_size(p.dtype) < (int64_t)sizeof(R) ? new R[p.q_heads * queries * p.dim] : nullptr) {}
 
   // Set dq to 0 for the query blocks in [from, to) that see no key: no key block adds to them.
@@ -42,23 +42,21 @@ template <class R> class DqSum {
     const int64_t item = item_size(p.dtype);
     for (int64_t i = from; i < to; i += BLOCK_QUERIES<R>) {
       const int64_t end = std::min<int64_t>(i + BLOCK_QUERIES<R>, to);
-      const Cuts seen = cuts(s.band, i, end, s.kv_len, 1);
-      if (seen.begin == seen.end)
+      if (visits.of_queries(s, head, i / BLOCK_QUERIES<R>).tiles() == 0)
         for (int64_t r = i; r < end; r++) memset(query_row(p.dq, item, s, head, r), 0, item * dim);
     }
   }
 
-  // Wait until the earlier key blocks that queries first .. first+n-1 see have added, then run add(is_first, is_last).
-  template <class F>
-  void in_turn(const Sequence& s, int64_t head, int64_t first, int n, int64_t key_block, int64_t block_keys, F&& add) {
-    const Cuts blocks = cuts(s.band, first, first + n, s.kv_len, block_keys);
-    std::atomic<int32_t>& turn = added[block_index(s, head, first / BLOCK_QUERIES<R>)];
-    const int32_t mine = (int32_t)(key_block - blocks.begin);
+  // Wait until the earlier key blocks that a query block visits have added, then run add(is_first, is_last).
+  template <class F> void in_turn(const Sequence& s, int64_t head, int64_t query_block, int64_t key_block, F&& add) {
+    const RowCuts blocks = visits.of_queries(s, head, query_block);
+    std::atomic<int32_t>& turn = added[visits.query_block(s, head, query_block)];
+    const int32_t mine = (int32_t)blocks.before(key_block);
     for (int spins = 0; turn.load(std::memory_order_acquire) != mine; spins++) {
       if (spins < 4096) pause_thread();
       else std::this_thread::yield();
     }
-    add(key_block == blocks.begin, key_block == blocks.end - 1);
+    add(mine == 0, mine == blocks.tiles() - 1);
     turn.store(mine + 1, std::memory_order_release);
   }
 
@@ -81,14 +79,9 @@ template <class R> class DqSum {
 
  private:
   const ft_problem& p;
+  const Visits<R>& visits;
   const int dim;
   const int64_t queries;                                // in a head
   const std::unique_ptr<std::atomic<int32_t>[]> added;  // to each query block: the number of key blocks
   const std::unique_ptr<R[]> sums;                      // [head][query][dim] in real, where dq itself has fewer bits
-
-  // The query blocks of all sequences side by side; a sequence may leave one unused.
-  int64_t blocks_in_head() const { return queries / BLOCK_QUERIES<R> + p.sequences + 1; }
-  int64_t block_index(const Sequence& s, int64_t head, int64_t block) const {
-    return head * blocks_in_head() + first_query(p, s) / BLOCK_QUERIES<R> + s.index + block;
-  }
 };

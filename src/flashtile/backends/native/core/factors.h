@@ -6,8 +6,8 @@
 
 template <class T> constexpr int64_t factors(int64_t n) { return (n + FACTOR_SIZE<T> - 1) / FACTOR_SIZE<T>; }
 
-// Keys `from` to `to` of n, extended by those that share a factor with them. The band hides the added keys from every
-// lane, so their weights are 0; past the last key the factor itself has a 0.
+// Keys `from` to `to` of n, extended by those that share a factor with them. The added keys are hidden from every lane,
+// so their weights are 0; past the last key the factor itself has a 0.
 struct Range {
   int from, to;
 };

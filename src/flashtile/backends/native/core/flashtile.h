@@ -12,6 +12,7 @@ extern "C" {
 enum { FT_F32 = 0, FT_F64 = 1, FT_BF16 = 2, FT_F16 = 3 };
 enum { FT_OK = 0, FT_BAD_ABI = 1, FT_NO_MEMORY = 2 };
 enum { FT_MAX_DIM = 512 };  // of dim and v_dim
+enum { FT_MAX_SPANS = 8 };
 
 typedef struct {
   void* data;  // null if absent
@@ -39,6 +40,9 @@ typedef struct {
   ft_tensor bias;            // [sequence, head, query, key], counted within a sequence; any strides, 0 where broadcast
   ft_tensor mask;            // bytes, indexed as bias: nonzero where a query may attend
   ft_tensor alibi;           // real [sequence, head]: adds -slope * |i + offset - j|
+  ft_tensor spans;           // int32 [sequence, head, query][span][2], column unused: a query also sees only keys that a
+                             // span of its own holds, from the first number up to the second. Spans rise, none overlap
+  int64_t span_count;        // of a query, at most FT_MAX_SPANS
   const void* sink;          // real [q_heads]: a logit that takes probability but adds no value
   // Backward only; out and lse are what forward returned.
   ft_tensor dout, dlse;      // dlse may be null
@@ -49,9 +53,12 @@ typedef struct {
 
 int ft_forward(const ft_problem*);
 int ft_backward(const ft_problem*);
-// Exported for tests, which compare them with band.py's cuts() and dropout.py's keep().
+// Exported for tests, which compare them with the functions of band.py, spans.py and dropout.py.
 void ft_cuts(int64_t left, int64_t right, int64_t offset, int64_t first, int64_t last, int64_t n_cols, int64_t block,
              int64_t cuts[4]);
+// How the spans of rows first..last-1 cut their row of tiles: limits is [row][span][2], and cuts holds four per span.
+void ft_span_cuts(int64_t left, int64_t right, int64_t offset, int64_t first, int64_t last, int64_t n_cols,
+                  int64_t block, const int32_t* limits, int64_t span_count, int64_t* cuts);
 void ft_keep(uint64_t seed, int64_t head, int64_t i, int64_t j, int64_t n, double dropout,
              uint8_t* keep);  // of keys j .. j+n-1
 void ft_after_fork(void);  // call this in a process that was forked before it loaded the library; later forks need not

@@ -12,6 +12,7 @@ namespace {
 constexpr int BLOCK_KEYS = 192;     // keys per block: S stays in L1. In every task blocks begin at multiples of it
 constexpr int MAX_GROUPS = 8;       // groups of lanes per task: they share a block of keys while it is in L2
 constexpr int L2_SHARE = 96 << 10;  // bytes of L2 for their q and O
+constexpr int MIN_GAP = 16;         // keys between two spans that are worth a second step
 // With fewer tasks than ENOUGH_TASKS the keys are split too, into MIN_SPLIT keys or more.
 constexpr int MIN_SPLIT = 1024, ENOUGH_TASKS = 32;
 
@@ -208,22 +209,24 @@ template <class R, class T> class Forward {
       state(g).clear(v_dim, lanes[g].padded, sink);
     }
 
-    const int64_t kv_head = t.head / (p.q_heads / p.kv_heads);
-    const Cuts seen = cuts(t.s.band, t.first, t.last, t.s.kv_len, 1);
-    const int64_t first = std::max(seen.begin, t.split * plan.split_keys);
-    const int64_t begin = first - first % FACTOR_SIZE<T>;  // the same keys share a factor in every task
-    const int64_t end = std::min(seen.end, (t.split + 1) * plan.split_keys);
-    for (int64_t j = begin; j < end; j = (j / BLOCK_KEYS + 1) * BLOCK_KEYS) {
-      const int n = (int)(std::min(end, (j / BLOCK_KEYS + 1) * BLOCK_KEYS) - j);
+    const int64_t kv_head = t.head / (p.q_heads / p.kv_heads), split_end = (t.split + 1) * plan.split_keys;
+    for (int64_t block_end = t.split * plan.split_keys; block_end < split_end;) {
+      int64_t first = INT64_MAX, end = 0;  // of the keys of the next block that some group sees
+      for (int g = 0; g < groups; g++) first = std::min(first, lanes[g].seen.next(block_end));
+      if (first >= split_end) break;
+      block_end = (first / BLOCK_KEYS + 1) * BLOCK_KEYS;
+      for (int g = 0; g < groups; g++) end = std::max(end, lanes[g].seen.last(block_end));
+      const int64_t j = first - first % FACTOR_SIZE<T>;  // the same keys share a factor in every task
+      const int n = (int)(end - j);
       const char *k = key_row(p.k, item, t.s, kv_head, j), *v = key_row(p.v, item, t.s, kv_head, j);
       KeyBlock<T> keys{factors_along_rows<R, T>(k, p.dtype, p.k.row, n, dim, k_buffer),
                        factors_over_rows<R, T>(v, p.dtype, p.v.row, n, v_dim, v_dim, v_buffer), j, n, v_dim};
       for (int g = 0; g < groups; g++) {
-        const int64_t from = std::max(j, lanes[g].seen.begin), to = std::min(j + n, lanes[g].seen.end);
-        if (from >= to) continue;
-        const Range whole = whole_factors<T>((int)(from - j), (int)(to - j), n);
-        step<R, T>(Block<R>{p, lanes[g], j + whole.from, whole.to - whole.from}, keys, q + g * q_size(), state(g), S,
-                   shrink);
+        lanes[g].seen.for_each_part(j, end, MIN_GAP, [&](int64_t from, int64_t to) {
+          const Range whole = whole_factors<T>((int)(from - j), (int)(to - j), n);
+          step<R, T>(Block<R>{p, lanes[g], j + whole.from, whole.to - whole.from}, keys, q + g * q_size(), state(g), S,
+                     shrink);
+        });
       }
     }
     if (plan.splits > 1) return;

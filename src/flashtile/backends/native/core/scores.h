@@ -3,7 +3,7 @@
 #pragma once
 #include "elements.h"
 #include "philox.h"
-#include "sequence.h"
+#include "spans.h"
 
 // What q is multiplied by before the product with k: S is then the scaled score, divided by the softcap if there is
 // one.
@@ -15,8 +15,10 @@ template <class R> class Lanes {
  public:
   int used = 0, padded = 0;     // lanes in use, and rounded up to a multiple of W
   int64_t first = 0, last = 0;  // the queries are within first..last-1
-  Cuts seen;                    // some lane sees keys begin..end-1; by the band, all see full_begin..full_end-1
-  int64_t begin[LANES<R>], end[LANES<R>];  // keys within each lane's band
+  RowCuts seen;                 // in tiles of one key: no lane sees skipped keys; all lanes see full ones, but for the mask
+  int64_t begin[LANES<R>], end[LANES<R>];  // keys within each lane's band, from its first span to its last
+  const int32_t* spans[LANES<R>];          // the limits of each lane's spans, if there are any
+  Reach reach[FT_MAX_SPANS];               // of each span
   int64_t position[LANES<R>];              // the key that ALiBi measures distance from
   R slope[LANES<R>];                       // ALiBi slope
   const char* bias[LANES<R>];              // address of key 0
@@ -26,7 +28,7 @@ template <class R> class Lanes {
   // n consecutive queries of one head
   Lanes(const ft_problem& p, const Sequence& s, int64_t head, int64_t first_query, int n) {
     for (int l = 0; l < n; l++) add(p, s, head, first_query + l);
-    finish(s);
+    finish(p, s);
   }
   // Or lane by lane: add() each, then finish().
   Lanes() = default;
@@ -36,6 +38,7 @@ template <class R> class Lanes {
     last = l ? std::max(last, i + 1) : i + 1;
     begin[l] = s.band.begin(i);
     end[l] = s.band.end(i);
+    spans[l] = span_limits(p, s, h, i);
     position[l] = i + s.band.offset;
     query[l] = (MaskInt<R>)(uint32_t)i;
     head[l] = (MaskInt<R>)(uint32_t)(s.index * p.q_heads + h);
@@ -46,13 +49,31 @@ template <class R> class Lanes {
     if (m.data) mask[l] = (const uint8_t*)m.data + (s.index * m.sequence + h * m.head + i * m.row);
     if (a.data) slope[l] = ((const R*)a.data)[s.index * a.sequence + h * a.head];
   }
-  void finish(const Sequence& s) {
+  void finish(const ft_problem& p, const Sequence& s) {
+    if (p.spans.data) cut_by_spans(s, (int)p.span_count);
+    else seen = {1, {cuts(s.band, first, last, s.kv_len, 1)}};
     for (padded = used; padded % W<R>; padded++) {
       const int l = padded;
-      begin[l] = begin[l - 1], end[l] = end[l - 1], position[l] = position[l - 1], slope[l] = slope[l - 1];
+      begin[l] = begin[l - 1], end[l] = end[l - 1], spans[l] = spans[l - 1], position[l] = position[l - 1], slope[l] = slope[l - 1];
       query[l] = query[l - 1], head[l] = head[l - 1], bias[l] = bias[l - 1], mask[l] = mask[l - 1];
     }
-    seen = cuts(s.band, first, last, s.kv_len, 1);
+  }
+  // The keys that a lane may see by span r; by the band if there are no spans.
+  int64_t span_begin(int l, int r) const { return seen.count > 1 ? std::max<int64_t>(begin[l], spans[l][2 * r]) : begin[l]; }
+  int64_t span_end(int l, int r) const { return seen.count > 1 ? std::min<int64_t>(end[l], spans[l][2 * r + 1]) : end[l]; }
+
+ private:
+  NOINLINE void cut_by_spans(const Sequence& s, int count) {
+    for (int r = 0; r < count; r++) {
+      reach[r] = Reach();
+      for (int l = 0; l < used; l++)
+        reach[r].add(std::max<int64_t>(begin[l], 0), std::min(end[l], s.kv_len), spans[l] + 2 * r);
+    }
+    seen = RowCuts::of(reach, count, 1);
+    for (int l = 0; l < used; l++) {
+      begin[l] = std::max<int64_t>(begin[l], spans[l][0]);
+      end[l] = std::min<int64_t>(end[l], spans[l][2 * count - 1]);
+    }
   }
 };
 
@@ -63,8 +84,8 @@ template <class R> struct Block {
   int64_t j;
   int n;
 
-  bool cut_by_band() const { return j < lanes.seen.full_begin || j + n > lanes.seen.full_end; }
-  bool partial() const { return cut_by_band() || p.mask.data; }  // pairs may be hidden
+  bool is_cut() const { return !lanes.seen.full(j, j + n); }  // by the band or spans
+  bool partial() const { return is_cut() || p.mask.data; }    // pairs may be hidden
 };
 
 // S <- c * tanh(S), where score_scale() has divided by c; slope[key][lane], if not null, is 1 - tanh^2.
@@ -109,21 +130,33 @@ template <class R> INLINE void adjust_scores(const Block<R>& b, R* S, R* slope =
   if (b.p.alibi.data) add_alibi(b, S);
 }
 
-// x[key][lane] <- value where the band hides the key from the lane.
-template <class R> NOINLINE void hide_band(const Block<R>& b, R* x, R value) {
-  const int L = b.lanes.padded;
-  const int full_begin = (int)clip(b.lanes.seen.full_begin - b.j, 0, b.n);
-  const int full_end = (int)clip(b.lanes.seen.full_end - b.j, full_begin, b.n);
+// x[key][lane] <- value where neither the band nor, if there are any, a span of the lane holds the key.
+template <class R> NOINLINE void hide_cut(const Block<R>& b, R* x, R value) {
+  const Lanes<R>& lanes = b.lanes;
+  const int L = lanes.padded;
+  int near[FT_MAX_SPANS] = {0}, count = lanes.seen.count == 1;  // the spans that have keys in this block
+  if (lanes.seen.count > 1)
+    for (int r = 0; r < lanes.seen.count; r++)
+      if (lanes.reach[r].first_begin < b.j + b.n && lanes.reach[r].last_end > b.j) near[count++] = r;
+  const Cuts& cut = lanes.seen.span[near[0]];
+  const int full_begin = (int)clip(cut.full_begin - b.j, 0, b.n);
+  const int full_end = (int)clip(cut.full_end - b.j, full_begin, b.n);
   for (int l0 = 0; l0 < L; l0 += W<R>) {
-    Mask<R> begin, end;
-    for (int l = 0; l < W<R>; l++) {
-      begin[l] = (MaskInt<R>)clip(b.lanes.begin[l0 + l] - b.j, 0, b.n);
-      end[l] = (MaskInt<R>)clip(b.lanes.end[l0 + l] - b.j, 0, b.n);
-    }
-    const auto hide = [=](int from, int to) {
+    Mask<R> begin, end, begins[FT_MAX_SPANS], ends[FT_MAX_SPANS];
+    const auto limits = [&](int r, Mask<R>& begin, Mask<R>& end) {
+      for (int l = 0; l < W<R>; l++) {
+        begin[l] = (MaskInt<R>)clip(lanes.span_begin(l0 + l, r) - b.j, 0, b.n);
+        end[l] = (MaskInt<R>)clip(lanes.span_end(l0 + l, r) - b.j, 0, b.n);
+      }
+    };
+    limits(near[0], begin, end);
+    for (int x = 1; x < count; x++) limits(near[x], begins[x], ends[x]);
+    const auto hide = [&](int from, int to) {
       for (int k = from; k < to; k++) {
         R* at = x + k * L + l0;
-        const Mask<R> key = splat_int<R>(k), hidden = (key < begin) | (key >= end);
+        const Mask<R> key = splat_int<R>(k);
+        Mask<R> hidden = (key < begin) | (key >= end);
+        for (int x = 1; x < count; x++) hidden &= (key < begins[x]) | (key >= ends[x]);
         store(at, hidden ? splat(value) : load(at));
       }
     };
@@ -142,9 +175,9 @@ template <class R> NOINLINE void hide_mask(const Block<R>& b, R* x, R value) {
     });
   }
 }
-// x[key][lane] <- value where the band or the mask hides the key from the lane.
+// x[key][lane] <- value where the band, the spans or the mask hide the key from the lane.
 template <class R> INLINE void hide(const Block<R>& b, R* x, R value) {
-  if (b.cut_by_band()) hide_band(b, x, value);
+  if (b.is_cut()) hide_cut(b, x, value);
   if (b.p.mask.data) hide_mask(b, x, value);
 }
 // Where values are not finite, 0 * x is not 0, so hidden pairs must be left out of a product, not weighted by 0.

@@ -63,7 +63,7 @@ def cuts_of(some: ft.Spans, band: Band, n_q: int, n_k: int, br: int, bc: int) ->
 
 def check_cuts(limits: Any, band: Band, n_k: int, br: int, bc: int) -> None:
     """Compare with visibility.py, head by head. dkdv_kernel needs no full tile in a last row that is not whole."""
-    some = ft.Spans.of(np.asarray(limits, np.int32)[None])
+    some = ft.Spans.of(np.asarray(limits, np.int32))
     n_q = some.limits.shape[2]
     for head, found in enumerate(cuts_of(some, band, n_q, n_k, br, bc)):
         wanted = Visibility(band, some.limits[0, head]).rows(n_q, n_k, br, bc)
@@ -75,7 +75,7 @@ def check_cuts(limits: Any, band: Band, n_k: int, br: int, bc: int) -> None:
 def test_cuts_of_every_pair_of_rows() -> None:
     """All spans of two queries and four keys."""
     of_row = [(b, e) for b in range(5) for e in range(b + 1, 6)] + [(0, 0)]
-    check_cuts([[[x], [y]] for x, y in itertools.product(of_row, of_row)], Band(), 4, 2, 2)
+    check_cuts([[[[x], [y]] for x, y in itertools.product(of_row, of_row)]], Band(), 4, 2, 2)
 
 
 @pytest.mark.parametrize("count", [2, 8])
@@ -83,23 +83,25 @@ def test_cuts_of_every_pair_of_rows() -> None:
 def test_cuts_is_the_twin_of_visibility_py(band: Band, count: int) -> None:
     rng = np.random.default_rng(count)
     for n_q, n_k, br, bc in ((5, 9, 2, 2), (8, 23, 4, 3), (3, 4, 4, 2)):
-        check_cuts(rising(rng, 4, n_q, n_k, count), band, n_k, br, bc)
+        check_cuts(rising(rng, (1, 4), n_q, n_k, count), band, n_k, br, bc)
 
 
-def rising(rng: np.random.Generator, heads: int, n_q: int, n_k: int, count: int, alike: int = 1) -> Any:
-    """Limits of spans, of which `alike` neighbours have the same. A few are empty: others may then lie before them."""
-    ends = np.sort(rng.integers(0, n_k + 3, (heads, -(-n_q // alike), 2 * count)), -1)
+def rising(rng: np.random.Generator, heads: tuple[int, int], n_q: int, n_k: int, count: int, alike: int = 1) -> Any:
+    """Limits of spans, of which `alike` neighbours have the same. A few are empty: others may then lie before them.
+
+    heads: sequences and heads.
+    """
+    ends = np.sort(rng.integers(0, n_k + 3, (*heads, -(-n_q // alike), 2 * count)), -1)
     begin, end = ends[..., ::2], ends[..., 1::2]
     end = np.where(rng.random(end.shape) < 0.2, begin, end)
-    found = ft.Spans(begin[None], end[None]).limits[0]
-    return np.repeat(found, alike, axis=1)[:, :n_q]
+    return np.repeat(ft.Spans(begin, end).limits, alike, axis=2)[:, :, :n_q]
 
 
 def call_with(size: Size, dtype: str, count: int, *options: str, heads: int = 1, seed: int = 0) -> Call:
     """A call with spans that whole tiles have in common, so that some are full."""
     call = build(Case(size, dtype, options))
     rng = np.random.default_rng(seed)
-    limits = np.stack([rising(rng, heads, size.n_q, size.n_k, count, alike=24) for _ in range(size.batch)])
+    limits = rising(rng, (size.batch, heads), size.n_q, size.n_k, count, alike=24)
     return replace(call, options=call.options | {"spans": ft.Spans.of(limits)})
 
 

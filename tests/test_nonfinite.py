@@ -51,6 +51,8 @@ def visible(call: Call) -> Any:
         seen &= j >= at - left
     if right is not None:
         seen &= j <= at + right
+    if "spans" in o:
+        seen &= o["spans"].to_mask(n_k)
     return seen & o.get("mask", True)
 
 

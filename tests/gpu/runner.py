@@ -82,11 +82,15 @@ class Given:
     def __init__(self, call: Call, device: str, fence: Fence = NO_FENCE) -> None:
         whole = {"q": call.q, "k": call.k, "v": call.v, "dout": call.dout, "dlse": call.dlse}
         whole |= call.packed | call.options
+        if "spans" in whole:
+            whole["spans"] = whole["spans"].limits
         self.placed: dict[str, Placed] = {
             name: place(x, device, fence) for name, x in whole.items() if isinstance(x, np.ndarray)
         }
         self.arguments: dict[str, Any] = whole | {name: p.tensor for name, p in self.placed.items()}
         self.dout, self.dlse = self.arguments.pop("dout"), self.arguments.pop("dlse")
+        if "spans" in whole:
+            self.arguments["spans"] = ft.Spans.of(self.arguments["spans"])
 
     def refusal(self, device: str) -> str | None:
         """Why a call on such tensors is not for the backend that it would go to; None where it is."""

@@ -27,6 +27,7 @@ CASES = (
     *(Case(size, "bfloat16", ("causal",)) for size in (LONG, RAGGED, DECODE, PACKED)),
     *(Case(size, "bfloat16", ("everything",)) for size in (RAGGED, DECODE, PACKED)),
     Case(RAGGED, "bfloat16", ("window", "bias of keys", "sink")),
+    *(Case(size, "bfloat16", ("spans", "causal")) for size in (LONG, DECODE, PACKED)),
     Case(RAGGED, "float32", ("causal",)),
     Case(Size(1, 2, 1, 1, 1, 64, 64), "bfloat16"),
     *(Case(RAGGED, "bfloat16", options) for options in (("band",), ("alibi", "softcap", "sink", "kv_lengths"))),

@@ -34,7 +34,7 @@ def test_options(option: str) -> None:
 # One of each way to compute a score, a weight or a tile.
 WAYS = (
     *("plain", "causal", "window", "band", "mask", "bias", "bias of keys", "alibi", "softcap", "sink"),
-    *("scale negative", "dropout", "kv_lengths", "everything"),
+    *("scale negative", "dropout", "kv_lengths", "everything", "spans", "spans of rows"),
 )
 
 
@@ -45,7 +45,7 @@ def test_options_in_float32(option: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
-@pytest.mark.parametrize("option", ["causal", "window", "mask with empty rows", "bias", "everything"])
+@pytest.mark.parametrize("option", ["causal", "window", "mask with empty rows", "bias", "everything", "spans"])
 def test_options_in_other_dtypes(option: str, dtype: str) -> None:
     agree(Case(RAGGED, dtype, (option,)))
     agree(Case(DECODE, dtype, (option,)), backward=False)
@@ -56,13 +56,15 @@ def test_options_together(names: tuple[str, ...]) -> None:
     agree(Case(RAGGED, "bfloat16", names))
 
 
-@pytest.mark.parametrize("option", ["causal", "everything"])
+@pytest.mark.parametrize("option", ["causal", "everything", "spans"])
 def test_gradients_of_decode(option: str) -> None:
     agree(Case(DECODE, "bfloat16", (option,)))
 
 
 @two_dtypes
-@pytest.mark.parametrize("option", ["plain", "causal", "window", "mask", "bias", "alibi of batch", "kv_lengths"])
+@pytest.mark.parametrize(
+    "option", ["plain", "causal", "window", "mask", "bias", "alibi of batch", "kv_lengths", "spans", "spans of rows"]
+)
 def test_packed(option: str, dtype: str) -> None:
     agree(Case(PACKED, dtype, (option,)))
 
@@ -75,7 +77,7 @@ def test_packed_everything(dtype: str) -> None:
 def test_packed_decode() -> None:
     """One row per sequence, each of another length."""
     size = Size.packed(8, 2, 64, 64, (1, 301), (1, 17), (1, 0), (1, 65), (1, 1), (1, 640))
-    agree(*(Case(size, "bfloat16", (option,)) for option in ("plain", "causal", "kv_lengths")))
+    agree(*(Case(size, "bfloat16", (option,)) for option in ("plain", "causal", "kv_lengths", "spans")))
 
 
 # One row, one more and one less than a tile, many tiles; a sequence longer than the other, either way.
@@ -137,6 +139,12 @@ def test_head_dims_with_everything(dims: tuple[int, int], dtype: str) -> None:
 def test_head_dims_with_dropout(dims: tuple[int, int]) -> None:
     """Dropout has tiles of its own."""
     agree(Case(Size(2, 2, 1, 130, 257, *dims), "bfloat16", ("causal", "dropout")))
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256), (512, 512)], ids=str)
+def test_head_dims_with_spans(dims: tuple[int, int]) -> None:
+    size = Size(2, 2, 1, 577, 641, *dims)
+    agree(Case(size, "bfloat16", ("spans of rows", "causal")), Case(size, "bfloat16", ("spans of heads",)))
 
 
 @each_dtype

@@ -13,13 +13,14 @@ from tests.support.grid import Case, Size, build
 
 pytestmark = [pytest.mark.gpu, *each_backend]
 
-BROADCAST = ("window", "bias of keys", "bias of rows", "mask of rows", "sink")
+BROADCAST = ("window", "bias of keys", "bias of rows", "mask of rows", "sink", "spans of rows", "spans of batch")
 CASES = [
     *(
         Case(size, "bfloat16", (option,))
         for size in (LONG, RAGGED, DECODE, PACKED)
         for option in ("causal", "everything")
     ),
+    *(Case(size, "bfloat16", ("spans",)) for size in (LONG, RAGGED, DECODE, PACKED)),
     *(Case(RAGGED, "bfloat16", (option,)) for option in BROADCAST),
     *(Case(size, "float32", ("causal",)) for size in (RAGGED, PACKED)),
     Case(Size(1, 2, 1, 1, 1, 64, 64), "bfloat16"),

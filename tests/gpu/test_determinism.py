@@ -27,6 +27,7 @@ CASES = {
     "sink": Case(LONG, "bfloat16", ("sink",)),
     "decode": Case(DECODE, "bfloat16", ("causal",)),
     "packed": Case(PACKED, "bfloat16", ("causal",)),
+    "spans": Case(LONG, "bfloat16", ("spans",)),
     "float32": Case(RAGGED, "float32", ("causal",)),
 }
 

@@ -31,6 +31,8 @@ CALLS = {
     "float32": Case(RAGGED, "float32", ("causal",)),
     "decode": Case(DECODE, "bfloat16", ("kv_lengths",)),
     "packed": Case(PACKED, "bfloat16", ("kv_lengths",)),
+    "spans": Case(LONG, "bfloat16", ("spans", "causal")),
+    "packed spans": Case(PACKED, "bfloat16", ("spans",)),
 }
 
 
@@ -59,6 +61,9 @@ def renew(given: Given, seed: int) -> None:
             x.copy_(torch.rand(x.shape, device=x.device) < 0.5)
         elif name == "kv_lengths":
             x.copy_((torch.rand(x.shape, device=x.device) * (x + 1)).to(x.dtype).clamp(max=x))
+        elif isinstance(x, ft.Spans):
+            limits = torch.randint(0, 700, x.limits.flatten(3).shape, device=x.limits.device).sort(-1).values
+            x.limits.copy_(limits.view(x.limits.shape))
 
 
 @pytest.mark.parametrize("work", ["forward", "step"])

@@ -1,4 +1,4 @@
-"""Problems drawn at random on a GPU: thirty kinds of kernel, and any lengths, numbers and masks for each.
+"""Problems drawn at random on a GPU: thirty-four kinds of kernel, and any lengths, numbers and masks for each.
 
 Ten of each kind; with -m "gpu and slow" a thousand more.
 """
@@ -18,6 +18,7 @@ pytest.importorskip("torch")
 import flashtile as ft
 from flashtile.numerics.dtypes import accumulator, narrow
 from tests import test_random_problems
+from tests.backends.triton.test_spans import rising
 from tests.gpu.placement import FENCE, UNALIGNED
 from tests.gpu.runner import each_backend, on
 from tests.support.grid import Call, with_layout
@@ -77,7 +78,17 @@ KINDS = (
     Kind("float64", (64, 64), 2, ("band", "bias", "alibi")),
     Kind("float64", (40, 24), 1, ("window", "mask", "dropout", "kv_lengths"), packed=True),
     Kind("float64", (128, 128), 1, ("band",), place="unaligned"),
+    Kind("bfloat16", (64, 64), 2, ("spans 1",), place="fenced"),
+    Kind("bfloat16", (128, 128), 1, ("spans 3", "band"), place="unaligned"),
+    Kind("bfloat16", (64, 64), 4, ("spans 2", "kv_lengths"), packed=True, place="fenced"),
+    Kind("float32", (64, 64), 2, ("spans 8", "mask", "bias", "sink", "dropout")),
 )
+
+
+def spans(rng: np.random.Generator, heads: tuple[int, int], n_q: int, n_k: int, count: int) -> ft.Spans:
+    """Shared by up to ninety neighbours; of all heads or each."""
+    limits = rising(rng, (heads[0], int(rng.choice([1, heads[1]]))), n_q, n_k, count, alike=int(rng.integers(1, 90)))
+    return ft.Spans.of(limits)
 
 
 def shares(rng: np.random.Generator, total: int) -> Any:
@@ -138,6 +149,8 @@ def problem(kind: Kind, rng: np.random.Generator, lengths: tuple[int, int] = (13
                 options |= {"dropout": 0.3, "seed": int(rng.integers(0, 2**64, dtype=np.uint64))}
             case "kv_lengths":
                 options["kv_lengths"] = rng.integers(0, room + 1)
+            case _:
+                options["spans"] = spans(rng, (sequences, heads), n_q, n_k, int(name.removeprefix("spans ")))
     q, k, v = array(*q_shape, dim), array(*k_shape, dim), array(*k_shape, dim_v)
     return Call(q, k, v, options, array(*q_shape, dim_v), array(*q_shape, dtype=accumulator(kind.dtype)), packed)
 

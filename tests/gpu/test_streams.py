@@ -25,6 +25,7 @@ Work = Callable[[Given], tuple[Tensor, ...]]
 VARIED = [
     *(Case(size, "bfloat16", (option,)) for size in (LONG, DECODE, PACKED) for option in ("causal", "kv_lengths")),
     Case(LONG, "bfloat16", ("everything",)),
+    *(Case(size, "bfloat16", ("spans",)) for size in (LONG, PACKED)),
     Case(RAGGED, "bfloat16", ("causal",)),
     Case(RAGGED, "float32", ("causal",)),
     Case(DECODE, "float32", ("causal",)),
@@ -40,7 +41,7 @@ def test_waiting_is_noticed() -> None:
 @pytest.mark.parametrize("option", OPTIONS)
 def test_nothing_is_read_back(option: str) -> None:
     """Forward and backward; kv_lengths, cu_q and cu_k stay on the device."""
-    sizes = [LONG, DECODE, *([PACKED] if option in ("causal", "kv_lengths", "everything") else [])]
+    sizes = [LONG, DECODE, *([PACKED] if option in ("causal", "kv_lengths", "everything", "spans") else [])]
     for size in sizes:
         given = Given(build(Case(size, "bfloat16", (option,))), "cuda")
         with no_waiting():

@@ -179,8 +179,9 @@ def start(case: Case) -> None:
         "bias": torch.empty(1, heads, n_q, n_k, dtype=dtype),
         "alibi": torch.empty(heads),
         "sink": torch.empty(heads),
+        **{f"spans{n}": torch.empty(1, 1, n_q, n, 2, dtype=torch.int32) for n in (1, 3, 8)},
     }
-    options = {name: values[name] for name in case.options.split()}
+    options = {"spans" if name.startswith("spans") else name: values[name] for name in case.options.split()}
     if case.work.endswith("packed"):
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
         options["cu_q"], options["cu_k"] = (torch.arange(batch + 1) * n for n in (n_q, n_k))

@@ -23,6 +23,18 @@ QUICK["sm_90"] += [
     Case("decode", 64, "dropout seed"),
     *(Case(work, dim, DROPOUT) for dim in (128, 256) for work in ("forward", "backward")),
 ]
+# Apart from the others, because tests.tools.ptx compiles those by trees that may not have spans.
+SPANS = [Case("forward", 128, "spans3"), Case("backward", 128, "causal spans3"), Case("decode", 128, "spans1")]
+FULL_SPANS = [
+    *(
+        Case(work, dim, options)
+        for options in ("spans1", "causal spans8", f"spans3 {EVERYTHING}")
+        for dim in DIMS
+        for work in ("forward", "backward")
+    ),
+    *(Case(work, 128, "spans3") for work in ("decode", "decode-short", "backward-ragged", "backward-packed")),
+    *(Case(work, 128, "spans3", "float32") for work in ("forward", "backward")),
+]
 SHORT = [Case("decode-short", 128, options) for options in ("", "causal alibi softcap dropout sink")]
 FULL = [
     *PLAIN,
@@ -103,6 +115,16 @@ def check(name: str, cases: list[Case]) -> list[Built]:
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_kernels_of_head_dim_128(name: str) -> None:
     check(name, QUICK[name])
+
+
+def test_kernels_with_spans() -> None:
+    assert "row_cuts_kernel" in {built.kernel for built in check("sm_90", SPANS)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_kernel_with_spans(name: str) -> None:
+    check(name, FULL_SPANS)
 
 
 @pytest.mark.slow

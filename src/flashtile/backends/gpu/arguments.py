@@ -177,7 +177,7 @@ def descaling(x: Any) -> tuple[Any, int, int]:
 
 
 def spans(x: Any) -> tuple[Any, int | None, int | None, int | None, Any]:
-    """The fields of a Rule for these limits of spans. All are None without spans, and so no kernel has parameters for them."""
+    """The fields of a Rule for these limits of spans. Without spans all are None, and kernels lack these parameters."""
     if x is None:
         return None, None, None, None, None
     strides = (0 if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True))

@@ -69,9 +69,8 @@ class RecomputeBackward:
     """The launches that recompute flagged tiles of a backward pass: dK and dV of block_k keys, dQ of block_q queries.
 
     The flags of all key tiles come first, those of query tiles from first_of_queries on. dout: its strides; statistics:
-    those of log2, delta and tops (row_statistics()); row_cuts: those of the table that spans need, whose tiles have cut_q
-    queries and block_k keys (dkdv_rows()). use_pdl: the kernel before them launches its dependents early, see
-    pdl.py.
+    those of log2, delta and tops (row_statistics()); row_cuts: those of the table that spans need, for tiles of cut_q
+    queries and block_k keys (dkdv_rows()). use_pdl: the kernel before them launches its dependents early, see pdl.py.
     """
 
     def __init__(

@@ -127,7 +127,7 @@ def chunk_of_visits(p_cuts, stride, t, tiles, j, SPANS: tl.constexpr):
     o_n = tl.arange(0, CHUNK)
     visited, full = visits(p_cuts, stride, t + o_n, tiles, j, SPANS)
     partial = visited & (full == 0)
-    return *bits_of(full, o_n), *bits_of(partial, o_n), *bits_of(visited, o_n)
+    return bits_of(full, o_n) + bits_of(partial, o_n) + bits_of(visited, o_n)
 
 
 @triton.jit

@@ -73,7 +73,7 @@ class Backward:
         recompute = RecomputeBackward(
             *(p, device, of_queries.block_q, of_keys.block_k),
             *(strides(dout, p), statistics.strides, grads, use_pdl),
-            **({} if row_cuts is None else {"row_cuts": row_cuts.strides, "cut_q": of_keys.block_q}),
+            *(() if row_cuts is None else (row_cuts.strides, of_keys.block_q)),
         )
         flags = scratch.part((recompute.count,), torch.int32)
         self._scratch = scratch.maker()
@@ -89,8 +89,8 @@ class Backward:
             launches.append(tiles.dq(of_queries, grads, flags, recompute.first_of_queries))
         if recompute.count:
             inputs = {"q": Q, "k": K, "v": V, "dout": DOUT, "p_sink": SINK, "rule": RULE, "lengths": LENGTHS}
-            inputs["row_cuts"] = None if row_cuts is None else row_cuts.part
-            launches += recompute.bind(**inputs, **statistics.parts(), flags=flags, dq=DQ, dk=DK, dv=DV)
+            table = None if row_cuts is None else row_cuts.part
+            launches += recompute.bind(**inputs, **statistics.parts(), flags=flags, row_cuts=table, dq=DQ, dk=DK, dv=DV)
         if self._bias_shape is not None and self._bias_shape.numel():
             launches.append(tiles.dbias(_config("dbias", p, device), self._bias_shape))
         self._launch = LaunchSequence(*launches)
@@ -147,10 +147,10 @@ class _Statistics:
 
 
 class _RowCuts:
-    """The results of row_cuts_kernel in scratch memory, for tiles of dkdv_kernel: the cuts of spans of each row of them.
+    """The results of row_cuts_kernel in scratch memory: the cuts of all rows of tiles of dkdv_kernel.
 
-    Laid out as row_cuts_of() reads them: for each sequence and head (or all of them together), each cut of all rows of
-    tiles. Packed sequences lie one after the other, as locate() counts their tiles.
+    For each sequence, and each head that has spans of its own, they are one row of integers for each cut, as
+    row_cuts_of() reads them. Packed sequences lie one after the other, as locate() counts their tiles.
     """
 
     def __init__(self, p: Problem, config: Config, scratch: Scratch) -> None:
@@ -163,9 +163,13 @@ class _RowCuts:
 
     def bind(self) -> BoundLaunch:
         """Launched without PDL, and so complete before any other kernel of the pass begins."""
-        sizes = {"BLOCK_Q": self._config.block_q, "BLOCK_K": self._config.block_k}
-        programs = self._tiles * self._heads * self._batch
-        launch = KernelLaunch(row_cuts_kernel, programs, strides={"row_cuts": self.strides}, **sizes)
+        launch = KernelLaunch(
+            row_cuts_kernel,
+            self._tiles * self._heads * self._batch,
+            strides={"row_cuts": self.strides},
+            CUT_Q=self._config.block_q,
+            CUT_K=self._config.block_k,
+        )
         return launch.bind(row_cuts=self.part, rule=RULE, lengths=LENGTHS, tiles=self._tiles, heads=self._heads)
 
 

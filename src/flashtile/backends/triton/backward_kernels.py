@@ -60,15 +60,15 @@ def statistics_kernel(
 
 
 @triton.jit(do_not_specialize=["tiles", "heads"])
-def row_cuts_kernel(row_cuts, rule, lengths, tiles, heads, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
+def row_cuts_kernel(row_cuts, rule, lengths, tiles, heads, CUT_Q: tl.constexpr, CUT_K: tl.constexpr):
     """Store the cuts of a row of tiles per program, which dkdv_kernel needs: it walks the rows that visit its keys.
 
     The grid counts rows of tiles, then heads, then sequences. row_cuts: see row_cuts_of().
     """
     program = tl.program_id(0)
-    h, tile, at = tile_of(program, tiles, heads, lengths.cu_q, lengths.n_q, rule, lengths, BLOCK_Q)
-    cut = cuts_of_rows(rule, at, h, tile * BLOCK_Q, 1, BLOCK_Q, BLOCK_K)
-    is_whole = (tile + 1) * BLOCK_Q <= at.q_len
+    h, tile, at = tile_of(program, tiles, heads, lengths.cu_q, lengths.n_q, rule, lengths, CUT_Q)
+    cut = cuts_of_rows(rule, at, h, tile * CUT_Q, 1, CUT_Q, CUT_K)
+    is_whole = (tile + 1) * CUT_Q <= at.q_len
     p = row_cuts.ptr + to_int64(program // tiles * len(cut)) * tiles + program % tiles
     for n in tl.static_range(len(cut)):
         # dkdv_kernel masks queries beyond the last one only in partial tiles.
@@ -212,8 +212,11 @@ def dbias_kernel(
                 b_q = load_rows(queries, None, i0, C.BLOCK_Q, C.DIM, C.BLOCK_D, True)
                 b_do = load_rows(douts, None, i0, C.BLOCK_Q, C.DIM_V, C.BLOCK_DV, True)
                 L, D = load_statistics(p_log2, p_delta, i0, C.BLOCK_Q, True)
-                cut = within(cuts_of_rows(rule, at, h, i0, 1, C.BLOCK_Q, C.BLOCK_K), first_j, last_j)
-                begin, end = stretch_of(cut, 2, True)
+                cut = cuts_of_rows(rule, at, h, i0, 1, C.BLOCK_Q, C.BLOCK_K)
+                begin, end = tl.maximum(first_j, cut[0]), tl.minimum(last_j, cut[3])
+                if rule.spans is not None:
+                    cut = within(cut, first_j, last_j)
+                    begin, end = stretch_of(cut, 2, True)
                 for place in range(begin, end):
                     j0 = tile_at(cut, place, 2, True) * C.BLOCK_K
                     dS, _bent, _keys = dscores_tile(

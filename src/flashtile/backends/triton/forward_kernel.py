@@ -80,5 +80,4 @@ def share_of(cut, split, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr):
     first, last = stretch_of(cut, 2, True)
     share = tl.cdiv(last - first, SPLITS)
     begin = tl.minimum(first + split * share, last)
-    end = tl.minimum(begin + share, last)
-    return tile_at(cut, begin, 2, True) * BLOCK_K, tile_at(cut, end, 2, True) * BLOCK_K
+    return tile_at(cut, begin, 2, True) * BLOCK_K, tile_at(cut, tl.minimum(begin + share, last), 2, True) * BLOCK_K

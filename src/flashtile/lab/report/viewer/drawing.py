@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flashtile.band import Band, Kind
@@ -92,7 +92,7 @@ class Canvas:
 def stage(scene: Scene, order: str, label: str, end: End, row: int) -> str:
     """Draw S and the arrays around it in the final state; `row` is the one under the lens."""
     whole = order == "standard"
-    grid = Grid(scene.n_q, scene.n_k, scene.br, scene.n_k) if whole else scene.grid
+    grid = replace(scene.grid, bc=scene.grid.n_k) if whole else scene.grid
     strips = STRIPS[order]
     c = Canvas(grid, LEFT + _across(strips.left) + 2, TOP + _across(strips.top) + NAMES)
     _beams(c)
@@ -115,7 +115,7 @@ def tile_map(scene: Scene, cuts: list[dict[str, int]], label: str) -> str:
     _score_blocks(c, scene, whole=False)
     _hidden_pairs(c, scene.band)
     for j in range(scene.grid.shape[1] + 1):
-        x = c.x + min(j * scene.bc, scene.n_k) * c.unit
+        x = c.x + min(j * scene.grid.bc, scene.grid.n_k) * c.unit
         c.add("text", f"{j}", class_="tick", x=decimal(x), y=decimal(c.y - 6), text_anchor="middle")
     c.add("text", "tiles of keys", class_="axis", x=decimal(c.x - 3), y=decimal(c.y - 20))
     c.add(
@@ -131,7 +131,7 @@ def tile_map(scene: Scene, cuts: list[dict[str, int]], label: str) -> str:
         points = []
         for i, row in enumerate(cuts):
             rows = scene.grid.rows(i)
-            x = c.x + min(row[name] * scene.bc, scene.n_k) * c.unit + (n - 1.5) * 1.6
+            x = c.x + min(row[name] * scene.grid.bc, scene.grid.n_k) * c.unit + (n - 1.5) * 1.6
             points += [
                 f"{decimal(x)},{decimal(c.y + rows.start * c.unit)}",
                 f"{decimal(x)},{decimal(c.y + rows.stop * c.unit)}",

@@ -8,7 +8,7 @@ from typing import Any
 
 from flashtile.band import Band, Kind
 from flashtile.lab.report.viewer.scene import Scene
-from flashtile.lab.report.viewer.svg import decimal, element, rectangle
+from flashtile.lab.report.viewer.svg import axis, decimal, element, rectangle
 from flashtile.numerics.schedule import Grid
 
 SIDE = 200.0  # length of the longer side of S
@@ -117,16 +117,8 @@ def tile_map(scene: Scene, cuts: list[dict[str, int]], label: str) -> str:
     for j in range(scene.grid.shape[1] + 1):
         x = c.x + min(j * scene.grid.bc, scene.grid.n_k) * c.unit
         c.add("text", f"{j}", class_="tick", x=decimal(x), y=decimal(c.y - 6), text_anchor="middle")
-    c.add("text", "tiles of keys", class_="axis", x=decimal(c.x - 3), y=decimal(c.y - 20))
-    c.add(
-        "text",
-        "queries",
-        class_="axis",
-        x=decimal(-c.y),
-        y=decimal(c.x - 10),
-        transform="rotate(-90)",
-        text_anchor="end",
-    )
+    c.parts.append(axis("tiles of keys", c.x - 3, c.y - 20))
+    c.parts.append(axis("queries", -c.y, c.x - 10, transform="rotate(-90)", text_anchor="end"))
     for n, name in enumerate(("begin", "full_begin", "full_end", "end")):
         points = []
         for i, row in enumerate(cuts):

@@ -77,7 +77,7 @@ def test_backward_is_linear(name: str) -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["in any order", "in order"])
 def test_backward_adds_delta_and_dq(deterministic: bool) -> None:
-    """No more than dQ in float32, three numbers per row (delta, and an lse in two parts), and a few counters per tile."""
+    """No more than dQ in float32, three numbers per row (delta, an lse in two parts), and counters per tile."""
     q, k, v = [x.requires_grad_() for x in tensors(heads=16, dim=128)]
     out = ft.attention(q, k, v, causal=True, deterministic=deterministic)
     dout = torch.randn_like(out)

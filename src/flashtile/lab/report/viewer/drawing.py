@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-<<<<<<< HEAD
-from dataclasses import dataclass, field
-from itertools import groupby, product
-=======
 from dataclasses import dataclass, field, replace
->>>>>>> lean
+from itertools import groupby, product
 from typing import Any
 
 import numpy as np
@@ -125,32 +121,14 @@ def tile_map(scene: Scene, cuts: list[list[dict[str, int]]], label: str) -> str:
     for j in range(scene.grid.shape[1] + 1):
         x = c.x + min(j * scene.grid.bc, scene.grid.n_k) * c.unit
         c.add("text", f"{j}", class_="tick", x=decimal(x), y=decimal(c.y - 6), text_anchor="middle")
-<<<<<<< HEAD
-    c.add("text", "tiles of keys", class_="axis", x=decimal(c.x - 3), y=decimal(c.y - 20))
-    c.add(
-        "text",
-        "queries",
-        class_="axis",
-        x=decimal(-c.y),
-        y=decimal(c.x - 10),
-        transform="rotate(-90)",
-        text_anchor="end",
-    )
+    c.parts.append(axis("tiles of keys", c.x - 3, c.y - 20))
+    c.parts.append(axis("queries", -c.y, c.x - 10, transform="rotate(-90)", text_anchor="end"))
     ends = enumerate(("begin", "full_begin", "full_end", "end"))
     for (n, name), span in product(ends, range(len(cuts[0]))):
         points = []
         for i, row in enumerate(cuts):
             rows = scene.grid.rows(i)
-            x = c.x + min(row[span][name] * scene.bc, scene.n_k) * c.unit + (n - 1.5) * 1.6
-=======
-    c.parts.append(axis("tiles of keys", c.x - 3, c.y - 20))
-    c.parts.append(axis("queries", -c.y, c.x - 10, transform="rotate(-90)", text_anchor="end"))
-    for n, name in enumerate(("begin", "full_begin", "full_end", "end")):
-        points = []
-        for i, row in enumerate(cuts):
-            rows = scene.grid.rows(i)
-            x = c.x + min(row[name] * scene.grid.bc, scene.grid.n_k) * c.unit + (n - 1.5) * 1.6
->>>>>>> lean
+            x = c.x + min(row[span][name] * scene.grid.bc, scene.grid.n_k) * c.unit + (n - 1.5) * 1.6
             points += [
                 f"{decimal(x)},{decimal(c.y + rows.start * c.unit)}",
                 f"{decimal(x)},{decimal(c.y + rows.stop * c.unit)}",

@@ -79,18 +79,11 @@ def record(scene: Scene, trace: Trace, exact: dict[str, Array]) -> Run:
 
 def closed_form(scene: Scene, order: str) -> int:
     """Bytes through HBM, by the formulas of traffic.py."""
-<<<<<<< HEAD
-    shape = scene.n_q, scene.n_k, scene.layout.dim, scene.layout.dim_v, scene.br, scene.bc, scene.visible
-    elements = {
-        "standard": lambda: traffic.standard_elements(scene.n_q, scene.layout.dim, scene.n_k, scene.layout.dim_v),
-        "fa1": lambda: traffic.fa1_visible_elements(*shape),
-=======
     grid, layout = scene.grid, scene.layout
-    shape = grid.n_q, grid.n_k, layout.dim, layout.dim_v, grid.br, grid.bc, scene.band
+    shape = grid.n_q, grid.n_k, layout.dim, layout.dim_v, grid.br, grid.bc, scene.visible
     elements = {
         "standard": lambda: traffic.standard_elements(grid.n_q, layout.dim, grid.n_k, layout.dim_v),
-        "fa1": lambda: traffic.fa1_band_elements(*shape),
->>>>>>> lean
+        "fa1": lambda: traffic.fa1_visible_elements(*shape),
         "fa2": lambda: traffic.fa2_elements(*shape),
         "backward": lambda: traffic.backward_elements(*shape),
     }

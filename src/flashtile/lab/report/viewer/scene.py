@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-from dataclasses import dataclass
-from typing import Any
-=======
 from dataclasses import asdict, dataclass
->>>>>>> lean
+from typing import Any
 
 import numpy as np
 
@@ -108,10 +104,7 @@ SCENES = (
         "padding",
         "Padding",
         "The first 6 of {n_k} keys are padding, which no query sees. Their tiles are not even loaded.",
-        16,
-        16,
-        4,
-        4,
+        Grid(16, 16, 4, 4),
         Band(right=0),
         masks.padding(np.array([10]), 16, "left"),
     ),
@@ -119,10 +112,7 @@ SCENES = (
         "prefix",
         "Prefix",
         "Every query sees the first 6 keys, a prompt, and the keys up to its own.",
-        16,
-        16,
-        4,
-        4,
+        Grid(16, 16, 4, 4),
         Band(),
         masks.prefix_lm(6, 16),
     ),
@@ -130,10 +120,7 @@ SCENES = (
         "documents",
         "Documents",
         "Three documents of 9, 6 and 9 tokens share a row. Each is causal by itself, and none sees another.",
-        24,
-        24,
-        4,
-        4,
+        Grid(24, 24, 4, 4),
         Band(right=0),
         masks.documents(lengths=[9, 6, 9]),
     ),
@@ -141,10 +128,7 @@ SCENES = (
         "sinks",
         "Sinks and a window",
         "A query sees the first 2 keys, and itself with the 5 keys before it: two spans, and nothing between them.",
-        24,
-        24,
-        4,
-        4,
+        Grid(24, 24, 4, 4),
         Band(),
         masks.sink_window(left=5, sinks=2, n_q=24),
     ),

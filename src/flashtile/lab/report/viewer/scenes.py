@@ -47,14 +47,9 @@ def _record(scene: Scene) -> dict[str, Any]:
         "dim": scene.layout.dim,
         "dtype": scene.layout.dtype,
         "band": {name: x if abs(x) < FAR else None for name, x in asdict(scene.band).items()},
-<<<<<<< HEAD
         "spans": None if scene.spans is None else scene.spans.limits[0, 0].tolist(),
-        "tiles": {kind.name.lower(): n for kind, n in traffic.tile_counts(scene.visible, *shape).items()},
-        "cuts": [[asdict(c) for c in row] for row in traffic.rows_of(scene.visible, *shape)],
-=======
-        "tiles": {kind.name.lower(): n for kind, n in traffic.tile_counts(scene.band, *grid.values()).items()},
-        "cuts": [_cuts(scene, i) for i in range(scene.grid.shape[0])],
->>>>>>> lean
+        "tiles": {kind.name.lower(): n for kind, n in traffic.tile_counts(scene.visible, *grid.values()).items()},
+        "cuts": [[asdict(c) for c in row] for row in traffic.rows_of(scene.visible, *grid.values())],
         "row": _first_row(runs["fa2"]),
         "inputs": run.plain(inputs),
         "exact": run.plain(exact),
@@ -74,11 +69,7 @@ def _record(scene: Scene) -> dict[str, Any]:
 def _trace(scene: Scene, x: dict[str, Array], order: str) -> Trace:
     dout = x["dO"] if order == "backward" else None
     q, k, v = x["Q"], x["K"], x["V"]
-<<<<<<< HEAD
-    return trace(q, k, v, order=order, block_q=scene.br, block_k=scene.bc, dout=dout, **scene.options)
-=======
-    return trace(q, k, v, order=order, block_q=scene.grid.br, block_k=scene.grid.bc, dout=dout, band=scene.band)
->>>>>>> lean
+    return trace(q, k, v, order=order, block_q=scene.grid.br, block_k=scene.grid.bc, dout=dout, **scene.options)
 
 
 def _exact(scene: Scene, x: dict[str, Array]) -> dict[str, Array]:
@@ -89,15 +80,6 @@ def _exact(scene: Scene, x: dict[str, Array]) -> dict[str, Array]:
     return {"out": out, "lse": lse, "dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
 
 
-<<<<<<< HEAD
-=======
-def _cuts(scene: Scene, i: int) -> dict[str, int]:
-    """The cuts of one row of tiles."""
-    rows = scene.grid.rows(i)
-    return asdict(cuts(scene.band, rows.start, rows.stop, scene.grid.n_k, scene.grid.bc))
-
-
->>>>>>> lean
 def _first_row(fa2: Run) -> int:
     """The row to show first: the one whose maximum rises most often."""
     rises: dict[int, int] = {}

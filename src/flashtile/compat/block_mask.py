@@ -122,7 +122,7 @@ def _dense(visible: Callable[..., Tensor], b: Tensor, h: Tensor, i: Tensor, j: T
     )
     at_once = max(SLAB // (len(b) * len(h) * len(j)), 1)
     parts = []
-    for rows in torch.split(i, at_once):  # type: ignore[no-untyped-call]
+    for rows in torch.split(i, at_once):
         found = visible(b, h, rows, j)
         parts.append(found.expand(*found.shape[:2], len(rows), len(j)))
     return Seen(len(i), len(j), mask=torch.cat(parts, 2))
@@ -172,24 +172,21 @@ class BlockMask:
         self._mask_mod, self._lead, self._seq_lengths = mask_mod, lead, tuple(seq_lengths)
         self.device, self.BLOCK_SIZE = device, BLOCK_SIZE
         self._seen: Seen | None = None
+        self._captured: Captured | None = None
         self._blocks: TorchMask | None = None
 
     @classmethod
     def from_torch(cls, block_mask: Any) -> BlockMask:
         """Convert a BlockMask of torch by its mask_mod, once, unless its mask_mod or what that has captured changes."""
-        known = _KNOWN.get(block_mask)
         mod, lengths = block_mask.mask_mod, tuple(block_mask.seq_lengths)
-        if known is not None:
-            found, captured = known
-            if found.mask_mod is mod and found.seq_lengths == lengths and captured.is_unchanged(mod):
-                return found
+        known = _KNOWN.get(block_mask)
+        same = known is not None and known.mask_mod is mod and known.seq_lengths == lengths
+        if same and known is not None and known._captured is not None and not known.is_outdated():
+            return known
         lead, device = tuple(block_mask.kv_indices.shape[:-2]), block_mask.kv_indices.device
         found = cls(mod, lead, lengths, device, tuple(block_mask.BLOCK_SIZE))
-        found._seen = found._evaluated(_by_blocks(block_mask))
-        try:
-            _KNOWN[block_mask] = found, Captured(mod)
-        except UnknownError:
-            _KNOWN.pop(block_mask, None)
+        found._evaluate(_by_blocks(block_mask))
+        _KNOWN[block_mask] = found
         return found
 
     @property
@@ -216,7 +213,7 @@ class BlockMask:
     def seen(self) -> Seen:
         """What is visible."""
         if self._seen is None:
-            self._seen = self._evaluated(lambda *at: on_pairs(self._mask_mod, *at))
+            return self._evaluate(lambda *at: on_pairs(self._mask_mod, *at))
         return self._seen
 
     @property
@@ -224,9 +221,18 @@ class BlockMask:
         """The spans, if all queries have at most 8 and some do not see all."""
         return self.seen.spans
 
-    def _evaluated(self, visible: Callable[..., Tensor]) -> Seen:
+    def is_outdated(self) -> bool:
+        """Whether something that the mask_mod has captured has changed since it was evaluated, as far as is known."""
+        return self._captured is not None and not self._captured.is_unchanged(self._mask_mod)
+
+    def _evaluate(self, visible: Callable[..., Tensor]) -> Seen:
         batch, heads = self._batch_and_heads()
-        return seen_by(visible, batch, heads, *self.seq_lengths, self.device)
+        self._seen = seen_by(visible, batch, heads, *self.seq_lengths, self.device)
+        try:
+            self._captured = Captured(self._mask_mod)
+        except UnknownError:
+            self._captured = None
+        return self._seen
 
     def _batch_and_heads(self) -> tuple[int, ...]:
         return (1, 1, *self._lead)[-2:]
@@ -289,7 +295,7 @@ class BlockMask:
         batch, heads = self._batch_and_heads()
         at_once = max(SLAB // max(batch * heads * n_k * rows, 1), 1) * rows
         parts = [torch.zeros(batch, heads, 0, ceil_div(n_k, cols), dtype=torch.int64, device=self.device)]
-        for i in torch.split(torch.arange(n_q, device=self.device), at_once):  # type: ignore[no-untyped-call]
+        for i in torch.split(torch.arange(n_q, device=self.device), at_once):
             found = self.seen.rows(i)
             found = found.expand(batch, heads, len(i), n_k)
             found = pad(found, (0, -n_k % cols, 0, -len(i) % rows))
@@ -298,7 +304,7 @@ class BlockMask:
         return torch.cat(parts, 2)
 
 
-_KNOWN: weakref.WeakKeyDictionary[Any, tuple[BlockMask, Captured]] = weakref.WeakKeyDictionary()
+_KNOWN: weakref.WeakKeyDictionary[Any, BlockMask] = weakref.WeakKeyDictionary()
 
 
 def sliced_mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -339,7 +345,7 @@ def create_block_mask(
     lead = tuple(1 if n is None else check_integer(name, n, 0, None) for name, n in (("B", B), ("H", H)))
     lengths = (check_integer("Q_LEN", Q_LEN, 0, None), check_integer("KV_LEN", KV_LEN, 0, None))
     found = BlockMask(mask_mod, lead, lengths, device, (block[0], block[1]))
-    found._seen = found._evaluated(lambda *at: on_pairs(mask_mod, *at))
+    found._evaluate(lambda *at: on_pairs(mask_mod, *at))
     return found
 
 

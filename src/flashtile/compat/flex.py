@@ -123,6 +123,11 @@ def _as_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> BlockMask | N
     if not isinstance(block_mask, BlockMask) or block_mask._seen is None:
         block_mask = _evaluated(block_mask)
     found: BlockMask = block_mask
+    if not torch.compiler.is_compiling() and found.is_outdated():
+        raise RuntimeError(
+            "block_mask: expected one whose mask_mod has captured what it had when it was evaluated, got one with "
+            "changes; create it again"
+        )
     batch, heads = (1, 1, *found.shape[:-2])[-2:]
     if batch not in (1, query.shape[0]) or heads not in (1, query.shape[1]):
         raise ShapeError(

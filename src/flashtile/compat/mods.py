@@ -136,11 +136,11 @@ def _belongs_to_library(x: Any) -> bool:
     return isinstance(x, _FIXED) or getattr(builtins, getattr(x, "__name__", ""), None) is x
 
 
-def _freeze(x: Any) -> Any:
+def _freeze(x: Any) -> tuple[Any, ...]:
     if isinstance(x, np.ndarray):
         return x, x.copy()
     if not isinstance(x, Tensor):
-        return x
+        return tuple(x)
     if x.is_cpu:
         return weakref.ref(x), x.requires_grad, x.detach().clone()
     return weakref.ref(x), x.requires_grad, x.data_ptr(), _version(x)
@@ -152,7 +152,7 @@ def _version(x: Tensor) -> int:
     return x._version
 
 
-def _matches(frozen: Any, x: Any) -> bool:
+def _matches(frozen: tuple[Any, ...], x: Any) -> bool:
     if isinstance(x, np.ndarray):
         return isinstance(frozen[0], np.ndarray) and frozen[1].dtype == x.dtype and np.array_equal(frozen[1], x)
     if not isinstance(x, Tensor):
@@ -162,5 +162,4 @@ def _matches(frozen: Any, x: Any) -> bool:
     if len(frozen) == 3:
         old = frozen[2]
         return x.is_cpu and old.dtype == x.dtype and torch.equal(old, x.detach())
-    same: bool = frozen[0]() is x and frozen[2:] == (x.data_ptr(), _version(x))
-    return same
+    return frozen[2:] == (x.data_ptr(), x._version) and frozen[0]() is x

@@ -147,7 +147,8 @@ def _add(a: Any, b: Any, alpha: Any = 1) -> Score:
     x = x if alpha == 1 else x * alpha
     if a.visible is not None:
         a = a.claiming(a.visible | (x < math.inf), "it adds inf or NaN to a hidden score")
-    return replace(a, bias=a.bias + x)
+    found: Score = replace(a, bias=a.bias + x)
+    return found
 
 
 def _sub(a: Any, b: Any, alpha: Any = 1) -> Score:
@@ -161,7 +162,8 @@ def _sub(a: Any, b: Any, alpha: Any = 1) -> Score:
 
 
 def _mul(a: Any, b: Any) -> Score:
-    a, b = (a, b) if isinstance(a, Score) else (b, a)
+    if not isinstance(a, Score):
+        a, b = b, a
     x = _number(b, a.dtype)
     return _scaled(a, a.factor * _wide(x), a.bias * x, x)
 
@@ -395,7 +397,7 @@ def _options(tracer: Tracer, seen: Seen, sizes: tuple[int, int, int, int]) -> tu
     tensors += [x for x, _ in first.claims if isinstance(x, Tensor)]
     b, h = (x if any(t.shape[n] > 1 for t in tensors) else x[:1] for n, x in enumerate((b, h)))
     lead = [max(len(x), n) for x, n in zip((b, h), seen.rows(i[:1]).shape[:2], strict=True)]
-    rows = torch.split(i, max(SLAB // (lead[0] * lead[1] * len(j)), 1))  # type: ignore[no-untyped-call]
+    rows = torch.split(i, max(SLAB // (lead[0] * lead[1] * len(j)), 1))
     learned = isinstance(first.bias, Tensor) and first.bias.requires_grad
 
     with torch.no_grad():
@@ -505,7 +507,7 @@ def _bias(tracer: Tracer, b: Tensor, h: Tensor, i: Tensor, j: Tensor, at_once: i
     pairs = first.shape[0] * first.shape[1] * len(i) * first.shape[3]
     if pairs > LARGEST:
         raise RefusedError(f"its bias has {pairs:.1e} numbers for all pairs (at most {LARGEST:.1e} are stored)")
-    return torch.cat([of(some) for some in torch.split(i, at_once)]  # type: ignore[no-untyped-call], 2)
+    return torch.cat([of(some) for some in torch.split(i, at_once)], 2)
 
 
 class Probe:

@@ -75,6 +75,8 @@ def flex_attention(
 
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if score_mod is not None:
+        if not callable(score_mod):
+            raise DTypeError(f"score_mod: expected a function of (score, b, h, q_idx, kv_idx), got {score_mod!r}")
         options = _recognized(score_mod, mask, query, key, scale)
     else:
         options = {"scale": scale, **({} if mask is None else mask.seen.options())}
@@ -112,6 +114,8 @@ def _evaluated(block_mask: Any) -> Any:
 def _as_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> BlockMask | None:
     if block_mask is None:
         return None
+    if not hasattr(block_mask, "mask_mod"):
+        raise DTypeError(f"block_mask: expected a BlockMask, got {type(block_mask).__name__}")
     if getattr(block_mask.mask_mod, "__name__", "") in (sliced_mask_mod.__name__, "_sliced_mask_mod_error"):
         raise RuntimeError("block_mask: expected a mask_mod, got a slice; set mask_mod and seq_lengths of the slice")
     n_q, n_k = block_mask.shape[-2:]

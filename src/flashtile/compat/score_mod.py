@@ -96,9 +96,6 @@ class Score:
     def __pos__(self) -> Score:
         return self
 
-    def __bool__(self) -> bool:
-        _refuse("a decision by the score")
-
     def __eq__(self, other: object) -> bool:
         _refuse("a comparison")
 
@@ -198,8 +195,6 @@ def _where(condition: Any, a: Any, b: Any) -> Score:
     if isinstance(a, Score) and isinstance(b, Score):
         return _either(condition, a, b)
     score, x, chosen = (a, b, condition) if isinstance(a, Score) else (b, a, ~condition)
-    if not isinstance(score, Score):
-        _refuse("a decision by the score")
     hidden = _number(x, score.dtype) == -math.inf
     score = score.claiming(chosen | hidden, "it replaces scores by another number than -inf")
     return replace(score, visible=chosen if score.visible is None else chosen & score.visible)

@@ -152,19 +152,19 @@ def from_function(visible: MaskFunction, batch: int, heads: int, n_q: int, n_k: 
 
 def intersection(a: Spans, b: Spans) -> Spans:
     """What both make visible."""
-    return _from_pairs(*_intersected(*_pairs(a), *_pairs(b)))
+    return _from_pairs(*intersected(*_pairs(a), *_pairs(b)))
 
 
 def union(a: Spans, b: Spans) -> Spans:
     """What one of them makes visible: the complement of the intersection of their complements."""
-    return _from_pairs(*_complement(*_intersected(*_complement(*_pairs(a)), *_complement(*_pairs(b)))))
+    return _from_pairs(*complement(*intersected(*complement(*_pairs(a)), *complement(*_pairs(b)))))
 
 
 def _pairs(spans: Spans) -> tuple[Any, Any]:
     return spans.begin, spans.end
 
 
-def _intersected(begin: Any, end: Any, other_begin: Any, other_end: Any) -> tuple[Any, Any]:
+def intersected(begin: Any, end: Any, other_begin: Any, other_end: Any) -> tuple[Any, Any]:
     """Rising pairs of the intersection, and after them empty ones at FARTHEST. Sorted apart, they still match."""
     xp = library(begin)
     b = xp.maximum(begin[..., :, None], other_begin[..., None, :])
@@ -177,7 +177,7 @@ def _intersected(begin: Any, end: Any, other_begin: Any, other_end: Any) -> tupl
     return xp.sort(found[0], -1).values[..., :count], xp.sort(found[1], -1).values[..., :count]
 
 
-def _complement(begin: Any, end: Any) -> tuple[Any, Any]:
+def complement(begin: Any, end: Any) -> tuple[Any, Any]:
     xp = library(begin)
     join = np.concatenate if xp is np else xp.cat
     return join([begin[..., :1] * 0, end], -1), join([begin, begin[..., :1] * 0 + FARTHEST], -1)
@@ -198,22 +198,24 @@ def _from_pairs(begin: Any, end: Any) -> Spans:
 def _limits(mask: Any, first: int) -> Any:
     """Begin and end, (batch, heads, queries, spans, 2), of the runs of a mask whose first query is number `first`."""
     xp = library(mask)
-    none = xp.zeros_like(mask[..., :1])
     join = np.concatenate if xp is np else xp.cat
-    before = join([none, mask], -1)
-    after = join([mask, none], -1)
-    rises, falls = after & ~before, before & ~after
-    counts = rises.sum(-1)
-    most = int(counts.max()) if 0 not in counts.shape else 0
+    # Where runs begin and end, by turns: at the first key, at changes, and after the last key.
+    edges = join([mask[..., :1], mask[..., 1:] ^ mask[..., :-1], mask[..., -1:]], -1)
+    at = xp.nonzero(edges) if xp is np else xp.nonzero(edges, as_tuple=True)
+    row = at[0][::2]
+    for x, size in zip(at[1:3], mask.shape[1:3], strict=True):
+        row = row * size + x[::2]
+    rows = mask.shape[0] * mask.shape[1] * mask.shape[2]
+    counts = xp.bincount(row, minlength=rows)
+    most = int(counts.max()) if rows else 0
     if most > MAX_SPANS:
-        _too_many(counts, first)
+        _too_many(counts.reshape(mask.shape[:3]), first)
     shape = (*mask.shape[:3], max(most, 1))
+    number = _range(len(row), None if xp is np else mask.device) - (counts.cumsum(0) - counts)[row]
     found = []
-    for edges in (rises, falls):
-        at = xp.nonzero(edges) if xp is np else xp.nonzero(edges, as_tuple=True)
-        number = edges.cumsum(-1)[at] - 1
+    for key in (at[3][::2], at[3][1::2]):
         x = np.zeros(shape, np.int64) if xp is np else xp.zeros(shape, dtype=xp.int64, device=mask.device)
-        x[at[0], at[1], at[2], number] = at[3]
+        x.reshape(-1, shape[-1])[row, number] = key
         found.append(x)
     return xp.stack(found, -1)
 

@@ -153,19 +153,19 @@ def from_function(visible: MaskFunction, batch: int, heads: int, n_q: int, n_k: 
 
 def intersection(a: Spans, b: Spans) -> Spans:
     """What both make visible."""
-    return _from_pairs(*_intersected(*_pairs(a), *_pairs(b)))
+    return _from_pairs(*intersected(*_pairs(a), *_pairs(b)))
 
 
 def union(a: Spans, b: Spans) -> Spans:
     """What one of them makes visible: the complement of the intersection of their complements."""
-    return _from_pairs(*_complement(*_intersected(*_complement(*_pairs(a)), *_complement(*_pairs(b)))))
+    return _from_pairs(*complement(*intersected(*complement(*_pairs(a)), *complement(*_pairs(b)))))
 
 
 def _pairs(spans: Spans) -> tuple[Any, Any]:
     return spans.begin, spans.end
 
 
-def _intersected(begin: Any, end: Any, other_begin: Any, other_end: Any) -> tuple[Any, Any]:
+def intersected(begin: Any, end: Any, other_begin: Any, other_end: Any) -> tuple[Any, Any]:
     """Rising pairs of the intersection, and after them empty ones at FARTHEST. Sorted apart, they still match."""
     xp = library(begin)
     b = xp.maximum(begin[..., :, None], other_begin[..., None, :])
@@ -178,7 +178,7 @@ def _intersected(begin: Any, end: Any, other_begin: Any, other_end: Any) -> tupl
     return xp.sort(found[0], -1).values[..., :count], xp.sort(found[1], -1).values[..., :count]
 
 
-def _complement(begin: Any, end: Any) -> tuple[Any, Any]:
+def complement(begin: Any, end: Any) -> tuple[Any, Any]:
     xp = library(begin)
     join = np.concatenate if xp is np else xp.cat
     return join([begin[..., :1] * 0, end], -1), join([begin, begin[..., :1] * 0 + FARTHEST], -1)

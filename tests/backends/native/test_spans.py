@@ -11,7 +11,7 @@ import pytest
 import flashtile as ft
 from flashtile.band import FAR, Band
 from flashtile.numerics.dtypes import narrow, widen
-from flashtile.spans import Visibility
+from flashtile.numerics.visibility import Visibility
 from tests.backends.native.core import c_span_cuts, needs_native
 from tests.support import brute_force
 from tests.support.grid import Call, check_backward, check_forward, truth_of

@@ -145,6 +145,19 @@ def test_random_spans_by_definition(n_q: int, count: int) -> None:
         np.testing.assert_allclose(lse, exact_lse, atol=1e-12)
 
 
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("n_q", [1, 3, 40])
+def test_spans_of_split_keys(n_q: int, count: int) -> None:
+    """So few queries that threads share the keys of each."""
+    rng = np.random.default_rng(n_q)
+    q, k, v, dout = (rng.standard_normal((1, 1, n, 8)) for n in (n_q, 4000, 4000, n_q))
+    call = Call(q, k, v, {"spans": random_spans(rng, (1, 1, n_q), count, 4000)}, dout, None)
+    runner, against = api_runner("native"), truth_of(call)
+    out, lse = runner.forward(call)
+    check_forward(call, against, out, lse)
+    check_backward(call, against, runner.backward(call, out, lse))
+
+
 def documents(lengths: list[int], causal: bool) -> ft.Spans:
     ends = np.cumsum(lengths)
     begin, i = np.repeat(ends - lengths, lengths), np.arange(ends[-1])
@@ -157,14 +170,15 @@ SHAPES = {
     "shared by heads": lambda rng, n: random_spans(rng, (2, 1, n), 2, n),
     "documents": lambda rng, n: documents(LENGTHS, causal=False),
     "causal documents": lambda rng, n: documents(LENGTHS, causal=True),
+    "padding": lambda rng, n: ft.Spans(0, np.where(np.arange(n) < 400, 400, 0)),
     "first keys and a window": lambda rng, n: first_keys_and_window(n, 5, 60),
 }
 
 
 def first_keys_and_window(n: int, first: int, width: int) -> ft.Spans:
     i = np.arange(n)
-    begin = np.maximum(i - width, first)
-    return ft.Spans(np.stack([0 * i, begin], -1)[None, None], np.stack([np.minimum(i + 1, first), i + 1], -1)[None, None])
+    begin, end = (0 * i, np.maximum(i - width, first)), (np.minimum(i + 1, first), i + 1)
+    return ft.Spans(*(np.stack(x, -1)[None, None] for x in (begin, end)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

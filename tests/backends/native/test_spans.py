@@ -98,9 +98,9 @@ def test_the_bits_of_a_band(band: str, size: str, dtype: str) -> None:
     rng = np.random.default_rng(0)
     q, dout = (numbers(rng, dtype, batch, heads, n_q, dim) for _ in range(2))
     k, v = (numbers(rng, dtype, batch, kv_heads, n_k, dim) for _ in range(2))
-    b, i = BANDS[band], np.arange(n_q) if n_q > 3 else np.arange(n_q) + n_k - n_q
-    b = b.shifted(int(i[0]))
-    seen = np.maximum(b.begin(np.arange(n_q)), 0), np.maximum(b.end(np.arange(n_q)), 0)
+    b = BANDS[band].shifted(n_k - n_q if n_q <= 3 else 0)
+    rows = range(n_q)
+    seen = [max(b.begin(i), 0) for i in rows], [max(b.end(i), 0) for i in rows]
     same(results(q, k, v, dout, spans=ft.Spans(*seen)), results(q, k, v, dout, band=b))
 
 
@@ -138,7 +138,8 @@ def test_random_spans_by_definition(n_q: int, count: int) -> None:
     rng = np.random.default_rng(count)
     q, k, v = (rng.standard_normal((2, h, n, 5)) for h, n in ((4, n_q), (2, 23), (2, 23)))
     spans = random_spans(rng, (2, 4, n_q), count, 23)
-    for options in ({}, {"causal": True}):
+    both: list[dict[str, Any]] = [{}, {"causal": True}]
+    for options in both:
         out, lse = ft.attention(q, k, v, spans=spans, return_lse=True, backend="native", **options)
         exact, exact_lse = brute_force.attention(q, k, v, spans=spans, **options)[:2]
         np.testing.assert_allclose(out, exact, atol=1e-12)

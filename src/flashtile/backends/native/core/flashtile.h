@@ -40,8 +40,9 @@ typedef struct {
   ft_tensor bias;            // [sequence, head, query, key], counted within a sequence; any strides, 0 where broadcast
   ft_tensor mask;            // bytes, indexed as bias: nonzero where a query may attend
   ft_tensor alibi;           // real [sequence, head]: adds -slope * |i + offset - j|
-  ft_tensor spans;           // int32 [sequence, head, query][span][2], column unused: a query also sees only keys that a
-                             // span of its own holds, from the first number up to the second. Spans rise, none overlap
+  // int32 [sequence, head, query][span][2]; column unused. A query sees only keys that one of its spans holds, from the
+  // first number up to the second. Spans rise, and none overlap.
+  ft_tensor spans;
   int64_t span_count;        // of a query, at most FT_MAX_SPANS
   const void* sink;          // real [q_heads]: a logit that takes probability but adds no value
   // Backward only; out and lse are what forward returned.

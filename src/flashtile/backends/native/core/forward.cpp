@@ -171,7 +171,8 @@ template <class R> struct Plan {
     const int64_t bytes = sizeof(R) * LANES<R> * (p.dim + p.v_dim);  // q and O of a group
     groups_per_task = splits > 1 ? 1 : clip(L2_SHARE / bytes, 1, MAX_GROUPS);
     while (groups_per_task > 1 && heads * ceil_div(groups, groups_per_task) < 4 * p.threads) groups_per_task--;
-    groups_at_once = p.spans.data && splits == 1 ? std::min<int64_t>(groups_per_task + EXTRA_GROUPS, MAX_GROUPS) : groups_per_task;
+    const bool divided = p.spans.data && splits == 1;
+    groups_at_once = divided ? std::min<int64_t>(groups_per_task + EXTRA_GROUPS, MAX_GROUPS) : groups_per_task;
     blocks = ceil_div(groups, groups_per_task);
     tasks = heads * blocks * splits;
   }

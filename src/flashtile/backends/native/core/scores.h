@@ -20,7 +20,7 @@ template <class R> class Lanes {
  public:
   int used = 0, padded = 0;     // lanes in use, and rounded up to a multiple of W
   int64_t first = 0, last = 0;  // the queries are within first..last-1
-  RowCuts seen;                 // in tiles of one key: no lane sees skipped keys; all lanes see full ones, but for the mask
+  RowCuts seen;                 // in tiles of one key: no lane sees skipped ones, all see full ones but for the mask
   int64_t begin[LANES<R>], end[LANES<R>];  // keys within each lane's band, from its first span to its last
   const int32_t* spans[LANES<R>];          // the limits of each lane's spans, if there are any
   struct {
@@ -61,13 +61,18 @@ template <class R> class Lanes {
     else seen = {1, {cuts(s.band, first, last, s.kv_len, 1)}};
     for (padded = used; padded % W<R>; padded++) {
       const int l = padded;
-      begin[l] = begin[l - 1], end[l] = end[l - 1], spans[l] = spans[l - 1], position[l] = position[l - 1], slope[l] = slope[l - 1];
+      begin[l] = begin[l - 1], end[l] = end[l - 1], position[l] = position[l - 1], slope[l] = slope[l - 1];
+      spans[l] = spans[l - 1];
       query[l] = query[l - 1], head[l] = head[l - 1], bias[l] = bias[l - 1], mask[l] = mask[l - 1];
     }
   }
   // The keys that a lane may see by span r; by the band if there are no spans.
-  int64_t span_begin(int l, int r) const { return seen.count > 1 ? std::max<int64_t>(begin[l], spans[l][2 * r]) : begin[l]; }
-  int64_t span_end(int l, int r) const { return seen.count > 1 ? std::min<int64_t>(end[l], spans[l][2 * r + 1]) : end[l]; }
+  int64_t span_begin(int l, int r) const {
+    return seen.count > 1 ? std::max<int64_t>(begin[l], spans[l][2 * r]) : begin[l];
+  }
+  int64_t span_end(int l, int r) const {
+    return seen.count > 1 ? std::min<int64_t>(end[l], spans[l][2 * r + 1]) : end[l];
+  }
   // Whether some lane sees keys from begin to end-1 by span r of several.
   bool is_near(int r, int64_t begin, int64_t end) const { return near[r].begin < end && near[r].end > begin; }
 

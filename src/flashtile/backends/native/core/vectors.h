@@ -37,7 +37,9 @@ constexpr int tile_rows(int n) {
 
 // The same for n vectors of more that are side by side: few rows, since hidden scores are skipped tile by tile.
 constexpr int PIECE_KEYS = 8;
-constexpr int piece_rows(int n, int of) { return n == of ? tile_rows(n) : (n + 1) * PIECE_KEYS <= REGISTERS ? PIECE_KEYS : 4; }
+constexpr int piece_rows(int n, int of) {
+  return n == of ? tile_rows(n) : (n + 1) * PIECE_KEYS <= REGISTERS ? PIECE_KEYS : 4;
+}
 
 template <class R> struct VectorOf;
 template <> struct VectorOf<float> {
@@ -231,8 +233,8 @@ INLINE void store_bf16(void* to, Vec<float> x) {
   memcpy(to, &rounded, sizeof rounded);
 }
 #endif
-// acc[i][j] += sum over k of A[i*ai + k*ak] * B[k*bk + j*W ...] for j from FIRST to LAST-1: scalars of A, read in place,
-// times vectors of B. T: R, or Pair.
+// acc[i][j] += sum over k of A[i*ai + k*ak] * B[k*bk + j*W ...] for j from FIRST to LAST-1: scalars of A, read in
+// place, times vectors of B. T: R, or Pair.
 template <class R, int FIRST, int LAST, class T, int M, int N>
 INLINE void multiply_columns(Vec<R> (&acc)[M][N], const T* A, ptrdiff_t ai, ptrdiff_t ak, const T* B, ptrdiff_t bk,
                              int K) {

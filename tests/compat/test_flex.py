@@ -278,6 +278,15 @@ def test_dtypes(mod: str, dtype: torch.dtype) -> None:
     assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
 
 
+def test_sums_of_16_bits() -> None:
+    """Tables are widened before they are added up."""
+    table = TABLE.to(torch.bfloat16)
+    mod: Mod = lambda s, b, h, i, j: (s + table[h, j] + 0.01 * table[0, i]) * 1.7  # noqa: E731
+    given = [x.to(torch.bfloat16) for x in inputs(24, 30)]
+    _, lse = flex_attention(*given, mod, return_lse=True)
+    assert_close(lse, theirs.flex_attention(*given, mod, return_lse=True)[1], rtol=1e-5, atol=1e-5)
+
+
 PRIMITIVES: dict[str, Callable[[int, int], Mod]] = {
     "causal": lambda a, c: lambda b, h, i, j: i + a >= j,
     "window": lambda a, c: lambda b, h, i, j: (i - j + c).abs() <= a,
@@ -510,7 +519,7 @@ class TestChanges:
         self.changed(lambda s, b, h, i, j: torch.where((i - j).abs() <= state.window, s, -torch.inf), grow)
         self.changed(lambda s, b, h, i, j: torch.where((i - j).abs() <= int(array), s, -torch.inf), grow)
 
-    def test_functions_inside(self) -> None:
+    def test_functions_inside(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Globals that only an inner function names; and an object, which has no hash."""
 
         class Window:
@@ -521,12 +530,11 @@ class TestChanges:
                 return torch.where((i - j).abs() <= self.size, s, -torch.inf)
 
         def change() -> None:
-            global WINDOW
-            WINDOW += 3
+            monkeypatch.setitem(globals(), "WINDOW", WINDOW + 3)
             mod.size += 3
 
         mod = Window()
-        near: Mod = lambda *at: (lambda i, j: (i - j).abs() <= WINDOW)(*at)  # noqa: E731
+        near: Any = lambda *at: (lambda i, j: (i - j).abs() <= WINDOW)(*at)  # noqa: E731
         self.changed(lambda s, b, h, i, j: torch.where(near(i, j), s, -torch.inf), change)
         self.changed(mod, change)
 

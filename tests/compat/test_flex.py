@@ -372,6 +372,7 @@ class TestRefusedScoreMods:
         ("maximum of scores", lambda s, b, h, i, j: torch.maximum(s, TABLE[h, j])),
         ("detach of scores", lambda s, b, h, i, j: s.detach()),
         ("add_ of scores", lambda s, b, h, i, j: s.add_(1)),
+        ("add_ of scores", lambda s, b, h, i, j: torch.zeros_like(TABLE[h, j]).add_(s)),
         ("add with alpha", lambda s, b, h, i, j: torch.add(TABLE[h, j], s, alpha=2)),
         ("sub with alpha", lambda s, b, h, i, j: torch.sub(TABLE[h, j], s, alpha=2)),
         ("rsub with alpha", lambda s, b, h, i, j: torch.rsub(s, TABLE[h, j], alpha=2)),
@@ -669,6 +670,25 @@ class TestBlockMask:
             assert row.shape == (BATCH, 1, 1, 64)
             found = flex_attention(q[:, :, at : at + 1], k, v, block_mask=row)
             assert_close(found, want[:, :, at : at + 1])
+
+    @pytest.mark.parametrize("make", [create_block_mask, theirs.create_block_mask])
+    def test_attributes_are_set_anew(self, make: Mod) -> None:
+        """Each by itself, after a call; torch's own function sees it too."""
+        block_mask = make(MASKS["by head"], BATCH, HEADS, 40, 50, device="cpu", BLOCK_SIZE=64)
+        for lengths, mask in (
+            ((40, 50), "by head"),
+            ((40, 50), "padding"),
+            ((24, 50), "padding"),
+            ((24, 30), "padding"),
+        ):
+            if mask != "by head":
+                block_mask.mask_mod = MASKS[mask]
+            if lengths != block_mask.seq_lengths:
+                block_mask.seq_lengths = lengths
+            given = inputs(*lengths)
+            want = by_definition(given, mask=MASKS[mask])[0]
+            assert_close(flex_attention(*given, block_mask=block_mask), want)
+            assert_close(theirs.flex_attention(*given, block_mask=block_mask), want)
 
     def test_a_slice_of_too_few_rows(self) -> None:
         row = theirs.create_block_mask(MASKS["causal"], None, None, 64, 64, device="cpu", BLOCK_SIZE=16)[:, :, 1]

@@ -53,7 +53,7 @@ class Score:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__.strip("_")
+        name = func.__name__.removeprefix("__").removesuffix("__")
         operation = _OPERATIONS.get(name)
         if operation is None:
             _refuse(name)

@@ -248,6 +248,8 @@ def test_slopes_where_neighbours_are_hidden() -> None:
     far = recognized(SCORES["symmetric alibi"], lambda b, h, i, j: (i - j).abs() > 2)
     assert far["bias"].shape == (BATCH, HEADS, 24, 30)
     agree(inputs(24, 30), SCORES["alibi"], lambda b, h, i, j: i > j + 2)
+    after = recognized(SCORES["symmetric alibi"], lambda b, h, i, j: i < j)
+    assert torch.equal(after["alibi"], recognized(SCORES["symmetric alibi"])["alibi"])
     some = recognized(SCORES["alibi"], lambda b, h, i, j: (i > 10) & (i >= j))
     assert torch.equal(some["alibi"], SLOPES.double())
 
@@ -354,6 +356,8 @@ class TestRefusedScoreMods:
         ("two tanh", lambda s, b, h, i, j: torch.tanh(torch.tanh(s))),
         ("for some pairs only", lambda s, b, h, i, j: torch.where(h > 1, torch.tanh(s), s)),
         ("another number than -inf", lambda s, b, h, i, j: torch.where(i >= j, s, -1e9)),
+        ("another number than -inf", lambda s, b, h, i, j: torch.where(h < 2, s, torch.where(i >= j, s, 0.0))),
+        ("another number than -inf", lambda s, b, h, i, j: torch.where(h < 2, torch.where(i >= j, s, 0.0), s)),
         ("another number than -inf", lambda s, b, h, i, j: s.masked_fill(i < j, torch.finfo(s.dtype).min)),
         ("another number than -inf", lambda s, b, h, i, j: torch.where(j < 29, s, TABLE[0, 0])),
         ("comparison of scores", lambda s, b, h, i, j: torch.where(s > 0, s, -torch.inf)),
@@ -368,6 +372,7 @@ class TestRefusedScoreMods:
         ("maximum of scores", lambda s, b, h, i, j: torch.maximum(s, TABLE[h, j])),
         ("detach of scores", lambda s, b, h, i, j: s.detach()),
         ("add_ of scores", lambda s, b, h, i, j: s.add_(1)),
+        ("add_ of scores", lambda s, b, h, i, j: torch.zeros_like(TABLE[h, j]).add_(s)),
         ("add with alpha", lambda s, b, h, i, j: torch.add(TABLE[h, j], s, alpha=2)),
         ("sub with alpha", lambda s, b, h, i, j: torch.sub(TABLE[h, j], s, alpha=2)),
         ("rsub with alpha", lambda s, b, h, i, j: torch.rsub(s, TABLE[h, j], alpha=2)),
@@ -413,6 +418,10 @@ class TestRefusedScoreMods:
         with pytest.raises(ft.errors.UnsupportedError, match="query instead"):
             flex_attention(*inputs(24, 30), lambda s, b, h, i, j: s * torch.where(i >= j, 0.5, SLOPES[h]))
 
+    def test_what_is_not_chosen_does_not_matter(self) -> None:
+        agree(inputs(24, 30), lambda s, b, h, i, j: torch.where(i >= j, torch.where(i >= j, s, 7.0), s * 1))
+        agree(inputs(24, 30), lambda s, b, h, i, j: torch.where(i >= j, s, torch.where(i < j, s + 1, 7.0)))
+
     def test_a_wrong_record_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The second check, by real scores, refuses what the first has recorded wrongly."""
         monkeypatch.setitem(score_mod._OPERATIONS, "tanh", lambda x: x)
@@ -440,6 +449,15 @@ class TestLearned:
         """As a bias, because alibi has no gradient."""
         slopes = SLOPES.double().requires_grad_()
         same_gradients(inputs(20, 20), lambda s, b, h, i, j: s - slopes[h] * (i - j).abs(), None, (slopes,))
+
+    def test_each_call_has_its_own_graph(self) -> None:
+        """After a call without gradients, and twice with the same table."""
+        table = TABLE.clone().requires_grad_()
+        mod: Mod = lambda s, b, h, i, j: s + table[h, j]  # noqa: E731
+        with torch.no_grad():
+            flex_attention(*inputs(20, 30), mod)
+        for _ in range(2):
+            same_gradients(inputs(20, 30), mod, None, (table,))
 
     def test_training_steps(self) -> None:
         """The table is read anew in each step, and by each backward pass."""
@@ -591,8 +609,9 @@ class TestChanges:
             assert len(runs) == count
         flex_attention(q, k, v, mod, b, scale=2.0)
         assert len(runs) == 2
-        flex_attention(q[:, :, :9], k, v, mod)
-        assert len(runs) == 3
+        for n in range(1, 11):
+            flex_attention(q[:, :, :n], k, v, mod)
+        assert len(runs) == 12 and len(score_mod._KNOWN[mod]) <= score_mod.MOST_KNOWN
 
     def test_of_block_masks(self) -> None:
         """torch would then disagree with itself: its blocks are of the old mask, its mask_mod is the new one."""
@@ -651,6 +670,25 @@ class TestBlockMask:
             assert row.shape == (BATCH, 1, 1, 64)
             found = flex_attention(q[:, :, at : at + 1], k, v, block_mask=row)
             assert_close(found, want[:, :, at : at + 1])
+
+    @pytest.mark.parametrize("make", [create_block_mask, theirs.create_block_mask])
+    def test_attributes_are_set_anew(self, make: Mod) -> None:
+        """Each by itself, after a call; torch's own function sees it too."""
+        block_mask = make(MASKS["by head"], BATCH, HEADS, 40, 50, device="cpu", BLOCK_SIZE=64)
+        for lengths, mask in (
+            ((40, 50), "by head"),
+            ((40, 50), "some rows see nothing"),
+            ((24, 50), "some rows see nothing"),
+            ((24, 30), "some rows see nothing"),
+        ):
+            if block_mask.mask_mod is not MASKS[mask]:
+                block_mask.mask_mod = MASKS[mask]
+            if lengths != block_mask.seq_lengths:
+                block_mask.seq_lengths = lengths
+            given = inputs(*lengths)
+            want = by_definition(given, mask=MASKS[mask])[0]
+            assert_close(flex_attention(*given, block_mask=block_mask), want)
+            assert_close(theirs.flex_attention(*given, block_mask=block_mask), want)
 
     def test_a_slice_of_too_few_rows(self) -> None:
         row = theirs.create_block_mask(MASKS["causal"], None, None, 64, 64, device="cpu", BLOCK_SIZE=16)[:, :, 1]
@@ -717,6 +755,9 @@ class TestBlockMask:
             agree(inputs(20, 30), SCORES["alibi"], mask)
         with pytest.warns(UserWarning, match="a dense mask"):
             agree(inputs(20, 30), lambda s, b, h, i, j: torch.where((i + j) % 2 == 0, s, -torch.inf), MASKS["causal"])
+        monkeypatch.setattr(score_mod, "SLAB", 90)  # three queries at a time, of the right ones
+        with pytest.warns(UserWarning, match="a dense mask"):
+            agree(inputs(20, 30), lambda s, b, h, i, j: torch.where((i + j) % 2 == 0, s, 7.0), mask)
         monkeypatch.setattr(block_masks, "LARGEST", 20 * 30 - 1)
         with pytest.raises(ft.ShapeError, match=r"at most 8 runs.*15 for batch 0, head 0, query 0"):
             create_block_mask(mask, BATCH, None, 20, 30, device="cpu")

@@ -37,12 +37,8 @@ except ImportError:  # torch before 2.9
 
 
 BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
-NAMES = {
-    "q": "query",
-    "k": "key",
-    "v": "value",
-    "q, k, v": "query, key, value",
-}  # of arguments, in attention() and here
+# Of arguments, in attention() and here.
+NAMES = {"q": "query", "k": "key", "v": "value", "q, k, v": "query, key, value"}
 _warned = False
 
 

@@ -53,7 +53,7 @@ class Score:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__.strip("_")
+        name = func.__name__.removeprefix("__").removesuffix("__")
         operation = _OPERATIONS.get(name)
         if operation is None:
             _refuse(name)
@@ -474,11 +474,11 @@ def _holds(claim: Tensor | bool, visible: Tensor) -> bool:
 
 
 def _bias(tracer: Tracer, b: Tensor, h: Tensor, i: Tensor, j: Tensor, at_once: int) -> Tensor:
-    """The bias of all pairs, with an axis of length 1 where it does not matter; 0 where it is -inf."""
+    """The bias of all pairs, with an axis of length 1 where it does not matter."""
 
     def of(i: Tensor) -> Tensor:
         x = torch.as_tensor(tracer.on_pairs(b, h, i, j).bias, device=j.device).to(tracer.dtype)
-        return torch.where(x == -math.inf, 0, x) if x.ndim else x.expand(1, 1, 1, 1)
+        return x if x.ndim else x.expand(1, 1, 1, 1)
 
     first = of(i[:2])
     if first.shape[2] == 1:  # all queries have the same, or there is one query

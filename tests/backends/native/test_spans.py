@@ -11,7 +11,7 @@ import pytest
 import flashtile as ft
 from flashtile.band import FAR, Band
 from flashtile.numerics.dtypes import narrow, widen
-from flashtile.spans import Visibility
+from flashtile.numerics.visibility import Visibility
 from tests.backends.native.core import c_span_cuts, needs_native
 from tests.support import brute_force
 from tests.support.grid import Call, check_backward, check_forward, truth_of
@@ -98,9 +98,9 @@ def test_the_bits_of_a_band(band: str, size: str, dtype: str) -> None:
     rng = np.random.default_rng(0)
     q, dout = (numbers(rng, dtype, batch, heads, n_q, dim) for _ in range(2))
     k, v = (numbers(rng, dtype, batch, kv_heads, n_k, dim) for _ in range(2))
-    b, i = BANDS[band], np.arange(n_q) if n_q > 3 else np.arange(n_q) + n_k - n_q
-    b = b.shifted(int(i[0]))
-    seen = np.maximum(b.begin(np.arange(n_q)), 0), np.maximum(b.end(np.arange(n_q)), 0)
+    b = BANDS[band].shifted(n_k - n_q if n_q <= 3 else 0)
+    rows = range(n_q)
+    seen = [max(b.begin(i), 0) for i in rows], [max(b.end(i), 0) for i in rows]
     same(results(q, k, v, dout, spans=ft.Spans(*seen)), results(q, k, v, dout, band=b))
 
 
@@ -138,11 +138,25 @@ def test_random_spans_by_definition(n_q: int, count: int) -> None:
     rng = np.random.default_rng(count)
     q, k, v = (rng.standard_normal((2, h, n, 5)) for h, n in ((4, n_q), (2, 23), (2, 23)))
     spans = random_spans(rng, (2, 4, n_q), count, 23)
-    for options in ({}, {"causal": True}):
+    both: list[dict[str, Any]] = [{}, {"causal": True}]
+    for options in both:
         out, lse = ft.attention(q, k, v, spans=spans, return_lse=True, backend="native", **options)
         exact, exact_lse = brute_force.attention(q, k, v, spans=spans, **options)[:2]
         np.testing.assert_allclose(out, exact, atol=1e-12)
         np.testing.assert_allclose(lse, exact_lse, atol=1e-12)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("n_q", [1, 3, 40])
+def test_spans_of_split_keys(n_q: int, count: int) -> None:
+    """So few queries that threads share the keys of each."""
+    rng = np.random.default_rng(n_q)
+    q, k, v, dout = (rng.standard_normal((1, 1, n, 8)) for n in (n_q, 4000, 4000, n_q))
+    call = Call(q, k, v, {"spans": random_spans(rng, (1, 1, n_q), count, 4000)}, dout, None)
+    runner, against = api_runner("native"), truth_of(call)
+    out, lse = runner.forward(call)
+    check_forward(call, against, out, lse)
+    check_backward(call, against, runner.backward(call, out, lse))
 
 
 def documents(lengths: list[int], causal: bool) -> ft.Spans:
@@ -157,14 +171,15 @@ SHAPES = {
     "shared by heads": lambda rng, n: random_spans(rng, (2, 1, n), 2, n),
     "documents": lambda rng, n: documents(LENGTHS, causal=False),
     "causal documents": lambda rng, n: documents(LENGTHS, causal=True),
+    "padding": lambda rng, n: ft.Spans(0, np.where(np.arange(n) < 400, 400, 0)),
     "first keys and a window": lambda rng, n: first_keys_and_window(n, 5, 60),
 }
 
 
 def first_keys_and_window(n: int, first: int, width: int) -> ft.Spans:
     i = np.arange(n)
-    begin = np.maximum(i - width, first)
-    return ft.Spans(np.stack([0 * i, begin], -1)[None, None], np.stack([np.minimum(i + 1, first), i + 1], -1)[None, None])
+    begin, end = (0 * i, np.maximum(i - width, first)), (np.minimum(i + 1, first), i + 1)
+    return ft.Spans(*(np.stack(x, -1)[None, None] for x in (begin, end)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -87,6 +87,7 @@ template <class T> struct WeightedRows {
   // The rows that see any of n keys are within these.
   Range seeing(int key, int n) const {
     constexpr int each = W<float> * (int)sizeof(float) / (int)sizeof(T) / FACTOR_SIZE<T>;  // rows of a vector
+    if (pieces->count == 1) return {0, rows};
     int first = rows, last = 0;
     for (const Piece& x : *pieces)
       if (x.from < key + n && key < x.to) {

@@ -6,6 +6,7 @@ unless a device is named. Query i stands at key i + n_k - n_q: the last query is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -152,19 +153,19 @@ def from_function(visible: MaskFunction, batch: int, heads: int, n_q: int, n_k: 
 
 def intersection(a: Spans, b: Spans) -> Spans:
     """What both make visible."""
-    return _from_pairs(*_intersected(*_pairs(a), *_pairs(b)))
+    return _from_pairs(*intersected(*_pairs(a), *_pairs(b)))
 
 
 def union(a: Spans, b: Spans) -> Spans:
     """What one of them makes visible: the complement of the intersection of their complements."""
-    return _from_pairs(*_complement(*_intersected(*_complement(*_pairs(a)), *_complement(*_pairs(b)))))
+    return _from_pairs(*complement(*intersected(*complement(*_pairs(a)), *complement(*_pairs(b)))))
 
 
 def _pairs(spans: Spans) -> tuple[Any, Any]:
     return spans.begin, spans.end
 
 
-def _intersected(begin: Any, end: Any, other_begin: Any, other_end: Any) -> tuple[Any, Any]:
+def intersected(begin: Any, end: Any, other_begin: Any, other_end: Any) -> tuple[Any, Any]:
     """Rising pairs of the intersection, and after them empty ones at FARTHEST. Sorted apart, they still match."""
     xp = library(begin)
     b = xp.maximum(begin[..., :, None], other_begin[..., None, :])
@@ -177,7 +178,7 @@ def _intersected(begin: Any, end: Any, other_begin: Any, other_end: Any) -> tupl
     return xp.sort(found[0], -1).values[..., :count], xp.sort(found[1], -1).values[..., :count]
 
 
-def _complement(begin: Any, end: Any) -> tuple[Any, Any]:
+def complement(begin: Any, end: Any) -> tuple[Any, Any]:
     xp = library(begin)
     join = np.concatenate if xp is np else xp.cat
     return join([begin[..., :1] * 0, end], -1), join([begin, begin[..., :1] * 0 + FARTHEST], -1)
@@ -197,25 +198,22 @@ def _from_pairs(begin: Any, end: Any) -> Spans:
 
 def _limits(mask: Any, first: int) -> Any:
     """Begin and end, (batch, heads, queries, spans, 2), of the runs of a mask whose first query is number `first`."""
-    xp = library(mask)
-    none = xp.zeros_like(mask[..., :1])
+    xp, (*lead, n_k) = library(mask), mask.shape
+    rows = math.prod(lead)
     join = np.concatenate if xp is np else xp.cat
-    before = join([none, mask], -1)
-    after = join([mask, none], -1)
-    rises, falls = after & ~before, before & ~after
-    counts = rises.sum(-1)
-    most = int(counts.max()) if 0 not in counts.shape else 0
+    # A run begins and ends where neighbours differ; the keys at which they do are found row by row, in rising order.
+    edges = join([mask[..., :1], mask[..., 1:] != mask[..., :-1], mask[..., -1:]], -1)
+    edges = edges.reshape(rows, edges.shape[-1])
+    row, key = np.nonzero(edges) if xp is np else xp.nonzero(edges, as_tuple=True)
+    counts = xp.bincount(row, minlength=rows)
+    most = int(counts.max()) // 2 if rows and n_k else 0
     if most > MAX_SPANS:
-        _too_many(counts, first)
-    shape = (*mask.shape[:3], max(most, 1))
-    found = []
-    for edges in (rises, falls):
-        at = xp.nonzero(edges) if xp is np else xp.nonzero(edges, as_tuple=True)
-        number = edges.cumsum(-1)[at] - 1
-        x = np.zeros(shape, np.int64) if xp is np else xp.zeros(shape, dtype=xp.int64, device=mask.device)
-        x[at[0], at[1], at[2], number] = at[3]
-        found.append(x)
-    return xp.stack(found, -1)
+        _too_many(counts.reshape(lead) // 2, first)
+    number = _range(len(row), None if xp is np else mask.device) - (counts.cumsum(0) - counts)[row]
+    shape = (rows, 2 * max(most, 1))
+    found = np.zeros(shape, np.int64) if xp is np else xp.zeros(shape, dtype=xp.int64, device=mask.device)
+    found[row, number] = key
+    return found.reshape(*lead, max(most, 1), 2)
 
 
 def _joined(parts: Sequence[Any]) -> Spans:

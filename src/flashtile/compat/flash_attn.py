@@ -26,7 +26,7 @@ from flashtile.compat.kv_cache import (
     check_table,
     checked_cache,
     gather_pages,
-    padding_mask,
+    spans_after,
     zero_unused_pages,
 )
 from flashtile.compat.options import dropout_options
@@ -35,6 +35,7 @@ from flashtile.errors import DTypeError, ShapeError, UnsupportedError
 from flashtile.options import DEFAULTS
 from flashtile.problem import describe
 from flashtile.pytorch import calls, subclasses
+from flashtile.spans import limits_of
 
 Window = tuple[int, int]
 UNLIMITED: Window = (-1, -1)
@@ -269,7 +270,7 @@ def flash_attn_with_kvcache(
     new = None if k is None or v is None else (k, v)
     cache = checked_cache(q.shape[0], k_cache, v_cache, new, cache_seqlens, cache_batch_idx, block_table)
     if cache_leftpad is not None:
-        options["mask"] = padding_mask(cache_leftpad, q.shape[0], cache.capacity)
+        options["spans"] = spans_after(cache_leftpad, q.shape[0], cache.capacity)
     if rotary_cos is not None and rotary_sin is not None:  # by rows of the cache, padding included
         angles: dict[str, Any] = {
             "cos": rotary_cos,
@@ -281,12 +282,13 @@ def flash_attn_with_kvcache(
         new = None if new is None else (rotate(new[0], **angles, by_row=True), new[1])
     if new is not None:
         # Check before anything is written; a graph is checked when it is traced.
-        if not (torch.compiler.is_compiling() or _is_cached(q, cache, options)):
+        checked = options | {"spans": limits_of(options.get("spans"))}
+        if not (torch.compiler.is_compiling() or _is_cached(q, cache, checked)):
             like = (
                 torch.empty((q.shape[0], cache.capacity, *x.shape[2:]), dtype=x.dtype, device="meta")
                 for x in (k_cache, v_cache)
             )
-            describe(*(x.transpose(1, 2) for x in (q, *like)), **options)
+            describe(*(x.transpose(1, 2) for x in (q, *like)), **checked)
         cache = cache.append(*new)
     return _dense(q, *cache.gather(), return_softmax_lse, {**options, "kv_lengths": cache.lengths})
 

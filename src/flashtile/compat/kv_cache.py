@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flashtile.errors import DTypeError, ShapeError, UnsupportedError
 from flashtile.pytorch.interception import check_storage, readable
+from flashtile.spans import Spans
 
 
 class Cache(NamedTuple):
@@ -94,11 +95,11 @@ def checked_cache(
     return Cache(keys, values, lengths, slots, table)
 
 
-def padding_mask(padding: Tensor, batch: int, capacity: int) -> Tensor:
-    """The mask that hides the padding at the start of each sequence."""
+def spans_after(padding: Tensor, batch: int, capacity: int) -> Spans:
+    """The rows after the padding at the start of each sequence."""
     check_integers("cache_leftpad", padding, (batch,))
     _check_range("cache_leftpad", padding, capacity)
-    return (torch.arange(capacity, device=padding.device) >= padding[:, None])[:, None, None]
+    return Spans(padding[:, None, None], capacity)
 
 
 def gather_pages(pages: Tensor, table: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from flashtile.band import Band
 from flashtile.checks.numbers import check_flag
 from flashtile.checks.shapes import MAX_DIM
 from flashtile.compat.errors import as_runtime_error, check_tensors
+from flashtile.compat.layout import copy_layout, is_contiguous
 from flashtile.compat.options import dropout_options, mask_options
 from flashtile.errors import DTypeError, FlashtileError, ShapeError
 from flashtile.pytorch import subclasses
@@ -98,7 +98,7 @@ def _attend(
     if nested:
         return _nested(query, key, value, attn_mask, enable_gqa, options)
     layout_of = None
-    if not _is_contiguous(query) and _keeps_layout(query, key, value, attn_mask, dropout_p, enable_gqa):
+    if not is_contiguous(query) and _keeps_layout(query, key, value, attn_mask, dropout_p, enable_gqa):
         layout_of = query
     if k != v or not len(shape) == 4 == len(k) or shape[0] != k[0] or shape[1] != k[1]:  # usually the shapes are equal
         query, key, value = _broadcast(query, key, value, enable_gqa)
@@ -110,7 +110,7 @@ def _attend(
     out: Tensor = attention(query, key, value, layout="bhnd", **options)
     if len(shape) > 4:
         return out.reshape(*shape[:-3], *out.shape[1:])
-    return out if layout_of is None else _copy_layout(out, layout_of)
+    return out if layout_of is None else copy_layout(out, layout_of)
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -254,28 +254,6 @@ def _keeps_layout(
     if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
         return False
     return not query.is_cpu or (dropout_p == 0 and (mask is None or (mask.ndim != 3 and not mask.requires_grad)))
-
-
-def _is_contiguous(query: Tensor) -> bool:
-    """Whether the query is contiguous; in a graph, whether its axes are known to be in memory order."""
-    if not torch.compiler.is_compiling():
-        return query.is_contiguous()
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
-
-    strides = query.stride()[:-1]
-    return not any(guard_or_false(a < b) for a, b in pairwise(strides))
-
-
-def _copy_layout(out: Tensor, query: Tensor) -> Tensor:
-    """Copy the output to the query's order of axes in memory, or to that of a copy if the query's axes overlap."""
-    strides = query.stride()
-    if 0 in strides:
-        strides = torch.empty_like(query, device="meta").stride()
-    order = sorted(range(3), key=strides.__getitem__, reverse=True)
-    if order == [0, 1, 2]:
-        return out
-    back = [order.index(axis) for axis in range(3)]
-    return out.permute(*order, 3).contiguous().permute(*back, 3)
 
 
 def _nested(

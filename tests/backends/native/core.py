@@ -38,3 +38,16 @@ def c_keep(seed: int, head: int, i: int, j: int, n: int, dropout: float) -> Any:
     )
     assert set(found.tolist()) <= {0, 1}
     return found.astype(bool)
+
+
+def c_span_cuts(
+    band: Band, first: int, last: int, n_cols: int, block: int, limits: Any
+) -> tuple[tuple[int, int, int, int], ...]:
+    """Limits of rows first..last-1: (rows, spans, 2)."""
+    limits = np.ascontiguousarray(limits, np.int32)
+    count = limits.shape[1]
+    found = (ctypes.c_int64 * (4 * count))()
+    numbers = (band.left, band.right, band.offset, first, last, n_cols, block)
+    address = limits.ctypes.data_as(ctypes.c_void_p)
+    library().ft_span_cuts(*map(ctypes.c_int64, numbers), address, ctypes.c_int64(count), found)
+    return tuple(tuple(found[4 * r : 4 * r + 4]) for r in range(count))

@@ -17,6 +17,7 @@ import flashtile
 from flashtile.lab.lessons import cuda
 from flashtile.lab.lessons import cuda_attention as lesson
 from flashtile.lab.lessons.lesson import Unavailable
+from flashtile.lab.lessons.text import Say
 
 HERE = Path(__file__).parent
 
@@ -93,7 +94,7 @@ def test_without_a_driver_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(cuda.ctypes, "CDLL", missing)
     cuda.driver.cache_clear()
     with pytest.raises(Unavailable, match="needs an NVIDIA GPU"):
-        lesson.run(lambda line: None)
+        lesson.run(Say(lambda line: None))
 
 
 def test_without_nvrtc_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +114,6 @@ def test_the_newest_nvrtc_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
-    record = lesson.run(lambda line: None)
+    record = lesson.run(Say(lambda line: None))
     assert record["holds"] and record["resources"]["spilled"] == 0
     assert record["resources"]["shared"] == 2 * lesson.BLOCK_K * lesson.DIM * 4

@@ -9,11 +9,12 @@ import pytest
 
 from flashtile.cost import traffic
 from flashtile.lab.lessons import fa1_vs_fa2 as lesson
+from flashtile.lab.lessons.text import Say
 
 
 @pytest.fixture(scope="module")
 def record() -> Any:
-    return lesson.run(lambda line: None, quick=True)
+    return lesson.run(Say(lambda line: None), quick=True)
 
 
 def test_writes_are_scattered_or_sequential(record: Any) -> None:

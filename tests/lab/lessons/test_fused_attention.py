@@ -13,6 +13,7 @@ import flashtile
 from flashtile.lab.lessons import device
 from flashtile.lab.lessons import fused_attention as lesson
 from flashtile.lab.lessons.lesson import Unavailable
+from flashtile.lab.lessons.text import Say
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Triton's interpreter
 
@@ -35,7 +36,7 @@ def test_the_kernel(n: int, causal: bool) -> None:
 def test_without_triton_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(Unavailable, match="triton is not installed"):
-        lesson.run(lambda line: None)
+        lesson.run(Say(lambda line: None))
 
 
 COMPILE = """
@@ -76,7 +77,7 @@ def test_the_kernels_compile_for_hopper(tmp_path: object) -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
-    record = lesson.run(lambda line: None)
+    record = lesson.run(Say(lambda line: None))
     assert record["device"] == "cuda" and record["holds"]
     assert {check["dtype"] for check in record["checks"]} == {"float32", "float16", "bfloat16"}
     assert set(record["times"]) == {"full", "causal"}

@@ -11,13 +11,14 @@ from flashtile import dispatch
 from flashtile.band import full
 from flashtile.cost import traffic
 from flashtile.lab.lessons import launches as lesson
+from flashtile.lab.lessons.text import Say
 from flashtile.numerics import schedule
 from flashtile.numerics.schedule import Grid
 
 
 @pytest.fixture(scope="module")
 def record() -> Any:
-    return lesson.run(lambda line: None, quick=True)
+    return lesson.run(Say(lambda line: None), quick=True)
 
 
 def test_six_trips_or_two(record: Any) -> None:
@@ -49,13 +50,13 @@ def test_without_the_core_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch.Backend, "missing", lambda self: "the moon is wrong")
     lines: list[str] = []
     x = np.ones((4, 4), np.float32)
-    calls, _ = lesson.on_cpu(lines.append, x, x, x, 0.01)
+    calls, _ = lesson.on_cpu(Say(lines.append), x, x, x, 0.01)
     assert "not compared: the moon is wrong" in lines[0] and list(calls) == ["standard", "tiled loop"]
 
 
 def test_numpy_is_timed_separately(together: list[set[str]]) -> None:
     x = np.ones((4, 4), np.float32)
-    lesson.on_cpu(lambda line: None, x, x, x, 0.01)
+    lesson.on_cpu(Say(lambda line: None), x, x, x, 0.01)
     assert together[0] <= {"flashtile"} and together[1:] == [{"standard"}, {"tiled loop"}]
 
 
@@ -71,7 +72,7 @@ def test_every_operation_is_counted() -> None:
 
 def test_with_torch() -> None:
     pytest.importorskip("torch")
-    record = lesson.on_torch(lambda line: None, "cpu", quick=True)
+    record = lesson.on_torch(Say(lambda line: None), "cpu", quick=True)
     calls = record["calls"]
     assert calls["standard"]["calls"] == 4 and calls["flashtile"]["calls"] == 1  # product, scale, softmax, product
     assert calls["tiled loop"]["calls"] > 100 and calls["tiled loop"]["bytes"] > calls["standard"]["bytes"]
@@ -79,5 +80,5 @@ def test_with_torch() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
-    record = lesson.run(lambda line: None, quick=True)
+    record = lesson.run(Say(lambda line: None), quick=True)
     assert record["gpu"]["device"] == "cuda" and record["gpu"]["calls"]["flashtile"]["calls"] == 1

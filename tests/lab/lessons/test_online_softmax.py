@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from flashtile.lab.lessons import online_softmax as lesson
+from flashtile.lab.lessons.text import Say
 
 
 @pytest.mark.parametrize("tile", [1, 3, 64, 1000])
@@ -21,7 +22,7 @@ def test_online_is_plain(tile: int) -> None:
 
 def test_the_example() -> None:
     lines: list[str] = []
-    record = lesson.run(lines.append, quick=True)
+    record = lesson.run(Say(lines.append), quick=True)
     first, second, *later = record["steps"]
     assert record["n"] == 2000 and len(record["steps"]) == 4
     assert (first["m"], second["m"]) == pytest.approx((2.1, 3.4)) and first["m_old"] is None

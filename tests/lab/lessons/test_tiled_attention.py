@@ -7,6 +7,7 @@ import pytest
 
 import flashtile
 from flashtile.lab.lessons import tiled_attention as lesson
+from flashtile.lab.lessons.text import Say
 
 
 def inputs(n: int) -> list[np.ndarray]:
@@ -43,7 +44,7 @@ def test_memory_is_the_peak() -> None:
 
 
 def test_the_record() -> None:
-    record = lesson.run(lambda line: None, quick=True)
+    record = lesson.run(Say(lambda line: None), quick=True)
     for row in record["memory"]:
         assert row["standard"] > 2 * row["matrix"] and row["output"] < row["tiled"]
     first, *_, last = record["memory"]
@@ -52,5 +53,5 @@ def test_the_record() -> None:
 
 def test_numpy_is_timed_separately(together: list[set[str]]) -> None:
     """Its BLAS keeps cores spinning, so ours is timed before it, never in turns with it."""
-    lesson.run(lambda line: None, quick=True)
+    lesson.run(Say(lambda line: None), quick=True)
     assert together[:2] == [{"flashtile"}, {"flashtile, causal"}] and max(map(len, together)) == 1

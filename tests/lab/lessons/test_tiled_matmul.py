@@ -10,6 +10,7 @@ import pytest
 from flashtile.lab.lessons import device
 from flashtile.lab.lessons import tiled_matmul as lesson
 from flashtile.lab.lessons.lesson import Unavailable
+from flashtile.lab.lessons.text import Say
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Triton's interpreter
 
@@ -31,7 +32,7 @@ def test_uses_per_load() -> None:
 
 def test_the_walk_through() -> None:
     lines: list[str] = []
-    walked = lesson.walk_through(lines.append)
+    walked = lesson.walk_through(Say(lines.append))
     assert walked["equal"] and (np.array(walked["A"]) @ walked["B"] == walked["C"]).all()
     assert walked["used"] == {"A": {"loads": 2, "uses": 6}, "B": {"loads": 2, "uses": 4}}
     text = " ".join(lines)
@@ -39,7 +40,7 @@ def test_the_walk_through() -> None:
 
 
 def test_loads_fall_as_tiles_grow() -> None:
-    rows = lesson.reuse(lambda line: None, 64)
+    rows = lesson.reuse(Say(lambda line: None), 64)
     assert [row["uses"] // row["loads"] for row in rows] == [row["block"] for row in rows]
     assert len({row["uses"] for row in rows}) == 1
 
@@ -60,13 +61,13 @@ def test_the_kernel() -> None:
 def test_without_triton_the_rest_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     lines: list[str] = []
-    record = lesson.run(lines.append, quick=True)
+    record = lesson.run(Say(lines.append), quick=True)
     assert "The Triton kernel is left out: triton is not installed; run: pip install" in lines
     assert record["triton"] is None and record["holds"]
 
 
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
-    record = lesson.run(lambda line: None)
+    record = lesson.run(Say(lambda line: None))
     assert record["triton"]["device"] == "cuda" and record["holds"]
     assert set(record["triton"]["times"]) == {"Triton, tiles of 64", "Triton, tiles of 128", "torch.matmul"}

@@ -11,6 +11,7 @@ from flashtile.lab.bench.timing import Timing
 from flashtile.lab.lessons import device
 from flashtile.lab.lessons import vector_add as lesson
 from flashtile.lab.lessons.lesson import Unavailable
+from flashtile.lab.lessons.text import Say
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Triton's interpreter
 
@@ -47,7 +48,7 @@ def test_the_kernel(n: int) -> None:
 def test_without_triton_the_rest_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     lines: list[str] = []
-    record = lesson.run(lines.append, quick=True)
+    record = lesson.run(Say(lines.append), quick=True)
     assert "The Triton kernel is left out: triton is not installed; run: pip install" in lines
     assert record["device"] == "" and record["holds"] and len(record["measured"]) == 2
 
@@ -68,7 +69,7 @@ def test_when_the_work_outweighs_the_launch(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
-    record = lesson.run(lambda line: None)
+    record = lesson.run(Say(lambda line: None))
     assert record["device"] == "cuda" and record["holds"]
     assert [row["n"] for row in record["measured"]] == [10_000, 1_000_000, 10_000_000]
     _, gpu = record["sweep"]

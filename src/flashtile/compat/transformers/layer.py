@@ -13,7 +13,9 @@ from flashtile.compat.errors import raise_runtime_errors
 from flashtile.compat.options import dropout_options, mask_options
 from flashtile.compat.transformers import packed, selection
 from flashtile.compat.transformers.masks import is_unpadded, none_hides_nothing
+from flashtile.compat.transformers.span_mask import SpanMask
 from flashtile.errors import ShapeError, UnsupportedError
+from flashtile.spans import Spans
 
 # Keywords that models pass to every layer but that do not affect its attention. Any other is an error.
 IGNORED = frozenset(
@@ -135,6 +137,8 @@ def forward(
 def _masked(mask: Tensor, query: Tensor, key: Tensor) -> dict[str, Any]:
     if mask.ndim != 4:
         raise ShapeError(f"attention_mask: expected 4 axes, (batch, heads, queries, keys), got {tuple(mask.shape)}")
+    if isinstance(mask, SpanMask):
+        return {"spans": Spans.of(mask.limits)}
     options = mask_options("attention_mask", mask[..., : key.shape[2]])
     if "bias" in options:
         options["bias"] = _match_dtype(query, options["bias"])

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from flashtile.api import attention, attention_packed
-from flashtile.compat.transformers.selection import restrict
 from flashtile.errors import ShapeError, UnsupportedError
+from flashtile.spans import Spans
 
 # The last positions, their version and the result: all layers of a model get the same positions.
 _last: tuple[weakref.ref[Tensor], int, Tensor | None] | None = None
@@ -58,19 +58,18 @@ def attend(
         rows = of.shape[0] * of.shape[2]
         if x.is_cpu and not torch.compiler.is_compiling() and x.numel() and int(x[-1]) != rows:
             raise ShapeError(f"{name}: expected to end at {rows}, the rows given, got {int(x[-1])}")
-    if "mask" in options or "bias" in options:  # these are for unpacked rows: add a mask of documents
+    if "mask" in options or "bias" in options or "spans" in options:  # for unpacked rows: add spans of documents
         if "causal" in options and cu_q is not cu_k and not torch.equal(cu_q, cu_k):
             raise UnsupportedError(
                 "cu_seq_lens_k: expected cu_seq_lens_q, because a position_bias is given, got other starts"
             )
-        mine, theirs = _documents(cu_q, query), _documents(cu_k, key)
-        same = (mine.unsqueeze(-1) == theirs.unsqueeze(-2)).unsqueeze(1)
-        if masked_by is not None and ("mask" not in options or bool((options["mask"] & ~same).any())):
+        apart = _documents(cu_q, cu_k, query, key)
+        if masked_by is not None and not _keeps_apart(options, apart, key.shape[2]):
             raise UnsupportedError(
                 f"cu_seq_lens_q: expected a mask that keeps documents apart, because of {masked_by} "
                 "(give position_ids and use_cache=False), got one that does not"
             )
-        restrict(options, same)
+        options["spans"] = apart & options["spans"] if "spans" in options else apart
         found: Any = attention(query, key, value, layout="bhnd", return_lse=with_lse, **options)
         return found if with_lse else (found, None)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
@@ -82,7 +81,21 @@ def attend(
     )
 
 
-def _documents(cu: Tensor, x: Tensor) -> Tensor:
-    """The document of each row, (batch, rows)."""
-    rows = torch.arange(x.shape[0] * x.shape[2], device=cu.device, dtype=cu.dtype).view(x.shape[0], x.shape[2])
-    return torch.bucketize(rows, cu[1:], right=True)
+def _documents(cu_q: Tensor, cu_k: Tensor, query: Tensor, key: Tensor) -> Spans:
+    """Each query sees the keys of its document, within its row of the batch."""
+    batch, rows = query.shape[0], query.shape[2]
+    at = torch.arange(batch * rows, device=cu_q.device, dtype=cu_q.dtype)
+    mine = torch.bucketize(at, cu_q[1:], right=True).view(batch, 1, rows)
+    first = torch.arange(batch, device=cu_k.device).view(batch, 1, 1) * key.shape[2]
+    return Spans(cu_k[mine] - first, cu_k[mine + 1] - first)
+
+
+def _keeps_apart(options: dict[str, Any], apart: Spans, keys: int) -> bool:
+    """Whether what the model itself hides includes all pairs of different documents."""
+    if "mask" in options and not bool((options["mask"] & ~apart.to_mask(keys)).any()):
+        return True
+    if "spans" not in options:
+        return False
+    both, mine = (x.limits.long().clamp(max=keys) for x in (apart & options["spans"], options["spans"]))
+    counts = [(x[..., 1] - x[..., 0]).sum(-1) for x in (both, mine)]
+    return bool((counts[0] == counts[1]).all())

@@ -17,8 +17,8 @@ import flashtile
 from flashtile.host import machine
 from flashtile.lab.bench.timing import alternate
 from flashtile.lab.lessons import cuda, device, oracle
-from flashtile.lab.lessons.lesson import HERE, Say, Unavailable
-from flashtile.lab.lessons.text import heading, paragraph, table, timings
+from flashtile.lab.lessons.lesson import HERE, Unavailable
+from flashtile.lab.lessons.text import Say
 from flashtile.lab.units import size
 
 DIM, BLOCK_Q, BLOCK_K = 64, 128, 16
@@ -54,16 +54,15 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
         raise Unavailable(f"this lesson keeps its arrays in torch tensors, and {reason}")
     import torch
 
-    heading(say, "The resources of a block of threads")
+    say.heading("The resources of a block of threads")
     held = kernel(False).resources()
-    paragraph(
-        say,
+    say.paragraph(
         f"{BLOCK_Q} threads, one query each. Tiles of {BLOCK_K} keys and values in shared memory,",
         f"{size(held['shared'])}.",
         f"A query, its output, m and l in registers: {held['registers']} per thread, {held['spilled']} bytes spilled.",
     )
 
-    heading(say, "The same result")
+    say.heading("The same result")
     rng = np.random.default_rng(42)
     checks = []
     for n in (256, 300):
@@ -71,9 +70,9 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
             arrays = [rng.standard_normal((2, n, DIM)).astype(np.float32) for _ in range(3)]
             out = attention(*(torch.from_numpy(x).cuda() for x in arrays), causal=causal)
             checks.append(oracle.check(out.cpu().numpy(), *arrays, causal=causal))
-    table(say, oracle.ROW, [oracle.row(check) for check in checks])
+    say.table(oracle.ROW, [oracle.row(check) for check in checks])
 
-    heading(say, "Time")
+    say.heading("Time")
     torch.manual_seed(42)
     heads, n = (4, 1024) if quick else (16, 4096)
     q, k, v = (torch.randn(heads, n, DIM, device="cuda") for _ in range(3))
@@ -85,7 +84,7 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
         "flashtile.attention, causal": lambda: flashtile.attention(q, k, v, causal=True),
     }
     calls = {name: device.finished(call, "cuda") for name, call in contenders.items()}
-    times = timings(say, f"{heads} heads, N = {n}, float32", alternate(calls, seconds=0.2 if quick else 1))
+    times = say.timings(f"{heads} heads, N = {n}, float32", alternate(calls, seconds=0.2 if quick else 1))
     return {
         "device": "cuda",
         "resources": held,

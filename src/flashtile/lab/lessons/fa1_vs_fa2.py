@@ -19,8 +19,7 @@ from flashtile.backends import tiles
 from flashtile.band import full
 from flashtile.cost import traffic
 from flashtile.lab.bench.timing import alternate
-from flashtile.lab.lessons.lesson import Say
-from flashtile.lab.lessons.text import heading, paragraph, table, timings
+from flashtile.lab.lessons.text import Say
 from flashtile.lab.units import size
 from flashtile.numerics import schedule
 from flashtile.numerics.dtypes import Array
@@ -33,7 +32,7 @@ ORDERS = ("fa1", "fa2")
 
 
 def run(say: Say, quick: bool = False) -> dict[str, Any]:
-    heading(say, "The order of writes")
+    say.heading("The order of writes")
     grid = Grid(16, 16, 4, 4)
     written = {}
     for order in ORDERS:
@@ -42,8 +41,7 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
         say(f"{order}: O blocks in order of writing: {' '.join(map(str, written[order]))}")
     say("")
     each = {order: Counter(blocks).most_common(1)[0][1] for order, blocks in written.items()}
-    paragraph(
-        say,
+    say.paragraph(
         f"16 queries and keys in tiles of 4 x 4. In FA1 every block of O is written {each['fa1']} times, once for each",
         "column of tiles, and the next write is always to another block: the writes are scattered. In FA2 it is",
         f"written {each['fa2']} time, one block after the other: the writes are sequential.",
@@ -51,8 +49,7 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
     moved = count(say, 1024 if quick else 4096)
     times, difference = race(say, *((256, 0.2) if quick else (1024, 2)))
     shared = warps(say)
-    paragraph(
-        say,
+    say.paragraph(
         "A processor runs a block of threads as warps, which share its fast memory but not their registers. FA1 gives",
         "each warp a slice of K and V. Then each has a part of every score row, and the parts of O must be summed",
         "through shared memory, while all warps wait. FA2 gives each warp a slice of Q. Then each has whole rows, all",
@@ -70,7 +67,7 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
 
 def count(say: Say, n: int) -> dict[str, Any]:
     """Count what both orders move, by their events."""
-    heading(say, "Memory traffic")
+    say.heading("Memory traffic")
     block = 128
     grid, layout = Grid(n, n, block, block), traffic.Layout(DIM, DIM, "float16")
     found = {}
@@ -90,8 +87,7 @@ def count(say: Say, n: int) -> dict[str, Any]:
             "sram": summed.peak_sram,
             "independent": len(walks) if alone else 1,
         }
-    table(
-        say,
+    say.table(
         ("order", "read", "written", "writes of an O block", "independent loops per head"),
         [
             (
@@ -105,8 +101,7 @@ def count(say: Say, n: int) -> dict[str, Any]:
         ],
     )
     ratio = found["fa1"]["written"] / found["fa2"]["written"]
-    paragraph(
-        say,
+    say.paragraph(
         f"One head, N = {n}, D = {DIM}, float16, tiles of {block} x {block}. FA1 writes {ratio:.0f} times as much: O,",
         "m and l for every column of tiles. All its columns update the same O, so a head is one sequential loop; the",
         "rows of FA2 are independent, and keep many processors busy even with one head.",
@@ -116,7 +111,7 @@ def count(say: Say, n: int) -> dict[str, Any]:
 
 def race(say: Say, n: int, seconds: float) -> tuple[dict[str, Any], float]:
     """Time both orders on this machine, in NumPy, and check that the results agree."""
-    heading(say, "Time")
+    say.heading("Time")
     rng = np.random.default_rng(42)
     q, k, v = (rng.standard_normal((n, DIM)) for _ in range(3))
     problem = describe(q, k, v)
@@ -125,14 +120,14 @@ def race(say: Say, n: int, seconds: float) -> tuple[dict[str, Any], float]:
     ways = {order: partial(tiles.forward, problem, order, block, block) for order in ORDERS}
     difference = max(float(np.abs(way()[0][0, 0] - oracle).max()) for way in ways.values())
     what = f"tiles backend, N = {n}, tiles of {block} x {block}"
-    times = timings(say, what, alternate(ways, seconds=seconds))
-    paragraph(say, f"Both differ from the oracle by at most {difference:.1e}.")
+    times = say.timings(what, alternate(ways, seconds=seconds))
+    say.paragraph(f"Both differ from the oracle by at most {difference:.1e}.")
     return times, difference
 
 
 def warps(say: Say) -> dict[str, dict[str, Any]]:
     """Split one tile of 64 queries and 64 keys between warps by keys and by queries, and count what they exchange."""
-    heading(say, f"Work split between {WARPS} warps")
+    say.heading(f"Work split between {WARPS} warps")
     rng = np.random.default_rng(42)
     q, k, v = (rng.standard_normal((64, DIM)) for _ in range(3))
     S = q @ k.T * DIM**-0.5
@@ -149,8 +144,7 @@ def warps(say: Say) -> dict[str, dict[str, Any]]:
         "K split (FA1)": {"exchanged": exchanged, "error": float(np.abs(whole.normalized() - oracle).max())},
         "Q split (FA2)": {"exchanged": 0, "error": float(np.abs(by_queries - oracle).max())},
     }
-    table(
-        say,
+    say.table(
         ("split", "numbers exchanged", "from the oracle"),
         [(name, f"{way['exchanged']:,}", f"{way['error']:.1e}") for name, way in found.items()],
     )

@@ -15,8 +15,7 @@ import numpy as np
 import flashtile
 from flashtile.lab.bench.timing import alternate
 from flashtile.lab.lessons import device, oracle
-from flashtile.lab.lessons.lesson import Say
-from flashtile.lab.lessons.text import heading, paragraph, table, timings
+from flashtile.lab.lessons.text import Say
 
 DIM = 64
 
@@ -39,7 +38,7 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
     where = device.for_triton()
     import torch
 
-    heading(say, "The same result")
+    say.heading("The same result")
     # The interpreter is slow, and multiplies bfloat16 wrongly: it gets small tiles, and float32 only.
     dtypes, blocks = (("float32",), (16, 32)) if where == "cpu" else (("float32", "float16", "bfloat16"), (64, 32))
     rng = np.random.default_rng(42)
@@ -54,9 +53,8 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
                 out = fused(*(x.to(where) for x in (q, k, v)), causal=causal, blocks=blocks)
                 arrays = (x.cpu().float().numpy() for x in (out, q, k, v))
                 checks.append(oracle.check(*arrays, causal=causal, dtype=dtype))
-    table(say, oracle.ROW, [oracle.row(check) for check in checks])
-    paragraph(
-        say,
+    say.table(oracle.ROW, [oracle.row(check) for check in checks])
+    say.paragraph(
         "Errors against the float64 oracle. Allowed: twice the error of standard attention in the same dtype, plus a",
         "rounding.",
         "This ran on the GPU."
@@ -83,7 +81,7 @@ def interpreted(say: Say, quick: bool) -> dict[str, Any]:
         "this kernel, interpreted": lambda: fused(q, k, v, blocks=(32, 32)),
         "flashtile.attention, CPU": lambda: flashtile.attention(*arrays),
     }
-    return timings(say, f"1 head, N = 64, D = {DIM}", alternate(contenders, seconds=0.1 if quick else 0.5))
+    return say.timings(f"1 head, N = 64, D = {DIM}", alternate(contenders, seconds=0.1 if quick else 0.5))
 
 
 def on_gpu(say: Say, quick: bool) -> dict[str, Any]:
@@ -111,13 +109,12 @@ def on_gpu(say: Say, quick: bool) -> dict[str, Any]:
         }
         calls = {name: device.finished(call, "cuda") for name, call in contenders.items()}
         title = f"{heads} heads, N = {n}, float16, {'causal' if causal else 'full'}"
-        found["causal" if causal else "full"] = timings(say, title, alternate(calls, seconds=0.2 if quick else 1))
+        found["causal" if causal else "full"] = say.timings(title, alternate(calls, seconds=0.2 if quick else 1))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     fused(q, k, v)
     held = torch.cuda.max_memory_allocated() - before
-    paragraph(
-        say,
+    say.paragraph(
         f"One call of the kernel allocated {held:,} bytes. Its output has {q.nbytes:,}; the scores would take "
         f"{2 * heads * n * n:,}.",
     )

@@ -23,8 +23,7 @@ from flashtile.lab.bench.peers import OURS
 from flashtile.lab.bench.suite import time_all
 from flashtile.lab.bench.timing import Call, alternate
 from flashtile.lab.lessons import device
-from flashtile.lab.lessons.lesson import Say
-from flashtile.lab.lessons.text import heading, paragraph, table, timings
+from flashtile.lab.lessons.text import Say
 from flashtile.lab.lessons.tiled_attention import standard, tiled
 from flashtile.lab.units import size
 from flashtile.numerics.dtypes import Array
@@ -110,13 +109,12 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
     rng = np.random.default_rng(42)
     Q, K, V = (rng.standard_normal((n, DIM)).astype(np.float32) for _ in range(3))
 
-    heading(say, "Three launches and one")
+    say.heading("Three launches and one")
     problem, three, one = describe(Q, K, V), Traffic(), Traffic()
     standard_out, _ = tiles.standard(problem, BLOCK, three.observe)
     one.launch("attention")  # everything below is inside one kernel
     flash_out, _ = tiles.forward(problem, "fa2", BLOCK, BLOCK, one.observe)
-    table(
-        say,
+    say.table(
         ("method", "kernel", "read", "written"),
         [
             (name, launch["kernel"], size(launch["read"]), size(launch["written"]))
@@ -125,8 +123,7 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
         ],
     )
     difference = float(np.abs(standard_out - flash_out).max())
-    paragraph(
-        say,
+    say.paragraph(
         f"N = {n}, D = {DIM}, float32, tiles of {BLOCK} x {BLOCK}. Standard: {len(three.launches)} launches, "
         f"{three.trips} trips through memory, {size(three.moved)}. Flash: {len(one.launches)} launch, "
         f"{one.trips} trips, {size(one.moved)}, {three.moved / one.moved:.1f} times less. "
@@ -134,19 +131,17 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
         "Flash mostly rereads K and V for each row of tiles; a cache holds much of that.",
     )
 
-    heading(say, "A Python loop is not flash attention")
+    say.heading("A Python loop is not flash attention")
     calls, times = on_cpu(say, Q, K, V, 0.2 if quick else 1)
     loop, naive = calls["tiled loop"], calls["standard"]
-    paragraph(
-        say,
+    say.paragraph(
         f"The loop follows the steps of flash attention, but it makes {loop['calls']} calls instead of "
         f"{naive['calls']} and moves {loop['bytes'] / naive['bytes']:.1f} times the bytes of standard attention: every "
         "S, P and factor is written by one call and read by the next. On a GPU each call is a launch, and these bytes "
         "go through HBM. The tile has to stay on the chip, so the loop must be inside one kernel.",
     )
     on_gpu = on_torch(say, "cuda", quick) if machine.gpu() else None
-    paragraph(
-        say,
+    say.paragraph(
         "That kernel can still be written in Python. Triton and Gluon compile a Python function to one GPU kernel: the",
         "lesson fused-attention is this loop in Triton, and this package's GPU kernels are written that way.",
     )
@@ -170,14 +165,14 @@ def on_cpu(say: Say, Q: Array, K: Array, V: Array, seconds: float) -> tuple[dict
         way(*counting(counts[name], Q, K, V))
     native = dispatch.TABLE[0]
     if reason := native.missing():
-        paragraph(say, f"The C++ core is not compared: {reason}.")
+        say.paragraph(f"The C++ core is not compared: {reason}.")
     else:
         ways[OURS] = partial(flashtile.attention, backend=native.name)
         counts[OURS] = Calls()
         counts[OURS].add(Q, K, V, ways[OURS](Q, K, V))
     calls = _show(say, counts)
     contenders: dict[str, Call] = {name: partial(way, Q, K, V) for name, way in ways.items()}
-    return calls, timings(say, f"N = {len(Q)}, CPU", time_all(contenders, seconds))
+    return calls, say.timings(f"N = {len(Q)}, CPU", time_all(contenders, seconds))
 
 
 def on_torch(say: Say, where: str, quick: bool = False) -> dict[str, Any]:
@@ -198,11 +193,11 @@ def on_torch(say: Say, where: str, quick: bool = False) -> dict[str, Any]:
             way()
     calls = _show(say, counts)
     contenders = {name: device.finished(way, where) for name, way in ways.items()}
-    times = timings(say, f"N = {n}, torch on {where}", alternate(contenders, seconds=0.1 if quick else 1))
+    times = say.timings(f"N = {n}, torch on {where}", alternate(contenders, seconds=0.1 if quick else 1))
     return {"n": n, "device": where, "calls": calls, "times": times}
 
 
 def _show(say: Say, counts: dict[str, Calls]) -> dict[str, dict[str, int]]:
     rows = [(name, str(count.calls), size(count.bytes)) for name, count in counts.items()]
-    table(say, ("way", "calls", "bytes in and out of calls"), rows)
+    say.table(("way", "calls", "bytes in and out of calls"), rows)
     return {name: {"calls": count.calls, "bytes": count.bytes} for name, count in counts.items()}

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-Say = Callable[[str], None]  # takes a line of text
+from flashtile.lab.lessons.text import Say
+
 HERE = Path(__file__).parent
 
 
@@ -42,9 +43,9 @@ def source(lesson: Lesson) -> str:
     return "\n\n".join(path.read_text() for path in lesson.files)
 
 
-def run(lesson: Lesson, say: Say, quick: bool = False) -> dict[str, Any]:
-    """Run a lesson in this process and return its record in plain values. Raise Unavailable with the reason."""
-    record: dict[str, Any] = importlib.import_module(lesson.module).run(say, quick)
+def run(lesson: Lesson, line: Callable[[str], None], quick: bool = False) -> dict[str, Any]:
+    """Run a lesson here, giving `line` each line that it says; return its plain record, or raise Unavailable."""
+    record: dict[str, Any] = importlib.import_module(lesson.module).run(Say(line), quick)
     return record
 
 

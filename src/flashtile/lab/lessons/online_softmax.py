@@ -25,8 +25,7 @@ import numpy as np
 
 from flashtile import online_softmax
 from flashtile.lab.bench.timing import alternate
-from flashtile.lab.lessons.lesson import Say
-from flashtile.lab.lessons.text import heading, paragraph, table, timings
+from flashtile.lab.lessons.text import Say
 from flashtile.numerics.dtypes import Array
 
 N, TILE = 2000, 500
@@ -62,16 +61,14 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
     s = np.concatenate([x + peak - x.max() for x, peak in zip(rng.standard_normal((4, TILE)), PEAKS, strict=True)])
     v = rng.standard_normal((N, 4))
 
-    heading(say, "One token, four tiles")
-    paragraph(
-        say,
+    say.heading("One token, four tiles")
+    say.paragraph(
         f"{N:,} tokens have {N * N:,} scores: {N * N * 2 / 1e6:.0f} MB in 16 bits. Here is one token's row, seen "
         f"{TILE} keys at a time. m is the largest score so far, l the sum of exp(score - m), o[0] the first "
         "number of the output before the division. The first factor is 0, because the sums are still empty.",
     )
     out, steps = online(s, v, TILE)
-    table(
-        say,
+    say.table(
         ("keys", "largest here", "m", "factor", "sum here", "l", "o[0]"),
         [
             (
@@ -82,8 +79,7 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
         ],
     )
     rise = steps[1]
-    paragraph(
-        say,
+    say.paragraph(
         f"The second tile has a larger score, {rise['m']:.1f} after {rise['m_old']:.1f}. The sums so far are "
         f"multiplied by exp({rise['m_old']:.1f} - {rise['m']:.1f}) = {rise['factor']:.2f}: "
         f"{rise['factor']:.4f} x {steps[0]['l']:.4f} + {rise['sum']:.4f} = {rise['l']:.4f}. The later tiles have "
@@ -91,20 +87,19 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
         f"{steps[-1]['o']:.4f} / {steps[-1]['l']:.4f} = {out[0]:.6f}.",
     )
 
-    heading(say, "The same result")
+    say.heading("The same result")
     errors = {f"{tile}": float(np.abs(online(s, v, tile)[0] - plain(s, v)).max()) for tile in (1, 7, 500, N)}
-    table(say, ("tile", "largest difference"), [(tile, f"{error:.1e}") for tile, error in errors.items()])
+    say.table(("tile", "largest difference"), [(tile, f"{error:.1e}") for tile, error in errors.items()])
     late = s[::-1] + 1000
     with np.errstate(over="ignore", invalid="ignore"):
         careless = np.exp(late) @ v / np.exp(late).sum()
     careful = float(np.abs(online(late, v[::-1], TILE)[0] - plain(s, v)).max())
-    paragraph(
-        say,
+    say.paragraph(
         f"Scores of 1000 and more, in the opposite order: difference {careful:.1e}. "
         f"Without subtracting a maximum, the result would be {careless[0]}.",
     )
 
-    heading(say, "Time")
+    say.heading("Time")
     rows = rng.standard_normal((64 if quick else 512, N))
 
     def whole() -> Array:
@@ -113,11 +108,10 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
         return P
 
     contenders = {"the whole row": whole, f"tiles of {TILE}": lambda: online_softmax(rows, TILE)}
-    times = timings(
-        say, f"softmax, {len(rows)} rows of {N}", alternate(contenders, seconds=0.1 if quick else 1, max_rounds=50)
+    times = say.timings(
+        f"softmax, {len(rows)} rows of {N}", alternate(contenders, seconds=0.1 if quick else 1, max_rounds=50)
     )
-    paragraph(
-        say,
+    say.paragraph(
         "This alone gains nothing: a softmax has to write its row anyway. Attention does not: it needs only o, not the",
         "row. The lesson tiled-attention continues from here.",
     )

@@ -18,8 +18,7 @@ import numpy as np
 import flashtile
 from flashtile.lab.bench.peers import OURS
 from flashtile.lab.bench.suite import time_all
-from flashtile.lab.lessons.lesson import Say
-from flashtile.lab.lessons.text import heading, paragraph, table, timings
+from flashtile.lab.lessons.text import Say
 from flashtile.lab.units import size
 from flashtile.numerics.dtypes import Array
 
@@ -78,7 +77,7 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
     def inputs(n: int, dtype: type = np.float32) -> list[Array]:
         return [rng.standard_normal((n, DIM)).astype(dtype) for _ in range(3)]
 
-    heading(say, "The same result")
+    say.heading("The same result")
     errors: list[dict[str, Any]] = []
     for n, block, causal in ((256, 64, False), (256, 64, True), (301, 64, False), (301, 64, True), (301, 7, True)):
         Q, K, V = inputs(n, np.float64)
@@ -93,8 +92,7 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
                 "against_oracle": float(np.abs(ours - oracle).max()),
             }
         )
-    table(
-        say,
+    say.table(
         ("N", "block", "mask", "from standard()", "from the oracle"),
         [
             (
@@ -107,35 +105,32 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
             for row in errors
         ],
     )
-    paragraph(
-        say,
+    say.paragraph(
         "Largest differences in float64. N need not be a multiple of the block. The differences come from the order of",
         "the sums: the method approximates nothing.",
     )
 
-    heading(say, "Memory")
+    say.heading("Memory")
     lengths = (256, 512, 1024) if quick else (512, 1024, 2048)
     memory = []
     for n in lengths:
         Q, K, V = inputs(n)
         held = {way.__name__: peak(partial(way, Q, K, V)) for way in (standard, tiled)}
         memory.append({"n": n, "matrix": 4 * n * n, **held, "output": 4 * n * DIM})
-    table(
-        say,
+    say.table(
         ("N", "one N x N matrix", "standard()", "tiled()", "of which output"),
         [(str(n), *map(size, others)) for n, *others in (row.values() for row in memory)],
     )
     first, last = memory[0], memory[-1]
     grown = last["n"] // first["n"]
-    paragraph(
-        say,
+    say.paragraph(
         f"Peak memory in float32, measured. With {grown} times the length, standard() holds "
         f"{last['standard'] / first['standard']:.0f} times as much, tiled() {last['tiled'] / first['tiled']:.1f} "
         f"times. At 128K tokens one matrix in float32 is 128K x 128K x 4 bytes = {size(4 * (128 << 10) ** 2)}, "
         f"for every head of every layer; the tile stays {size(4 * BLOCK * BLOCK)}.",
     )
 
-    heading(say, "Time")
+    say.heading("Time")
     n = 512 if quick else 1024
     Q, K, V = inputs(n)
     contenders = {
@@ -145,9 +140,8 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
         "tiled(), NumPy": lambda: tiled(Q, K, V),
         "tiled(), causal": lambda: tiled(Q, K, V, causal=True),
     }
-    times = timings(say, f"N = {n}, D = {DIM}, float32", time_all(contenders, 0.2 if quick else 1))
-    paragraph(
-        say,
+    times = say.timings(f"N = {n}, D = {DIM}, float32", time_all(contenders, 0.2 if quick else 1))
+    say.paragraph(
         "With a causal mask, about half of the tiles are skipped. flashtile runs the same loop in one call; the lesson",
         "launches shows why that matters.",
     )

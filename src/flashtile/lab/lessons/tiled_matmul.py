@@ -16,8 +16,8 @@ import numpy as np
 
 from flashtile.lab.bench.timing import alternate
 from flashtile.lab.lessons import device
-from flashtile.lab.lessons.lesson import Say, Unavailable
-from flashtile.lab.lessons.text import heading, paragraph, table, timings
+from flashtile.lab.lessons.lesson import Unavailable
+from flashtile.lab.lessons.text import Say
 from flashtile.lab.units import quantity, seconds, size
 from flashtile.numerics.dtypes import Array
 
@@ -79,7 +79,7 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
     counted = reuse(say, 64)
     rng = np.random.default_rng(42)
 
-    heading(say, "Time")
+    say.heading("Time")
     n = 256 if quick else 512
     A, B = (rng.standard_normal((n, n)).astype(np.float32) for _ in range(2))
     contenders: dict[str, Callable[[], Any]] = {
@@ -87,13 +87,13 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
         for block in (32, 64, 128)
     }
     contenders["np.matmul"] = lambda: A @ B
-    times = timings(say, f"{n} x {n} x {n}, float32", alternate(contenders, seconds=0.1 if quick else 1))
-    paragraph(say, "np.matmul uses tiles too: sized for registers and caches, in machine code.")
+    times = say.timings(f"{n} x {n} x {n}, float32", alternate(contenders, seconds=0.1 if quick else 1))
+    say.paragraph("np.matmul uses tiles too: sized for registers and caches, in machine code.")
     try:
         triton = in_triton(say, device.for_triton(), quick)
     except Unavailable as reason:
         triton = None
-        paragraph(say, f"The Triton kernel is left out: {reason}.")
+        say.paragraph(f"The Triton kernel is left out: {reason}.")
     return {
         "device": "" if triton is None else triton["device"],
         "walk": shown,
@@ -109,9 +109,9 @@ def walk_through(say: Say) -> dict[str, Any]:
     blocks = block_m, block_n, block_k = 2, 3, 2
     rng = np.random.default_rng(42)
     A, B = rng.integers(0, 5, (4, 4)), rng.integers(0, 5, (4, 6))
-    heading(say, f"A 4 x 4 times B 4 x 6, tiles of C {block_m} x {block_n}, {block_k} columns of A at a time")
+    say.heading(f"A 4 x 4 times B 4 x 6, tiles of C {block_m} x {block_n}, {block_k} columns of A at a time")
     _side_by_side(say, {"A": A, "B": B})
-    paragraph(say, "The first tile of C, rows 0-1, columns 0-2, in two steps:")
+    say.paragraph("The first tile of C, rows 0-1, columns 0-2, in two steps:")
     count, steps = Count.of(A, B), []
 
     def step(rows: slice, inner: slice, cols: slice, tile: Array) -> None:
@@ -124,15 +124,14 @@ def walk_through(say: Say) -> dict[str, Any]:
 
     C = tiled(A, B, blocks, step)
     equal = bool((C == A @ B).all())
-    paragraph(say, f"After all {len(steps)} steps C is A times B:" if equal else "C is WRONG:")
+    say.paragraph(f"After all {len(steps)} steps C is A times B:" if equal else "C is WRONG:")
     _side_by_side(say, {"C": C})
     used = {
         "A": {"loads": int(count.loads_a.max()), "uses": int(count.uses_a.max())},
         "B": {"loads": int(count.loads_b.max()), "uses": int(count.uses_b.max())},
     }
     a, b = used["A"], used["B"]
-    paragraph(
-        say,
+    say.paragraph(
         f"Each element of A was loaded {a['loads']} times and multiplied {a['uses']} times, "
         f"{a['uses'] // a['loads']} times per load: BLOCK_N = {block_n}. Each of B was loaded {b['loads']} times and "
         f"multiplied {b['uses']} times, {b['uses'] // b['loads']} times per load: BLOCK_M = {block_m}.",
@@ -142,7 +141,7 @@ def walk_through(say: Say) -> dict[str, Any]:
 
 def reuse(say: Say, n: int) -> list[dict[str, Any]]:
     """Count what a product of n x n loads, by the size of its tiles."""
-    heading(say, f"Loads of a {n} x {n} x {n} product")
+    say.heading(f"Loads of a {n} x {n} x {n} product")
     rng = np.random.default_rng(42)
     A, B = (rng.standard_normal((n, n)).astype(np.float32) for _ in range(2))
     rows = []
@@ -151,8 +150,7 @@ def reuse(say: Say, n: int) -> list[dict[str, Any]]:
         tiled(A, B, (block,) * 3, lambda rows, inner, cols, tile, count=count: count.see(rows, inner, cols))
         loads = int(count.loads_a.sum() + count.loads_b.sum())
         rows.append({"block": block, "loads": loads, "uses": int(count.uses_a.sum() + count.uses_b.sum())})
-    table(
-        say,
+    say.table(
         ("tile", "loaded", "bytes", "multiplied", "uses per load"),
         [
             (
@@ -165,7 +163,7 @@ def reuse(say: Say, n: int) -> list[dict[str, Any]]:
             for row in rows
         ],
     )
-    paragraph(say, "Tiles twice as wide need half the loads, as long as three blocks fit into fast memory.")
+    say.paragraph("Tiles twice as wide need half the loads, as long as three blocks fit into fast memory.")
     return rows
 
 
@@ -173,7 +171,7 @@ def in_triton(say: Say, where: str, quick: bool) -> dict[str, Any]:
     """Check the kernel, and on a GPU compare its time with torch's."""
     import torch
 
-    heading(say, "In Triton")
+    say.heading("In Triton")
     rng = np.random.default_rng(42)
     m, n, k = (300, 200, 100) if where == "cuda" else (50, 40, 60)  # not multiples of the tile
     A, B = rng.standard_normal((m, k)), rng.standard_normal((k, n))
@@ -182,7 +180,7 @@ def in_triton(say: Say, where: str, quick: bool) -> dict[str, Any]:
     right = A.astype(np.float32).astype(np.float64) @ B.astype(np.float32).astype(np.float64)
     error, limit = float(np.abs(C - right).max()), 1e-4
     how = "on the GPU" if where == "cuda" else "interpreted in NumPy, without a GPU"
-    paragraph(say, f"{m} x {k} times {k} x {n}, float32, {how}: the error against float64 is {error:.1e}.")
+    say.paragraph(f"{m} x {k} times {k} x {n}, float32, {how}: the error against float64 is {error:.1e}.")
     found: dict[str, Any] = {"device": where, "error": error, "holds": error < limit, "times": None}
     if where == "cuda":
         n = 1024 if quick else 4096
@@ -193,8 +191,7 @@ def in_triton(say: Say, where: str, quick: bool) -> dict[str, Any]:
             "torch.matmul": device.finished(lambda: X @ Y, where),
         }
         times = alternate(contenders, seconds=0.2 if quick else 1)
-        table(
-            say,
+        say.table(
             (f"{n} x {n} x {n}, float16", "median", "rate"),
             [
                 (name, seconds(timing.median), quantity(2 * n**3 / timing.median, "FLOP/s"))

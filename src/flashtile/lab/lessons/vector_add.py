@@ -16,8 +16,8 @@ import numpy as np
 
 from flashtile.lab.bench.timing import alternate
 from flashtile.lab.lessons import device
-from flashtile.lab.lessons.lesson import Say, Unavailable
-from flashtile.lab.lessons.text import heading, paragraph, table
+from flashtile.lab.lessons.lesson import Unavailable
+from flashtile.lab.lessons.text import Say
 from flashtile.lab.units import quantity, seconds
 from flashtile.numerics.dtypes import Array
 
@@ -61,7 +61,7 @@ def on_triton(where: str, a: Array, b: Array) -> Way:
 
 
 def run(say: Say, quick: bool = False) -> dict[str, Any]:
-    heading(say, "Ten elements, blocks of four")
+    say.heading("Ten elements, blocks of four")
     a, b = np.arange(10.0), 100 * np.arange(10.0)
     c = np.full(10, np.nan)
     rows = []
@@ -69,36 +69,34 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
         o, inside = program(number, a, b, c, 4)
         written = " ".join(f"{x:g}" for x in c[o[inside]])
         rows.append((str(number), " ".join(map(str, o)), " ".join("ny"[int(x)] for x in inside), written))
-    table(say, ("program", "positions", "inside?", "writes"), rows)
-    paragraph(say, "The last program reaches past the end. Its mask prevents reads and writes there.")
+    say.table(("program", "positions", "inside?", "writes"), rows)
+    say.paragraph("The last program reaches past the end. Its mask prevents reads and writes there.")
 
     try:
         where = device.for_triton()
-        paragraph(
-            say,
+        say.paragraph(
             "Triton runs on the GPU here."
             if where == "cuda"
             else "No GPU is used here: Triton interprets its kernel in NumPy, which says nothing about its speed.",
         )
     except Unavailable as reason:
         where = ""
-        paragraph(say, f"The Triton kernel is left out: {reason}.")
+        say.paragraph(f"The Triton kernel is left out: {reason}.")
     sizes = SIZES[:2] if quick else SIZES
     measured = [measure(n, where, 0.05 if quick else 1) for n in sizes]
 
-    heading(say, "Time")
+    say.heading("Time")
     ways = list(measured[0]["times"])
-    table(
-        say,
+    say.table(
         ("way", *(f"n = {row['n']:,}" for row in measured)),
         [(way, *(_shown(row["times"].get(way)) for row in measured)) for way in ways],
     )
     wrong = {way: error for row in measured for way, error in row["errors"].items() if error}
-    paragraph(say, f"Wrong: {wrong}." if wrong else "All ways give the same numbers, bit for bit.")
+    say.paragraph(f"Wrong: {wrong}." if wrong else "All ways give the same numbers, bit for bit.")
 
     sweep = overhead(where, tuple(10**power for power in range(5 if quick else 9 if where == "cuda" else 8)))
     for worker in sweep:
-        paragraph(say, _described(worker))
+        say.paragraph(_described(worker))
     return {"device": where, "block": BLOCK, "measured": measured, "sweep": sweep, "holds": not wrong}
 
 

@@ -22,6 +22,7 @@ template <class R, class T> struct Group {
   R *row_max, *log_sum, *delta;  // see row_statistics.h
   const T* weights;              // of the next sum over queries
   int from, to;                  // keys of the tile that some lane sees, counted from the first of the block
+  Pieces pieces;                 // of these keys
   bool hidden;                   // some lane does not see all of them
   bool coarse;                   // some lane has a coarse lse
 };
@@ -268,15 +269,28 @@ void Backward<R, T>::compute_weights(const KeyBlock& keys, QueryBlock& queries, 
     g.from = seen.from, g.to = seen.to;
     const Block<R> b = block(keys, g);
     g.hidden = b.partial();
+    g.pieces.count = 0;
     if (b.n == 0) continue;
+    if (!few_queries) g.pieces = pieces_of(b);
+    else g.pieces.add({0, b.n, 0, g.lanes.padded / W<R>});
     const Rows<T> K = skip_rows(keys.K, g.from);
     const int length = (int)factors<T>(dim);
     const R by = split_scale<R, T>(p).after;
     dispatch_vectors(g.lanes.padded / W<R>, [&](auto N) {
-      if (plain && !g.coarse) return recompute_probabilities<R, T, N>(K, b.n, g.q, length, by, g.row_max, g.P);
-      if (!few_queries) scores<R, T, N>(K, b.n, g.q, length, by, g.P);
+      const bool finished = plain && !g.coarse;
+      if (!few_queries)
+        dispatch_pieces<N>(g.pieces, [&](const Piece& x, auto n) __attribute__((always_inline)) {
+          constexpr int L = N * W<R>;
+          const int first = x.first * W<R>;
+          const Rows<T> rows = skip_rows(K, x.from);
+          R* P = g.P + x.from * L + first;
+          if (finished)
+            recompute_probabilities<R, T, n, L>(rows, x.to - x.from, g.q + first, length, by, g.row_max + first, P);
+          else scores<R, T, n, L>(rows, x.to - x.from, g.q + first, length, by, P);
+        });
       else if constexpr (FACTOR_SIZE<T> == 1)
         dispatch_rows<R>(queries.n, [&](auto n) { few_query_scores<R, R, n>(K.data, K.row, b.n, g.q, dim, g.P); });
+      if (finished) return;
       adjust_scores(b, g.P, g.slope);
       probabilities_from_scores<R, N>(b.n, g.row_max, g.log_sum, g.P);
     });
@@ -294,8 +308,16 @@ template <class R, class T> void Backward<R, T>::compute_gradients(const KeyBloc
     const Rows<T> K = skip_rows(keys.K_over_rows, g.from / FACTOR_SIZE<T>), V = skip_rows(keys.V, g.from);
     const int length = (int)factors<T>(v_dim), L = g.lanes.padded;
     dispatch_vectors(L / W<R>, [&](auto N) {
-      if (p.dropout > 0) score_gradients<R, T, N, true>(V, b.n, g.dout, length, g.delta, g.Z, g.P);
-      else score_gradients<R, T, N, false>(V, b.n, g.dout, length, g.delta, nullptr, g.P);
+      dispatch_pieces<N>(g.pieces, [&](const Piece& x, auto n) __attribute__((always_inline)) {
+        constexpr int L = N * W<R>;
+        const int first = x.first * W<R>, at = x.from * L + first;
+        const Rows<T> rows = skip_rows(V, x.from);
+        const T* dout = g.dout + first;
+        const R* delta = g.delta + first;
+        if (p.dropout > 0)
+          score_gradients<R, T, n, L, true>(rows, x.to - x.from, dout, length, delta, g.Z + at, g.P + at);
+        else score_gradients<R, T, n, L, false>(rows, x.to - x.from, dout, length, delta, nullptr, g.P + at);
+      });
     });
     const bool guard_k = g.hidden && !keys.k_finite;
     const bool guarded = guard_k || !queries.q_finite;
@@ -313,6 +335,7 @@ template <class R, class T> void Backward<R, T>::compute_gradients(const KeyBloc
     const int key_factors = (int)factors<T>(b.n);
     dispatch_vectors(L / W<R>, [&](auto N) {
       if (guard_k) add_dq_guarded(K, key_factors, dS, g.dq, dim, L);
+      else if (g.pieces.count > 1) add_dq_of_pieces<R, T, N>(K, g.pieces, dS, g.dq, dim);
       else add_dq<R, T, N>(K, key_factors, dS, g.dq, dim);
     });
   }
@@ -327,7 +350,7 @@ void Backward<R, T>::sum_over_queries(QueryBlock& queries, Rows<T> x, bool finit
   bool together = true;  // the groups see the same keys
   for (int i = 0; i < queries.groups; i++) {
     parts[i] = {g[i].weights, g[i].lanes.padded / FACTOR_SIZE<T>, (int)factors<T>(g[i].lanes.used),
-                skip_rows(x, (g[i].lanes.first - queries.first) / FACTOR_SIZE<T>)};
+                skip_rows(x, (g[i].lanes.first - queries.first) / FACTOR_SIZE<T>), &g[i].pieces};
     together &= g[i].from == g->from && g[i].to == g->to;
   }
   if (together) return add(parts, queries.groups, g->to - g->from, C + g->from * row, row);

@@ -1,15 +1,14 @@
-// The products of the backward pass. L = N * W lanes; P and dS are [key][L], q and dout [factor][L].
+// The products of the backward pass. P and dS are [key][L], q and dout [factor][L], of which some take N vectors only.
 #pragma once
 #include "factors.h"
 
 // P = exp(S - lse) with S = by K q, where no lse is coarse. Subtracting first keeps the rounding to that of S.
-template <class R, class T, int N>
+template <class R, class T, int N, int L>
 NOINLINE void recompute_probabilities(Rows<T> K, int n, const T* q, int length, R by, const R* lse, R* P) {
-  constexpr int L = N * W<R>;
-  for_tiles<tile_rows(N)>(0, n, [=](auto m, int k) __attribute__((always_inline)) {
+  for_tiles<piece_rows(N, L / W<R>)>(0, n, [=](auto m, int k) __attribute__((always_inline)) {
     constexpr int M = m;
     Vec<R> acc[M][N];
-    score_tile<R>(acc, K, k, q, length, by);
+    score_tile<R, L>(acc, K, k, q, length, by);
     UNROLL for (int i = 0; i < M; i++) {
       UNROLL for (int j = 0; j < N; j++) acc[i][j] -= load(lse + j * W<R>);
       exp_each<R>(acc[i]);
@@ -27,10 +26,9 @@ template <class R, int N> NOINLINE void probabilities_from_scores(int n, const R
   }
 }
 // P <- dS = P * (Z * (V dout) - delta), with the factors Z of dropout
-template <class R, class T, int N, bool DROPS>
+template <class R, class T, int N, int L, bool DROPS>
 NOINLINE void score_gradients(Rows<T> V, int n, const T* dout, int length, const R* delta, const R* Z, R* P) {
-  constexpr int L = N * W<R>;
-  for_tiles<tile_rows(N)>(0, n, [=](auto m, int k) __attribute__((always_inline)) {
+  for_tiles<piece_rows(N, L / W<R>)>(0, n, [=](auto m, int k) __attribute__((always_inline)) {
     constexpr int M = m;
     Vec<R> acc[M][N];
     dot_tile<R>(acc, V.data + k * V.row, V.row, dout, L, length);
@@ -42,6 +40,18 @@ NOINLINE void score_gradients(Rows<T> V, int n, const T* dout, int length, const
   });
 }
 // dq[column][lane] += K^T dS
+template <class R, class T, int N>
+NOINLINE void add_dq_of_pieces(Rows<T> K, const Pieces& pieces, const T* dS, R* dq, int dim) {
+  constexpr int L = N * W<R>;
+  for_tiles<tile_rows(N)>(0, dim, [&](auto m, int d) __attribute__((always_inline)) {
+    constexpr int M = m;
+    Vec<R> acc[M][N];
+    zero_tile<R>(acc);
+    for (const Piece& x : pieces) multiply_piece<R, T>(acc, x, K.data + d, 1, K.row, dS);
+    add_tile<R>(acc, dq + d * L, L);
+  });
+}
+// The same where all vectors see all keys.
 template <class R, class T, int N> NOINLINE void add_dq(Rows<T> K, int length, const T* dS, R* dq, int dim) {
   constexpr int L = N * W<R>;
   for_tiles<tile_rows(N)>(0, dim, [=](auto m, int d) __attribute__((always_inline)) {
@@ -67,11 +77,24 @@ NOINLINE void add_dq_guarded(Rows<T> K, int length, const T* dS, R* dq, int dim,
 }
 
 // One group's part in a sum over queries: weights[key][L] and the rows they multiply, padded to whole vectors; all
-// factors.
+// factors. Pieces tell which of the rows see a key.
 template <class T> struct WeightedRows {
   const T* weights;
   int L, rows;
   Rows<T> x;
+  const Pieces* pieces;
+
+  // The rows that see any of n keys are within these.
+  Range seeing(int key, int n) const {
+    constexpr int each = W<float> * (int)sizeof(float) / (int)sizeof(T) / FACTOR_SIZE<T>;  // rows of a vector
+    int first = rows, last = 0;
+    for (const Piece& x : *pieces)
+      if (x.from < key + n && key < x.to) {
+        first = std::min(first, x.first * each);
+        last = std::max(last, (x.first + x.vectors) * each);
+      }
+    return {first, std::min(last, rows)};
+  }
 };
 // C[key][column] += sum over the parts of weights * x
 template <class R, class T, int N>
@@ -80,8 +103,11 @@ NOINLINE void add_weighted_columns(const WeightedRows<T>* parts, int count, int 
     constexpr int M = m;
     Vec<R> acc[M][N];
     zero_tile<R>(acc);
-    for (const WeightedRows<T>* a = parts; a < parts + count; a++)
-      multiply_tile<R>(acc, a->weights + k * a->L, a->L, 1, a->x.data + column, a->x.row, a->rows);
+    for (const WeightedRows<T>* a = parts; a < parts + count; a++) {
+      const Range rows = a->seeing(k, M);
+      multiply_tile<R>(acc, a->weights + k * a->L + rows.from, a->L, 1, a->x.data + rows.from * a->x.row + column,
+                       a->x.row, rows.to - rows.from);
+    }
     add_tile<R>(acc, C + k * row, row);
   });
 }

@@ -93,20 +93,39 @@ template <class R, class T> Scale<R> split_scale(const ft_problem& p) {
   return {power, scale / power};
 }
 // acc = by K q for rows k .. k+M-1, each a sum of `length` factors. Forward and backward share it, so scores are equal.
-template <class R, class T, int M, int N>
+template <class R, int L, class T, int M, int N>
 INLINE void score_tile(Vec<R> (&acc)[M][N], Rows<T> K, int k, const T* q, int length, R by) {
-  dot_tile<R>(acc, K.data + k * K.row, K.row, q, N * W<R>, length);
+  dot_tile<R>(acc, K.data + k * K.row, K.row, q, L, length);
   if constexpr (FACTOR_SIZE<T> > 1)
     UNROLL for (int i = 0; i < M; i++)
       UNROLL for (int j = 0; j < N; j++) acc[i][j] = opaque(acc[i][j] * splat(by));
 }
-// S[key][lane] = by K q
-template <class R, class T, int N> NOINLINE void scores(Rows<T> K, int n, const T* q, int length, R by, R* S) {
-  for_tiles<tile_rows(N)>(0, n, [=](auto rows, int k) __attribute__((always_inline)) {
+// S[key][lane] = by K q for N of the vectors of L lanes
+template <class R, class T, int N, int L>
+NOINLINE void scores(Rows<T> K, int n, const T* q, int length, R by, R* S) {
+  for_tiles<piece_rows(N, L / W<R>)>(0, n, [=](auto rows, int k) __attribute__((always_inline)) {
     Vec<R> acc[rows][N];
-    score_tile<R>(acc, K, k, q, length, by);
-    store_tile<R>(acc, S + k * N * W<R>, N * W<R>);
+    score_tile<R, L>(acc, K, k, q, length, by);
+    store_tile<R>(acc, S + k * L, L);
   });
+}
+// f(a piece, its vectors as a constant) for the pieces of a block of V vectors of lanes.
+template <int V, class F> INLINE void dispatch_pieces(const Pieces& pieces, F&& f) {
+  for (const Piece& x : pieces)
+    dispatch_vectors<V>(x.vectors, [&](auto n) __attribute__((always_inline)) { f(x, n); });
+}
+// acc += A B over the keys of the pieces, without the products of vectors that do not see them. A has a number for each
+// key, B a row of N vectors.
+template <class R, class T, int M, int N, int FIRST = 0, int LAST = N>
+INLINE void multiply_piece(Vec<R> (&acc)[M][N], const Piece& x, const T* A, ptrdiff_t ai, ptrdiff_t ak, const T* B) {
+  if (FIRST + 1 < LAST && x.first > FIRST) {
+    if constexpr (FIRST + 1 < LAST) multiply_piece<R, T, M, N, FIRST + 1, LAST>(acc, x, A, ai, ak, B);
+  } else if (FIRST + 1 < LAST && x.first + x.vectors < LAST) {
+    if constexpr (FIRST + 1 < LAST) multiply_piece<R, T, M, N, FIRST, LAST - 1>(acc, x, A, ai, ak, B);
+  } else {
+    const int64_t from = x.from / FACTOR_SIZE<T>, to = factors<T>(x.to);
+    multiply_columns<R, FIRST, LAST>(acc, A + from * ak, ai, ak, B + from * N * W<R>, N * W<R>, (int)(to - from));
+  }
 }
 // Numbers rounded as a factor rounds them.
 template <class R, class T> INLINE Vec<R> round_to_factor(Vec<R> x) {

@@ -60,6 +60,17 @@ template <class R, int N> NOINLINE bool softmax(R* S, int n, R* m, R* l, R* alph
 }
 // O = alpha O + V^T P; a null alpha is 1. Each block is summed separately first, to keep the error of long sums small.
 template <class R, class T, int N>
+NOINLINE void output_of_pieces(Rows<T> V, const T* P, const Pieces& pieces, R* o, int v_dim, const R* alpha) {
+  constexpr int L = N * W<R>;
+  for_tiles<tile_rows(N)>(0, v_dim, [&](auto rows, int d) __attribute__((always_inline)) {
+    Vec<R> acc[rows][N];
+    zero_tile<R>(acc);
+    for (const Piece& x : pieces) multiply_piece<R, T>(acc, x, V.data + d, 1, V.row, P);
+    add_tile<R>(acc, o + d * L, L, alpha);
+  });
+}
+// The same where all vectors see all keys.
+template <class R, class T, int N>
 NOINLINE void output(Rows<T> V, const T* P, int length, R* o, int v_dim, const R* alpha) {
   constexpr int L = N * W<R>;
   for_tiles<tile_rows(N)>(0, v_dim, [=](auto rows, int d) __attribute__((always_inline)) {
@@ -103,7 +114,12 @@ void step(const Block<R>& b, KeyBlock<T>& keys, const T* q, State<R> x, R* S, R 
   dispatch_vectors(L / W<R>, [&](auto vectors) {
     constexpr int N = vectors;
     R alpha[N * W<R>];
-    scores<R, T, N>(K, b.n, q, (int)factors<T>(dim), split_scale<R, T>(b.p).after, S);
+    const Pieces pieces = pieces_of(b);
+    dispatch_pieces<N>(pieces, [&](const Piece& x, auto n) __attribute__((always_inline)) {
+      const int at = x.first * W<R>;
+      scores<R, T, n, N * W<R>>(skip_rows(K, x.from), x.to - x.from, q + at, (int)factors<T>(dim),
+                                split_scale<R, T>(b.p).after, S + x.from * L + at);
+    });
     adjust_scores(b, S);
     if (partial) hide(b, S, R(-INFINITY));
     const R* scale = softmax<R, N>(S, b.n, x.m, x.l, alpha) ? alpha : nullptr;
@@ -113,6 +129,7 @@ void step(const Block<R>& b, KeyBlock<T>& keys, const T* q, State<R> x, R* S, R 
     if (guarded) hide(b, S, HIDDEN<R>);
     const T* P = factors_over_keys<R, T>(S, b.n, L);
     if (guarded) output_guarded(V, P, length, x.o, v_dim, L, scale);
+    else if (pieces.count > 1) output_of_pieces<R, T, N>(V, P, pieces, x.o, v_dim, scale);
     else output<R, T, N>(V, P, length, x.o, v_dim, scale);
   });
 }

@@ -68,6 +68,8 @@ template <class R> class Lanes {
   // The keys that a lane may see by span r; by the band if there are no spans.
   int64_t span_begin(int l, int r) const { return seen.count > 1 ? std::max<int64_t>(begin[l], spans[l][2 * r]) : begin[l]; }
   int64_t span_end(int l, int r) const { return seen.count > 1 ? std::min<int64_t>(end[l], spans[l][2 * r + 1]) : end[l]; }
+  // Whether some lane sees keys from begin to end-1 by span r of several.
+  bool is_near(int r, int64_t begin, int64_t end) const { return near[r].begin < end && near[r].end > begin; }
 
  private:
   NOINLINE void cut_by_spans(const Sequence& s, int count) {
@@ -122,6 +124,54 @@ template <class R> struct Block {
   bool partial() const { return is_cut() || p.mask.data; }    // pairs may be hidden
 };
 
+// Part of a block: keys from .. to-1, of which only the lanes in `vectors` vectors see any, from vector `first` on.
+struct Piece {
+  int from, to, first, vectors;
+};
+struct Pieces {
+  int count = 0;
+  Piece piece[2 * NV];
+  void add(const Piece& x) { piece[count++] = x; }
+  const Piece* begin() const { return piece; }
+  const Piece* end() const { return piece + count; }
+};
+// The pieces of a block that is cut: what no vector sees is in none. They begin and end at multiples of PIECE_KEYS.
+template <class R> NOINLINE Pieces pieces_of_cut(const Block<R>& b) {
+  const Lanes<R>& lanes = b.lanes;
+  const int vectors = lanes.padded / W<R>;
+  int begin[NV], end[NV];
+  for (int v = 0; v < vectors; v++) {
+    int64_t least = b.n, most = 0;
+    for (int r = 0; r < lanes.seen.count; r++) {
+      if (lanes.seen.count > 1 && !lanes.is_near(r, b.j, b.j + b.n)) continue;
+      for (int l = v * W<R>; l < (v + 1) * W<R>; l++) {
+        const int64_t from = std::max<int64_t>(lanes.span_begin(l, r) - b.j, 0), to = lanes.span_end(l, r) - b.j;
+        if (from < to) least = std::min(least, from), most = std::max(most, to);
+      }
+    }
+    begin[v] = (int)least / PIECE_KEYS * PIECE_KEYS;
+    end[v] = (int)std::min<int64_t>(round_up(most, PIECE_KEYS), b.n);
+  }
+  Pieces found;
+  for (int from = 0, to; from < b.n; from = to) {
+    int first = vectors, last = 0;
+    to = b.n;
+    for (int v = 0; v < vectors; v++) {
+      if (begin[v] > from && begin[v] < end[v]) to = std::min(to, begin[v]);
+      if (end[v] > from) to = std::min(to, end[v]);
+      if (begin[v] <= from && from < end[v]) first = std::min(first, v), last = v + 1;
+    }
+    if (first < last) found.add({from, to, first, last - first});
+  }
+  return found;
+}
+template <class R> INLINE Pieces pieces_of(const Block<R>& b) {
+  if (b.is_cut()) return pieces_of_cut(b);
+  Pieces whole;
+  whole.add({0, b.n, 0, b.lanes.padded / W<R>});
+  return whole;
+}
+
 // S <- c * tanh(S), where score_scale() has divided by c; slope[key][lane], if not null, is 1 - tanh^2.
 template <class R> NOINLINE void softcap(const Block<R>& b, R* S, R* slope = nullptr) {
   const Vec<R> c = splat((R)b.p.softcap);
@@ -171,7 +221,7 @@ template <class R> NOINLINE void hide_cut(const Block<R>& b, R* x, R value) {
   int near[FT_MAX_SPANS] = {0}, count = lanes.seen.count == 1;  // the spans that have keys in this block
   if (lanes.seen.count > 1)
     for (int r = 0; r < lanes.seen.count; r++)
-      if (lanes.near[r].begin < b.j + b.n && lanes.near[r].end > b.j) near[count++] = r;
+      if (lanes.is_near(r, b.j, b.j + b.n)) near[count++] = r;
   const Cuts& cut = lanes.seen.span[near[0]];
   const int full_begin = (int)clip(cut.full_begin - b.j, 0, b.n);
   const int full_end = (int)clip(cut.full_end - b.j, full_begin, b.n);

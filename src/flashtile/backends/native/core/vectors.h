@@ -35,6 +35,10 @@ constexpr int tile_rows(int n) {
   return REGISTERS == 32 ? (n >= 4 ? 6 : n == 3 ? 8 : 12) : (n >= 3 ? 4 : n == 2 ? 6 : 8);
 }
 
+// The same for n vectors of more that are side by side: few rows, since hidden scores are skipped tile by tile.
+constexpr int PIECE_KEYS = 8;
+constexpr int piece_rows(int n, int of) { return n == of ? tile_rows(n) : (n + 1) * PIECE_KEYS <= REGISTERS ? PIECE_KEYS : 4; }
+
 template <class R> struct VectorOf;
 template <> struct VectorOf<float> {
   typedef float type __attribute__((vector_size(VECTOR_BYTES)));
@@ -227,19 +231,24 @@ INLINE void store_bf16(void* to, Vec<float> x) {
   memcpy(to, &rounded, sizeof rounded);
 }
 #endif
-// acc[i][j] += sum over k of A[i*ai + k*ak] * B[k*bk + j*W ...]: scalars of A, read in place, times vectors of B.
-// T: R, or Pair.
+// acc[i][j] += sum over k of A[i*ai + k*ak] * B[k*bk + j*W ...] for j from FIRST to LAST-1: scalars of A, read in place,
+// times vectors of B. T: R, or Pair.
+template <class R, int FIRST, int LAST, class T, int M, int N>
+INLINE void multiply_columns(Vec<R> (&acc)[M][N], const T* A, ptrdiff_t ai, ptrdiff_t ak, const T* B, ptrdiff_t bk,
+                             int K) {
+  for (int k = 0; k < K; k++, A += ak, B += bk) {
+    Vec<T> b[N];
+    UNROLL for (int j = FIRST; j < LAST; j++) b[j] = load(B + j * W<R>);
+    UNROLL for (int i = 0; i < M; i++) {
+      const Vec<T> a = splat(A[i * ai]);
+      UNROLL for (int j = FIRST; j < LAST; j++) acc[i][j] = add_product(acc[i][j], a, b[j]);
+    }
+  }
+}
 template <class R, class T, int M, int N>
 INLINE void multiply_tile(Vec<R> (&acc)[M][N], const T* A, ptrdiff_t ai, ptrdiff_t ak, const T* B, ptrdiff_t bk,
                           int K) {
-  for (int k = 0; k < K; k++, A += ak, B += bk) {
-    Vec<T> b[N];
-    UNROLL for (int j = 0; j < N; j++) b[j] = load(B + j * W<R>);
-    UNROLL for (int i = 0; i < M; i++) {
-      const Vec<T> a = splat(A[i * ai]);
-      UNROLL for (int j = 0; j < N; j++) acc[i][j] = add_product(acc[i][j], a, b[j]);
-    }
-  }
+  multiply_columns<R, 0, N>(acc, A, ai, ak, B, bk, K);
 }
 template <class R, int M, int N> INLINE void zero_tile(Vec<R> (&acc)[M][N]) {
   UNROLL for (int i = 0; i < M; i++)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, product
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from flashtile.band import Kind
 from flashtile.lab.report.viewer.scene import Scene
-from flashtile.lab.report.viewer.svg import decimal, element, rectangle
+from flashtile.lab.report.viewer.svg import axis, decimal, element, rectangle
 from flashtile.numerics.schedule import Grid
 from flashtile.numerics.visibility import Visible
 
@@ -96,7 +96,7 @@ class Canvas:
 def stage(scene: Scene, order: str, label: str, end: End, row: int) -> str:
     """Draw S and the arrays around it in the final state; `row` is the one under the lens."""
     whole = order == "standard"
-    grid = Grid(scene.n_q, scene.n_k, scene.br, scene.n_k) if whole else scene.grid
+    grid = replace(scene.grid, bc=scene.grid.n_k) if whole else scene.grid
     strips = STRIPS[order]
     c = Canvas(grid, LEFT + _across(strips.left) + 2, TOP + _across(strips.top) + NAMES)
     _beams(c)
@@ -119,24 +119,16 @@ def tile_map(scene: Scene, cuts: list[list[dict[str, int]]], label: str) -> str:
     _score_blocks(c, scene, whole=False)
     _hidden_pairs(c, scene.visible)
     for j in range(scene.grid.shape[1] + 1):
-        x = c.x + min(j * scene.bc, scene.n_k) * c.unit
+        x = c.x + min(j * scene.grid.bc, scene.grid.n_k) * c.unit
         c.add("text", f"{j}", class_="tick", x=decimal(x), y=decimal(c.y - 6), text_anchor="middle")
-    c.add("text", "tiles of keys", class_="axis", x=decimal(c.x - 3), y=decimal(c.y - 20))
-    c.add(
-        "text",
-        "queries",
-        class_="axis",
-        x=decimal(-c.y),
-        y=decimal(c.x - 10),
-        transform="rotate(-90)",
-        text_anchor="end",
-    )
+    c.parts.append(axis("tiles of keys", c.x - 3, c.y - 20))
+    c.parts.append(axis("queries", -c.y, c.x - 10, transform="rotate(-90)", text_anchor="end"))
     ends = enumerate(("begin", "full_begin", "full_end", "end"))
     for (n, name), span in product(ends, range(len(cuts[0]))):
         points = []
         for i, row in enumerate(cuts):
             rows = scene.grid.rows(i)
-            x = c.x + min(row[span][name] * scene.bc, scene.n_k) * c.unit + (n - 1.5) * 1.6
+            x = c.x + min(row[span][name] * scene.grid.bc, scene.grid.n_k) * c.unit + (n - 1.5) * 1.6
             points += [
                 f"{decimal(x)},{decimal(c.y + rows.start * c.unit)}",
                 f"{decimal(x)},{decimal(c.y + rows.stop * c.unit)}",

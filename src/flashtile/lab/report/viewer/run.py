@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -65,7 +65,7 @@ def record(scene: Scene, trace: Trace, exact: dict[str, Array]) -> Run:
     names = [name for name in BLOCKS if any(name in at for at in sram)]
     return Run(
         order=trace.order,
-        grid={"n_q": trace.grid.n_q, "n_k": trace.grid.n_k, "br": trace.grid.br, "bc": trace.grid.bc},
+        grid=asdict(trace.grid),
         events=events,
         captions=captions,
         counts=counts,
@@ -79,14 +79,15 @@ def record(scene: Scene, trace: Trace, exact: dict[str, Array]) -> Run:
 
 def closed_form(scene: Scene, order: str) -> int:
     """Bytes through HBM, by the formulas of traffic.py."""
-    shape = scene.n_q, scene.n_k, scene.layout.dim, scene.layout.dim_v, scene.br, scene.bc, scene.visible
+    grid, layout = scene.grid, scene.layout
+    shape = grid.n_q, grid.n_k, layout.dim, layout.dim_v, grid.br, grid.bc, scene.visible
     elements = {
-        "standard": lambda: traffic.standard_elements(scene.n_q, scene.layout.dim, scene.n_k, scene.layout.dim_v),
+        "standard": lambda: traffic.standard_elements(grid.n_q, layout.dim, grid.n_k, layout.dim_v),
         "fa1": lambda: traffic.fa1_visible_elements(*shape),
         "fa2": lambda: traffic.fa2_elements(*shape),
         "backward": lambda: traffic.backward_elements(*shape),
     }
-    return elements[order]() * ITEMSIZE[scene.layout.dtype]
+    return elements[order]() * ITEMSIZE[layout.dtype]
 
 
 def _hold(held: dict[str, int], event: Event) -> None:

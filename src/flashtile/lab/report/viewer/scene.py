@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,8 @@ class Scene:
 
     name: str
     title: str
-    about: str  # a template for the fields below
-    n_q: int
-    n_k: int
-    br: int
-    bc: int
+    about: str  # a template for the numbers below
+    grid: Grid
     band: Band
     spans: Spans | None = None
 
@@ -42,37 +39,29 @@ class Scene:
         return {"band": self.band} | ({} if self.spans is None else {"spans": self.spans})
 
     @property
-    def grid(self) -> Grid:
-        return Grid(self.n_q, self.n_k, self.br, self.bc)
-
-    @property
     def layout(self) -> Layout:
         return Layout(DIM, DIM, "float32")
 
     @property
     def description(self) -> str:
-        values = {name: getattr(self, name) for name in ("n_q", "n_k", "br", "bc")}
-        return self.about.format(
-            **values, left=self.band.left, right=self.band.right, offset=self.band.offset, late=-self.band.offset
-        )
+        return self.about.format(**asdict(self.grid), **asdict(self.band), late=-self.band.offset)
 
     def inputs(self) -> dict[str, Array]:
         """Q, K, V and dO, with two decimals each, so that their record is short and exact."""
         rng = np.random.default_rng(SEED)
-        lengths = {"Q": self.n_q, "K": self.n_k, "V": self.n_k, "dO": self.n_q}
+        lengths = {"Q": self.grid.n_q, "K": self.grid.n_k, "V": self.grid.n_k, "dO": self.grid.n_q}
         return {name: rng.standard_normal((n, DIM)).round(2).astype(np.float32) for name, n in lengths.items()}
 
 
 SCENES = (
-    Scene("full", "Full", "Each of {n_q} queries sees all {n_k} keys. No tile needs a mask.", 16, 16, 4, 4, Band()),
+    Scene(
+        "full", "Full", "Each of {n_q} queries sees all {n_k} keys. No tile needs a mask.", Grid(16, 16, 4, 4), Band()
+    ),
     Scene(
         "causal",
         "Causal",
         "A query sees keys up to its own. Tiles right of the diagonal are never touched; those on it need a mask.",
-        16,
-        16,
-        4,
-        4,
+        Grid(16, 16, 4, 4),
         Band(right=0),
     ),
     Scene(
@@ -80,60 +69,42 @@ SCENES = (
         "Window",
         "A query sees {left} keys before its own, its own, and {right} after it. The work grows with the window, not "
         "with the square of the length.",
-        24,
-        24,
-        4,
-        4,
+        Grid(24, 24, 4, 4),
         Band(7, 2),
     ),
     Scene(
         "offset",
         "Offset",
         "{n_q} new queries follow a cache of {offset} keys: causal, but the diagonal starts at key {offset}.",
-        8,
-        24,
-        4,
-        4,
+        Grid(8, 24, 4, 4),
         Band(right=0, offset=16),
     ),
     Scene(
         "oblong",
         "Oblong tiles",
         "Also causal, in tiles of {br} queries by {bc} keys. The diagonal crosses more than one tile of a row.",
-        24,
-        24,
-        6,
-        3,
+        Grid(24, 24, 6, 3),
         Band(right=0),
     ),
     Scene(
         "ragged",
         "Ragged",
         "{n_q} queries and {n_k} keys in tiles of {br} x {bc}: neither is a multiple. The last tiles are smaller.",
-        18,
-        22,
-        5,
-        4,
+        Grid(18, 22, 5, 4),
         Band(right=0, offset=4),
     ),
     Scene(
         "empty",
         "Empty rows",
         "The diagonal starts {late} queries late, so the first {late} see no key at all: their output is 0.",
-        16,
-        16,
-        4,
-        4,
+        Grid(16, 16, 4, 4),
         Band(right=0, offset=-6),
     ),
     Scene(
         "padding",
         "Padding",
         "The first 6 of {n_k} keys are padding, which no query sees. Their tiles are not even loaded.",
-        16,
-        16,
-        4,
-        4,
+        Grid(16, 16, 4, 4),
         Band(right=0),
         masks.padding(np.array([10]), 16, "left"),
     ),
@@ -141,10 +112,7 @@ SCENES = (
         "prefix",
         "Prefix",
         "Every query sees the first 6 keys, a prompt, and the keys up to its own.",
-        16,
-        16,
-        4,
-        4,
+        Grid(16, 16, 4, 4),
         Band(),
         masks.prefix_lm(6, 16),
     ),
@@ -152,10 +120,7 @@ SCENES = (
         "documents",
         "Documents",
         "Three documents of 9, 6 and 9 tokens share a row. Each is causal by itself, and none sees another.",
-        24,
-        24,
-        4,
-        4,
+        Grid(24, 24, 4, 4),
         Band(right=0),
         masks.documents(lengths=[9, 6, 9]),
     ),
@@ -163,10 +128,7 @@ SCENES = (
         "sinks",
         "Sinks and a window",
         "A query sees the first 2 keys, and itself with the 5 keys before it: two spans, and nothing between them.",
-        24,
-        24,
-        4,
-        4,
+        Grid(24, 24, 4, 4),
         Band(),
         masks.sink_window(left=5, sinks=2, n_q=24),
     ),

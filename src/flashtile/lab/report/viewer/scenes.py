@@ -38,18 +38,18 @@ def _record(scene: Scene) -> dict[str, Any]:
     exact = _exact(scene, inputs)
     runs = {order: run.record(scene, _trace(scene, inputs, order), exact) for order in ORDERS}
     moved = {order: [counts[0] for counts in runs[order].counts] for order in ORDERS}
-    shape = scene.n_q, scene.n_k, scene.br, scene.bc
+    grid = asdict(scene.grid)
     return {
         "name": scene.name,
         "title": scene.title,
         "about": scene.description,
-        **{name: getattr(scene, name) for name in ("n_q", "n_k", "br", "bc")},
+        **grid,
         "dim": scene.layout.dim,
         "dtype": scene.layout.dtype,
         "band": {name: x if abs(x) < FAR else None for name, x in asdict(scene.band).items()},
         "spans": None if scene.spans is None else scene.spans.limits[0, 0].tolist(),
-        "tiles": {kind.name.lower(): n for kind, n in traffic.tile_counts(scene.visible, *shape).items()},
-        "cuts": [[asdict(c) for c in row] for row in traffic.rows_of(scene.visible, *shape)],
+        "tiles": {kind.name.lower(): n for kind, n in traffic.tile_counts(scene.visible, *grid.values()).items()},
+        "cuts": [[asdict(c) for c in row] for row in traffic.rows_of(scene.visible, *grid.values())],
         "row": _first_row(runs["fa2"]),
         "inputs": run.plain(inputs),
         "exact": run.plain(exact),
@@ -69,7 +69,7 @@ def _record(scene: Scene) -> dict[str, Any]:
 def _trace(scene: Scene, x: dict[str, Array], order: str) -> Trace:
     dout = x["dO"] if order == "backward" else None
     q, k, v = x["Q"], x["K"], x["V"]
-    return trace(q, k, v, order=order, block_q=scene.br, block_k=scene.bc, dout=dout, **scene.options)
+    return trace(q, k, v, order=order, block_q=scene.grid.br, block_k=scene.grid.bc, dout=dout, **scene.options)
 
 
 def _exact(scene: Scene, x: dict[str, Array]) -> dict[str, Array]:

@@ -1,4 +1,4 @@
-"""SVG helpers: an element, a rectangle, a number."""
+"""SVG helpers: an element, a rectangle, the name of an axis, a number."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ def element(tag: str, text: str = "", **attributes: Any) -> str:
 
 def rectangle(x: float, y: float, width: float, height: float) -> dict[str, str]:
     return {"x": decimal(x), "y": decimal(y), "width": decimal(width), "height": decimal(height)}
+
+
+def axis(text: str, x: float, y: float, **more: str) -> str:
+    """The name of an axis."""
+    return element("text", text, class_="axis", x=decimal(x), y=decimal(y), **more)
 
 
 def decimal(x: float) -> str:

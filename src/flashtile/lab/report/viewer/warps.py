@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from flashtile.lab.report.viewer.scene import DIM, SCENES
-from flashtile.lab.report.viewer.svg import decimal, element, rectangle
+from flashtile.lab.report.viewer.svg import axis, decimal, element, rectangle
 from flashtile.numerics.dtypes import Array
 from flashtile.numerics.softmax import OnlineSoftmax
 
@@ -48,8 +48,8 @@ def drawing(by: str, warps: int) -> str:
     """Draw the tile, split by columns (keys) or rows (queries), and the rows of O that each warp holds."""
     side, x, y, thick, apart = 84.0, 30.0, 20.0, 12.0, 18.0
     share, beside = side / warps, x + side + 26
-    parts = [_axis("keys", x, y), _axis("queries", -y, x, transform="rotate(-90)", text_anchor="end")]
-    parts.append(_axis("O", beside, y))
+    parts = [axis("keys", x, y - 6), axis("queries", -y, x - 6, transform="rotate(-90)", text_anchor="end")]
+    parts.append(axis("O", beside, y - 6))
     for w in range(warps):
         if by == "keys":
             tile, held = (x + w * share, y, share, side), (beside + w * apart, y, thick, side)
@@ -63,11 +63,7 @@ def drawing(by: str, warps: int) -> str:
         parts.append(
             element("path", class_="arrow", d=f"M{decimal(end - 20)} {decimal(y + side / 2)}h14m-5 -5l5 5l-5 5")
         )
-        parts.append(_axis("O", end, y))
+        parts.append(axis("O", end, y - 6))
         parts.append(element("rect", class_="warp sum", **rectangle(end, y, thick, side)))
     label = f"A tile whose {by} are split between {warps} warps."
     return element("svg", "".join(parts), viewBox="0 0 262 112", role="img", aria_label=label, class_="stage warps")
-
-
-def _axis(text: str, x: float, y: float, **more: str) -> str:
-    return element("text", text, class_="axis", x=decimal(x), y=decimal(y - 6), **more)

@@ -87,6 +87,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "lengths": lambda b, h, i, j: j < LEFT[b],
     "negated": lambda b, h, i, j: ~(i < j) & (j != i),
     "exchanged": lambda b, h, i, j: torch.tensor(3) >= abs(j - i),
+    "all, in many pieces": lambda b, h, i, j: j % 2 <= i + 1,
     "every fourth": lambda b, h, i, j: (j % 4 == 0) & (j <= i),
 }
 PADDING = {name: torch.ones(BATCH, ROOM, dtype=torch.bool) for name in ("none", "left", "right", "holes", "all")}
@@ -148,6 +149,8 @@ NOT_SIMPLE: dict[str, Callable[..., Any]] = {
     "a sum": lambda b, h, i, j: j < PADDING["left"][b].sum(),
     "a product": lambda b, h, i, j: i * j < 40,
     "a branch": lambda b, h, i, j: j <= i if (i < 40).all() else j < i,
+    "a running sum": lambda b, h, i, j: torch.cumsum(j, 3) <= i,
+    "another axis": lambda b, h, i, j: j < LEFT[b, None],
     "halves": lambda b, h, i, j: j <= i / 2,
     "numbers": lambda b, h, i, j: j,
     "a table of whole arrays": lambda b, h, i, j: j <= torch.arange(1),
@@ -160,17 +163,14 @@ def test_other_functions_are_told(name: str) -> None:
         spans_of(NOT_SIMPLE[name], *indices())
 
 
-def made(function: Callable[..., Any], padding: Any = None, **changed: Any) -> Any:
-    """The mask made for a call of transformers, and its own."""
-    call = call_of_a_mask(
-        **{"batch_size": BATCH, "kv_length": 12, "mask_function": function, "attention_mask": padding}
-        | {"allow_is_causal_skip": False}
-        | changed
-    )
+def made(function: Callable[..., Any], padding: Any = None, first: int = 0, **changed: Any) -> Any:
+    """The mask made for a call of transformers, where 12 queries follow `first` keys, and its own."""
+    call = call_of_a_mask(batch_size=BATCH, kv_length=12 + first, mask_function=function, attention_mask=padding)
     if "cache_position" in call:
-        call["cache_position"] = torch.arange(12)
+        call["cache_position"] = torch.arange(12) + first
     else:
-        call["q_length"] = 12
+        call |= {"q_length": 12, "q_offset": first}
+    call |= {"allow_is_causal_skip": False} | changed
     return ours.mask(**call), masking_utils.sdpa_mask(**call)
 
 
@@ -195,9 +195,9 @@ def test_a_function_that_is_not_simple_is_evaluated_in_slabs(vmapped: bool, monk
     few[:, 10:] = False
 
     def pairs(b: Any, _h: Any, i: Any, j: Any) -> Any:
-        return few[i, j] & (j < (PADDING["left"][b].sum() if vmapped else 9))
+        return few[i, j] & (j < (5 + 4 * IMAGES[b].max() if vmapped else 9))
 
-    found, wanted = made(pairs, use_vmap=vmapped)
+    found, wanted = made(pairs, first=3, use_vmap=vmapped)
     assert isinstance(found, SpanMask) and torch.equal(written_out(found), wanted)
 
 

@@ -202,12 +202,9 @@ def _looked_up(table: Any, index: Any) -> Numbers:
     """A value of a table for each query or each key."""
     index = index if isinstance(index, tuple) else (index,)
     axes = {x.axis for x in index if isinstance(x, Numbers)} - {None}
-    if not isinstance(table, Tensor) or len(index) != table.ndim or len(axes) > 1:
+    if not isinstance(table, Tensor) or len(axes) > 1:
         raise NotSimpleError
-    found = [_values(x) for x in index]
-    if any(x is None or x is ... or isinstance(x, slice) or getattr(x, "dtype", None) == torch.bool for x in found):
-        raise NotSimpleError
-    return Numbers(table[tuple(found)], axes.pop() if axes else None)
+    return Numbers(table[tuple(map(_values, index))], axes.pop() if axes else None)
 
 
 def _combined(name: str, first: Any, second: Any) -> Visible:

@@ -53,7 +53,12 @@ def clamped(ids: Any) -> Callable[..., Any]:
 
 
 def of_documents(function: Callable[..., Any]) -> Callable[..., Any]:
-    return masking_utils.packed_sequence_compatibility_function(function, POSITIONS, DOCUMENTS)
+    """As transformers writes it: positions count within a document."""
+
+    def found(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (DOCUMENTS[b, i] == DOCUMENTS[b, j]) & function(b, h, POSITIONS[b, i], POSITIONS[b, j])
+
+    return found
 
 
 def both_ways(b: Any, _h: Any, i: Any, j: Any) -> Any:
@@ -351,6 +356,7 @@ def test_64_words(kind: str, cache: str | None, layers: Stored) -> None:
     same_words(pair(kind), PADDED["left"], max_new_tokens=64, cache_implementation=cache)
 
 
+@pytest.mark.skipif(tiny.before(5), reason="older encoders call no layer of ours, or warn")
 @pytest.mark.parametrize("kind", ["bert", "modernbert"])
 def test_encoders(kind: str, layers: Stored) -> None:
     for padding in ("left", "right", "holes"):
@@ -374,6 +380,7 @@ def test_images_in_a_text(padding: str, layers: Stored) -> None:
             same_words(models, given, cache_implementation=cache)
 
 
+@pytest.mark.skipif(tiny.before(5), reason="an older PaliGemma makes a mask of all pairs itself")
 def test_a_prefix_that_all_see(layers: Stored) -> None:
     """PaliGemma: token type 0 is the prefix."""
     ours.register()

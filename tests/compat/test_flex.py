@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,15 +19,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-from torch.nn.attention import flex_attention as theirs
 from torch.testing import assert_close
 
 import flashtile as ft
 from flashtile import masks
+from flashtile.checks.shapes import MAX_DIM
 from flashtile.compat import block_mask as block_masks
 from flashtile.compat import flex, mods, score_mod
-from flashtile.compat.flex import AuxRequest, create_block_mask, flex_attention
+from flashtile.compat.flex import AuxRequest
 
+theirs: Any = importlib.import_module("torch.nn.attention.flex_attention")
+flex_attention: Any = flex.flex_attention
+create_block_mask: Any = flex.create_block_mask
 BATCH, HEADS = 2, 4
 SIZES = [(40, 40), (24, 50), (50, 24)]
 Mod = Callable[..., Any]
@@ -61,6 +66,8 @@ SCORES: dict[str, Mod] = {
     "of keys": lambda s, b, h, i, j: TABLE[2, j] - (-s),
     "of queries": lambda s, b, h, i, j: torch.add(s, TABLE[2, i], alpha=2),
     "number": lambda s, b, h, i, j: 2 - s * 0.5,
+    "tensors first": lambda s, b, h, i, j: TABLE[0, 0] * (TABLE[2, j] + s) + SLOPES[h],
+    "numbers first": lambda s, b, h, i, j: 3 * (1 + torch.sub(s, TABLE[1, j])) / s.new_full((), 2.0),
     "scale": lambda s, b, h, i, j: s * 2 / 3,
     "causal": lambda s, b, h, i, j: torch.where(i >= j, s, -float("inf")),
     "hidden by bias": lambda s, b, h, i, j: s + torch.where(i >= j, 0.5 * h, -torch.inf),
@@ -87,13 +94,14 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def inputs(
     n_q: int, n_k: int, heads: int = HEADS, kv_heads: int = HEADS, dim: int = 8, seed: int = 0, batch: int = BATCH
-) -> list[torch.Tensor]:
+) -> Any:
+
     fixed = torch.Generator().manual_seed(seed)
     shapes = (batch, heads, n_q, dim), (batch, kv_heads, n_k, dim), (batch, kv_heads, n_k, dim)
     return [2 * torch.randn(shape, generator=fixed, dtype=torch.float64) for shape in shapes]
 
 
-def agree(tensors: list[torch.Tensor], mod: Mod | None = None, mask: Mod | None = None, **options: Any) -> torch.Tensor:
+def agree(tensors: Any, mod: Mod | None = None, mask: Mod | None = None, **options: Any) -> Any:
     """Check output and lse against torch's, by a block mask of ours and by one of torch's; return the output."""
     (batch, heads, n_q, _), n_k = tensors[0].shape, tensors[1].shape[2]
     block_masks: list[Any] = [None]
@@ -110,8 +118,9 @@ def agree(tensors: list[torch.Tensor], mod: Mod | None = None, mask: Mod | None 
     return out
 
 
-def by_definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mod: Mod | None, mask: Mod | None) -> Any:
+def by_definition(tensors: Any, mod: Mod | None = None, mask: Mod | None = None) -> Any:
     """Output and lse with gradients, which torch's lack on a CPU. Queries that see nothing give 0 and -inf."""
+    q, k, v = tensors
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * q.shape[-1] ** -0.5
     at = [torch.arange(n) for n in scores.shape]
@@ -125,23 +134,33 @@ def by_definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mod: Mod | 
     return torch.where(some, safe.softmax(-1), 0) @ v, torch.where(some[..., 0], safe.logsumexp(-1), -torch.inf)
 
 
-def same_gradients(
-    tensors: list[torch.Tensor], mod: Mod | None, mask: Mod | None, learned: tuple[torch.Tensor, ...] = ()
-) -> None:
+def same_gradients(tensors: Any, mod: Mod | None, mask: Mod | None, learned: tuple[torch.Tensor, ...] = ()) -> None:
     """Through output and lse, of q, k, v and what the score_mod has learned."""
-    leaves = [x.detach().requires_grad_() for x in tensors]
+    leaves: Any = [x.detach().requires_grad_() for x in tensors]
     q, k, _ = leaves
     block_mask = None
     if mask is not None:
         block_mask = create_block_mask(mask, q.shape[0], q.shape[1], q.shape[2], k.shape[2], device="cpu")
     results = flex_attention(*leaves, mod, block_mask, enable_gqa=True, return_lse=True)
     found = []
-    for out, lse in (results, by_definition(*leaves, mod, mask)):
+    for out, lse in (results, by_definition(leaves, mod, mask)):
         weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
         total = (out * weight).sum() + torch.where(lse > -torch.inf, lse, 0).cos().sum()
         found.append(torch.autograd.grad(total, (*leaves, *learned)))
     for ours, wanted in zip(*found, strict=True):
         assert_close(ours, wanted, rtol=1e-8, atol=1e-10)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[str]:
+    """A list that grows with each call of a function."""
+    function, runs = getattr(module, name), []
+
+    def run(*args: Any) -> Any:
+        runs.append(name)
+        return function(*args)
+
+    monkeypatch.setattr(module, name, run)
+    return runs
 
 
 @pytest.mark.parametrize("name", ["flex_attention", "create_block_mask"])
@@ -190,7 +209,7 @@ def test_grouped_queries(kv_heads: int) -> None:
 def test_what_becomes_of_masks() -> None:
     """The cheapest option that says the same."""
 
-    def options(mask: Mod, n_q: int = 40, n_k: int = 50) -> dict[str, Any]:
+    def options(mask: Mod, n_q: int = 40, n_k: int = 50) -> Any:
         return create_block_mask(mask, BATCH, HEADS, n_q, n_k, device="cpu").seen.options()
 
     assert options(MASKS["all"]) == {}
@@ -203,7 +222,7 @@ def test_what_becomes_of_masks() -> None:
     assert options(MASKS["dilated"])["spans"].limits.shape == (1, 1, 40, 7, 2)
 
 
-def recognized(mod: Mod, mask: Mod | None = None, n_q: int = 24, n_k: int = 30) -> dict[str, Any]:
+def recognized(mod: Mod, mask: Mod | None = None, n_q: int = 24, n_k: int = 30) -> Any:
     q, k, _ = inputs(n_q, n_k)
     block_mask = None if mask is None else create_block_mask(mask, BATCH, HEADS, n_q, n_k, device="cpu")
     return score_mod.recognized(mod, block_mask, q, k, 1.0)
@@ -229,6 +248,8 @@ def test_slopes_where_neighbours_are_hidden() -> None:
     far = recognized(SCORES["symmetric alibi"], lambda b, h, i, j: (i - j).abs() > 2)
     assert far["bias"].shape == (BATCH, HEADS, 24, 30)
     agree(inputs(24, 30), SCORES["alibi"], lambda b, h, i, j: i > j + 2)
+    after = recognized(SCORES["symmetric alibi"], lambda b, h, i, j: i < j)
+    assert torch.equal(after["alibi"], recognized(SCORES["symmetric alibi"])["alibi"])
     some = recognized(SCORES["alibi"], lambda b, h, i, j: (i > 10) & (i >= j))
     assert torch.equal(some["alibi"], SLOPES.double())
 
@@ -241,7 +262,7 @@ def test_a_bias_is_not_rounded() -> None:
         return s + (j - i) * 0.0371
 
     out, lse = flex_attention(q, k, v, mod, return_lse=True)
-    want, want_lse = by_definition(q.double(), k.double(), v.double(), mod, None)
+    want, want_lse = by_definition([x.double() for x in (q, k, v)], mod)
     assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
     assert_close(out.double(), want, rtol=1e-2, atol=1e-2)
 
@@ -252,11 +273,20 @@ def test_dtypes(mod: str, dtype: torch.dtype) -> None:
     given = [x.to(dtype) for x in inputs(24, 50)]
     block_mask = create_block_mask(MASKS["by head"], None, HEADS, 24, 50, device="cpu")
     out, lse = flex_attention(*given, SCORES[mod], block_mask, return_lse=True)
-    want, want_lse = by_definition(*(x.double() for x in given), SCORES[mod], MASKS["by head"])
+    want, want_lse = by_definition([x.double() for x in given], mod=SCORES[mod], mask=MASKS["by head"])
     assert out.dtype == dtype and lse.dtype == torch.float32
     error = 64 * torch.finfo(dtype).eps
     assert_close(out.double(), want, rtol=error, atol=error)
     assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_sums_of_16_bits() -> None:
+    """Tables are widened before they are added up."""
+    table = TABLE.to(torch.bfloat16)
+    mod: Mod = lambda s, b, h, i, j: (s + table[h, j] + 0.01 * table[0, i]) * 1.7  # noqa: E731
+    given = [x.to(torch.bfloat16) for x in inputs(24, 30)]
+    _, lse = flex_attention(*given, mod, return_lse=True)
+    assert_close(lse, theirs.flex_attention(*given, mod, return_lse=True)[1], rtol=1e-5, atol=1e-5)
 
 
 PRIMITIVES: dict[str, Callable[[int, int], Mod]] = {
@@ -282,7 +312,8 @@ STEPS: dict[str, Callable[[int, Mod], Mod]] = {
 
 def composed(names: list[tuple[str, int, int]], unite: bool) -> Mod:
     parts = [PRIMITIVES[name](a, c) for name, a, c in names]
-    return (theirs.or_masks if unite else theirs.and_masks)(*parts)
+    mask: Mod = (theirs.or_masks if unite else theirs.and_masks)(*parts)
+    return mask
 
 
 numbers = st.integers(0, 9)
@@ -316,6 +347,8 @@ def test_any_call(mask: Mod | None, mod: Mod | None, n_q: int, n_k: int, kv_head
 
 
 class TestRefusedScoreMods:
+    """Each by its reason, and with the options that there are."""
+
     LEARNED = torch.ones((), requires_grad=True)
     CASES: tuple[tuple[str, Mod], ...] = (
         ("before tanh", lambda s, b, h, i, j: torch.tanh(s + TABLE[h, j])),
@@ -323,6 +356,8 @@ class TestRefusedScoreMods:
         ("two tanh", lambda s, b, h, i, j: torch.tanh(torch.tanh(s))),
         ("for some pairs only", lambda s, b, h, i, j: torch.where(h > 1, torch.tanh(s), s)),
         ("another number than -inf", lambda s, b, h, i, j: torch.where(i >= j, s, -1e9)),
+        ("another number than -inf", lambda s, b, h, i, j: torch.where(h < 2, s, torch.where(i >= j, s, 0.0))),
+        ("another number than -inf", lambda s, b, h, i, j: torch.where(h < 2, torch.where(i >= j, s, 0.0), s)),
         ("another number than -inf", lambda s, b, h, i, j: s.masked_fill(i < j, torch.finfo(s.dtype).min)),
         ("another number than -inf", lambda s, b, h, i, j: torch.where(j < 29, s, TABLE[0, 0])),
         ("comparison of scores", lambda s, b, h, i, j: torch.where(s > 0, s, -torch.inf)),
@@ -337,6 +372,15 @@ class TestRefusedScoreMods:
         ("maximum of scores", lambda s, b, h, i, j: torch.maximum(s, TABLE[h, j])),
         ("detach of scores", lambda s, b, h, i, j: s.detach()),
         ("add_ of scores", lambda s, b, h, i, j: s.add_(1)),
+        ("add_ of scores", lambda s, b, h, i, j: torch.zeros_like(TABLE[h, j]).add_(s)),
+        ("add with alpha", lambda s, b, h, i, j: torch.add(TABLE[h, j], s, alpha=2)),
+        ("sub with alpha", lambda s, b, h, i, j: torch.sub(TABLE[h, j], s, alpha=2)),
+        ("rsub with alpha", lambda s, b, h, i, j: torch.rsub(s, TABLE[h, j], alpha=2)),
+        ("division by, or to integers", lambda s, b, h, i, j: torch.div(TABLE[h, j], s)),
+        ("division by, or to integers", lambda s, b, h, i, j: torch.div(s, 2, rounding_mode="floor")),
+        ("bool of scores", lambda s, b, h, i, j: torch.where(s.bool(), s, 1.0)),
+        ("is not a number", lambda s, b, h, i, j: (s + TABLE[h])[0]),
+        ("complex numbers", lambda s, b, h, i, j: (s + 1j * TABLE[h, j]).real),
         ("rounds scores", lambda s, b, h, i, j: s.to(torch.bfloat16)),
         ("rounds scores", lambda s, b, h, i, j: s.float() + 1),
         ("multiply the query instead", lambda s, b, h, i, j: s * SLOPES[h]),
@@ -374,6 +418,10 @@ class TestRefusedScoreMods:
         with pytest.raises(ft.errors.UnsupportedError, match="query instead"):
             flex_attention(*inputs(24, 30), lambda s, b, h, i, j: s * torch.where(i >= j, 0.5, SLOPES[h]))
 
+    def test_what_is_not_chosen_does_not_matter(self) -> None:
+        agree(inputs(24, 30), lambda s, b, h, i, j: torch.where(i >= j, torch.where(i >= j, s, 7.0), s * 1))
+        agree(inputs(24, 30), lambda s, b, h, i, j: torch.where(i >= j, s, torch.where(i < j, s + 1, 7.0)))
+
     def test_a_wrong_record_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The second check, by real scores, refuses what the first has recorded wrongly."""
         monkeypatch.setitem(score_mod._OPERATIONS, "tanh", lambda x: x)
@@ -402,6 +450,15 @@ class TestLearned:
         slopes = SLOPES.double().requires_grad_()
         same_gradients(inputs(20, 20), lambda s, b, h, i, j: s - slopes[h] * (i - j).abs(), None, (slopes,))
 
+    def test_each_call_has_its_own_graph(self) -> None:
+        """After a call without gradients, and twice with the same table."""
+        table = TABLE.clone().requires_grad_()
+        mod: Mod = lambda s, b, h, i, j: s + table[h, j]  # noqa: E731
+        with torch.no_grad():
+            flex_attention(*inputs(20, 30), mod)
+        for _ in range(2):
+            same_gradients(inputs(20, 30), mod, None, (table,))
+
     def test_training_steps(self) -> None:
         """The table is read anew in each step, and by each backward pass."""
         table = torch.zeros(HEADS, 30, dtype=torch.float64, requires_grad=True)
@@ -412,7 +469,7 @@ class TestLearned:
         q, k, v = inputs(20, 30)
         for _ in range(3):
             out = flex_attention(q, k, v, mod)
-            assert_close(out, by_definition(q, k, v, mod, None)[0])
+            assert_close(out, by_definition((q, k, v), mod)[0])
             out.sum().backward()
             with torch.no_grad():
                 flex_attention(q, k, v, mod)
@@ -431,9 +488,9 @@ class TestChanges:
         q, k, v = inputs(20, 20)
         for _ in range(2):
             for _ in range(2):
-                assert_close(flex_attention(q, k, v, mod), by_definition(q, k, v, mod, None)[0])
+                assert_close(flex_attention(q, k, v, mod), by_definition((q, k, v), mod)[0])
             change()
-        assert_close(flex_attention(q, k, v, mod), by_definition(q, k, v, mod, None)[0])
+        assert_close(flex_attention(q, k, v, mod), by_definition((q, k, v), mod)[0])
 
     @pytest.mark.parametrize(
         "change",
@@ -480,6 +537,59 @@ class TestChanges:
         self.changed(lambda s, b, h, i, j: torch.where((i - j).abs() <= state.window, s, -torch.inf), grow)
         self.changed(lambda s, b, h, i, j: torch.where((i - j).abs() <= int(array), s, -torch.inf), grow)
 
+    def test_functions_inside(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Globals that only an inner function names; and an object, which has no hash."""
+
+        class Window:
+            size = 3
+            __hash__ = None  # type: ignore[assignment]
+
+            def __call__(self, s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+                return torch.where((i - j).abs() <= self.size, s, -torch.inf)
+
+        def change() -> None:
+            monkeypatch.setitem(globals(), "WINDOW", WINDOW + 3)
+            mod.size += 3
+
+        mod = Window()
+        near: Any = lambda *at: (lambda i, j: (i - j).abs() <= WINDOW)(*at)  # noqa: E731
+        self.changed(lambda s, b, h, i, j: torch.where(near(i, j), s, -torch.inf), change)
+        self.changed(mod, change)
+
+    def test_tensors_on_a_device(self) -> None:
+        """They are compared without reading them: a meta tensor stands for one on a GPU."""
+        table = torch.empty(4, device="meta")
+        mod: Mod = lambda s, b, h, i, j: s + table[h]  # noqa: E731
+        captured = mods.Captured(mod)
+        assert captured.is_unchanged(mod)
+        table += 1
+        assert not captured.is_unchanged(mod)
+        captured = mods.Captured(mod)
+        table = torch.empty(4, device="meta")
+        assert not captured.is_unchanged(mod)
+        with torch.inference_mode():
+            table = torch.empty(4, device="meta")  # without a version
+        with pytest.raises(mods.UnknownError):
+            mods.Captured(mod)
+
+    def test_what_becomes_unknown(self) -> None:
+        window: Any = 3
+        mask: Mod = lambda b, h, i, j: i - j < (window if type(window) is int else 4)  # noqa: E731
+        captured = mods.Captured(mask)
+        window = object()
+        assert not captured.is_unchanged(mask)
+        block_mask = create_block_mask(mask, None, None, 20, 30, device="cpu")
+        window = 9  # it cannot be known that this is a change
+        assert_close(
+            flex_attention(*inputs(20, 30), block_mask=block_mask),
+            by_definition(inputs(20, 30), mask=lambda b, h, i, j: i - j < 4)[0],
+        )
+        late: Mod = lambda b, h, i, j: i > later  # noqa: E731
+        with pytest.raises(mods.UnknownError):
+            mods.Captured(late)
+        later = 3
+        assert mods.Captured(late).is_unchanged(late)
+
     def test_partial_functions(self) -> None:
         slopes = SLOPES.clone()
 
@@ -489,8 +599,7 @@ class TestChanges:
         self.changed(functools.partial(mod, slopes), lambda: slopes.mul_(2))
 
     def test_nothing_is_evaluated_twice(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        runs = []
-        monkeypatch.setattr(score_mod, "_recognize", lambda *x, found=score_mod._recognize: runs.append(1) or found(*x))
+        runs = counted(monkeypatch, score_mod, "_recognize")
         slopes = SLOPES.clone()
         q, k, v = inputs(20, 20)
         a, b = (create_block_mask(MASKS[name], None, None, 20, 20, device="cpu") for name in ("causal", "window"))
@@ -500,8 +609,9 @@ class TestChanges:
             assert len(runs) == count
         flex_attention(q, k, v, mod, b, scale=2.0)
         assert len(runs) == 2
-        flex_attention(q[:, :, :9], k, v, mod)
-        assert len(runs) == 3
+        for n in range(1, 11):
+            flex_attention(q[:, :, :n], k, v, mod)
+        assert len(runs) == 12 and len(score_mod._KNOWN[mod]) <= score_mod.MOST_KNOWN
 
     def test_of_block_masks(self) -> None:
         """torch would then disagree with itself: its blocks are of the old mask, its mask_mod is the new one."""
@@ -517,7 +627,7 @@ class TestChanges:
             flex_attention(*given, block_mask=ours)
         found = flex_attention(*given, block_mask=torchs)
         assert not torch.equal(found, first)
-        assert_close(found, by_definition(*given, None, mask)[0])
+        assert_close(found, by_definition(given, mask=mask)[0])
 
 
 class TestBlockMask:
@@ -561,6 +671,36 @@ class TestBlockMask:
             found = flex_attention(q[:, :, at : at + 1], k, v, block_mask=row)
             assert_close(found, want[:, :, at : at + 1])
 
+    @pytest.mark.parametrize("make", [create_block_mask, theirs.create_block_mask])
+    def test_attributes_are_set_anew(self, make: Mod) -> None:
+        """Each by itself, after a call; torch's own function sees it too."""
+        block_mask = make(MASKS["by head"], BATCH, HEADS, 40, 50, device="cpu", BLOCK_SIZE=64)
+        for lengths, mask in (
+            ((40, 50), "by head"),
+            ((40, 50), "some rows see nothing"),
+            ((24, 50), "some rows see nothing"),
+            ((24, 30), "some rows see nothing"),
+        ):
+            if block_mask.mask_mod is not MASKS[mask]:
+                block_mask.mask_mod = MASKS[mask]
+            if lengths != block_mask.seq_lengths:
+                block_mask.seq_lengths = lengths
+            given = inputs(*lengths)
+            want = by_definition(given, mask=MASKS[mask])[0]
+            assert_close(flex_attention(*given, block_mask=block_mask), want)
+            assert_close(theirs.flex_attention(*given, block_mask=block_mask), want)
+
+    def test_a_slice_of_too_few_rows(self) -> None:
+        row = theirs.create_block_mask(MASKS["causal"], None, None, 64, 64, device="cpu", BLOCK_SIZE=16)[:, :, 1]
+        row.mask_mod = MASKS["causal"]
+        with pytest.raises(ft.ShapeError, match="expected blocks for its seq_lengths"):
+            flex_attention(*inputs(64, 64), block_mask=row)
+
+    def test_repr(self) -> None:
+        block_mask = create_block_mask(theirs.noop_mask, None, None, 20, 30)
+        assert repr(block_mask) == "BlockMask(shape=(1, 1, 20, 30), BLOCK_SIZE=(128, 128), mask_mod=noop_mask)"
+        assert copy.copy(block_mask).shape == block_mask.shape
+
     def test_slices(self) -> None:
         ours, wanted = (
             x(MASKS["by head"], BATCH, HEADS, 50, 57, device="cpu", BLOCK_SIZE=16)
@@ -583,7 +723,7 @@ class TestBlockMask:
     def test_one_slab_at_a_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The mask is never evaluated for all pairs at once, nor for heads on which it does not depend."""
         want = create_block_mask(MASKS["causal documents"], BATCH, HEADS, 40, 50, device="cpu").spans
-        queries = []
+        queries: list[int] = []
 
         def watched(function: Mod, b: Any, h: Any, i: Any, j: Any) -> Any:
             queries.append(len(b) * len(h) * len(i) if len(queries) else 0)
@@ -615,13 +755,15 @@ class TestBlockMask:
             agree(inputs(20, 30), SCORES["alibi"], mask)
         with pytest.warns(UserWarning, match="a dense mask"):
             agree(inputs(20, 30), lambda s, b, h, i, j: torch.where((i + j) % 2 == 0, s, -torch.inf), MASKS["causal"])
+        monkeypatch.setattr(score_mod, "SLAB", 90)  # three queries at a time, of the right ones
+        with pytest.warns(UserWarning, match="a dense mask"):
+            agree(inputs(20, 30), lambda s, b, h, i, j: torch.where((i + j) % 2 == 0, s, 7.0), mask)
         monkeypatch.setattr(block_masks, "LARGEST", 20 * 30 - 1)
         with pytest.raises(ft.ShapeError, match=r"at most 8 runs.*15 for batch 0, head 0, query 0"):
             create_block_mask(mask, BATCH, None, 20, 30, device="cpu")
 
     def test_torchs_are_converted_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        runs = []
-        monkeypatch.setattr(block_masks, "seen_by", lambda *x, f=block_masks.seen_by: runs.append(1) or f(*x))
+        runs = counted(monkeypatch, block_masks, "seen_by")
         block_mask = theirs.create_block_mask(MASKS["documents"], None, None, 20, 30, device="cpu")
         given = inputs(20, 30)
         for count in (1, 1):
@@ -741,11 +883,11 @@ class TestCompiled:
         assert_close(*grads)
 
     def test_the_block_mask_as_an_argument(self) -> None:
-        run = torch.compile(flex_attention, fullgraph=True, backend="aot_eager")
+        run: Any = torch.compile(flex_attention, fullgraph=True, backend="aot_eager")
         given = inputs(20, 30)
         for name in ("causal documents", "padding"):
             block_mask = create_block_mask(MASKS[name], BATCH, None, 20, 30, device="cpu")
-            assert_close(run(*given, block_mask=block_mask), by_definition(*given, None, MASKS[name])[0])
+            assert_close(run(*given, block_mask=block_mask), by_definition(given, mask=MASKS[name])[0])
 
     def test_a_score_mod_breaks_the_graph(self) -> None:
         def run(q: Any, k: Any, v: Any) -> Any:
@@ -776,6 +918,8 @@ WRONG: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
         q[:1].expand(4, -1, -1, -1), k, v, block_mask=block_mask_of(f, 4, None, 20, 30)
     ),
     "another device": lambda f, q, k, v: f.flex_attention(q, k.to("meta"), v),
+    "values of other heads": lambda f, q, k, v: f.flex_attention(q, k, v[:, :2]),
+    "values of another length": lambda f, q, k, v: f.flex_attention(q, k, v[:, :, :9]),
     "nested": lambda f, q, k, v: f.flex_attention(torch.nested.as_nested_tensor([*q], layout=torch.jagged), k, v),
     "a mask of more queries": lambda f, q, k, v: f.flex_attention(q, k, v, None, block_mask_of(f, 1, 1, 21, 30)),
     "a mask of fewer queries": lambda f, q, k, v: f.flex_attention(q, k, v, None, block_mask_of(f, 1, 1, 19, 30)),
@@ -831,6 +975,11 @@ def test_other_types_are_refused() -> None:
         flex_attention(q, k, v, enable_gqa="yes")
     with pytest.raises(ft.DTypeError, match="score_mod: expected a function"):
         flex_attention(q, k, v, 3.0)
+
+
+def test_large_heads_are_refused() -> None:
+    with pytest.raises(ft.ShapeError, match=rf"^query: expected .*{MAX_DIM}"):
+        flex_attention(*inputs(4, 4, dim=MAX_DIM + 1))
 
 
 def test_a_mask_of_other_heads_is_refused() -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import random
-import warnings
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,13 +16,13 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 from transformers import masking_utils  # noqa: E402
 
 from flashtile.compat import transformers as ours  # noqa: E402
-from flashtile.compat.transformers import masks, packed  # noqa: E402
+from flashtile.compat.transformers import packed  # noqa: E402
 from flashtile.compat.transformers.mask_functions import NotSimpleError, TooManyRunsError, spans_of  # noqa: E402
 from flashtile.compat.transformers.span_mask import SpanMask, written_out  # noqa: E402
 from flashtile.errors import UnsupportedError  # noqa: E402
 from flashtile.spans import Spans  # noqa: E402
 from tests.compat import tiny  # noqa: E402
-from tests.compat.test_transformers import eager, tensors  # noqa: E402
+from tests.compat.test_transformers import LAYER, eager, tensors  # noqa: E402
 from tests.compat.test_transformers_models import call_of_a_mask, pair, prompt, same_words  # noqa: E402
 
 BATCH, QUERIES, KEYS = 3, 13, 31
@@ -56,7 +53,12 @@ def clamped(ids: Any) -> Callable[..., Any]:
 
 
 def of_documents(function: Callable[..., Any]) -> Callable[..., Any]:
-    return masking_utils.packed_sequence_compatibility_function(function, POSITIONS, DOCUMENTS)  # type: ignore[no-any-return]
+    """As transformers writes it: positions count within a document."""
+
+    def found(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (DOCUMENTS[b, i] == DOCUMENTS[b, j]) & function(b, h, POSITIONS[b, i], POSITIONS[b, j])
+
+    return found
 
 
 def both_ways(b: Any, _h: Any, i: Any, j: Any) -> Any:
@@ -89,7 +91,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "prefix": masking_utils.or_masks(causal, lambda b, h, i, j: j < LEFT[b]),
     "lengths": lambda b, h, i, j: j < LEFT[b],
     "negated": lambda b, h, i, j: ~(i < j) & (j != i),
-    "exchanged": lambda b, h, i, j: 3 >= abs(j - i),
+    "exchanged": lambda b, h, i, j: torch.tensor(3) >= abs(j - i),
+    "all, in many pieces": lambda b, h, i, j: j % 2 <= i + 1,
     "every fourth": lambda b, h, i, j: (j % 4 == 0) & (j <= i),
 }
 PADDING = {name: torch.ones(BATCH, ROOM, dtype=torch.bool) for name in ("none", "left", "right", "holes", "all")}
@@ -132,7 +135,7 @@ def test_spans_of_functions_put_together_at_random() -> None:
         if depth == 0:
             return drawn.choice(simple)
         join = drawn.choice([masking_utils.and_masks, masking_utils.or_masks])
-        return join(*(grown(depth - 1) for _ in range(2)))  # type: ignore[no-any-return]
+        return join(*(grown(depth - 1) for _ in range(2)))
 
     done = 0
     for _ in range(150):
@@ -147,10 +150,12 @@ def test_spans_of_functions_put_together_at_random() -> None:
 table = torch.rand(ROOM, ROOM) > 0.5
 NOT_SIMPLE: dict[str, Callable[..., Any]] = {
     "a table of pairs": lambda b, h, i, j: table[i, j],
-    "a row of a table": lambda b, h, i, j: (LEFT[None, b] == j),
+    "a row of a table": lambda b, h, i, j: LEFT[None, b] == j,
     "a sum": lambda b, h, i, j: j < PADDING["left"][b].sum(),
     "a product": lambda b, h, i, j: i * j < 40,
     "a branch": lambda b, h, i, j: j <= i if (i < 40).all() else j < i,
+    "a running sum": lambda b, h, i, j: torch.cumsum(j, 3) <= i,
+    "another axis": lambda b, h, i, j: j < LEFT[b, None],
     "halves": lambda b, h, i, j: j <= i / 2,
     "numbers": lambda b, h, i, j: j,
     "a table of whole arrays": lambda b, h, i, j: j <= torch.arange(1),
@@ -163,17 +168,14 @@ def test_other_functions_are_told(name: str) -> None:
         spans_of(NOT_SIMPLE[name], *indices())
 
 
-def made(function: Callable[..., Any], padding: Any = None, **changed: Any) -> Any:
-    """The mask made for a call of transformers, and its own."""
-    call = call_of_a_mask(
-        **{"batch_size": BATCH, "kv_length": 12, "mask_function": function, "attention_mask": padding}
-        | {"allow_is_causal_skip": False}
-        | changed
-    )
+def made(function: Callable[..., Any], padding: Any = None, first: int = 0, **changed: Any) -> Any:
+    """The mask made for a call of transformers, where 12 queries follow `first` keys, and its own."""
+    call = call_of_a_mask(batch_size=BATCH, kv_length=12 + first, mask_function=function, attention_mask=padding)
     if "cache_position" in call:
-        call["cache_position"] = torch.arange(12)
+        call["cache_position"] = torch.arange(12) + first
     else:
-        call["q_length"] = 12
+        call |= {"q_length": 12, "q_offset": first}
+    call |= {"allow_is_causal_skip": False} | changed
     return ours.mask(**call), masking_utils.sdpa_mask(**call)
 
 
@@ -198,9 +200,9 @@ def test_a_function_that_is_not_simple_is_evaluated_in_slabs(vmapped: bool, monk
     few[:, 10:] = False
 
     def pairs(b: Any, _h: Any, i: Any, j: Any) -> Any:
-        return few[i, j] & (j < (PADDING["left"][b].sum() if vmapped else 9))
+        return few[i, j] & (j < (5 + 4 * IMAGES[b].max() if vmapped else 9))
 
-    found, wanted = made(pairs, use_vmap=vmapped)
+    found, wanted = made(pairs, first=3, use_vmap=vmapped)
     assert isinstance(found, SpanMask) and torch.equal(written_out(found), wanted)
 
 
@@ -228,11 +230,10 @@ def test_what_models_do_with_a_mask(stored: SpanMask) -> None:
         lambda x: x[1:, :, -5:],
         lambda x: x.to(torch.bool),
         lambda x: x.to("cpu"),
-        lambda x: x.clone(),
         lambda x: x.detach(),
-        copy.deepcopy,
     ]
     other: list[Callable[[Any], Any]] = [
+        lambda x: x.clone(),  # to change it
         lambda x: x[..., 3:],
         lambda x: x[:, 0],
         lambda x: x[torch.tensor([2, 0])],
@@ -257,7 +258,7 @@ def test_what_models_do_with_a_mask(stored: SpanMask) -> None:
 def test_changes_in_place_are_refused(stored: SpanMask) -> None:
     with pytest.raises(UnsupportedError, match="attention_mask: expected no changes in place"):
         stored &= False  # type: ignore[misc]
-    with pytest.raises(UnsupportedError, match="clone it first"):
+    with pytest.raises(UnsupportedError, match=r"clone\(\) it first"):
         stored[:, :, :5] = True
 
 
@@ -273,7 +274,8 @@ def test_documents_beside_spans() -> None:
     bias = torch.randn(1, 6, 12, 12, dtype=torch.float64)
     for more in ({}, {"position_bias": bias}):
         call = {"cu_seq_lens_q": STARTS, "cu_seq_lens_k": STARTS, **more}
-        out, _ = ours.forward(SimpleNamespace(is_causal=True), *given, attention_mask=found, **call)
+        layer: Any = LAYER
+        out, _ = ours.forward(layer, *given, attention_mask=found, **call)
         right = eager(given, *more.values(), hidden=hidden)
         seen = ~hidden.all(-1)[:, 0]
         torch.testing.assert_close(out[seen], right[seen])
@@ -354,6 +356,8 @@ def test_64_words(kind: str, cache: str | None, layers: Stored) -> None:
     same_words(pair(kind), PADDED["left"], max_new_tokens=64, cache_implementation=cache)
 
 
+@pytest.mark.skipif(tiny.before(5), reason="older encoders call no layer of ours")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # older releases use deprecated functions of torch
 @pytest.mark.parametrize("kind", ["bert", "modernbert"])
 def test_encoders(kind: str, layers: Stored) -> None:
     for padding in ("left", "right", "holes"):
@@ -377,6 +381,7 @@ def test_images_in_a_text(padding: str, layers: Stored) -> None:
             same_words(models, given, cache_implementation=cache)
 
 
+@pytest.mark.skipif(tiny.before(5), reason="an older PaliGemma makes a mask of all pairs itself")
 def test_a_prefix_that_all_see(layers: Stored) -> None:
     """PaliGemma: token type 0 is the prefix."""
     ours.register()
@@ -421,11 +426,11 @@ def test_checkpointed_layers_take_spans(layers: Stored) -> None:
         compare(models, PADDED["left"])
 
 
-class Largest(TorchDispatchMode):
+class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The most elements of any array that is made."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.most = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:

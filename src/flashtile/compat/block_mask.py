@@ -69,10 +69,6 @@ class Seen(NamedTuple):
         spans = None if self.spans is None else Spans.of(self.spans.limits.to(device))
         return self._replace(spans=spans, mask=None if self.mask is None else self.mask.to(device))
 
-    def is_broadcast_to(self, batch: int, heads: int) -> bool:
-        found = self.spans.limits if self.spans is not None else self.mask
-        return found is None or (found.shape[0] in (1, batch) and found.shape[1] in (1, heads))
-
 
 def take(x: Tensor, *indices: Tensor) -> Tensor:
     """Index the first axes of x, of which some may have length 1 and stand for any length."""

@@ -11,10 +11,11 @@ from torch import Tensor
 from flashtile.api import attention
 from flashtile.checks.numbers import check_flag
 from flashtile.compat.block_mask import BlockMask, create_block_mask, sliced_mask_mod
-from flashtile.compat.errors import check_tensors
+from flashtile.compat.errors import as_runtime_error, check_tensors
 from flashtile.compat.layout import copy_layout, is_contiguous
 from flashtile.compat.score_mod import recognized
-from flashtile.errors import DTypeError, ShapeError, UnsupportedError
+from flashtile.errors import DTypeError, FlashtileError, ShapeError, UnsupportedError
+from flashtile.pytorch.interception import can_skip_dispatcher
 
 __all__ = ["AuxOutput", "AuxRequest", "BlockMask", "create_block_mask", "flex_attention"]
 
@@ -36,6 +37,8 @@ except ImportError:  # torch before 2.9
 
 
 BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
+# Of arguments, in attention() and here.
+NAMES = {"q": "query", "k": "key", "v": "value", "q, k, v": "query, key, value"}
 _warned = False
 
 
@@ -82,7 +85,10 @@ def flex_attention(
         options = {"scale": scale, **({} if mask is None else mask.seen.options())}
     if query.shape[0] != key.shape[0]:
         key, value = (x.expand(query.shape[0], *x.shape[1:]) for x in (key, value))
-    results: Any = attention(query, key, value, return_lse=with_lse, layout="bhnd", **options)
+    try:
+        results: Any = attention(query, key, value, return_lse=with_lse, layout="bhnd", **options)
+    except FlashtileError as error:
+        raise as_runtime_error(error, NAMES) from None
     out, lse = results if with_lse else (results, None)
     if not is_contiguous(query):
         out = copy_layout(out, query)
@@ -127,7 +133,7 @@ def _as_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> BlockMask | N
     if not isinstance(block_mask, BlockMask) or block_mask._seen is None:
         block_mask = _evaluated(block_mask)
     found: BlockMask = block_mask
-    if not torch.compiler.is_compiling() and found.is_outdated():
+    if not torch.compiler.is_compiling() and can_skip_dispatcher((query,)) and found.is_outdated():
         raise RuntimeError(
             "block_mask: expected one whose mask_mod has captured what it had when it was evaluated, got one with "
             "changes; create it again"

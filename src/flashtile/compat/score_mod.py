@@ -53,7 +53,7 @@ class Score:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__.strip("_")
+        name = func.__name__.removeprefix("__").removesuffix("__")
         operation = _OPERATIONS.get(name)
         if operation is None:
             _refuse(name)
@@ -93,9 +93,6 @@ class Score:
     def __neg__(self) -> Score:
         return _mul(self, -1.0)
 
-    def __pos__(self) -> Score:
-        return self
-
     def __eq__(self, other: object) -> bool:
         _refuse("a comparison")
 
@@ -104,15 +101,6 @@ class Score:
     shape = torch.Size([])
     ndim = 0
     requires_grad = False
-    is_nested = False
-
-    @property
-    def is_cpu(self) -> bool:
-        return self.device.type == "cpu"
-
-    @property
-    def is_cuda(self) -> bool:
-        return self.device.type == "cuda"
 
     def claiming(self, claim: Any, reason: str) -> Score:
         return self if claim is True else replace(self, claims=(*self.claims, (claim, reason)))
@@ -189,9 +177,7 @@ def _tanh(score: Score) -> Score:
     return replace(score, factor=1.0, inner=score.factor, bias=0.0)
 
 
-def _where(condition: Any, a: Any, b: Any) -> Score:
-    if not isinstance(condition, Tensor) or condition.dtype is not torch.bool:
-        _refuse("where, with a condition that is no tensor of booleans,")
+def _where(condition: Tensor, a: Any, b: Any) -> Score:
     if isinstance(a, Score) and isinstance(b, Score):
         return _either(condition, a, b)
     score, x, chosen = (a, b, condition) if isinstance(a, Score) else (b, a, ~condition)
@@ -370,8 +356,6 @@ def _recognize(tracer: Tracer, seen: Seen, sizes: tuple[int, int, int, int]) -> 
         probe.check(options, seen, now_seen)
     except RefusedError as refused:
         reason, cause = str(refused), None
-    except UnsupportedError:
-        raise
     except (TypeError, AttributeError, RuntimeError, AssertionError) as error:
         reason, cause = f"it could not be followed ({error})", error
     else:
@@ -490,11 +474,11 @@ def _holds(claim: Tensor | bool, visible: Tensor) -> bool:
 
 
 def _bias(tracer: Tracer, b: Tensor, h: Tensor, i: Tensor, j: Tensor, at_once: int) -> Tensor:
-    """The bias of all pairs, with an axis of length 1 where it does not matter; 0 where it is -inf."""
+    """The bias of all pairs, with an axis of length 1 where it does not matter."""
 
     def of(i: Tensor) -> Tensor:
         x = torch.as_tensor(tracer.on_pairs(b, h, i, j).bias, device=j.device).to(tracer.dtype)
-        return torch.where(x == -math.inf, 0, x) if x.ndim else x.expand(1, 1, 1, 1)
+        return x if x.ndim else x.expand(1, 1, 1, 1)
 
     first = of(i[:2])
     if first.shape[2] == 1:  # all queries have the same, or there is one query

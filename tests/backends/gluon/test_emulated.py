@@ -44,7 +44,7 @@ PACKED = ((64, 64), (0, 7), (5, 0), (77, 200), (0, 0), (130, 129))
 TAKEN = [
     name
     for name in OPTIONS
-    if not {"mask", "bias", "dropout", "scale negative", "scale zero", "everything"} & {name, name.split()[0]}
+    if not {"spans", "mask", "bias", "dropout", "scale negative", "scale zero", "everything"} & {name, name.split()[0]}
 ]
 CASES = [
     *(Case(SIZES[dim], "bfloat16", (name,)) for name in TAKEN for dim in DIMS),

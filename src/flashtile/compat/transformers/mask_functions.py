@@ -7,6 +7,7 @@ to be evaluated for all pairs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -21,10 +22,11 @@ QUERY, KEY = 2, 3  # axes of (batch, head, query, key)
 MOST = 1 << 22  # spans of all queries while a mask is found
 LOWEST, HIGHEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 # Functions that treat each element by itself; names are without the underscores of operators.
-ELEMENTWISE = frozenset(
-    "abs add bitwise_and and bitwise_or or bitwise_not invert bool clamp div eq floor_divide floordiv ge gt int le "
-    "logical_and logical_not logical_or long lt maximum minimum mod mul ne neg remainder rsub sub to where".split()
-)
+_ELEMENTWISE = """
+abs add and bitwise_and bitwise_not bitwise_or bool clamp div eq floor_divide floordiv ge gt int invert le logical_and
+logical_not logical_or long lt maximum minimum mod mul ne neg or remainder rsub sub to where
+"""
+ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 EXCHANGED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}  # comparisons, sides exchanged
 BOTH = ("and", "bitwise_and", "logical_and")
 EITHER = ("or", "bitwise_or", "logical_or")
@@ -73,15 +75,15 @@ def _reflected(function: Any) -> Any:
     return lambda right, left: _apply(function, (left, right), {})
 
 
-for _name, _function in {
-    **{name: getattr(torch, name) for name in ("add", "sub", "mul")},
-    **{"floordiv": torch.floor_divide, "mod": torch.remainder, "and": torch.bitwise_and, "or": torch.bitwise_or},
-}.items():
+OPERATORS = {
+    **{"add": torch.add, "sub": torch.sub, "mul": torch.mul, "floordiv": torch.floor_divide, "mod": torch.remainder},
+    **{"and": torch.bitwise_and, "or": torch.bitwise_or},
+}
+for _name, _function in OPERATORS.items():
     setattr(Symbol, f"__{_name}__", _method(_function))
     setattr(Symbol, f"__r{_name}__", _reflected(_function))
-for _name in (*EXCHANGED, "neg", "abs"):
-    setattr(Symbol, f"__{_name}__", _method(getattr(torch, _name)))
-Symbol.__invert__ = _method(torch.bitwise_not)  # type: ignore[attr-defined]
+for _name in (*EXCHANGED, "neg", "abs", "invert"):
+    setattr(Symbol, f"__{_name}__", _method(getattr(Tensor, f"__{_name}__")))
 for _name in ("to", "bool", "int", "long", "abs"):
     setattr(Symbol, _name, _method(getattr(Tensor, _name)))
 
@@ -160,7 +162,8 @@ def _apply(function: Any, arguments: Any, options: dict[str, Any]) -> Any:
         return _looked_up(*arguments)
     if name not in ELEMENTWISE:
         raise NotSimpleError
-    first, second = arguments if len(arguments) == 2 else (arguments[0], None)
+    first: Any = arguments[0]
+    second: Any = arguments[1] if len(arguments) == 2 else None
     if any(isinstance(x, Visible) for x in arguments):
         if name in KEPT and all(x == torch.bool for x in (*arguments, *options.values()) if isinstance(x, torch.dtype)):
             return first
@@ -199,12 +202,9 @@ def _looked_up(table: Any, index: Any) -> Numbers:
     """A value of a table for each query or each key."""
     index = index if isinstance(index, tuple) else (index,)
     axes = {x.axis for x in index if isinstance(x, Numbers)} - {None}
-    if not isinstance(table, Tensor) or len(index) != table.ndim or len(axes) > 1:
+    if not isinstance(table, Tensor) or len(axes) > 1:
         raise NotSimpleError
-    found = [_values(x) for x in index]
-    if any(x is None or x is ... or isinstance(x, slice) or getattr(x, "dtype", None) == torch.bool for x in found):
-        raise NotSimpleError
-    return Numbers(table[tuple(found)], axes.pop() if axes else None)
+    return Numbers(table[tuple(map(_values, index))], axes.pop() if axes else None)
 
 
 def _combined(name: str, first: Any, second: Any) -> Visible:
@@ -250,7 +250,7 @@ def _visible(found: Any, like: Tensor) -> Visible:
 def _compared(values: Tensor, name: str, limit: Any) -> Visible:
     """The keys whose value is less than the query's limit, or equal to it, and so on."""
     for x in (values, limit):
-        if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) or isinstance(x, float):
+        if isinstance(x, float) or (isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())):
             raise NotSimpleError
     limit = torch.as_tensor(limit, device=values.device).long()
     low = limit + 1 if name == "gt" else LOWEST if name in ("lt", "le") else limit
@@ -309,7 +309,7 @@ def _first(rows: Tensor, x: Tensor) -> Tensor:
 
 
 def _intersection(begin: Tensor, end: Tensor, other_begin: Tensor, other_end: Tensor) -> tuple[Tensor, Tensor]:
-    rows = torch.broadcast_shapes(begin.shape[:-1], other_begin.shape[:-1]).numel()
+    rows = math.prod(map(max, begin.shape[:-1], other_begin.shape[:-1]))
     if rows * begin.shape[-1] * other_begin.shape[-1] > MOST:
         raise NotSimpleError
     return _compact(*intersected(begin, end, other_begin, other_end))

@@ -12,7 +12,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses import FakeTensor
 from torch.nn.functional import pad
 
-from flashtile.compat.transformers.mask_functions import NotSimpleError, TooManyRunsError, spans_of
+from flashtile.compat.transformers.mask_functions import TooManyRunsError, spans_of
 from flashtile.compat.transformers.span_mask import SpanMask
 from flashtile.errors import ShapeError
 from flashtile.spans import Spans
@@ -152,9 +152,11 @@ def _readable(*tensors: Any) -> bool:
     """Whether these have values that can be read now."""
     from transformers import masking_utils
 
-    tracing = getattr(masking_utils, "is_tracing", lambda _: torch.compiler.is_compiling() or torch.jit.is_tracing())
+    tracing = getattr(masking_utils, "is_tracing", lambda _: torch.compiler.is_compiling() or torch._C._is_tracing())
     for x in tensors:
-        if tracing(x) or (isinstance(x, Tensor) and (x.is_meta or isinstance(x, FakeTensor) or is_functorch_wrapped_tensor(x))):
+        if tracing(x) or (
+            isinstance(x, Tensor) and (x.is_meta or isinstance(x, FakeTensor) or is_functorch_wrapped_tensor(x))
+        ):
             return False
     return True
 

@@ -19,11 +19,12 @@ class SpanMask(Tensor):
     """(batch, 1, queries, keys), True where a query may attend. Any function but a few gets it written out."""
 
     limits: Tensor  # as those of Spans
+    whole: Tensor | None  # once it is written out
 
     @staticmethod
     def __new__(cls, limits: Tensor, shape: Any) -> SpanMask:
-        found: SpanMask = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=torch.bool, device=limits.device)  # type: ignore[attr-defined]
-        found.limits = limits
+        found: SpanMask = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=torch.bool, device=limits.device)
+        found.limits, found.whole = limits, None
         return found
 
     def __init__(self, limits: Tensor, shape: Any) -> None:
@@ -38,11 +39,10 @@ class SpanMask(Tensor):
         found = None if kept is None else kept(*arguments, **options)
         if found is not None:
             return found
-        if any(_is_written(x) and isinstance(y, SpanMask) for x, y in zip(function._schema.arguments, arguments)):
-            raise UnsupportedError(
-                f"attention_mask: expected no changes in place of a mask stored as spans, got {function}; clone it first"
-            )
-        return function(*tree_map_only(SpanMask, written_out, arguments), **tree_map_only(SpanMask, written_out, options))
+        if any(_is_written(x) for x in zip(function._schema.arguments, arguments, strict=False)):
+            raise UnsupportedError(f"attention_mask: expected no changes in place, got {function}; clone() it first")
+        arguments, options = tree_map_only(SpanMask, written_out, (arguments, options))
+        return function(*arguments, **options)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["limits"], None
@@ -55,21 +55,24 @@ class SpanMask(Tensor):
         return f"SpanMask({self.limits!r}, {tuple(self.shape)})"
 
 
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
+def _is_written(given: tuple[Any, Any]) -> bool:
+    """Whether a function changes this mask: its description of the argument, and the argument."""
+    about = given[0].alias_info
+    return isinstance(given[1], SpanMask) and about is not None and about.is_write
 
 
 def written_out(mask: SpanMask) -> Tensor:
     """The same mask as plain booleans."""
-    keys = torch.arange(mask.shape[-1], device=mask.device)[:, None]
-    found = torch.zeros(mask.shape, dtype=torch.bool, device=mask.device)
-    for n in range(mask.limits.shape[-2]):  # not all spans at once, which would take as many times the memory
-        found |= within(mask.limits[..., None, n : n + 1, :], keys)
-    return found
+    if mask.whole is None:
+        keys = torch.arange(mask.shape[-1], device=mask.device)[:, None]
+        mask.whole = torch.zeros(mask.shape, dtype=torch.bool, device=mask.device)
+        for n in range(mask.limits.shape[-2]):  # all spans at once would take as many times the memory
+            mask.whole |= within(mask.limits[..., None, n : n + 1, :], keys)
+    return mask.whole
 
 
 def _same(mask: Any, *_arguments: Any, dtype: Any = torch.bool, device: Any = None, **_options: Any) -> SpanMask | None:
-    """A copy, maybe on another device."""
+    """The same mask, maybe on another device."""
     if dtype is not None and dtype != torch.bool:
         return None
     return SpanMask(mask.limits if device is None else mask.limits.to(device), mask.shape)
@@ -92,7 +95,6 @@ def _slice(mask: Any, axis: int = 0, first: Any = None, last: Any = None, step: 
 KEPT: dict[Any, Callable[..., SpanMask | None]] = {
     aten.detach.default: _same,
     aten.alias.default: _same,
-    aten.clone.default: _same,
     aten._to_copy.default: _same,
     aten.slice.Tensor: _slice,
 }

@@ -138,7 +138,9 @@ def _as_integers(begin: Any, end: Any) -> tuple[Any, Any]:
             if not isinstance(x, torch.Tensor):
                 if isinstance(x, np.ndarray) and x.ndim:
                     raise DTypeError(f"spans: expected begin and end of one library, got a NumPy array for {name}")
-                x = torch.as_tensor(x, device=tensor.device)
+                # An integer is filled in on the device: a copy from the host would wait, and graphs cannot capture it.
+                whole = isinstance(x, int) and not isinstance(x, bool)
+                x = torch.full((), x, device=tensor.device) if whole else torch.as_tensor(x, device=tensor.device)
             if x.device != tensor.device:
                 raise DTypeError(f"spans: expected begin and end on one device, got {tensor.device} and {x.device}")
             integers = not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)

@@ -57,6 +57,17 @@ def test_shapes():
     assert causal["pairs"] == 64 * 65 // 2 and window["pairs"] == 64 * 5 - (4 + 3 + 2 + 1)
 
 
+def test_masks():
+    told = found("--q", "4,1024,8", "--mask", "prefix LM", "--gpu", "none")
+    prefix = 1024 * 3 // 8
+    assert told["call"]["pairs"] == 4 * (prefix * prefix + sum(range(prefix + 1, 1025)))
+    causal = [found("--q", "64,8", *more, "--gpu", "none")["call"] for more in (["--mask", "causal"], ["--causal"])]
+    assert causal[0] == causal[1]
+    assert "as many queries as keys" in run("--q", "64,8", "--k", "65,8", "--mask", "documents", code=2).output
+    assert "defines all of it" in " ".join(run("--q", "64,8", "--causal", "--mask", "documents", code=2).output.split())
+    assert "did you mean" in run("--q", "64,8", "--mask", "document", code=2).output
+
+
 @pytest.mark.parametrize(
     ("model", "a_token", "gib_at_128k"),
     [

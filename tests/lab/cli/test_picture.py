@@ -4,8 +4,10 @@ import pytest
 
 pytest.importorskip("rich")
 
+from flashtile import masks
 from flashtile.band import Band
 from flashtile.lab.cli.picture import CELL, HIDDEN, SEEN, SHADES, SIDE, TILE, legend, pictures, side_by_side
+from flashtile.numerics.visibility import Visibility
 
 CAUSAL = Band(right=0)
 
@@ -48,6 +50,16 @@ def test_the_band_is_drawn_as_it_is():
             seen = any(-199 <= y - x <= 0 for x in (100 * i, 100 * i + 99) for y in range(100 * j, 100 * j + 100))
             assert c == (CELL if i == j == SIDE - 1 else SEEN if seen else HIDDEN)
     assert cells(first)[0] == SEEN * 2 + HIDDEN * 8
+
+
+def test_spans_are_drawn_as_they_are():
+    """Documents of 200 and 300 tokens, and a sink with a window, whose two spans leave a gap."""
+    spans = masks.documents(lengths=[200, 300, 500])
+    drawn = cells(pictures(Visibility(Band(), spans.limits[0, 0]), 1000, 1000, (1, 1))[0])
+    assert drawn[:2] == [SEEN * 2 + HIDDEN * 8] * 2 and drawn[2:5] == [HIDDEN * 2 + SEEN * 3 + HIDDEN * 5] * 3
+    spans = masks.sink_window(left=99, sinks=10, n_q=1000)
+    drawn = cells(pictures(Visibility(Band(), spans.limits[0, 0]), 1000, 1000, (1, 1))[0])
+    assert drawn[6] == SEEN + HIDDEN * 4 + SEEN * 2 + HIDDEN * 3
 
 
 def test_one_query_is_a_strip():

@@ -14,13 +14,16 @@ from flashtile.cost.plan import Plan, plan
 from flashtile.host import machine
 from flashtile.lab.budget import Budget, budget
 from flashtile.lab.catalogue import chips, known_as, length, models
+from flashtile.lab.catalogue.masks import MASKS
 from flashtile.lab.cli import output
 from flashtile.lab.cli.picture import Picture, legend, pictures, side_by_side
 from flashtile.numerics.dtypes import EIGHT_BITS, FLOATS, ITEMSIZE
+from flashtile.numerics.visibility import Visible
 
 T = TypeVar("T")
 DTYPES = (*FLOATS, EIGHT_BITS)
 CONTEXT = "8k"
+NAMED = {mask.name: mask for mask in MASKS}
 
 
 def explain(
@@ -30,6 +33,7 @@ def explain(
     window: Annotated[
         int | None, typer.Option(min=1, help="With --q: the number of keys, up to its own, that a query sees.")
     ] = None,
+    mask: str = typer.Option(None, help=f"With --q: a mask of as many queries as keys: {', '.join(NAMED)}."),
     model: str = typer.Option(None, help=f"A named model instead of shapes: {', '.join(models())}."),
     context: Annotated[
         str | None, typer.Option(help=f"With --model: the number of tokens, such as 1m; {CONTEXT} by default.")
@@ -54,8 +58,10 @@ def explain(
     """Show what a call would cost, from shapes or a model's name."""
     if (q is None) == (model is None):
         raise typer.BadParameter("expected --q with a shape, or --model with a name")
-    if model is not None and (causal or window is not None):
-        raise typer.BadParameter("--causal, --window: the model defines its mask")
+    if model is not None and (causal or window is not None or mask is not None):
+        raise typer.BadParameter("--causal, --window, --mask: the model defines its mask")
+    if mask is not None and (causal or window is not None):
+        raise typer.BadParameter("--causal, --window: --mask defines all of it")
     if model is not None and k is not None:
         raise typer.BadParameter("--k: the model and --context define its shape")
     if model is None and (decode or context is not None):
@@ -64,6 +70,7 @@ def explain(
     given = _given(gpu_flops, gpu_bandwidth, gpu_memory)
     hardware, device = _hardware(gpu, kind, given)
     whole: Budget | None = None
+    visible: Visible | None = None
     try:
         if model is not None:
             about = _one_of("--model", model, models())
@@ -73,11 +80,16 @@ def explain(
         else:
             q_shape = _shape("--q", q or "")
             k_shape = q_shape if k is None else _shape("--k", k)
-            seen = None if window is None else (window - 1, 0)
-            call = plan(q_shape, k_shape, kind, device, causal=causal, window=seen, backend=backend, hardware=hardware)
+            options = {"causal": causal, "window": None if window is None else (window - 1, 0)}
+            if mask is not None:
+                if len(q_shape) < 2 or q_shape[-2] != k_shape[-2]:
+                    raise typer.BadParameter("--mask: expected as many queries as keys")
+                named = _one_of("--mask", mask, NAMED)
+                options, visible = named.options(q_shape[-2]), named.visible(q_shape[-2])
+            call = plan(q_shape, k_shape, kind, device, **options, backend=backend, hardware=hardware)
     except FlashtileError as error:
         raise typer.BadParameter(str(error)) from None
-    drawn = [] if call is None else pictures(call.band, call.q_shape[-2], call.k_shape[-2], call.tile)
+    drawn = [] if call is None else pictures(visible or call.band, call.q_shape[-2], call.k_shape[-2], call.tile)
     if json:
         output.print_json(
             {
@@ -88,8 +100,8 @@ def explain(
             }
         )
     else:
-        named = device == "cuda" and gpu != "here" and (gpu is not None or bool(given))
-        _show(call, whole, model, hardware, drawn, here=not named)
+        elsewhere = device == "cuda" and gpu != "here" and (gpu is not None or bool(given))
+        _show(call, whole, model, hardware, drawn, here=not elsewhere)
 
 
 # Where it runs

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
-from flashtile.band import Band, cuts
+from flashtile.band import cuts
+from flashtile.numerics.visibility import Visibility, Visible
 
 SIDE = 10  # cells along the longer side of a picture; the next picture is one cell of it
 COLUMNS = 80
@@ -22,7 +23,7 @@ class Picture(NamedTuple):
     lines: tuple[str, ...]
 
 
-def pictures(band: Band, n_q: int, n_k: int, tile: tuple[int, int]) -> list[Picture]:
+def pictures(visible: Visible, n_q: int, n_k: int, tile: tuple[int, int]) -> list[Picture]:
     """Draw the matrix, then its last cell, then the last cell of that, until a tile is about one cell or more."""
     tile = max(1, min(tile[0], n_q)), max(1, min(tile[1], n_k))
     queries, keys, found = n_q, n_k, []
@@ -30,14 +31,16 @@ def pictures(band: Band, n_q: int, n_k: int, tile: tuple[int, int]) -> list[Pict
         cell = max(queries, keys, 1) / SIDE
         last = cell < 1.5 * max(tile)
         marked = tile if last else (cell, cell)
-        found.append(Picture(queries, keys, _lines(band, (n_q, n_k), (queries, keys), marked, TILE if last else CELL)))
+        found.append(
+            Picture(queries, keys, _lines(visible, (n_q, n_k), (queries, keys), marked, TILE if last else CELL))
+        )
         if last:
             return found
         queries, keys = min(queries, -int(-cell // 1)), min(keys, -int(-cell // 1))
 
 
 def _lines(
-    band: Band, whole: tuple[int, int], part: tuple[int, int], marked: tuple[float, float], mark: str
+    visible: Visible, whole: tuple[int, int], part: tuple[int, int], marked: tuple[float, float], mark: str
 ) -> tuple[str, ...]:
     cell = max(*part, 1) / SIDE
     high, wide = (max(1, round(n / cell)) for n in part)
@@ -45,13 +48,22 @@ def _lines(
     lines = []
     for i in range(high):
         first, after = (whole[0] - part[0] + part[0] * n // high for n in (i, i + 1))
-        seen = cuts(band, first, max(after, first + 1), whole[1], 1)
+        seen = _seen(visible, first, max(after, first + 1), *whole)
         ends = [whole[1] - part[1] + part[1] * n // wide for n in range(wide + 1)]
-        cells = [SEEN if a < seen.end and b > seen.begin else HIDDEN for a, b in pairwise(ends)]
+        cells = [SEEN if any(a < end and b > begin for begin, end in seen) else HIDDEN for a, b in pairwise(ends)]
         if i >= high - rows:
             cells[-columns:] = mark * min(columns, wide)
         lines.append("".join(c * 2 for c in cells))  # a character is about twice as high as wide
     return tuple(lines)
+
+
+def _seen(visible: Visible, first: int, after: int, n_q: int, n_k: int) -> list[tuple[int, int]]:
+    """The intervals of keys that some of these queries see."""
+    if not isinstance(visible, Visibility):
+        seen = cuts(visible, first, after, n_k, 1)
+        return [(seen.begin, seen.end)]
+    begin, end = (x[first:after].ravel() for x in visible.ends(n_q, n_k))
+    return sorted(set(zip(begin[begin < end].tolist(), end[begin < end].tolist(), strict=True)))
 
 
 def side_by_side(found: Sequence[Picture], shades: bool) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -53,7 +54,7 @@ def run(short: bool, seconds: float, progress: Progress = lambda what, done, tot
         else:
             calls[BAND if group == "band" else FULL] = _call(tensors, **other)
             share = _share(spans, n, batch) if group != "band" else 1.0
-        times = alternate(calls, seconds=seconds)
+        times = alternate(calls, seconds=seconds, min_rounds=3 if short else 9, shuffle=random.Random(0))
         ratios = {peer: Ratio.of(times[OURS], times[peer]).value / share for peer in calls if peer != OURS}
         timed = {peer: x.to_dict() for peer, x in times.items()}
         rows.append(

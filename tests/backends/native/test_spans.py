@@ -226,3 +226,19 @@ def test_hidden_keys_have_no_effect(n_q: int, dtype: str, value: float) -> None:
             np.testing.assert_array_equal(x[~reached], y[~reached])
         if not reached.any():
             same(found, clean)
+
+
+def test_bands_whose_cuts_differ_by_column() -> None:
+    """Key blocks add to dQ in turns. A band that ends within a ragged block cuts columns and rows differently: all turns
+    are taken.
+    """
+    rng = np.random.default_rng(0)
+    for n_q, n_k in ((1, 193), (3, 400), (100, 500), (193, 7)):
+        q, k = (rng.standard_normal((1, 1, n, 8)) for n in (n_q, n_k))
+        for band in (ft.Band(81, -8, 68), ft.Band(-8, 81, -68), ft.Band(300, -90, 200), ft.Band(0, 0, n_k - 2)):
+            out, lse = ft.attention(q, k, k, band=band, return_lse=True)
+            found, wanted = (
+                ft.attention_backward(out, q, k, k, out, lse, band=band, backend=name) for name in ("native", "tiles")
+            )
+            for x, y in zip(found[:3], wanted[:3], strict=True):
+                np.testing.assert_allclose(x, y, atol=1e-12)

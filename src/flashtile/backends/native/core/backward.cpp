@@ -155,7 +155,7 @@ template <class R, class T> void Backward<R, T>::key_block(int64_t index, int64_
   memset(dv, 0, sizeof(R) * n * padded_v_dim);
   if (n > 0 && s.q_len > 0)
     for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++)
-      visits.for_each_query_block(s, head, block, n, [&](int64_t x) { query_block(keys, head, x, scratch); });
+      visits.for_each_query_block(s, head, block, [&](int64_t x) { query_block(keys, head, x, scratch); });
   store_rows<R>(dk, padded_dim, n, dim, (R)p.scale, key_row(p.dk, item, s, kv_head, first), p.dtype, p.dk.row);
   store_rows<R>(dv, padded_v_dim, n, v_dim, R(1), key_row(p.dv, item, s, kv_head, first), p.dtype, p.dv.row);
   for (int64_t j = first + n; j < last; j++) {  // keys not in use

@@ -43,16 +43,20 @@ template <class R> class Visits {
     found.count = spans;
     return found;
   }
-  // f(query block) for those that visit a key block, which begins with key `first` and has n keys in use.
-  template <class F> void for_each_query_block(const Sequence& s, int64_t head, int64_t block, int64_t n, F&& f) const {
+  // f(query block) for those that visit a key block.
+  template <class F> void for_each_query_block(const Sequence& s, int64_t head, int64_t block, F&& f) const {
     if (spans) {
       const Blocks& column = columns[column_index(s, head, block)];
       for (int64_t x = column.begin; x < column.end; x++)
         if (!of_queries(s, head, x).skips(block)) f(x);
     } else {
-      const Band by_key{s.band.right, s.band.left, -s.band.offset};
-      const Cuts seen = cuts(by_key, block * block_keys, block * block_keys + n, s.q_len, BLOCK_QUERIES<R>);
-      for (int64_t x = seen.begin; x < seen.end; x++) f(x);
+      // Those whose row cuts visit it: a column's own cuts differ where a band ends within a ragged block.
+      const int64_t key = block * block_keys, blocks = ceil_div(s.q_len, BLOCK_QUERIES<R>);
+      const int64_t from = clip(floor_div(key - s.band.offset - s.band.right, BLOCK_QUERIES<R>), 0, blocks);
+      const int64_t past = key + block_keys - s.band.offset + s.band.left;
+      const int64_t end = clip(ceil_div(past, BLOCK_QUERIES<R>), from, blocks);
+      for (int64_t x = from; x < end; x++)
+        if (!of_queries(s, head, x).skips(block)) f(x);
     }
   }
 

@@ -229,9 +229,7 @@ def test_hidden_keys_have_no_effect(n_q: int, dtype: str, value: float) -> None:
 
 
 def test_bands_whose_cuts_differ_by_column() -> None:
-    """Key blocks add to dQ in turns. A band that ends within a ragged block cuts columns and rows differently: all turns
-    are taken.
-    """
+    """Key blocks add to dQ in turns: all are taken, also where a band ends within a ragged block."""
     rng = np.random.default_rng(0)
     for n_q, n_k in ((1, 193), (3, 400), (100, 500), (193, 7)):
         q, k = (rng.standard_normal((1, 1, n, 8)) for n in (n_q, n_k))

@@ -68,7 +68,7 @@ class Spans:
     @classmethod
     def from_function(
         cls,
-        visible: Callable[[Any, Any, Any, Any], Any],
+        visible: MaskFunction,
         batch: int,
         heads: int,
         n_q: int,

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from flashtile import dispatch
 from flashtile.backends import tiles
 from flashtile.cost.tiling import Tiling
 from flashtile.numerics.dtypes import EIGHT_BITS, fallback_dtype
 from flashtile.problem import Problem
-
-if TYPE_CHECKING:
-    pass
 
 
 def choose(

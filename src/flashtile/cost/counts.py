@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from flashtile.band import Kind, ceil_div
 from flashtile.cost import traffic
@@ -13,9 +12,6 @@ from flashtile.cost.tiling import Tiling
 from flashtile.numerics.dtypes import ITEMSIZE
 from flashtile.numerics.visibility import Visible
 from flashtile.problem import Problem
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +15,6 @@ from flashtile.numerics.dtypes import EIGHT_BITS, ITEMSIZE, Array, accumulator, 
 from flashtile.options import OPTIONS
 from flashtile.problem import Problem
 from flashtile.spans import limits_of
-
-if TYPE_CHECKING:
-    pass
 
 
 def stand_ins(options: dict[str, Any], dtype: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import flashtile as ft
 from flashtile import masks
+from flashtile.problem import describe
 from flashtile.pytorch.operands import operands
 from flashtile.pytorch.operators import ATTENTION
 from tests.pytorch.samples import every_backend, randn
@@ -109,6 +110,14 @@ def test_packed_sequences_count_their_own_queries_and_keys() -> None:
         ft.attention_packed(x, x, x, starts, starts, spans=spans),
         ft.attention_packed(x, x, x, starts, starts, causal=True),
     )
+
+
+def test_more_limits_than_packed_queries() -> None:
+    """Lengths on a device are unknown, but no sequence has more queries than all of them."""
+    x, starts = (torch.empty(n, device="meta") for n in ((N, 4, 16), (3,)))
+    spans = ft.Spans(0, torch.zeros(N + 1, dtype=torch.int32, device="meta"))
+    with pytest.raises(ft.ShapeError, match=rf"spans: expected 1 or {N} along queries, got {N + 1}"):
+        describe(x, x, x, cu_q=starts.int(), cu_k=starts.int(), spans=spans)
 
 
 def test_rows_first() -> None:

@@ -137,7 +137,7 @@ def spans(name: str, x: Any, shapes: Shapes | None) -> Any:
     found, wanted = tuple(x.shape[:3]), shapes.pairs[:3]
     exact = shapes.lengths_known
     for n, (axis, size, limit) in enumerate(zip(("batch", "heads", "queries"), found, wanted, strict=True)):
-        if size not in (1, limit) and (exact or n < 2):
+        if size not in (limit, 1) and (exact or n < 2 or size > limit):  # otherwise queries are an upper bound
             raise ShapeError(f"{name}: expected 1 or {limit} along {axis}, got {size}")
     return x
 

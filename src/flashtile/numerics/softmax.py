@@ -21,6 +21,15 @@ def is_coarse(lse: Array) -> Array:
     return coarse
 
 
+def is_own(lse: Array, own: Array) -> Array:
+    """Whether an lse is this one, that of given keys, as far as its own precision tells.
+
+    The backward pass of a block of keys may be given the lse of rows of more keys. core/lse.h has the same number.
+    """
+    near: Array = np.abs(own - lse) <= 4 * np.finfo(lse.dtype).eps * np.maximum(np.abs(lse), 1)
+    return near
+
+
 def pivot(m: Array) -> Array:
     """What to subtract before exp: the maximum, or 0 for a row that has seen no key (its weights are 0 anyway)."""
     return np.where(np.isneginf(m), 0, m).astype(m.dtype, copy=False)

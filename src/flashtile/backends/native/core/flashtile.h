@@ -11,6 +11,7 @@ extern "C" {
 
 enum { FT_F32 = 0, FT_F64 = 1, FT_BF16 = 2, FT_F16 = 3 };
 enum { FT_OK = 0, FT_BAD_ABI = 1, FT_NO_MEMORY = 2 };
+enum { FT_ADD_DQ = 1, FT_ADD_DK = 2, FT_ADD_DV = 4, FT_ADD_DSINK = 8 };
 enum { FT_MAX_DIM = 512 };  // of dim and v_dim
 enum { FT_MAX_SPANS = 8 };
 
@@ -22,7 +23,7 @@ typedef struct {
 typedef struct {
   int64_t size;       // sizeof(ft_problem): caller and core must agree on this struct
   int64_t threads;    // at most this many, including the caller's
-  int64_t dtype;      // of q, k, v, dq, dk, dv
+  int64_t dtype;      // of q, k, v
   int64_t out_dtype;  // of out and dout: dtype or real
   int64_t bias_dtype; // dtype or real
   int64_t sequences, q_heads, kv_heads;
@@ -45,11 +46,13 @@ typedef struct {
   ft_tensor spans;
   int64_t span_count;        // of a query, at most FT_MAX_SPANS
   const void* sink;          // real [q_heads]: a logit that takes probability but adds no value
-  // Backward only; out and lse are what forward returned.
+  // Backward only; out and lse are what forward returned, or those of attention to more keys than these.
   ft_tensor dout, dlse;      // dlse may be null
-  ft_tensor dq, dk, dv;      // every element is written
-  ft_tensor dbias;           // real, the shape and broadcast axes (stride 0) of bias; zeroed by the caller, summed into
-  void* dsink;               // real [q_heads], written
+  ft_tensor dq, dk, dv;      // every element is written, or added to
+  ft_tensor dbias;           // real, the shape and broadcast axes (stride 0) of bias; added to
+  void* dsink;               // real [q_heads], written or added to
+  int64_t grad_dtype;        // of dq, dk, dv: dtype or real
+  int64_t add;               // FT_ADD_* of the gradients that are added to what is there
 } ft_problem;
 
 int ft_forward(const ft_problem*);

@@ -24,7 +24,7 @@ from flashtile.options import ARRAYS
 from flashtile.problem import Problem
 from flashtile.results import Grads
 
-_DTYPES = {"float32": 0, "float64": 1, "bfloat16": 2, "float16": 3}
+DTYPES = {"float32": 0, "float64": 1, "bfloat16": 2, "float16": 3}
 # ft_problem: integers, three doubles, the seed, three pointers, nine tensors, the number of spans, sink, six tensors,
 # dsink. A tensor is an address and the strides of sequence, head, row and column in elements.
 _STRUCT = struct.Struct("16q 3d Q 3Q" + " Q4q" * 9 + " q Q" + " Q4q" * 6 + " Q")
@@ -74,7 +74,7 @@ class Runner:
         address = self._arrays.address
         words[OUT], words[LSE] = address(out), address(lse) if with_lse else 0
         if status := self._forward(words):
-            _fail(status)
+            fail(status)
         self._free_structs.append(call)
         return out, lse
 
@@ -116,7 +116,7 @@ class Runner:
             dsink = make_dsink()
             words[DSINK] = address(dsink)
         if status := self._backward(words):
-            _fail(status)
+            fail(status)
         layout.free_structs.append(call)
         return Grads(dq, dk, dv, dbias, dsink)
 
@@ -229,7 +229,7 @@ def _outlined(p: Problem) -> Problem:
 def _inputs(p: Problem) -> list[Any]:
     """The fields of the struct up to v, without addresses."""
     bias_dtype = p.accumulator if p.bias is None or p.bias.itemsize > 2 else p.dtype
-    dtypes = (_DTYPES[p.dtype], _DTYPES[p.out_dtype], _DTYPES[bias_dtype])
+    dtypes = (DTYPES[p.dtype], DTYPES[p.out_dtype], DTYPES[bias_dtype])
     sizes = (p.sequences, p.heads, p.kv_heads, p.n_q, p.n_k, p.dim, p.dim_v)
     band = (p.band.left, p.band.right, p.band.offset, p.align_end)
     fields = [_STRUCT.size, 1, *dtypes, *sizes, *band, p.scale, p.softcap, p.dropout, 0, 0, 0, 0]
@@ -285,7 +285,7 @@ def _is_readable(x: Any, has_columns: bool, at: int) -> bool:
     return not any(n % x.itemsize for n in (at, *strides))
 
 
-def _fail(status: int) -> NoReturn:
+def fail(status: int) -> NoReturn:
     if status == 2:
         raise MemoryError("native core: out of memory")
     raise RuntimeError("native core: it was built for another version of flashtile")

@@ -196,7 +196,7 @@ def attention_backward(
     return Grads(dq, dk, dv, dbias, dsink)
 
 
-def merge(out_a: X, lse_a: X, out_b: X, lse_b: X, *more: X, into: tuple[X, X] | None = None) -> tuple[X, X]:
+def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *more: Any, into: Any = None) -> tuple[Any, Any]:
     """Merge results of the same queries over disjoint keys into the exact result over their union.
 
     Takes two or more results, each as out and lse: merge(*a, *b, *c). (0, -inf) is the identity; the out of a row with

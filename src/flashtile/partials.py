@@ -19,7 +19,8 @@ def merge_arrays(results: Sequence[Array], into: tuple[Array, Array], n_threads:
 
         if all(map(merge.can_write, into)):
             return merge.merge(results, into, threads.from_environment() or n_threads or threads.default())
-    merged = merge_normalized(*(widen(x, accumulator(name_of(x.dtype))) for x in results))
+    sums = np.result_type(*(accumulator(name_of(x.dtype)) for x in (*results, *into)))
+    merged = merge_normalized(*(widen(x, sums) for x in results))
     for found, to in zip(merged, into, strict=True):
         to[...] = narrow(found, name_of(to.dtype)).view(to.dtype)
 

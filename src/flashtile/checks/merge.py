@@ -61,7 +61,7 @@ def _check_written(arrays: dict[str, Any], written: dict[str, Any]) -> None:
         name = "into[0]" if not out.flags.writeable else "into[1]"
         raise ShapeError(f"{name}: expected an array that can be written, got a read-only one")
     last = out.stride()[-1] if is_tensor(out) else out.strides[-1] / out.itemsize
-    if out.shape[-1] > 1 and last != 1:
+    if out.shape[-1] > 1 and last != 1 and 0 not in out.shape:
         raise ShapeError(f"into[0]: expected a contiguous last axis, got a stride of {last:g} elements")
 
 
@@ -86,10 +86,8 @@ def check_memory(results: tuple[Array, ...], into: tuple[Array, Array]) -> None:
         if _overlaps_itself(x):
             raise ShapeError(f"into[{n}]: expected elements with memory of their own, got strides {x.strides}")
         for m, other in enumerate((*results, into[1 - n])):
-            same_role = m < len(results) and m % 2 == n
-            if same_role and _is_same(x, other):
-                continue
-            if np.may_share_memory(x, other, max_work=EFFORT):
+            has_same_role = m < len(results) and m % 2 == n
+            if np.may_share_memory(x, other, max_work=EFFORT) and not (has_same_role and _is_same(x, other)):
                 raise ShapeError(f"into[{n}]: expected one of the results, or memory apart from all of them")
 
 
@@ -98,7 +96,7 @@ def _is_same(x: Array, y: Array) -> bool:
         steps = (s for n, s in zip(x.shape, x.strides, strict=True) if n > 1)
         return x.__array_interface__["data"][0], name_of(x.dtype), *steps
 
-    return place(x) == place(y)
+    return bool(place(x) == place(y))
 
 
 def _overlaps_itself(x: Array) -> bool:

@@ -96,10 +96,11 @@ def merge_normalized(*results: Array) -> tuple[Array, Array]:
     weights = [np.exp(lse - base) for lse in lses]
     total: Array = sum(weights[1:], weights[0])  # dividing by it makes the weights sum to 1, however coarse an lse is
     share = np.where(total == 0, 1, total)
-    out: Array = sum(
+    shares: Any = (
         np.where(np.isneginf(lse)[..., None], 0, (w / share)[..., None] * out)
         for w, out, lse in zip(weights, outs, lses, strict=True)
     )
+    out: Array = sum(shares)
     return out, base + np.log(total)
 
 

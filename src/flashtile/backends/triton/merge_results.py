@@ -45,9 +45,7 @@ def merge(results: tuple[Any, ...], into: tuple[Any, Any]) -> bool:
     return True
 
 
-def fold(
-    shape: tuple[int, ...], strides: list[tuple[int, ...]]
-) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+def fold(shape: tuple[int, ...], strides: list[tuple[int, ...]]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
     """Fold neighbouring axes into one wherever they lie as one in every array."""
     axes: list[tuple[int, tuple[int, ...]]] = []  # the length of each folded axis, and its stride in each array
     for n, steps in zip(shape, zip(*strides, strict=True), strict=True):

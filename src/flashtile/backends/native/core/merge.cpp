@@ -26,6 +26,17 @@ template <class R, class T> INLINE void store_rounded(T* p, R x) {
   else store_element<float>(p, (float)x);
 }
 
+// sum += by * x, or = if it is the first one.
+template <class R, class T> NOINLINE void add_scaled(R* __restrict sum, const T* __restrict x, R by, int n, bool first) {
+  if (first)
+    for (int c = 0; c < n; c++) sum[c] = by * wide<R>(x[c]);
+  else
+    for (int c = 0; c < n; c++) sum[c] += by * wide<R>(x[c]);
+}
+template <class R, class T> NOINLINE void store_all(T* __restrict to, const R* __restrict x, int n) {
+  for (int c = 0; c < n; c++) store_rounded(to + c, x[c]);
+}
+
 // R: the type of sums, double if an array is, or if more than two results are added.
 template <class R> struct Merge {
   int64_t count, axes;
@@ -60,18 +71,17 @@ template <class R> struct Merge {
     R sum[CHUNK];
     for (int64_t from = 0; from < shape[axes]; from += CHUNK) {
       const int n = (int)std::min<int64_t>(CHUNK, shape[axes] - from);
-      std::fill_n(sum, n, R(0));
+      bool first = true;
       for (int64_t r = 0; r < count; r++) {
         if (share[r] == 0 && std::signbit(share[r])) continue;  // out may be anything
         dispatch_element(dtypes[2 * r], [&](auto t) {
-          const auto* x = (const decltype(t)*)row(2 * r, index) + from;
-          const R by = share[r];
-          for (int c = 0; c < n; c++) sum[c] += by * wide<R>(x[c]);
+          add_scaled(sum, (const decltype(t)*)row(2 * r, index) + from, share[r], n, first);
         });
+        first = false;
       }
+      if (first) std::fill_n(sum, n, R(0));
       dispatch_element(dtypes[2 * count], [&](auto t) {
-        auto* to = (decltype(t)*)row(2 * count, index) + from;
-        for (int c = 0; c < n; c++) store_rounded(to + c, sum[c]);
+        store_all((decltype(t)*)row(2 * count, index) + from, sum, n);
       });
     }
   }

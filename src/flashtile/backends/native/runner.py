@@ -26,8 +26,8 @@ from flashtile.results import Grads
 
 DTYPES = {"float32": 0, "float64": 1, "bfloat16": 2, "float16": 3}
 # ft_problem: integers, three doubles, the seed, three pointers, nine tensors, the number of spans, sink, six tensors,
-# dsink. A tensor is an address and the strides of sequence, head, row and column in elements.
-_STRUCT = struct.Struct("16q 3d Q 3Q" + " Q4q" * 9 + " q Q" + " Q4q" * 6 + " Q")
+# dsink, six integers. A tensor is an address and the strides of sequence, head, row and column in elements.
+_STRUCT = struct.Struct("16q 3d Q 3Q" + " Q4q" * 9 + " q Q" + " Q4q" * 6 + " Q 6q")
 # Indices of its 64-bit words.
 THREADS, SEED, STARTS, LENGTHS, Q, K, V, OUT, LSE = 1, 19, 20, 22, 23, 28, 33, 38, 43
 OTHERS = {"bias": 48, "mask": 53, "alibi": 58, "spans": 63, "sink": 69}
@@ -63,6 +63,7 @@ class Runner:
             *_options(p),
             *_NO_TENSOR * 6,
             0,
+            *_origin(p),
         )
         self._free_structs: list[tuple[Any, Any]] = []
         self._backward_layouts: dict[Any, _BackwardLayout] = {}
@@ -189,6 +190,7 @@ class _BackwardLayout:
             *sum(gradients, ()),
             *dbias,
             0,
+            *_origin(p),
         )
 
 
@@ -247,6 +249,12 @@ def _options(p: Problem) -> tuple[int, ...]:
     if p.spans is not None:
         spans, count = (*_broadcast_field(p.spans)[:4], 0), p.spans.shape[3]
     return (*sum(pairs, ()), *alibi, *spans, count, 0)
+
+
+def _origin(p: Problem) -> tuple[int, ...]:
+    """The fields that say where dropout counts from."""
+    x = p.origin
+    return x.query, x.query_step, x.key, x.key_step, x.sequence * x.heads + x.head, x.heads
 
 
 def _broadcast_field(x: Any) -> _Tensor:

@@ -50,6 +50,9 @@ typedef struct {
   ft_tensor dq, dk, dv;      // every element is written
   ft_tensor dbias;           // real, the shape and broadcast axes (stride 0) of bias; zeroed by the caller, summed into
   void* dsink;               // real [q_heads], written
+  // Where dropout counts from: query i is origin_query + i * query_step, key j is origin_key + j * key_step, and head h
+  // of sequence s is origin_head + s * origin_heads + h.
+  int64_t origin_query, query_step, origin_key, key_step, origin_head, origin_heads;
 } ft_problem;
 
 int ft_forward(const ft_problem*);

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import numpy as np
 
-from flashtile import calls, dispatch
+from flashtile import calls, dispatch, partials
 from flashtile.checks import layout as axes
 from flashtile.checks.arguments import (
     as_array,
     check_library,
-    check_merge,
     check_numpy,
     check_rows,
     check_starts,
@@ -19,14 +18,14 @@ from flashtile.checks.arguments import (
     library_of,
 )
 from flashtile.checks.keywords import check_keywords
+from flashtile.checks.merge import check_memory, check_merge
 from flashtile.checks.numbers import check_flag
 from flashtile.checks.shapes import check_gradients
-from flashtile.checks.target import check_buffers, check_distinct, check_memory, check_target
+from flashtile.checks.target import check_buffer, check_buffers, check_distinct, check_target
 from flashtile.errors import ShapeError, UnsupportedError
 from flashtile.host.address import address
 from flashtile.host.arrays import add
-from flashtile.numerics.dtypes import BFLOAT16, accumulator, name_of, narrow, widen, wider
-from flashtile.numerics.softmax import merge_normalized
+from flashtile.numerics.dtypes import BFLOAT16, name_of, narrow, wider
 from flashtile.options import DEFAULTS, INTEGER_ARRAYS, PLAIN_ARRAYS, documented
 from flashtile.problem import describe
 from flashtile.results import Grads
@@ -224,7 +223,7 @@ def _backward(given: dict[str, Any], backend: str, options: dict[str, Any], grad
     for name, x in buffers.items():
         if not x.flags.writeable:
             raise UnsupportedError(f"into.{name}: expected an array that can be written to, got a read-only one")
-        check_memory(name, x, x.strides, x.itemsize, address(x), x.itemsize)
+        check_buffer(name, x, x.strides, x.itemsize, address(x), x.itemsize)
     check_distinct(*({n: address(x) for n, x in y.items() if x is not None and x.size} for y in (given, buffers)))
     runner, prepared = dispatch.choose(problem, backend).prepare(problem)
     grads = runner.backward(prepared, dout, out, lse, dlse, target=target)
@@ -243,22 +242,28 @@ def _finished(x: Any, buffer: Any, like: Any, dtype: str) -> Any:
     return _rounded(x, wider(name_of(like.dtype), dtype), like.dtype) if buffer is None else add(buffer, x)
 
 
-def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *more: Any) -> tuple[Any, Any]:
+def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *more: Any, into: Any = None) -> tuple[Any, Any]:
     """Merge results of the same queries over disjoint keys into the exact result over their union.
 
-    Takes two or more results, each as out and lse: merge(*a, *b, *c). (0, -inf) is the identity. Pass float32 outputs
-    (out_dtype) to avoid rounding on the way, and all results at once: each separate merge rounds, and the error of a
-    thousand merges in a row is ten times as large.
+    Takes two or more results, each as out and lse: merge(*a, *b, *c). (0, -inf) is the identity; the out of a row with
+    lse -inf may be anything. Pass float32 outputs (out_dtype) to avoid rounding on the way, and all results at once:
+    each separate merge rounds, and the error of a thousand merges in a row is ten times as large.
+
+    into  (out, lse), written in one pass and returned: they may be views with a contiguous last axis, and may be
+          out_a and lse_a themselves, which accumulates in place. Each has a dtype of its own: in float32 or float64
+          they are not rounded to that of 16-bit results. Without gradients.
     """
-    results = (out_a, lse_a, out_b, lse_b, *more)
-    if check_merge(*results) == "torch":
+    results: tuple[Any, ...] = (out_a, lse_a, out_b, lse_b, *more)
+    if check_merge(results, into) == "torch":
         from flashtile import pytorch
 
-        merged: tuple[Any, Any] = pytorch.merge(*results)
+        merged: tuple[Any, Any] = pytorch.merge(results, into)
         return merged
-    widened = [widen(x, accumulator(name_of(x.dtype))) for x in results]
-    out, lse = merge_normalized(*widened)
-    return _rounded(out, name_of(out_a.dtype), out_a.dtype), narrow(lse, np.result_type(*widened[1::2]).name)
+    out, lse = partials.empty_like(results) if into is None else into
+    if into is not None:
+        check_memory(results, (out, lse))
+    partials.merge_arrays(results, (out, lse))
+    return out, lse
 
 
 def probabilities(q: Any, k: Any, *, rows: Any, **options: Unpack[LayoutOptions]) -> Any:

@@ -15,7 +15,7 @@ _name_of: Any = name_of.__wrapped__  # without its cache, about which torch.comp
 def check_target(dtype: str, grad_dtype: Any, into: Any, inputs: Mapping[str, Any]) -> Target:
     """Return the checked target of a call of this dtype. inputs: what each gradient belongs to, by its name.
 
-    check_memory() checks what a traced tensor does not have.
+    check_buffer() checks what a traced tensor does not have.
     """
     if dtype == EIGHT_BITS:
         raise DTypeError(f"q: expected a dtype that has gradients, got {dtype}")
@@ -49,7 +49,7 @@ def check_buffers(into: Any) -> dict[str, Any]:
     return found
 
 
-def check_memory(label: str, x: Any, strides: tuple[int, ...], unit: int, at: int, size: int) -> None:
+def check_buffer(label: str, x: Any, strides: tuple[int, ...], unit: int, at: int, size: int) -> None:
     """Check that a buffer can be added to in place. strides: in units, of which an element has `unit`; size: bytes."""
     if not x.shape or 0 in x.shape:
         return

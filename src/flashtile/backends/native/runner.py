@@ -24,11 +24,11 @@ from flashtile.options import ARRAYS
 from flashtile.problem import Problem
 from flashtile.results import Grads, Target
 
-_DTYPES = {"float32": 0, "float64": 1, "bfloat16": 2, "float16": 3}
+DTYPES = {"float32": 0, "float64": 1, "bfloat16": 2, "float16": 3}
 # ft_problem: integers, three doubles, the seed, three pointers, nine tensors, the number of spans, sink, six tensors,
-# dsink, the dtype of gradients, and which are added. A tensor is an address and the strides of sequence, head, row and
-# column in elements.
-_STRUCT = struct.Struct("16q 3d Q 3Q" + " Q4q" * 9 + " q Q" + " Q4q" * 6 + " Q 2q")
+# dsink, the dtype of gradients, which of them are added, and six integers. A tensor is an address and the strides of
+# sequence, head, row and column in elements.
+_STRUCT = struct.Struct("16q 3d Q 3Q" + " Q4q" * 9 + " q Q" + " Q4q" * 6 + " Q 2q 6q")
 # Indices of its 64-bit words.
 THREADS, SEED, STARTS, LENGTHS, Q, K, V, OUT, LSE = 1, 19, 20, 22, 23, 28, 33, 38, 43
 OTHERS = {"bias": 48, "mask": 53, "alibi": 58, "spans": 63, "sink": 69}
@@ -66,6 +66,7 @@ class Runner:
             *_options(p),
             *_NO_TENSOR * 6,
             *(0, 0, 0),
+            *_origin(p),
         )
         self._free_structs: list[tuple[Any, Any]] = []
         self._backward_layouts: dict[Any, _BackwardLayout] = {}
@@ -77,7 +78,7 @@ class Runner:
         address = self._arrays.address
         words[OUT], words[LSE] = address(out), address(lse) if with_lse else 0
         if status := self._forward(words):
-            _fail(status)
+            fail(status)
         self._free_structs.append(call)
         return out, lse
 
@@ -136,7 +137,7 @@ class Runner:
                 dsink = make_dsink()
             words[DSINK] = address(dsink)
         if status := self._backward(words):
-            _fail(status)
+            fail(status)
         layout.free_structs.append(call)
         return Grads(dq, dk, dv, dbias, dsink)
 
@@ -221,8 +222,9 @@ class _BackwardLayout:
             *sum(gradients, ()),
             *dbias,
             0,
-            _DTYPES[grad_dtype],
+            DTYPES[grad_dtype],
             sum(flag for flag, fits in zip(_ADD, self._fits, strict=True) if fits),
+            *_origin(p),
         )
 
     def buffers(self, into: Grads) -> list[Any]:
@@ -268,7 +270,7 @@ def _outlined(p: Problem) -> Problem:
 def _inputs(p: Problem) -> list[Any]:
     """The fields of the struct up to v, without addresses."""
     bias_dtype = p.accumulator if p.bias is None or p.bias.itemsize > 2 else p.dtype
-    dtypes = (_DTYPES[p.dtype], _DTYPES[p.out_dtype], _DTYPES[bias_dtype])
+    dtypes = (DTYPES[p.dtype], DTYPES[p.out_dtype], DTYPES[bias_dtype])
     sizes = (p.sequences, p.heads, p.kv_heads, p.n_q, p.n_k, p.dim, p.dim_v)
     band = (p.band.left, p.band.right, p.band.offset, p.align_end)
     fields = [_STRUCT.size, 1, *dtypes, *sizes, *band, p.scale, p.softcap, p.dropout, 0, 0, 0, 0]
@@ -286,6 +288,12 @@ def _options(p: Problem) -> tuple[int, ...]:
     if p.spans is not None:
         spans, count = (*_broadcast_field(p.spans)[:4], 0), p.spans.shape[3]
     return (*sum(pairs, ()), *alibi, *spans, count, 0)
+
+
+def _origin(p: Problem) -> tuple[int, ...]:
+    """The fields that say where dropout counts from."""
+    x = p.origin
+    return x.query, x.query_step, x.key, x.key_step, x.sequence * x.heads + x.head, x.heads
 
 
 def _broadcast_field(x: Any) -> _Tensor:
@@ -324,7 +332,7 @@ def _is_readable(x: Any, has_columns: bool, at: int) -> bool:
     return not any(n % x.itemsize for n in (at, *strides))
 
 
-def _fail(status: int) -> NoReturn:
+def fail(status: int) -> NoReturn:
     if status == 2:
         raise MemoryError("native core: out of memory")
     raise RuntimeError("native core: it was built for another version of flashtile")

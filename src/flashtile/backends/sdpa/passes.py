@@ -101,7 +101,7 @@ class Call:
             if self.mask is not None:  # torch gives rows that see no key output 0 and lse 0
                 lse = lse.masked_fill(self._empty(part), -torch.inf)
             results.append((out, lse))
-        result = results[0] if len(results) == 1 else merge(*results[0], *results[1])
+        result = results[0] if len(results) == 1 else merge((*results[0], *results[1]))
         out, lse = self.q.new_zeros(p.out_shape()), result[1].new_full(p.out_shape()[:-1], -torch.inf)
         for total, x in zip((out, lse), result, strict=True):
             total[:, :, self.first :] = x.reshape(total[:, :, self.first :].shape)

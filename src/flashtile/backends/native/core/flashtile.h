@@ -53,10 +53,18 @@ typedef struct {
   void* dsink;               // real [q_heads], written or added to
   int64_t grad_dtype;        // of dq, dk, dv: dtype or real
   int64_t add;               // FT_ADD_* of the gradients that are added to what is there
+  // Where dropout counts from: query i is origin_query + i * query_step, key j is origin_key + j * key_step, and head h
+  // of sequence s is origin_head + s * origin_heads + h.
+  int64_t origin_query, query_step, origin_key, key_step, origin_head, origin_heads;
 } ft_problem;
 
 int ft_forward(const ft_problem*);
 int ft_backward(const ft_problem*);
+// Merge `count` results over disjoint keys. Arrays are out and lse of each result, then those of the merged one, which
+// may be arrays of a result: data and dtypes are theirs, strides[array][axis] in elements. An out is [shape[0], ...,
+// shape[axes]] with contiguous columns, and an lse lacks the last axis.
+int ft_merge(int64_t threads, int64_t count, int64_t axes, const int64_t* shape, const uint64_t* data,
+             const int64_t* dtypes, const int64_t* strides);
 // Exported for tests, which compare them with the functions of band.py, spans.py and dropout.py.
 void ft_cuts(int64_t left, int64_t right, int64_t offset, int64_t first, int64_t last, int64_t n_cols, int64_t block,
              int64_t cuts[4]);

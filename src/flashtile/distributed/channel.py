@@ -49,9 +49,10 @@ class Channel:
     `group` is a ProcessGroup or a 1-D DeviceMesh, `method` the name that errors give. Peers are ranks within the group.
     Making the first Channel of a group is collective, as its Watch connects the ranks. Every call starts with agree().
 
-    Verbs take a `step`, text such as "forward, ring step 3 of 7", for errors. A tensor without elements is not sent, and
-    a shape without elements is not waited for: sender and receiver must agree on which ones, from facts that agree() has
-    compared. `bytes_sent` counts the payload that left this rank; for reduce(), what a ring all-reduce sends.
+    Verbs take a `step`, text such as "forward, ring step 3 of 7", for errors. A tensor without elements is not sent,
+    and a shape without elements is not waited for: sender and receiver must agree on which ones, from facts that
+    agree() has compared. `bytes_sent` counts the payload that left this rank; for reduce(), what a ring all-reduce
+    sends.
 
     PeerError: a rank died, stopped, left or failed. Every rank raises it, and the group cannot be used afterwards. An
     error inside the with statement is told to all ranks, which then raise PeerError instead of waiting in vain.
@@ -67,6 +68,7 @@ class Channel:
         self.method = method
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.bytes_sent = 0
+        self._on_host = device_of(self.group).type == "cpu"
         self._watch = watch_of(self.group) if self.size > 1 else None
         self._buffers: dict[str, list[list[torch.Tensor]]] = {}
 
@@ -90,7 +92,9 @@ class Channel:
         if refused is not None:
             facts["refused"] = f"{type(refused).__name__}: {refused}"
         text = {name: repr(value) if name != "refused" else str(value) for name, value in facts.items()}
-        digest = int.from_bytes(hashlib.blake2b(json.dumps(text).encode(), digest_size=7).digest(), "little")
+        digest = int.from_bytes(
+            hashlib.blake2b(json.dumps(text, sort_keys=True).encode(), digest_size=7).digest(), "little"
+        )
         with self._in(step):
             texts = [] if self._same(digest) else self._gather_texts(text)
         if refused is not None:
@@ -115,7 +119,7 @@ class Channel:
         return self._transfer([(after, x) for x in tensors], [(before, x) for x in received], step)
 
     def exchange(self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape], step: str) -> Pending:
-        """All-to-all: part r goes to rank r; receive a tensor of shape r from rank r. A rank's own part is not copied."""
+        """All-to-all: part r goes to rank r, and a tensor of shape r comes from it. A rank's own part is not copied."""
         self._one_for_each_rank(parts, "parts", step)
         self._one_for_each_rank(shapes, "shapes", step)
         received = [
@@ -153,8 +157,8 @@ class Channel:
             self._wait(peer, work)
 
     def _all_reduce(self, x: torch.Tensor, op: str) -> None:
-        ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-        work = self._attempt(None, lambda: dist.all_reduce(x, ops[op], group=self.group, async_op=True))
+        kind: Any = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
+        work = self._attempt(None, lambda: dist.all_reduce(x, kind, self.group, async_op=True))
         self._wait(None, work)
 
     def _same(self, digest: int) -> bool:
@@ -163,7 +167,7 @@ class Channel:
             return True
         both = torch.tensor([digest, -digest])
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         connections = self._watch.connections
         self._wait(None, self._attempt(None, lambda: connections.allreduce([both], options)), host=True)
         return bool(both[0] == -both[1])
@@ -243,11 +247,11 @@ class Channel:
         """Wait for a Work: on the host with a time limit, on a device by the order of its stream."""
         watch = self._watch
         assert watch is not None
-        if not host and device_of(self.group).type != "cpu":
+        if not host and not self._on_host:
             self._attempt(peer, work.wait)
             return
         begin = time.monotonic()
-        limit = watch.timeout - watch.patience
+        limit = watch.timeout - 1.5 * watch.patience  # leaves time to ask
         try:
             work.wait(timedelta(seconds=limit))
         except RuntimeError as error:
@@ -276,6 +280,8 @@ def watch_of(group: dist.ProcessGroup) -> Watch:
     """The group's Watch, made by its first Channel."""
     if group not in _watches:
         _watches[group] = Watch(group)
+        if (device := device_of(group)).type != "cpu":
+            dist.all_reduce(torch.zeros(1, device=device), group=group)  # makes NCCL's communicator, with all ranks
     return _watches[group]
 
 

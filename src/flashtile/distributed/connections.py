@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
 from flashtile.errors import PeerError
 
@@ -16,7 +17,7 @@ NEVER = 0x7FFF  # a tag that nobody sends
 
 def timeout_of(group: dist.ProcessGroup) -> float:
     """The timeout of a group, in seconds."""
-    timeout: timedelta = group._get_backend(device_of(group)).options._timeout  # type: ignore[attr-defined]
+    timeout: timedelta = group._get_backend(device_of(group)).options._timeout
     return timeout.total_seconds()
 
 
@@ -28,7 +29,7 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
 
 def connect(group: dist.ProcessGroup, rank: int, size: int, timeout: float) -> Any:
     """A gloo backend of its own for the ranks of a group; every rank has to call this."""
-    store = dist.PrefixStore("flashtile", group.get_group_store())
+    store = PrefixStore("flashtile", _get_process_group_store(group))
     store.set(f"arrived/{rank}", "")
     try:
         return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
@@ -41,10 +42,10 @@ def connect(group: dist.ProcessGroup, rank: int, size: int, timeout: float) -> A
         ) from error
 
 
-def arrived(store: dist.Store, rank: int) -> bool:
+def arrived(store: PrefixStore, rank: int) -> bool:
     """Whether a rank has come to connect(); False if the store is gone as well."""
     try:
-        return store.check([f"arrived/{rank}"])
+        return bool(store.check([f"arrived/{rank}"]))
     except RuntimeError:
         return False
 

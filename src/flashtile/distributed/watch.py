@@ -1,14 +1,16 @@
-"""Watch: threads beside a process group that notice at once when a peer dies, and ask peers that are late what they do."""
+"""Watch: threads beside a process group that notice at once when a peer dies, and ask late peers what they do."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import threading
 import time
 import weakref
 from collections import deque
-from dataclasses import asdict, dataclass
+from collections.abc import Set
+from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from typing import Any
@@ -19,7 +21,6 @@ import torch.distributed as dist
 from flashtile.distributed.connections import abort, connect, disconnect, timeout_of
 
 MESSAGE_BYTES = 4096
-MESSAGE, ALIVE = 1, 2  # tags: messages; and a receive that only ends when the peer does
 FOREVER = timedelta(days=3650)
 NOT_IN_A_CALL = "not in a call"
 
@@ -34,7 +35,7 @@ class Failure:
     step: str
 
     def __str__(self) -> str:
-        return f"{ranks(self.peers)} {self.what}; rank {self.noticed_by} noticed, {self.step}"
+        return f"{ranks(self.peers)} {self.what} (noticed by rank {self.noticed_by}, {self.step})"
 
 
 def ranks(numbers: Any) -> str:
@@ -46,11 +47,11 @@ def ranks(numbers: Any) -> str:
 class Watch:
     """One for each process group, on gloo connections of its own, so that it works for groups of any backend.
 
-    Three threads wait in receives and cost nothing until something happens. Two of them wait for the neighbours in the
-    ring of ranks, for a message that is never sent: the receive fails in the moment in which the neighbour's process
-    ends. The third one takes messages from all ranks: a failure that another rank noticed, a question what this rank is
-    doing, a goodbye. The first rank that notices a failure tells all others; every rank then closes the connections of
-    the group, which ends whatever it is waiting for.
+    A rank watches those at distances 1, 2, 4, ... before and after it, with a thread for each that waits for messages
+    and costs nothing until one comes, or until the receive fails, in the moment in which that process ends. Messages
+    go to all watched ranks, and each rank passes on what it has not seen, so that they reach everybody around ranks
+    that are dead. The first rank that notices a failure sends one; every rank then closes the connections of the group,
+    which ends whatever it is waiting for.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -63,18 +64,18 @@ class Watch:
         self._failed = threading.Event()
         self._closing = False
         self._lock = threading.RLock()
-        self._sent: deque[Any] = deque(maxlen=4 * self.size)  # gloo forgets a message whose Work is gone
+        self._sent: deque[Any] = deque(maxlen=32 * self.size)  # gloo forgets a message whose Work is gone
         self._left: set[int] = set()
+        self._seen: set[tuple[int, int]] = set()
+        self._messages = itertools.count()
         self._answers: dict[int, str] = {}
         self._answered = threading.Condition()
         self.connections = connect(group, self.rank, self.size, self.timeout)
-        neighbours = {(self.rank - 1) % self.size, (self.rank + 1) % self.size}
-        jobs: list[tuple[Any, tuple[int, ...]]] = [
-            (self._listen, ()),
-            *((self._wait_for_end, (n,)) for n in neighbours),
-        ]
+        distances = [2**i for i in range((self.size - 1).bit_length())]
+        self._watched = {(self.rank + sign * d) % self.size for d in distances for sign in (1, -1)} - {self.rank}
         self._threads = [
-            threading.Thread(target=job, args=args, daemon=True, name="flashtile watch") for job, args in jobs
+            threading.Thread(target=self._listen, args=(peer,), daemon=True, name="flashtile watch")
+            for peer in self._watched
         ]
         for thread in self._threads:
             thread.start()
@@ -89,7 +90,7 @@ class Watch:
             self._closing = True
         self._at_exit.cancel()
         if self.failure is None:
-            self._tell("left")
+            self._flush(self._tell("left"))
             disconnect(self.connections)
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -97,37 +98,40 @@ class Watch:
 
     def fail(self, peers: tuple[int, ...], what: str) -> Failure:
         """Record a failure that this rank noticed, tell the other ranks, and end all waiting in the group."""
-        return self._record(Failure(peers, what[:500], self.rank, self.state[:200]), tell=True)
+        if self.failure is not None:
+            return self.failure
+        failure = Failure(peers[:50], what[:250], self.rank, self.state[:200])  # must fit a message
+        return self._record(failure, self._tell("failed", set(peers), **asdict(failure)))
 
     def cause(self, peer: int | None, error: BaseException) -> Failure:
         """Why a transfer failed: what was noticed meanwhile, or what the peers answer."""
         self._failed.wait(self.patience / 4)
-        return self._diagnose(peer, f"closed the connection ({(str(error).splitlines() or [type(error).__name__])[0]})")
+        return self._diagnose(peer, f"closed the connection: {(str(error).splitlines() or [type(error).__name__])[0]}")
 
     def overdue(self, peer: int | None) -> Failure:
         """Why a transfer did not end in time: the ranks that do not answer, or what those that answer are doing."""
-        return self._diagnose(peer, f"sent nothing for {self.timeout:g} s, the group's timeout")
+        return self._diagnose(peer, f"was waited for in vain for {self.timeout:g} s, the group's timeout")
 
     def _diagnose(self, peer: int | None, what: str) -> Failure:
         answers = self._ask()
         if self.failure is not None:
             return self.failure
         others = set(range(self.size)) - {self.rank}
-        left, silent = others & self._left, others - set(answers)
-        if left:
-            return self.fail(tuple(left), "left the group")
+        if self._left:
+            return self.fail(tuple(self._left), "left the group")
+        silent = others - set(answers)
         if silent:
-            return self.fail(tuple(silent), "does not answer and " + what)
-        states = "; ".join(f"rank {r}: {answers[r]}" for r in sorted(others))
-        return self.fail(tuple(others) if peer is None else (peer,), f"{what}; all ranks answer ({states})")
+            return self.fail(tuple(silent), f"gave no answer and {what}")
+        states = "; ".join(f"rank {r} is at: {answers[r]}" for r in sorted(others))
+        return self.fail(tuple(others) if peer is None else (peer,), f"{what}; {states}")
 
-    def _record(self, failure: Failure, tell: bool) -> Failure:
+    def _record(self, failure: Failure, works: list[Any]) -> Failure:
+        """Keep the first failure, flush the messages about it, and end all waiting in the group."""
         with self._lock:
             if self.failure is not None or self._closing:
                 return self.failure or failure
             self.failure = failure
-        if tell:
-            self._tell("failed", **asdict(failure))
+        self._flush(works)
         self._failed.set()
         with self._answered:
             self._answered.notify_all()
@@ -137,60 +141,68 @@ class Watch:
         disconnect(self.connections)
         return failure
 
-    def _tell(self, kind: str, **content: Any) -> None:
-        """Send a message to all ranks; wait for those that take it, but not long."""
-        works = [w for w in (self._send(r, kind, **content) for r in range(self.size) if r != self.rank) if w]
+    def _ask(self) -> dict[int, str]:
+        """What the other ranks are doing, of those that answer in time."""
+        with self._answered:
+            self._answers.clear()
+        self._tell("what")
+        with self._answered:
+            self._answered.wait_for(self._heard_from_all, self.patience)
+            return dict(self._answers)
+
+    def _heard_from_all(self) -> bool:
+        return self.failure is not None or len(self._left | set(self._answers)) == self.size - 1
+
+    def _tell(self, kind: str, but: Set[int] = frozenset(), **content: Any) -> list[Any]:
+        """Send a message to all ranks but some, which would not take it."""
+        message = {"origin": self.rank, "number": next(self._messages), "kind": kind, **content}
+        self._seen.add((self.rank, message["number"]))
+        return self._pass_on(message, self._watched - but)
+
+    def _pass_on(self, message: dict[str, Any], peers: Set[int]) -> list[Any]:
+        data = json.dumps(message).encode().ljust(MESSAGE_BYTES, b"\0")
+        works = []
+        for peer in peers:
+            with contextlib.suppress(RuntimeError):
+                works.append(self.connections.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], peer, 0))
+        self._sent.extend(works)
+        return works
+
+    def _flush(self, works: list[Any]) -> None:
+        """Wait until messages are on their way, but not long: the connections are closed next."""
         end = time.monotonic() + self.patience / 4
         for work in works:
             with contextlib.suppress(RuntimeError):
                 work.wait(timedelta(seconds=max(0.001, end - time.monotonic())))
 
-    def _send(self, peer: int, kind: str, **content: Any) -> Any:
-        text = json.dumps({"kind": kind, **content}).encode()
-        message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
-        message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        with contextlib.suppress(RuntimeError):
-            work = self.connections.send([message], peer, MESSAGE)
-            self._sent.append(work)
-            return work
-        return None
-
-    def _ask(self) -> dict[int, str]:
-        """What the other ranks are doing, of those that answer in time."""
-        with self._answered:
-            self._answers.clear()
-        for peer in range(self.size):
-            if peer != self.rank:
-                self._send(peer, "what")
-        with self._answered:
-            self._answered.wait_for(lambda: len(self._answers) == self.size - 1 or self._failed.is_set(), self.patience)
-            return dict(self._answers)
-
-    def _listen(self) -> None:
+    def _listen(self, peer: int) -> None:
         while True:
             message = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
             try:
-                work = self.connections.recv_anysource([message], MESSAGE)
-                work.wait(FOREVER)
+                self.connections.recv([message], peer, 0).wait(FOREVER)
             except RuntimeError:
-                return
-            self._take(work._source_rank(), json.loads(message.numpy().tobytes().rstrip(b"\0")))
+                break
+            self._take(json.loads(message.numpy().tobytes().rstrip(b"\0")), peer)
+        if not self._failed.wait(0.05) and not self._closing and peer not in self._left:  # a reason may be under way
+            self.fail((peer,), "died")
 
-    def _take(self, source: int, content: dict[str, Any]) -> None:
-        kind = content.pop("kind")
+    def _take(self, message: dict[str, Any], source: int) -> None:
+        """Act on a message that has not been seen, and pass it on."""
+        name = (message["origin"], message["number"])
+        with self._lock:
+            if name in self._seen:
+                return
+            self._seen.add(name)
+        works = self._pass_on(message, self._watched - {source, *message.get("peers", ())})
+        kind, origin = message["kind"], message["origin"]
         if kind == "what":
-            self._send(source, "state", state=self.state)
+            self._tell("state", state=self.state)
         elif kind == "state":
             with self._answered:
-                self._answers[source] = content["state"]
+                self._answers[origin] = message["state"]
                 self._answered.notify_all()
         elif kind == "left":
-            self._left.add(source)
+            self._left.add(origin)
         elif kind == "failed":
-            self._record(Failure(**{**content, "peers": tuple(content["peers"])}), tell=False)
-
-    def _wait_for_end(self, peer: int) -> None:
-        with contextlib.suppress(RuntimeError):
-            self.connections.recv([torch.empty(1, dtype=torch.uint8)], peer, ALIVE).wait(FOREVER)
-        if not self._failed.wait(0.05) and not self._closing and peer not in self._left:
-            self.fail((peer,), "died")
+            failure = Failure(**{f.name: message[f.name] for f in fields(Failure)})
+            self._record(failure, works)

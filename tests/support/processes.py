@@ -7,14 +7,14 @@ import datetime
 import multiprocessing
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-# Forked from a process that has imported torch and started no threads: a rank starts in milliseconds.
+# Forked from a process that has imported what the ranks need and started no threads, so that they start quickly.
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch", "torch.distributed", "flashtile.distributed.channel"])
+context.set_forkserver_preload(["torch", "torch.distributed", "flashtile.distributed.channel", "hypothesis", "pytest"])
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,17 @@ class Ranks:
         for pipe in self.pipes:
             pipe.send((job, args))
 
-    def results(self, patience: float = 60) -> list[Any]:
-        """What the ranks returned: an Error where the job raised, None where the process is dead or says nothing."""
-        results: list[Any] = [None] * self.size
-        waiting = dict(zip(self.pipes, range(self.size), strict=True))
+    def results(self, of: Iterable[int] | None = None, patience: float = 60) -> list[Any]:
+        """What ranks returned: an Error where the job raised, None where the process is dead or says nothing."""
+        results: dict[int, Any] = dict.fromkeys(range(self.size) if of is None else of)
+        waiting = {self.pipes[rank]: rank for rank in results}
         while waiting and (ready := wait(list(waiting), patience)):
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 rank = waiting.pop(pipe)
                 with contextlib.suppress(EOFError, ConnectionResetError):
                     results[rank] = pipe.recv()
-        return results
+        return list(results.values())
 
     def run(self, job: Callable[..., Any], *args: Any) -> list[Any]:
         """Call job(rank, size, *args) on every rank; the results, if no rank failed."""

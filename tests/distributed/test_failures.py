@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -181,7 +183,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Trial], list
     def outcomes(trial: Trial) -> list[Any]:
         if trial not in found:
             batch = [trial] if trial.how == signal.SIGKILL else STOPS
-            with ThreadPoolExecutor(4) as pool:
+            with ThreadPoolExecutor(6) as pool:
                 found.update(zip(batch, pool.map(lambda t: run(t, folder), batch), strict=True))
         return found[trial]
 
@@ -225,3 +227,163 @@ def test_a_rank_is_stopped(trial: Trial, outcomes: Callable[[Trial], list[Any]])
     late = found[trial.victim]  # it was continued after the others had given up
     assert late.error is None or "closed the connection" in late.error or "died" in late.error or "left" in late.error
     assert late.threads == [] and late.alive == 0
+
+
+def ring(channel: Channel) -> None:
+    for step in range(1, 4):
+        channel.rotate([torch.ones(3)], [(3,)], f"forward, ring step {step} of 3").wait()
+
+
+def caught(rank: int, job: Callable[[Channel], None]) -> tuple[str, float]:
+    """The PeerError of a job, and when it was raised."""
+    with pytest.raises(PeerError) as error, Channel(dist.group.WORLD, "ring") as channel:
+        job(channel)
+    return str(error.value), time.monotonic()
+
+
+def fails(rank: int, size: int) -> Any:
+    if rank != 1:
+        return caught(rank, ring)
+    with pytest.raises(MemoryError), Channel(dist.group.WORLD, "ring"):
+        begin = time.monotonic()
+        raise MemoryError("no room for dK")
+    return begin
+
+
+def leaves(rank: int, size: int) -> Any:
+    if rank != 1:
+        return caught(rank, ring)
+    Channel(dist.group.WORLD, "ring")
+    begin = time.monotonic()
+    dist.destroy_process_group()
+    gc.collect()
+    return begin
+
+
+def forks_and_dies(rank: int, size: int, mark: Path) -> Any:
+    """Its child, as a DataLoader has, lives on with the connections that it inherited."""
+    if rank == 1:
+        Channel(dist.group.WORLD, "ring")
+        mark.write_text(str(time.monotonic()))
+        if os.fork():
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(3)
+        os._exit(0)
+    found = caught(rank, ring)
+    return found, float(mark.read_text())
+
+
+def dies_between_calls(rank: int, size: int) -> Any:
+    with Channel(dist.group.WORLD, "ring") as channel:
+        ring(channel)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+    begin = time.monotonic()
+    text, end = caught(rank, ring)
+    return text, end - begin
+
+
+def two_die(rank: int, size: int) -> Any:
+    with Channel(dist.group.WORLD, "ring") as channel:
+        ring(channel)
+        begin = time.monotonic()
+        if rank in (1, 2):
+            os.kill(os.getpid(), signal.SIGKILL)
+    text, end = caught(rank, ring)
+    return text, end - begin
+
+
+def dawdles(rank: int, size: int) -> Any:
+    begin = time.monotonic()
+    if rank == 1:
+        Channel(dist.group.WORLD, "ring")
+        time.sleep(2.5)
+    text, end = caught(rank, ring)
+    return text, end - begin
+
+
+def does_not_come(rank: int, size: int) -> Any:
+    if rank == 1:
+        time.sleep(3)
+        return None
+    begin = time.monotonic()
+    text, end = caught(rank, ring)
+    return text, end - begin
+
+
+def test_a_rank_that_fails_tells_the_others() -> None:
+    with Ranks(4) as ranks:
+        ranks.start(fails)
+        results = ranks.results()
+    for rank in (0, 2, 3):
+        text, when = results[rank]
+        assert text.startswith("ring, forward, ring step ")
+        assert "rank 1 failed: MemoryError: no room for dK" in text and when - results[1] < 1
+
+
+def test_a_rank_that_leaves() -> None:
+    with Ranks(4) as ranks:
+        ranks.start(leaves)
+        results = ranks.results()
+    for rank in (0, 2, 3):
+        text, when = results[rank]
+        assert "rank 1 left the group" in text and when - results[1] < 2
+
+
+def test_a_rank_dies_whose_child_lives(tmp_path: Path) -> None:
+    with Ranks(4) as ranks:
+        ranks.start(forks_and_dies, tmp_path / "mark")
+        results = ranks.results([0, 2, 3])
+    for (text, when), begin in results:
+        assert "rank 1 died" in text and when - begin < 1
+
+
+@pytest.mark.parametrize("job", [dies_between_calls, two_die], ids=lambda job: job.__name__)
+def test_deaths(job: Callable[..., Any]) -> None:
+    with Ranks(4) as ranks:
+        ranks.start(job)
+        for result in ranks.results():
+            if result is not None:
+                text, seconds = result
+                assert ("rank 1 died" in text or (job is two_die and "rank 2 died" in text)) and seconds < 1
+
+
+def test_a_rank_that_is_late() -> None:
+    """It is not stopped, and the others say where it is."""
+    with Ranks(4, timeout=2) as ranks:
+        ranks.start(dawdles)
+        results = ranks.results()
+    for rank in (0, 2, 3):
+        text, seconds = results[rank]
+        assert "was waited for in vain for 2 s, the group's timeout" in text and seconds < 2
+        assert "rank 1 is at: not in a call" in text
+
+
+def test_a_rank_that_never_calls() -> None:
+    with Ranks(4, timeout=2) as ranks:
+        ranks.start(does_not_come)
+        results = ranks.results()
+    for rank in (0, 2, 3):
+        text, seconds = results[rank]
+        assert "missing: 1" in text and seconds < 3
+
+
+SCRIPT = """
+import torch, torch.distributed as dist, sys
+from flashtile.distributed.channel import Channel
+store = dist.FileStore(sys.argv[1], 2)
+dist.init_process_group("gloo", rank=int(sys.argv[2]), world_size=2, store=store)
+with Channel(dist.group.WORLD, "ring") as channel:
+    channel.agree("forward", a=1)
+    assert channel.rotate([torch.ones(3)], [(3,)], "step").wait()[0].tolist() == [1, 1, 1]
+"""
+
+
+def test_scripts_that_end_without_destroying_the_group(tmp_path: Path) -> None:
+    """No hang, no crash, nothing printed."""
+    command = [sys.executable, "-W", "error", "-c", SCRIPT, str(tmp_path / "store")]
+    processes = [subprocess.Popen([*command, str(r)], stderr=subprocess.PIPE, text=True) for r in range(2)]
+    for process in processes:
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0 and errors == ""

@@ -32,8 +32,8 @@ def documents(ids: Any = None, *, lengths: Any = None) -> Spans:
         xp = library(lengths)
         if is_readable(xp, lengths) and bool((lengths < 0).any()):
             raise ShapeError(f"lengths: expected none below 0, got {int(lengths.min())}")
-        number = xp.arange(len(lengths)) if xp is np else xp.arange(len(lengths), device=lengths.device)
-        ids = np.repeat(number, lengths) if xp is np else xp.repeat_interleave(number, lengths)
+        end = lengths.cumsum(0)
+        return Spans(*((np.repeat if xp is np else xp.repeat_interleave)(x, lengths) for x in (end - lengths, end)))
     ids = _integers("ids", ids, 1, 2)
     begin, end = _runs(ids)
     return Spans(*((x[:, None] for x in (begin, end)) if ids.ndim == 2 else (begin, end)))

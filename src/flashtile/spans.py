@@ -161,7 +161,8 @@ def _as_integers(begin: Any, end: Any) -> tuple[Any, Any]:
 
 def _rising(xp: Any, begin: Any, end: Any) -> Any:
     """Return limits that never fall; raise an error for spans that overlap or fall, where values can be read."""
-    begin, end = begin.clip(0, FARTHEST), end.clip(0, FARTHEST)
+    begin, end = (x.clip(0, FARTHEST) for x in (begin, end))
+    begin, end = (x.astype(np.int32) if xp is np else x.to(xp.int32) for x in (begin, end))
     seen = begin < end
     found, ok = [], None
     last: Any = 0
@@ -179,7 +180,7 @@ def _rising(xp: Any, begin: Any, end: Any) -> Any:
         raise ShapeError(f"spans: expected disjoint spans in rising order, got {pairs} for (batch, head, query) {at}")
     shape = (*begin.shape, 2)
     if xp is not np:
-        return xp.stack(found, -1).to(xp.int32).reshape(shape)
+        return xp.stack(found, -1).reshape(shape)
     limits = np.empty((*begin.shape[:-1], len(found)), np.int32)
     for n, x in enumerate(found):
         limits[..., n] = x

@@ -103,9 +103,9 @@ def origin(name: str, x: Any, shapes: Shapes | None) -> Origin | None:
     def number(field: str, least: int) -> int:
         return check_integer(f"{name}.{field}", getattr(x, field), least, MAX_POSITION)
 
-    heads = None if x.heads is None else number("heads", 1)
-    starts = (number(field, 0) for field in ("query", "key", "head", "sequence"))
-    found = Origin(*starts, heads, number("query_step", 1), number("key_step", 1))
+    numbers = {field: number(field, 0) for field in ("query", "key", "head", "sequence")}
+    steps = {field: number(field, 1) for field in ("query_step", "key_step")}
+    found = Origin(**numbers, heads=None if x.heads is None else number("heads", 1), **steps)
     return found if shapes is None else _within_whole(name, found, shapes)
 
 

@@ -80,7 +80,7 @@ class Backward:
             *(p, device, of_queries.block_q, of_keys.block_k),
             *(strides(dout, p), statistics.strides, grads, use_pdl),
             *((None, 32) if row_cuts is None else (row_cuts.strides, of_keys.block_q)),
-            None if dtype is None else strides(given[2], p),
+            lse=None if dtype is None else strides(given[2], p),
         )
         flags = scratch.part((recompute.count,), torch.int32)
         self._scratch = scratch.maker()

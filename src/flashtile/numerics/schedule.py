@@ -71,7 +71,6 @@ STANDARD = (
     Launch("softmax", ("S",), ("P",)),
     Launch("values", ("P", "V"), ("O",)),
 )
-FLASH = (Launch("attention", ("Q", "K", "V"), ("O", "L")),)
 KEY_ARRAYS = ("K", "V", "dK", "dV")  # divided into blocks of keys; the other arrays into blocks of queries
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
 
@@ -63,7 +64,7 @@ def run(short: bool, seconds: float, progress: Progress = lambda what, done, tot
     start = np.arange(TOKENS) // 512
     making = alternate({OURS: lambda: masks.documents(start)}, seconds=seconds, max_rounds=20)[OURS]
     rows.append({"group": "making", "case": f"{TOKENS} tokens", "direction": "", "times": {OURS: making.to_dict()}})
-    record["costs"] = [{"mask": x.name, "code": x.code, **_plain(x.cost(COSTS_AT))} for x in MASKS]
+    record["costs"] = [{"mask": x.name, "code": x.code, **asdict(x.cost(COSTS_AT))} for x in MASKS]
     record["summary"] = [_line(rows, *goal) for goal in _GOALS]
     return record
 
@@ -163,7 +164,3 @@ def _share(spans: tuple[Spans, dict[str, Any]], n: int, batch: int) -> float:
     limits = Spans.of(spans[0].limits.numpy())
     shape = (batch, 1, n, 1)
     return flashtile.plan(shape, shape, backend="tiles", spans=limits, **spans[1]).pairs / (batch * n * n)
-
-
-def _plain(cost: Any) -> dict[str, Any]:
-    return {name: getattr(cost, name) for name in cost.__slots__}

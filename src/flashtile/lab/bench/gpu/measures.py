@@ -39,8 +39,7 @@ def _over(peer: str) -> Callable[[Row], float | None]:
 
 
 def _over_best(row: Row) -> float | None:
-    best = best_peer(row)
-    return None if best is None else _over(best)(row)
+    return min((ratio["value"] for ratio in _of_others(row["ratios"]).values()), default=None)
 
 
 def _portable_over_flex(row: Row) -> float | None:

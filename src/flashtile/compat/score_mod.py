@@ -40,7 +40,8 @@ class RefusedError(Exception):
 class Score:
     """factor * score + bias, or factor * tanh(inner * score) + bias; -inf where not visible.
 
-    Claims are conditions under which this is so, each with the reason to refuse where it does not hold.
+    Claims are conditions under which this is so, each with the reason to refuse where it does not hold. Its tensors
+    are scalars while a score_mod runs. Tracer.on_pairs() gives them four axes, of length 1 where they do not matter.
     """
 
     dtype: torch.dtype
@@ -72,9 +73,6 @@ class Score:
     def __add__(self, other: Any) -> Score:
         return _add(self, other)
 
-    def __radd__(self, other: Any) -> Score:
-        return _add(self, other)
-
     def __sub__(self, other: Any) -> Score:
         return _sub(self, other)
 
@@ -82,9 +80,6 @@ class Score:
         return _sub(other, self)
 
     def __mul__(self, other: Any) -> Score:
-        return _mul(self, other)
-
-    def __rmul__(self, other: Any) -> Score:
         return _mul(self, other)
 
     def __truediv__(self, other: Any) -> Score:
@@ -96,6 +91,7 @@ class Score:
     def __eq__(self, other: object) -> bool:
         _refuse("a comparison")
 
+    __radd__, __rmul__ = __add__, __mul__
     __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__
     __hash__ = object.__hash__
     shape = torch.Size([])
@@ -259,24 +255,13 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Part:
-    """A Score with its numbers for some queries; tensors have four axes, of length 1 where they do not matter."""
-
-    factor: Number
-    inner: Number
-    bias: Number
-    visible: Tensor | None
-    claims: tuple[tuple[Tensor | bool, str], ...]
-
-
 class Tracer:
     """Runs a score_mod on Scores."""
 
     def __init__(self, score_mod: ScoreMod, dtype: torch.dtype, device: torch.device) -> None:
         self.score_mod, self.dtype, self.device = score_mod, dtype, device
 
-    def on_pairs(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Part:
+    def on_pairs(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Score:
         """For all combinations of these positions."""
         template: list[Any] = []
 
@@ -291,7 +276,8 @@ class Tracer:
         tensors = iter(on_pairs(run, b, h, i, j))
         *found, reasons = [next(tensors) if isinstance(x, Tensor) else x for x in template]
         factor, inner, bias, visible, *claims = found
-        return Part(factor, inner, bias, visible, tuple(zip(claims, reasons, strict=True)))
+        claimed = tuple(zip(claims, reasons, strict=True))
+        return Score(self.dtype, self.device, factor, inner, bias, visible, claimed)
 
     def bias(self, *at: Tensor) -> tuple[Tensor, Tensor]:
         """The bias of one pair, and whether it is visible."""
@@ -420,7 +406,7 @@ class _Checked:
         self.constants: dict[str, float] = {}
         self.hides = False  # pairs that the block mask does not hide
 
-    def add(self, part: Part, visible: Tensor, i: Tensor, j: Tensor) -> None:
+    def add(self, part: Score, visible: Tensor, i: Tensor, j: Tensor) -> None:
         for claim, reason in part.claims:
             if not _holds(claim, visible):
                 raise RefusedError(reason)

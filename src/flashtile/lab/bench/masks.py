@@ -45,15 +45,15 @@ def run(short: bool, seconds: float, progress: Progress = lambda what, done, tot
         progress(f"{name}, {direction}", len(rows), LINES)
         torch.manual_seed(0)
         tensors = [torch.randn(batch, 8, n, dim, requires_grad=direction == TRAINING) for _ in range(3)]
-        calls = {OURS: _call(tensors, spans=spans[0], **spans[1])}
+        calls = {OURS: _step(flashtile.attention, tensors, spans=spans[0], **spans[1])}
         share = 1.0
         if group == "dense":
-            visible = spans[0].to_mask(n)
-            calls[DENSE] = _repeat(_sdpa, tensors, visible)
+            sdpa = torch.nn.functional.scaled_dot_product_attention
+            calls[DENSE] = _step(sdpa, tensors, attn_mask=spans[0].to_mask(n))
             if direction == FORWARD and (flex := _flex(tensors, spans[0], record["absent"])):
                 calls[FLEX] = flex
         else:
-            calls[BAND if group == "band" else FULL] = _call(tensors, **other)
+            calls[BAND if group == "band" else FULL] = _step(flashtile.attention, tensors, **other)
             share = _share(spans, n, batch) if group != "band" else 1.0
         times = alternate(calls, seconds=seconds, min_rounds=3 if short else 9, shuffle=random.Random(0))
         ratios = {peer: Ratio.of(times[OURS], times[peer]).value / share for peer in calls if peer != OURS}
@@ -121,24 +121,14 @@ def _line(rows: list[dict[str, Any]], group: str, direction: str, title: str, pe
     return line
 
 
-def _call(tensors: list[Any], **options: Any) -> Call:
-    return _repeat(flashtile.attention, tensors, **options)
-
-
-def _repeat(function: Callable[..., Any], tensors: list[Any], *more: Any, **options: Any) -> Call:
-    """A call, with its gradients if the tensors require them."""
+def _step(function: Callable[..., Any], tensors: list[Any], **options: Any) -> Call:
+    """A call, followed by its backward pass if the tensors require gradients."""
     import torch
 
     if not tensors[0].requires_grad:
-        return lambda: function(*tensors, *more, **options)
+        return lambda: function(*tensors, **options)
     dout = torch.ones_like(tensors[0])
-    return lambda: torch.autograd.grad(function(*tensors, *more, **options), tensors, dout)
-
-
-def _sdpa(q: Any, k: Any, v: Any, mask: Any) -> Any:
-    import torch
-
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return lambda: torch.autograd.grad(function(*tensors, **options), tensors, dout)
 
 
 def _flex(tensors: list[Any], spans: Spans, absent: dict[str, str]) -> Call | None:

@@ -37,9 +37,9 @@ def run(
 
     def measure(group: str, case: Case, **more: Any) -> dict[str, Any]:
         progress(f"{group}: {case.name}", len(measured), total)
-        measured.append(_timed(group, case, threads, 0.5 if short else 3.0, **more))
-        last: dict[str, Any] = measured[-1]
-        return last
+        row = _timed(group, case, threads, 0.5 if short else 3.0, **more)
+        measured.append(row)
+        return row
 
     for group in groups:
         record["summary"].append(_summary(group, [measure(group.name, case) for case in group.cases]))

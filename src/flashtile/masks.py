@@ -27,10 +27,12 @@ def documents(ids: Any = None, *, lengths: Any = None) -> Spans:
         raise ShapeError("documents: expected ids or lengths, got both or neither")
     if lengths is not None:
         lengths = _array(lengths)
-        number = _range(len(lengths), _device_of(lengths))
-        ids = np.repeat(number, lengths) if library(lengths) is np else number.repeat_interleave(lengths)
-    begin, end = _runs(_array(ids))
-    return Spans(begin[:, None], end[:, None]) if begin.ndim == 2 else Spans(begin, end)
+        xp = library(lengths)
+        number = xp.arange(len(lengths)) if xp is np else xp.arange(len(lengths), device=lengths.device)
+        ids = np.repeat(number, lengths) if xp is np else xp.repeat_interleave(number, lengths)
+    ids = _array(ids)
+    begin, end = _runs(ids)
+    return Spans(*((x[:, None] for x in (begin, end)) if ids.ndim == 2 else (begin, end)))
 
 
 def padding(lengths: Any, n_k: int | None = None, side: str = "right") -> Spans:
@@ -49,9 +51,9 @@ def prefix_lm(prefix: Any, n_q: int, n_k: int | None = None, device: Any = None)
     """A causal mask with a prefix, a number or (batch,), that every query sees: it includes the causal limit."""
     if hasattr(prefix, "shape") and len(prefix.shape):
         prefix = _array(prefix)[:, None, None]
-        device = _device_of(prefix)
+        device = getattr(prefix, "device", None) if library(prefix) is not np else None
     at = _positions(n_q, n_k, device)
-    return Spans(0, library(at).maximum(at + 1, at * 0 + prefix))
+    return Spans(0, library(at).maximum(at + 1, prefix if hasattr(prefix, "shape") else _full_like(at, prefix)))
 
 
 def causal_with_blocks(ids: Any) -> Spans:
@@ -60,8 +62,9 @@ def causal_with_blocks(ids: Any) -> Spans:
     ids, (n,) or (batch, n): a run of equal ids from 0 on is a block; -1 is text. It includes the causal limit.
     """
     ids = _array(ids)
-    at = _range(ids.shape[-1], _device_of(ids))
-    end = library(ids).where(ids >= 0, _runs(ids)[1], at + 1)
+    xp = library(ids)
+    at = _positions(ids.shape[-1], None, None if xp is np else ids.device)
+    end = xp.where(ids >= 0, _runs(ids)[1], at + 1)
     return Spans(0, end[:, None] if ids.ndim == 2 else end)
 
 
@@ -118,7 +121,7 @@ def flashmask(rows: Any, causal: bool = True) -> Spans:
         above = (i < x[..., -1]) & (i >= x[..., 2] if count == 4 else True)
         return ~xp.where(j <= i, below, above)
 
-    return from_function(visible, batch, heads, n_k, n_k, _device_of(rows))
+    return from_function(visible, batch, heads, n_k, n_k, None if xp is np else rows.device)
 
 
 def from_mask(mask: Any) -> Spans:
@@ -150,12 +153,16 @@ def from_function(visible: MaskFunction, batch: int, heads: int, n_q: int, n_k: 
 
 def intersection(a: Spans, b: Spans) -> Spans:
     """What both make visible."""
-    return _from_pairs(*intersected(a.begin, a.end, b.begin, b.end))
+    return _from_pairs(*intersected(*_pairs(a), *_pairs(b)))
 
 
 def union(a: Spans, b: Spans) -> Spans:
     """What one of them makes visible: the complement of the intersection of their complements."""
-    return _from_pairs(*complement(*intersected(*complement(a.begin, a.end), *complement(b.begin, b.end))))
+    return _from_pairs(*complement(*intersected(*complement(*_pairs(a)), *complement(*_pairs(b)))))
+
+
+def _pairs(spans: Spans) -> tuple[Any, Any]:
+    return spans.begin, spans.end
 
 
 def intersected(begin: Any, end: Any, other_begin: Any, other_end: Any) -> tuple[Any, Any]:
@@ -165,20 +172,24 @@ def intersected(begin: Any, end: Any, other_begin: Any, other_end: Any) -> tuple
     e = xp.minimum(end[..., :, None], other_end[..., None, :])
     some = b < e
     count = begin.shape[-1] + other_begin.shape[-1] - 1
-    begin, end = (_sorted(xp.where(some, x, FARTHEST).reshape(*x.shape[:-2], -1))[..., :count] for x in (b, e))
-    return begin, end
+    found = [xp.where(some, x, FARTHEST).reshape(*x.shape[:-2], -1) for x in (b, e)]
+    if xp is np:
+        return np.sort(found[0], -1)[..., :count], np.sort(found[1], -1)[..., :count]
+    return xp.sort(found[0], -1).values[..., :count], xp.sort(found[1], -1).values[..., :count]
 
 
 def complement(begin: Any, end: Any) -> tuple[Any, Any]:
-    xp, zero = library(begin), begin[..., :1] * 0
-    return xp.concatenate([zero, end], -1), xp.concatenate([begin, zero + FARTHEST], -1)
+    xp = library(begin)
+    join = np.concatenate if xp is np else xp.cat
+    return join([begin[..., :1] * 0, end], -1), join([begin, begin[..., :1] * 0 + FARTHEST], -1)
 
 
 def _from_pairs(begin: Any, end: Any) -> Spans:
     """Spans of rising pairs with empty ones among them; as few as the query with the most has."""
     xp = library(begin)
     some = begin < end
-    begin, end = (_sorted(xp.where(some, x, FARTHEST)) for x in (begin, end))
+    begin, end = (xp.where(some, x, FARTHEST) for x in (begin, end))
+    begin, end = (np.sort(x, -1) if xp is np else xp.sort(x, -1).values for x in (begin, end))
     most = max(int(some.sum(-1).max()) if some.shape[0] and some.shape[2] else 0, 1)
     if most > MAX_SPANS:
         _too_many(some.sum(-1), 0)
@@ -189,15 +200,16 @@ def _limits(mask: Any, first: int) -> Any:
     """Begin and end, (batch, heads, queries, spans, 2), of the runs of a mask whose first query is number `first`."""
     xp, (*lead, n_k) = library(mask), mask.shape
     rows = math.prod(lead)
+    join = np.concatenate if xp is np else xp.cat
     # A run begins and ends where neighbours differ; the keys at which they do are found row by row, in rising order.
-    edges = xp.concatenate([mask[..., :1], mask[..., 1:] != mask[..., :-1], mask[..., -1:]], -1)
+    edges = join([mask[..., :1], mask[..., 1:] != mask[..., :-1], mask[..., -1:]], -1)
     edges = edges.reshape(rows, edges.shape[-1])
     row, key = np.nonzero(edges) if xp is np else xp.nonzero(edges, as_tuple=True)
     counts = xp.bincount(row, minlength=rows)
     most = int(counts.max()) // 2 if rows and n_k else 0
     if most > MAX_SPANS:
         _too_many(counts.reshape(lead) // 2, first)
-    number = _range(len(row), _device_of(mask)) - (counts.cumsum(0) - counts)[row]
+    number = _range(len(row), None if xp is np else mask.device) - (counts.cumsum(0) - counts)[row]
     shape = (rows, 2 * max(most, 1))
     found = np.zeros(shape, np.int64) if xp is np else xp.zeros(shape, dtype=xp.int64, device=mask.device)
     found[row, number] = key
@@ -211,7 +223,7 @@ def _joined(parts: Sequence[Any]) -> Spans:
     for x in parts:
         room = (0, most - x.shape[3])
         filled.append(np.pad(x, [(0, 0)] * 3 + [room, (0, 0)]) if xp is np else xp.nn.functional.pad(x, (0, 0, *room)))
-    limits = xp.concatenate(filled, 2)
+    limits = np.concatenate(filled, 2) if xp is np else xp.cat(filled, 2)
     return Spans(limits[..., 0], limits[..., 1])
 
 
@@ -227,11 +239,12 @@ def _too_many(counts: Any, first: int) -> None:
 def _runs(ids: Any) -> tuple[Any, Any]:
     """Begin and end of the run of equal ids that each position is in."""
     xp, n = library(ids), ids.shape[-1]
-    at = _range(n, _device_of(ids))
+    at = xp.arange(n) if xp is np else xp.arange(n, device=ids.device)
     changes = ids[..., 1:] != ids[..., :-1]
     begin, end = xp.where(changes, at[1:], 0), xp.where(changes, at[1:], n)
     edge = ids[..., :1] * 0 if n else ids
-    begin, end = xp.concatenate([edge, begin], -1), xp.concatenate([end, edge + n], -1)
+    join = np.concatenate if xp is np else xp.cat
+    begin, end = join([edge, begin], -1), join([end, edge + n], -1)
     if xp is np:
         return np.maximum.accumulate(begin, -1), np.minimum.accumulate(end[..., ::-1], -1)[..., ::-1]
     return begin.cummax(-1).values, end.flip(-1).cummin(-1).values.flip(-1)
@@ -250,14 +263,8 @@ def _range(n: int, device: Any) -> Any:
     return torch.arange(n, device=device)
 
 
-def _device_of(x: Any) -> Any:
-    """The device of a tensor; None for a NumPy array."""
-    return None if isinstance(x, np.ndarray) else x.device
-
-
-def _sorted(x: Any) -> Any:
-    """Sort along the last axis."""
-    return np.sort(x, -1) if isinstance(x, np.ndarray) else x.sort(-1).values
+def _full_like(x: Any, number: int) -> Any:
+    return x * 0 + number
 
 
 def _array(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Masks on a CPU: calls with spans beside the same call with a band, without a mask, and torch's with a dense mask."""
+"""Masks on a CPU: calls with spans, beside the same call with a band, without a mask, and by torch with a dense mask."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BAND, FULL, DENSE, FLEX = "with the band", "without a mask", "torch SDPA, dense 
 DIRECTIONS = (FORWARD, TRAINING)
 TOKENS = 1 << 20
 LINES = 29  # of measurements
-COSTS_AT = 8192
+COSTS_AT = 8192  # tokens
 
 
 def missing() -> str | None:
@@ -34,7 +34,7 @@ def missing() -> str | None:
 
 
 def run(short: bool, seconds: float, progress: Progress = lambda what, done, total: None) -> Record:
-    """Time every line; `short`: an eighth of the lengths, to see that it works."""
+    """Measure everything and return the record. `short`: an eighth of the lengths, to see that it works."""
     import torch
 
     threads = default_threads()

@@ -1,4 +1,4 @@
-"""Twelve masks that people use, each as options of attention(), with what other formats need for it."""
+"""Twelve masks in common use, each as options of attention(), with the bytes that other formats need for it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Mask:
     name: str
     code: str  # how a user writes it
     options: Callable[[int], dict[str, Any]]
-    flashmask: int | None  # rows that FlashMask keeps for each key; None: it cannot say this mask
+    flashmask: int | None  # rows that FlashMask keeps for each key; None: it cannot express this mask
 
     def visible(self, n: int) -> Visible:
         options = self.options(n)
@@ -48,7 +48,7 @@ class Mask:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """share: of all pairs that are visible; tiles: of all tiles that are computed; the others are bytes of a mask."""
+    """The share of pairs that are visible, the share of tiles that are computed, and bytes of the mask by format."""
 
     share: float
     tiles: float

@@ -1,4 +1,4 @@
-"""Masks on a CPU: calls with spans, beside the same call with a band, without a mask, and by torch with a dense mask."""
+"""Masks on a CPU: calls with spans beside the same call with a band or without a mask, and torch with a dense mask."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import flashtile
 from flashtile import masks
 from flashtile.lab.bench import records
 from flashtile.lab.bench.cases import FORWARD, TRAINING
-from flashtile.lab.bench.peers import OURS, default_threads, set_threads
 from flashtile.lab.bench.records import Record
 from flashtile.lab.bench.suite import Progress
 from flashtile.lab.bench.timing import Call, Ratio, alternate, geometric_mean
+from flashtile.lab.bench.workload import OURS, default_threads, set_threads
 from flashtile.lab.catalogue.masks import MASKS
 from flashtile.spans import Spans
 

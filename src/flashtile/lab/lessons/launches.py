@@ -19,9 +19,9 @@ import flashtile
 from flashtile import dispatch
 from flashtile.backends import tiles
 from flashtile.host import machine
-from flashtile.lab.bench.peers import OURS
 from flashtile.lab.bench.suite import time_all
 from flashtile.lab.bench.timing import Call, alternate
+from flashtile.lab.bench.workload import OURS
 from flashtile.lab.lessons import device
 from flashtile.lab.lessons.text import Say
 from flashtile.lab.lessons.tiled_attention import standard, tiled

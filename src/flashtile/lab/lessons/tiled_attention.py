@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 import flashtile
-from flashtile.lab.bench.peers import OURS
 from flashtile.lab.bench.suite import time_all
+from flashtile.lab.bench.workload import OURS
 from flashtile.lab.lessons.text import Say
 from flashtile.lab.units import size
 from flashtile.numerics.dtypes import Array

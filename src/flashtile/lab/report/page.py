@@ -7,7 +7,7 @@ from dataclasses import replace
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flashtile.lab.bench.peers import OURS, SDPA
+from flashtile.lab.bench.workload import OURS, SDPA
 from flashtile.lab.report import mathml, palette, tables, viewer
 from flashtile.lab.report.content import Content
 from flashtile.lab.report.figures import Drawing

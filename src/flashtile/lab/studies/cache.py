@@ -10,9 +10,9 @@ import numpy as np
 import flashtile
 from flashtile.band import ceil_div
 from flashtile.cost.hardware import Rates
-from flashtile.lab.bench.peers import NAIVE_NUMPY, OURS
 from flashtile.lab.bench.suite import time_all
 from flashtile.lab.bench.timing import Call, alternate
+from flashtile.lab.bench.workload import NAIVE_NUMPY, OURS
 from flashtile.lab.catalogue import chips, models
 from flashtile.lab.studies import canvas, hierarchy
 from flashtile.lab.studies.study import Table, samples

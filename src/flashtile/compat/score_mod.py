@@ -166,7 +166,7 @@ def _scaled(score: Score, factor: Number, bias: Number, x: Number) -> Score:
 
 def _tanh(score: Score) -> Score:
     if score.inner is not None:
-        raise RefusedError("it applies tanh twice, and softcap is one tanh")
+        raise RefusedError("it applies two tanh, and softcap is one")
     score = score.claiming(score.bias == 0, "it adds to the score before tanh, but softcap comes before bias")
     if score.visible is not None:
         score = score.claiming(score.visible, "it hides pairs before tanh, which makes -1 of -inf")

@@ -1,7 +1,5 @@
 """Elements, bytes, FLOPs and peak SRAM: a sum over the events of schedule.py, and the closed forms."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 

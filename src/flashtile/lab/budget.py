@@ -1,7 +1,5 @@
 """Budget: the cost of a whole model's attention: KV cache, FLOPs, bytes, least time, and number of GPUs."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Head: one head of one sequence as a 2-D problem, and the order of operations on its scores."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ tiles.py executes these streams, traffic.py adds them up, and the viewer replays
 what is computed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain

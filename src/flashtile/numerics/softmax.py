@@ -1,7 +1,5 @@
 """OnlineSoftmax: absorb a tile, merge two states, finish; and the rule for empty rows."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +33,7 @@ class OnlineSoftmax:
     O: Array  # [br, dv]  running sum of exp(score - m) * value
 
     @classmethod
-    def empty(cls, rows: int, width: int, dtype: Any, sink: float | None = None) -> OnlineSoftmax:
+    def empty(cls, rows: int, width: int, dtype: Any, sink: float | None = None) -> "OnlineSoftmax":
         """The state before any key. A sink is a first key with the score `sink` and the value 0."""
         start = -np.inf if sink is None else sink
         return cls(
@@ -61,7 +59,7 @@ class OnlineSoftmax:
         self.l = self.l + P.sum(axis=1)
         return P, factor
 
-    def merge(self, other: OnlineSoftmax) -> None:
+    def merge(self, other: "OnlineSoftmax") -> None:
         """Merge the state of the same rows over other keys (eq. 6): exact, in any order."""
         m_new = np.maximum(self.m, other.m)
         self.rescale(m_new)

@@ -1,7 +1,5 @@
 """Visibility: the pairs that the band and the spans of a head make visible, and how they cut rows of tiles."""
 
-from __future__ import annotations
-
 from itertools import chain
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The cases of the CPU suite, and the bar of each group."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Masks on a CPU: calls with spans beside the same call with a band or without a mask, and torch with a dense mask."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import asdict

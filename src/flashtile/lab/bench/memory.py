@@ -1,7 +1,5 @@
 """Peak memory of one call: the growth of a fresh process beyond its inputs while the call runs."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import subprocess

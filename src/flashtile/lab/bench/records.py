@@ -1,7 +1,5 @@
 """Records: one JSON file per run of a suite, with every measurement, the machine, and the bars."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """The speed test of `flashtile demo`: a few seconds on the CPU and a GPU, compared with torch and NumPy."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Run the CPU suite, every group of cases.py, then memory, then scaling, and make the record."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import Any
 

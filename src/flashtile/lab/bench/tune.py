@@ -1,7 +1,5 @@
 """Make the rows of backends/triton/tuning.py: compile, check and time every candidate tile on this GPU."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Workload: the arrays of a CPU case, and its contenders as plain calls: flashtile, torch, and standard attention."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any

@@ -1,7 +1,5 @@
 """Named GPUs: their published rates, and their memory hierarchy."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Twelve masks in common use, each as options of attention(), with the bytes that other formats need for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +13,18 @@ from flashtile.numerics.visibility import Visibility, Visible
 from flashtile.spans import Spans
 
 BLOCK = 128  # the side of FlexAttention's blocks, and of the tiles counted beside them
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The share of pairs that are visible, the share of tiles that are computed, and bytes of the mask by format."""
+
+    share: float
+    tiles: float
+    spans: int
+    block_mask: int
+    flashmask: int | None
+    dense: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +54,6 @@ class Mask:
             flashmask=None if self.flashmask is None else 4 * n * self.flashmask,
             dense=n * n,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """The share of pairs that are visible, the share of tiles that are computed, and bytes of the mask by format."""
-
-    share: float
-    tiles: float
-    spans: int
-    block_mask: int
-    flashmask: int | None
-    dense: int
 
 
 def _documents(n: int) -> list[int]:

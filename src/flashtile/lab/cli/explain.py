@@ -1,7 +1,5 @@
 """flashtile explain: the cost of a call or a model before it runs: memory, bytes, FLOPs, least time."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar

@@ -1,7 +1,5 @@
 """Output: results to stdout, progress and remarks to stderr, and checks that files can be written."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

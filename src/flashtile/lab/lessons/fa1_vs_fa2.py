@@ -6,8 +6,6 @@ the chip until it is finished and is written once; and since rows of tiles are i
 processor. schedule.py has both orders as events; here they are counted, run and timed.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ its result there. What counts is how often the numbers travel. Nothing here is e
 that a kernel moves, Calls every single NumPy or torch call, while they run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ running statistics of the online softmax (see online_softmax.py): m, l and O for
 attention; the kernels of this package add speed and options.
 """
 
-from __future__ import annotations
-
 import math
 import tracemalloc
 from collections.abc import Callable

@@ -5,8 +5,6 @@ program() is such a program in NumPy, where they run one after another; kernels/
 where they run in parallel. Larger kernels, attention included, have the same parts: program id, positions, mask.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +25,7 @@ Call = Callable[[], Any]
 Way = tuple[Call, Callable[[], Array]]  # the call, and a function that returns its result
 
 
-def loop(a: array[float], b: array[float], c: array[float]) -> None:
+def loop(a: "array[float]", b: "array[float]", c: "array[float]") -> None:
     """One worker processes one element after another."""
     for i in range(len(a)):
         c[i] = a[i] + b[i]

@@ -1,7 +1,5 @@
 """Render the page: a pure function of the content of a run and its drawings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from importlib.resources import files
@@ -81,7 +79,7 @@ def render(content: Content, drawings: dict[str, Drawing]) -> str:
     )
 
 
-def environment() -> Environment:
+def environment() -> "Environment":
     """Return the templates of this folder with their filters and functions. An undefined name is an error."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 

@@ -5,8 +5,6 @@ record each request and forward it to the previous ones; afterwards they are uni
 tracked: Python objects, buffers inside a BLAS.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 from collections.abc import Callable, Iterator

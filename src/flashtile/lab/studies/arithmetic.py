@@ -1,7 +1,5 @@
 """Worked examples: why N x N is expensive, why a tile fits, and how traffic falls as SRAM grows."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

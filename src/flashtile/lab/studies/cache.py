@@ -1,7 +1,5 @@
 """The KV cache: its bytes per token, when it fills a GPU, what grouped heads save, and decoding from it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Study 2: the memory of standard and tiled attention, by the formulas and as measured."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Study 6: the same formulas at the size of real models: 8K, 32K, 128K tokens and beyond."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from flashtile import plan

@@ -1,7 +1,5 @@
 """The backward pass by recomputation: the same gradients, from one number per row instead of the weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Speed and utilisation on this machine, compared with torch and NumPy, and the roofline."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from flashtile.lab.bench import showcase

@@ -1,7 +1,5 @@
 """Splitting the keys: attention over each share, as if on separate GPUs, merged exactly."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

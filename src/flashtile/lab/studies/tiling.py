@@ -1,7 +1,5 @@
 """Study 4: a picture of tiling: sixteen tokens in tiles of four, with the real numbers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The bars of the GPU suites: a table of bars, and the comparison of measured rows with them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Numbers of a measured row to compare with bars: our time against a peer's, our rate against the device's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 The CPU suite's contenders (bench/workload.py) are plain calls; these also check rows, lay out tensors and compile.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence

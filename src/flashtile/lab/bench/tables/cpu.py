@@ -1,7 +1,5 @@
 """A CPU record as markdown: the caption, times of each case, and peak memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A record of masks, as markdown: what each mask costs, and how calls with spans compare."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from flashtile.lab.bench import markdown

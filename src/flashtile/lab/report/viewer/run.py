@@ -1,7 +1,5 @@
 """Run: one order of one scene as a record: events, sentences, counters, contents of SRAM, numbers of each row."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any

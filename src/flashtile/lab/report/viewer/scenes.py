@@ -1,7 +1,5 @@
 """scenes(): every trace, counter and sentence that the viewer replays, as plain values for JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any

@@ -1,7 +1,5 @@
 """SVG helpers: an element, a rectangle, the name of an axis, a number."""
 
-from __future__ import annotations
-
 from html import escape
 from typing import Any
 

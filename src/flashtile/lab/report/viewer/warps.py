@@ -1,7 +1,5 @@
 """Work split between warps: by keys, as in FlashAttention-1, or by queries, as in 2; executed and counted."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -206,10 +206,6 @@ def _either(condition: Tensor, a: Score, b: Score) -> Score:
     )
 
 
-def _masked_fill(score: Any, mask: Tensor, value: Any) -> Score:
-    return _where(~mask, score, value)
-
-
 def _to(score: Score, *args: Any, **kwargs: Any) -> Score:
     for x in (*args, *kwargs.values()):
         dtype = x.dtype if isinstance(x, Tensor | Score) else x
@@ -240,7 +236,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("neg", "negative"), lambda x: _mul(x, -1.0)),
     "tanh": _tanh,
     "where": lambda x, y, z: _where(y, x, z) if isinstance(x, Score) or x.dtype is not torch.bool else _where(x, y, z),
-    "masked_fill": _masked_fill,
+    "masked_fill": lambda score, mask, value: _where(~mask, score, value),
     **dict.fromkeys(("to", "type_as"), _to),
     "float": lambda x: _to(x, torch.float32),
     "double": lambda x: _to(x, torch.float64),

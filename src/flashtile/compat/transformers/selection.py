@@ -8,11 +8,6 @@ import torch
 from torch import Tensor
 
 
-def restrict(options: dict[str, Any], keep: Tensor) -> None:
-    """Add a mask to the options that hides all other pairs too."""
-    options["mask"] = options["mask"] & keep if "mask" in options else keep
-
-
 def selected(indices: Tensor | None, blocks: Tensor | None, module: Any, heads: int, keys: int) -> Tensor:
     """True where selected: keys, (batch, queries, selected), for all heads; or blocks of keys, for groups of heads."""
     if blocks is None:

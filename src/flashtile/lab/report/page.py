@@ -56,7 +56,7 @@ def render(content: Content, drawings: dict[str, Drawing]) -> str:
         .get_template("page.html.j2")
         .render(
             palette=palette.css(),
-            style=_text("style.css"),
+            style=files("flashtile.lab.report").joinpath("style.css").read_text(),
             sections=SECTIONS,
             viewer=viewer.fragment(content.scenes),
             quick=content.quick,
@@ -129,7 +129,3 @@ def _ratio(record: Any) -> str | None:
         if SDPA in row.runs
     ]
     return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else None
-
-
-def _text(name: str) -> str:
-    return files("flashtile.lab.report").joinpath(name).read_text()

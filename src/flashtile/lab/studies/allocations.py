@@ -87,7 +87,8 @@ class _Tracker:
     def __init__(self) -> None:
         table = _c_functions()
         self.swap = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)(table[SET_HANDLER])
-        self.numpy = _read(ctypes.PYFUNCTYPE(ctypes.py_object)(table[GET_HANDLER])())
+        current = ctypes.PYFUNCTYPE(ctypes.py_object)(table[GET_HANDLER])()
+        self.numpy = _Handler.from_address(_pointer(current, CAPSULE))
         self.handler = _Handler.from_buffer_copy(self.numpy)
         self.handler.name = b"flashtile_tracker"
         self.capsule = _capsule(self.handler)
@@ -146,10 +147,6 @@ def _c_functions() -> Any:
     """NumPy's table of C functions, as C extensions import it."""
     api = importlib.import_module(f"{numpy_core()}._multiarray_umath")._ARRAY_API
     return ctypes.cast(_pointer(api, None), ctypes.POINTER(_address))
-
-
-def _read(capsule: Any) -> _Handler:
-    return _Handler.from_address(_pointer(capsule, CAPSULE))
 
 
 def _pointer(capsule: Any, name: bytes | None) -> Any:

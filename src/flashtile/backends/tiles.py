@@ -4,8 +4,6 @@ This is the implementation to read. schedule.py defines which block moves when, 
 running state, head.py what a score is; this module combines them. Nothing in SRAM is larger than a tile.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace

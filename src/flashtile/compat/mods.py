@@ -1,7 +1,5 @@
 """FlexAttention's functions of positions: evaluated as torch does, by vmap, and what they have captured."""
 
-from __future__ import annotations
-
 import builtins
 import functools
 import types

@@ -1,7 +1,5 @@
 """Keys that an indexer selected for each query, as a mask added to the model's own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

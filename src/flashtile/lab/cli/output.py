@@ -19,9 +19,6 @@ from rich.table import Table
 
 from flashtile.lab.bench.suite import Progress as Report
 from flashtile.lab.cli import MISSING
-from flashtile.lab.units import quantity as quantity
-from flashtile.lab.units import seconds as seconds
-from flashtile.lab.units import size as size
 
 
 def out() -> Console:

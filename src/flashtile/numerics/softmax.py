@@ -1,4 +1,4 @@
-"""OnlineSoftmax: absorb a tile, merge two states, finish; and the rule for empty rows."""
+"""OnlineSoftmax: absorb a tile, merge two states, normalize; and the rule for empty rows."""
 
 import math
 from dataclasses import dataclass
@@ -67,15 +67,13 @@ class OnlineSoftmax:
         other.rescale(m_new)
         self.l, self.O = self.l + other.l, self.O + other.O
 
-    def finish(self) -> tuple[Array, Array]:
-        """Output and log-sum-exp (eq. 7). A row that saw no key has output 0 and lse -inf."""
-        return self.normalized(), self.lse()
-
     def normalized(self) -> Array:
+        """The output (eq. 7); 0 for a row that saw no key."""
         out: Array = self.O / np.where(self.l == 0, 1, self.l)[:, None]
         return out
 
     def lse(self) -> Array:
+        """The log-sum-exp (eq. 7); -inf for a row that saw no key."""
         with np.errstate(**QUIET):
             lse: Array = pivot(self.m) + np.log(self.l)
         return lse

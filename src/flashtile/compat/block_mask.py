@@ -185,6 +185,14 @@ class BlockMask:
         _KNOWN[block_mask] = found
         return found
 
+    @classmethod
+    def from_kv_blocks(cls, *blocks: Any, **options: Any) -> BlockMask:
+        """From blocks and a mask_mod that says the same as they do; arguments are those of torch's."""
+        from torch.nn.attention.flex_attention import BlockMask as TorchMask
+
+        found = TorchMask.from_kv_blocks(*blocks, **options)
+        return cls.from_torch(found)
+
     @property
     def mask_mod(self) -> MaskMod:
         return self._mask_mod
@@ -255,6 +263,10 @@ class BlockMask:
         found._seen = None if self._seen is None else self._seen.to(device)
         found._blocks = None if self._blocks is None else self._blocks.to(device)
         return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy evaluates its mask_mod when it is used."""
+        return {**self.__dict__, "_seen": None, "_captured": None}
 
     def __repr__(self) -> str:
         name = getattr(self.mask_mod, "__name__", self.mask_mod)

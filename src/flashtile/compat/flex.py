@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import and_masks, create_mask, noop_mask, or_masks
 
 from flashtile.api import attention
 from flashtile.checks.numbers import check_flag
@@ -18,6 +19,7 @@ from flashtile.errors import DTypeError, FlashtileError, ShapeError, Unsupported
 from flashtile.pytorch.interception import can_skip_dispatcher
 
 __all__ = ["AuxOutput", "AuxRequest", "BlockMask", "create_block_mask", "flex_attention"]
+__all__ += ["and_masks", "create_mask", "noop_mask", "or_masks"]  # torch's own
 
 try:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest

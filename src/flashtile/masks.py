@@ -1,7 +1,7 @@
-"""Spans of the masks that people use: documents, padding, prefixes, sinks, chunks, and any mask or function.
+"""Spans of common masks: documents, padding, prefixes, sinks, chunks; and of any boolean mask or function.
 
-Arguments are NumPy arrays, or torch tensors, on whose device the spans are then made; numbers alone give NumPy arrays
-unless a device is named. Query i stands at key i + n_k - n_q: the last query is aligned with the last key.
+Arguments are NumPy arrays, or torch tensors, on whose device the spans are then made. Numbers alone give NumPy arrays
+unless a device is named. Query i is at position i + n_k - n_q: the last query is aligned with the last key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SLAB = 1 << 22  # pairs that from_function() evaluates at a time
 
 
 def documents(ids: Any = None, *, lengths: Any = None) -> Spans:
-    """Each query sees the keys of its document: a run of equal ids, (n,) or (batch, n); or documents of these lengths.
+    """Each query sees the keys of its document. A document is a run of equal ids, (n,) or (batch, n), or has a length.
 
     With causal=True each document is causal by itself.
     """
@@ -40,7 +40,7 @@ def documents(ids: Any = None, *, lengths: Any = None) -> Spans:
 
 
 def padding(lengths: Any, n_k: int | None = None, side: str = "right") -> Spans:
-    """Each sequence has `lengths` (batch,) keys in use; the others, on this side, are padding. Left needs n_k."""
+    """Each sequence uses `lengths` keys, (batch,); the others, on this side, are padding. side="left" needs n_k."""
     if side not in ("left", "right"):
         raise ShapeError(f"side: expected left or right, got {side!r}")
     lengths = _integers("lengths", lengths, 1)[:, None, None]
@@ -54,7 +54,7 @@ def padding(lengths: Any, n_k: int | None = None, side: str = "right") -> Spans:
 
 
 def prefix_lm(prefix: Any, n_q: int, n_k: int | None = None, device: Any = None) -> Spans:
-    """A causal mask with a prefix, a number or (batch,), that every query sees: it includes the causal limit."""
+    """Each query sees the first `prefix` keys, a number or (batch,), and keys up to its own: causal=True is implied."""
     if not _is_number(prefix):
         prefix = _integers("prefix", prefix, 0, 1).reshape(-1, 1, 1)
         if device is None and library(prefix) is not np:
@@ -69,19 +69,17 @@ def prefix_lm(prefix: Any, n_q: int, n_k: int | None = None, device: Any = None)
 
 
 def causal_with_blocks(ids: Any) -> Spans:
-    """A causal mask where each token also sees all of its block, such as an image's tokens among text.
+    """A causal mask where each token also sees all of its block, such as the tokens of an image among text.
 
-    ids, (n,) or (batch, n): a run of equal ids from 0 on is a block; -1 is text. It includes the causal limit.
+    ids, (n,) or (batch, n): a run of equal ids from 0 on is a block; -1 is text. causal=True is implied.
     """
     ids = _integers("ids", ids, 1, 2)
-    xp = library(ids)
-    at = _positions(ids.shape[-1], None, None if xp is np else ids.device)
-    end = xp.where(ids >= 0, _runs(ids)[1], at + 1)
+    end = library(ids).where(ids >= 0, _runs(ids)[1], _range(ids.shape[-1], _device_of(ids)) + 1)
     return Spans(0, end[:, None] if ids.ndim == 2 else end)
 
 
 def sink_window(left: int, sinks: int, n_q: int, n_k: int | None = None, device: Any = None) -> Spans:
-    """The first `sinks` keys, the query's own, and `left` keys before it: it includes the causal limit."""
+    """Each query sees the first `sinks` keys, `left` keys before its own, and its own: causal=True is implied."""
     left, sinks = check_integer("left", left, 0, FARTHEST), check_integer("sinks", sinks, 0, FARTHEST)
     at = _positions(n_q, n_k, device)
     xp = library(at)
@@ -92,7 +90,7 @@ def sink_window(left: int, sinks: int, n_q: int, n_k: int | None = None, device:
 
 
 def chunks(size: int, n_q: int, n_k: int | None = None, device: Any = None) -> Spans:
-    """Each query sees the keys of its chunk of `size` tokens. With causal=True it is chunked attention."""
+    """Each query sees the keys of its chunk of `size` tokens. With causal=True this is chunked attention."""
     return block_local(size, 0, 0, n_q, n_k, device)
 
 
@@ -105,7 +103,7 @@ def block_local(size: int, before: int, after: int, n_q: int, n_k: int | None = 
 
 
 def dilated(steps: int, rate: int, n_q: int, n_k: int | None = None, device: Any = None) -> Spans:
-    """Each query sees every `rate`-th key, `steps` of them (up to 8), its own the last."""
+    """Each query sees its own key and every `rate`-th one before it, `steps` keys in all (up to 8)."""
     steps = check_integer("steps", steps, 1, MAX_SPANS)  # a span each
     rate = check_integer("rate", rate, 1, FARTHEST)
     at = _positions(n_q, n_k, device)
@@ -136,7 +134,7 @@ def flashmask(rows: Any, causal: bool = False, n_q: int | None = None) -> Spans:
             return (i < x[..., 0]) & (i >= x[..., 1])
         return ~((i >= x[..., 0]) & (i < x[..., 1])) & ~((i >= x[..., 2]) & (i < x[..., 3]))
 
-    return from_function(visible, batch, heads, n_q, n_k, None if library(rows) is np else rows.device)
+    return from_function(visible, batch, heads, n_q, n_k, _device_of(rows))
 
 
 def from_mask(mask: Any) -> Spans:
@@ -176,12 +174,12 @@ def from_function(visible: MaskFunction, batch: int, heads: int, n_q: int, n_k: 
 
 
 def intersection(a: Spans, b: Spans) -> Spans:
-    """What both make visible."""
+    """The pairs that both make visible."""
     return _from_pairs(*intersected(*_pairs(a, b)))
 
 
 def union(a: Spans, b: Spans) -> Spans:
-    """What one of them makes visible: the complement of the intersection of their complements."""
+    """The pairs that at least one makes visible: the complement of the intersection of their complements."""
     begin, end, other_begin, other_end = _pairs(a, b)
     return _from_pairs(*complement(*intersected(*complement(begin, end), *complement(other_begin, other_end))))
 
@@ -208,24 +206,21 @@ def intersected(begin: Any, end: Any, other_begin: Any, other_end: Any) -> tuple
     e = xp.minimum(end[..., :, None], other_end[..., None, :])
     some = b < e
     count = begin.shape[-1] + other_begin.shape[-1] - 1
-    found = [xp.where(some, x, FARTHEST).reshape(*x.shape[:-2], -1) for x in (b, e)]
-    if xp is np:
-        return np.sort(found[0], -1)[..., :count], np.sort(found[1], -1)[..., :count]
-    return xp.sort(found[0], -1).values[..., :count], xp.sort(found[1], -1).values[..., :count]
+    begin, end = (_sorted(xp.where(some, x, FARTHEST).reshape(*x.shape[:-2], -1))[..., :count] for x in (b, e))
+    return begin, end
 
 
 def complement(begin: Any, end: Any) -> tuple[Any, Any]:
-    xp = library(begin)
-    join = np.concatenate if xp is np else xp.cat
-    return join([begin[..., :1] * 0, end], -1), join([begin, begin[..., :1] * 0 + FARTHEST], -1)
+    """The gaps between rising pairs, the last of them up to FARTHEST."""
+    xp, zero = library(begin), begin[..., :1] * 0
+    return xp.concatenate([zero, end], -1), xp.concatenate([begin, zero + FARTHEST], -1)
 
 
 def _from_pairs(begin: Any, end: Any) -> Spans:
     """Spans of rising pairs with empty ones among them; as few as the query with the most has."""
     xp = library(begin)
     some = begin < end
-    begin, end = (xp.where(some, x, FARTHEST) for x in (begin, end))
-    begin, end = (np.sort(x, -1) if xp is np else xp.sort(x, -1).values for x in (begin, end))
+    begin, end = (_sorted(xp.where(some, x, FARTHEST)) for x in (begin, end))
     most = max(int(some.sum(-1).max()) if some.shape[0] and some.shape[2] else 0, 1)
     if most > MAX_SPANS:
         _too_many(some.sum(-1), 0)
@@ -236,16 +231,15 @@ def _limits(mask: Any, first: int) -> Any:
     """Begin and end, (batch, heads, queries, spans, 2), of the runs of a mask whose first query is number `first`."""
     xp, (*lead, n_k) = library(mask), mask.shape
     rows = math.prod(lead)
-    join = np.concatenate if xp is np else xp.cat
     # A run begins and ends where neighbours differ; the keys at which they do are found row by row, in rising order.
-    edges = join([mask[..., :1], mask[..., 1:] != mask[..., :-1], mask[..., -1:]], -1)
+    edges = xp.concatenate([mask[..., :1], mask[..., 1:] != mask[..., :-1], mask[..., -1:]], -1)
     edges = edges.reshape(rows, edges.shape[-1])
     row, key = np.nonzero(edges) if xp is np else xp.nonzero(edges, as_tuple=True)
     counts = xp.bincount(row, minlength=rows)
     most = int(counts.max()) // 2 if rows and n_k else 0
     if most > MAX_SPANS:
         _too_many(counts.reshape(lead) // 2, first)
-    number = _range(len(row), None if xp is np else mask.device) - (counts.cumsum(0) - counts)[row]
+    number = _range(len(row), _device_of(mask)) - (counts.cumsum(0) - counts)[row]
     shape = (rows, 2 * max(most, 1))
     found = np.zeros(shape, np.int64) if xp is np else xp.zeros(shape, dtype=xp.int64, device=mask.device)
     found[row, number] = key
@@ -259,7 +253,7 @@ def _joined(parts: Sequence[Any]) -> Spans:
     for x in parts:
         room = (0, most - x.shape[3])
         filled.append(np.pad(x, [(0, 0)] * 3 + [room, (0, 0)]) if xp is np else xp.nn.functional.pad(x, (0, 0, *room)))
-    limits = np.concatenate(filled, 2) if xp is np else xp.cat(filled, 2)
+    limits = xp.concatenate(filled, 2)
     return Spans(limits[..., 0], limits[..., 1])
 
 
@@ -275,12 +269,11 @@ def _too_many(counts: Any, first: int) -> None:
 def _runs(ids: Any) -> tuple[Any, Any]:
     """Begin and end of the run of equal ids that each position is in."""
     xp, n = library(ids), ids.shape[-1]
-    at = xp.arange(n) if xp is np else xp.arange(n, device=ids.device)
+    at = _range(n, _device_of(ids))
     changes = ids[..., 1:] != ids[..., :-1]
     begin, end = xp.where(changes, at[1:], 0), xp.where(changes, at[1:], n)
     edge = ids[..., :1] * 0 if n else ids
-    join = np.concatenate if xp is np else xp.cat
-    begin, end = join([edge, begin], -1), join([end, edge + n], -1)
+    begin, end = xp.concatenate([edge, begin], -1), xp.concatenate([end, edge + n], -1)
     if xp is np:
         return np.maximum.accumulate(begin, -1), np.minimum.accumulate(end[..., ::-1], -1)[..., ::-1]
     return begin.cummax(-1).values, end.flip(-1).cummin(-1).values.flip(-1)
@@ -298,6 +291,16 @@ def _range(n: int, device: Any) -> Any:
     import torch
 
     return torch.arange(n, device=device)
+
+
+def _device_of(x: Any) -> Any:
+    """The device of a tensor; None for a NumPy array."""
+    return None if isinstance(x, np.ndarray) else x.device
+
+
+def _sorted(x: Any) -> Any:
+    """Sort along the last axis."""
+    return np.sort(x, -1) if isinstance(x, np.ndarray) else x.sort(-1).values
 
 
 def _is_number(x: Any) -> bool:

@@ -3,8 +3,6 @@
 transformers takes any name that contains "flash" for flash_attn, so this one does not.
 """
 
-from __future__ import annotations
-
 from flashtile.compat.transformers.layer import forward
 from flashtile.compat.transformers.masks import mask
 from flashtile.compat.transformers.models import check_models

@@ -116,7 +116,8 @@ def forward(
         bias = _match_dtype(query, position_bias[..., : key.shape[2]])
         options["bias"] = bias + options["bias"] if "bias" in options else bias
     if indices is not None or block_indices is not None:
-        selection.restrict(options, selection.selected(indices, block_indices, module, query.shape[1], key.shape[2]))
+        keep = selection.selected(indices, block_indices, module, query.shape[1], key.shape[2])
+        options["mask"] = options["mask"] & keep if "mask" in options else keep
     if marked:
         masked_by = None
         if indices is not None or block_indices is not None:
@@ -129,8 +130,8 @@ def forward(
         out, lse = attention(query, key, value, layout="bhnd", **options), None
     else:
         out, lse = attention(query, key, value, layout="bhnd", return_lse=True, **options)
-    if lse is not None and sinks is not None:
-        out = _apply_sinks(out, lse, sinks)
+    if lse is not None and sinks is not None:  # one more logit per row, (batch, heads, rows, 1), that adds no value
+        out = (out * torch.sigmoid(lse.unsqueeze(-1) - sinks)).to(out.dtype)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -149,11 +150,6 @@ def _match_dtype(query: Tensor, x: Tensor) -> Tensor:
     """Convert a bias or a sink to a dtype that attention() takes with these queries."""
     half = query.dtype in (torch.float16, torch.bfloat16)
     return x if x.dtype == query.dtype or (half and x.dtype == torch.float32) else x.to(query.dtype)
-
-
-def _apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Apply one more logit per row, (batch, heads, rows, 1), that adds no value: it shrinks the other weights."""
-    return (out * torch.sigmoid(lse.unsqueeze(-1) - sinks)).to(out.dtype)
 
 
 def _short(x: Any) -> str:

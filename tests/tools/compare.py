@@ -27,7 +27,7 @@ from types import ModuleType
 
 from flashtile.backends.native import library
 from flashtile.lab.bench import peers as on_cpu
-from flashtile.lab.bench.cases import CPU, TRAINING, Case, Group
+from flashtile.lab.bench.cases import CPU, PROJECTIONS, TRAINING, Case, Group
 from flashtile.lab.bench.gpu import device, peers, rows
 from flashtile.lab.bench.gpu.bench import Bench
 from flashtile.lab.bench.timing import Call, alternate, geometric_mean
@@ -102,7 +102,13 @@ def build_core(other: str, package: Path) -> None:
 
 
 def contender(name: str, group: Group, case: Case, threads: int) -> Call | None:
-    """Return a renamed package's call for a case of its own benchmark; None if that has no such case."""
+    """Return a renamed package's call for a case of its own benchmark; None if that has no such case.
+
+    Views of projections are new to it, and made here.
+    """
+    if case.entry in PROJECTIONS:
+        work = on_cpu.Workload(case, threads)
+        return on_cpu.step(work, on_cpu.ours(work, import_module(name).attention))
     module = benchmark_of(name, "peers")
     known = (x for x in benchmark_of(name, "cases").CPU if x.name == group.name or group is SMALL_STEP)
     if group is not SMALL_STEP and all(case.to_dict() != x.to_dict() for found in known for x in found.cases):

@@ -26,11 +26,11 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 
 from flashtile.backends.native import library
-from flashtile.lab.bench.cases import CPU, TRAINING, Case, Group
+from flashtile.lab.bench import workload
+from flashtile.lab.bench.cases import CPU, PROJECTIONS, TRAINING, Case, Group
 from flashtile.lab.bench.gpu import device, peers, rows
 from flashtile.lab.bench.gpu.bench import Bench
 from flashtile.lab.bench.timing import Call, alternate, geometric_mean
-from flashtile.lab.bench.workload import default_threads
 from tests.tools.tree import ROOT
 
 NAME = re.compile(r"\bflashtile\b")
@@ -102,7 +102,13 @@ def build_core(other: str, package: Path) -> None:
 
 
 def contender(name: str, group: Group, case: Case, threads: int) -> Call | None:
-    """Return a renamed package's call for a case of its own benchmark; None if that has no such case."""
+    """Return a renamed package's call for a case of its own benchmark; None if that has no such case.
+
+    Views of projections are new to it, and made here.
+    """
+    if case.entry in PROJECTIONS:
+        work = workload.Workload(case, threads)
+        return workload.step(work, workload.ours(work, import_module(name).attention))
     try:
         module = benchmark_of(name, "workload")
     except ModuleNotFoundError:  # an older version
@@ -118,7 +124,7 @@ def compare_on_cpu(others: list[str], only: list[str], seconds: float) -> Iterat
     """Yield the group and name of each case, and our time / the time of each other version."""
     if "FLASHTILE_NATIVE_DIR" in os.environ:
         raise SystemExit("FLASHTILE_NATIVE_DIR names one core for all versions: unset it, and install this tree")
-    threads = default_threads()
+    threads = workload.default_threads()
     with TemporaryDirectory() as folder:
         sys.path.insert(0, folder)
         names = {other: f"flashtile_{n}" for n, other in enumerate(others)}

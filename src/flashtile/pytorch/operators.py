@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from flashtile.checks.shapes import check_gradients
-from flashtile.problem import describe
+from flashtile.host.memory_order import of_caller
+from flashtile.problem import Problem, describe
 from flashtile.pytorch import run
 from flashtile.pytorch.interception import reject_shards
 from flashtile.pytorch.operands import SCHEMA, Operands
@@ -79,10 +80,9 @@ def _run_backward(
 def _fake_attention(*args: Any) -> OutAndLse:
     call = _with_known_numbers(args)
     problem = describe(call.q, call.k, call.v, **call.options())
-    rows = call.q.shape[:-1]
     return (
-        call.q.new_empty((*rows, call.v.shape[-1]), dtype=getattr(torch, problem.out_dtype)),
-        call.q.new_empty(rows, dtype=getattr(torch, problem.accumulator)),
+        _fake_result(problem, call.q, problem.q, getattr(torch, problem.out_dtype), call.v.shape[-1]),
+        call.q.new_empty(call.q.shape[:-1], dtype=getattr(torch, problem.accumulator)),
     )
 
 
@@ -110,14 +110,38 @@ def _fake_gradients(
     args: tuple[Any, ...],
 ) -> FiveGrads:
     call = _with_known_numbers(args)
-    check_gradients(describe(call.q, call.k, call.v, **call.options()), dout, out, lse, dlse)
-    dq, dk, dv, dbias, dsink = (
+    problem = describe(call.q, call.k, call.v, **call.options())
+    check_gradients(problem, dout, out, lse, dlse)
+    dq, dk, dv = (
+        _fake_result(problem, x, view, dtype or x.dtype, x.shape[-1])
+        for x, view in ((call.q, problem.q), (call.k, problem.k), (call.v, problem.v))
+    )
+    dbias, dsink = (
         call.q.new_empty(0)
         if x is None
         else x.new_empty(x.shape, dtype=x.dtype if dtype is None else torch.promote_types(x.dtype, dtype))
-        for x in (call.q, call.k, call.v, call.bias if bias_grad else None, call.sink)
+        for x in (call.bias if bias_grad else None, call.sink)
     )
     return dq, dk, dv, dbias, dsink
+
+
+def _fake_result(problem: Problem, x: Tensor, view: Tensor, dtype: torch.dtype, width: Any) -> Tensor:
+    """A result of this width in the order of x in memory, as the backends make it. view: x with rank 4."""
+    shape = (*x.shape[:-1], width)
+    order = of_caller(problem.order_of(view, _is_less), problem.rank, problem.packed)
+    if order is None:
+        return x.new_empty(shape, dtype=dtype)
+    in_memory = x.new_empty([shape[axis] for axis in order], dtype=dtype)
+    return in_memory.permute([order.index(axis) for axis in range(len(order))])
+
+
+def _is_less(a: Any, b: Any) -> bool:
+    """Whether a < b; False if a symbol of the graph leaves that open."""
+    if type(a) is type(b) is int:
+        return bool(a < b)
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return bool(guard_or_false(a < b))
 
 
 def _with_known_numbers(args: tuple[Any, ...]) -> Operands:

@@ -18,6 +18,7 @@ from flashtile.checks.shapes import check_gradients, rank4
 from flashtile.host import threads
 from flashtile.host.address import address
 from flashtile.host.arrays import Arrays
+from flashtile.host.memory_order import Order, axes_of_caller, of_caller, strides_of
 from flashtile.inputs import Inputs
 from flashtile.numerics.dtypes import ITEMSIZE, name_of, widen
 from flashtile.options import ARRAYS
@@ -44,10 +45,10 @@ _NO_TENSOR: _Tensor = (0, 0, 0, 0, 0)
 class Runner:
     """Runs forward and backward passes of a problem; if `reusable`, also of other arrays with the same layout.
 
-    Concurrent threads use separate copies of the struct.
+    Concurrent threads use separate copies of the struct. orders: of the axes in memory of the caller's q, k and v.
     """
 
-    def __init__(self, p: Problem, arrays: Arrays, reusable: bool) -> None:
+    def __init__(self, p: Problem, arrays: Arrays, reusable: bool, orders: Sequence[Order]) -> None:
         core = library.load()
         self.reusable, self._kept_alive = reusable, None if reusable else p
         self._problem = p = _outlined(p)
@@ -58,11 +59,12 @@ class Runner:
         self._others = [(name, word) for name, word in OTHERS.items() if getattr(p, name) is not None]
         self._has_lengths, self._packed = p.kv_lengths is not None, p.packed
         self._forward, self._backward = core.ft_forward, core.ft_backward
-        self._out, self._lse = self._result(p.out_shape(), p.out_dtype), self._result(p.out_shape()[:-1], p.accumulator)
+        self._orders = orders
+        self._out, self._lse = self._result(p.out_shape(), p.out_dtype, orders[0]), self._lse_maker()
         self._template = _STRUCT.pack(
             *_inputs(p),
-            *_contiguous_field(p, p.out_shape()),
-            *_contiguous_field(p, p.out_shape()[:-1]),
+            *_result_field(p, p.out_shape(), orders[0]),
+            *_lse_field(p),
             *_options(p),
             *_NO_TENSOR * 6,
             *(0, 0, 0),
@@ -72,7 +74,7 @@ class Runner:
         self._backward_layouts: dict[Any, _BackwardLayout] = {}
 
     def forward(self, x: Inputs, with_lse: bool = True) -> tuple[Any, Any]:
-        """Return output, and lse or None, contiguous in the caller's layout."""
+        """Return output, in memory as q, and lse or None, contiguous; both in the caller's layout."""
         out, lse = self._out(), self._lse() if with_lse else None
         words, _ = call = self._fill(x, self._free_structs, self._template)
         address = self._arrays.address
@@ -170,11 +172,16 @@ class Runner:
             words[LENGTHS] = ctypes.addressof(lengths)
         return words, lengths
 
-    def _result(self, shape: Sequence[int], dtype: str) -> Callable[[], Any]:
-        """Return a function that makes a result of this shape, rank 4 or 3, in the caller's layout."""
+    def _result(self, shape: Sequence[int], dtype: str, order: Order) -> Callable[[], Any]:
+        """Return a function that makes a result of this shape, rank 4, in the caller's layout."""
         p = self._problem
-        shape = (shape[2], shape[1], *shape[3:]) if p.packed else tuple(shape[4 - p.rank :])
-        return self._arrays.maker(shape, dtype, p.q.dtype)
+        shape = tuple(shape[axis] for axis in axes_of_caller(p.rank, p.packed))
+        return self._arrays.maker(shape, dtype, p.q.dtype, of_caller(order, p.rank, p.packed))
+
+    def _lse_maker(self) -> Callable[[], Any]:
+        p = self._problem
+        shape = tuple(p.q.shape[axis] for axis in axes_of_caller(p.rank, p.packed)[:-1])
+        return self._arrays.maker(shape, p.accumulator, p.q.dtype)
 
 
 class _BackwardLayout:
@@ -198,11 +205,13 @@ class _BackwardLayout:
         shapes = [x.shape for x in (p.q, p.k, p.v)]
         bias_grad, real = p.bias is not None and bias_grad, p.accumulator
         grad_dtype, into = target or Target(p.dtype)
-        self.results: list[Any] = [runner._result(shape, grad_dtype) for shape in shapes]
+        self.results: list[Any] = [
+            runner._result(n, grad_dtype, x) for n, x in zip(shapes, runner._orders, strict=True)
+        ]
         self.results += [arrays.maker(p.bias.shape, real, None) if bias_grad else None]
         self.results += [None if p.sink is None else arrays.maker(p.sink.shape, real, None)]
-        gradients = [_contiguous_field(p, shape) for shape in shapes]
-        dbias = _contiguous_field(None, p.bias.shape) if bias_grad else _NO_TENSOR
+        gradients = [_result_field(p, shape, order) for shape, order in zip(shapes, runner._orders, strict=True)]
+        dbias = _pairs_field(p.bias.shape, strides_of(p.bias.shape, (0, 1, 2))) if bias_grad else _NO_TENSOR
         for n, x in enumerate(into[:3]):
             if x is not None:
                 gradients[n] = _row_field(arrays.to_numpy(rank4("into", x, p.rank, p.packed)))
@@ -298,7 +307,11 @@ def _origin(p: Problem) -> tuple[int, ...]:
 
 def _broadcast_field(x: Any) -> _Tensor:
     """The field of a mask, bias or spans: strides are 0 along axes of length 1."""
-    return (0, *(0 if n == 1 else s // x.itemsize for n, s in zip(x.shape, x.strides, strict=True)))
+    return _pairs_field(x.shape, [s // x.itemsize for s in x.strides])
+
+
+def _pairs_field(shape: Sequence[int], strides: Sequence[int]) -> _Tensor:
+    return (0, *(0 if n == 1 else s for n, s in zip(shape, strides, strict=True)))
 
 
 def _row_field(x: Any) -> _Tensor:
@@ -307,17 +320,16 @@ def _row_field(x: Any) -> _Tensor:
     return 0, a // x.itemsize, b // x.itemsize, c // x.itemsize, 1
 
 
-def _contiguous_field(p: Problem | None, shape: Sequence[int]) -> _Tensor:
-    """The field of a contiguous result of this shape, rank 4 or 3. p: its problem; None: axes of length 1 broadcast."""
-    _, heads, rows, *rest = shape
-    width = rest[0] if rest else 1
-    if p is None:
-        lengths = shape[0], heads, rows, width
-        strides = heads * rows * width, rows * width, width, 1
-        return 0, *(0 if n == 1 else s for n, s in zip(lengths, strides, strict=True))
-    if p.packed:
-        return 0, 0, width, heads * width, 1
-    return 0, heads * rows * width, rows * width, width, 1
+def _result_field(p: Problem, shape: Sequence[int], order: Order) -> _Tensor:
+    """The field of a dense result of this shape, rank 4, with its axes in this order."""
+    sequence, head, row, _ = strides_of(shape, order)
+    return 0, 0 if p.packed else sequence, head, row, 1
+
+
+def _lse_field(p: Problem) -> _Tensor:
+    """The field of a contiguous lse."""
+    _, heads, rows, _ = p.q.shape
+    return (0, 0, 1, heads, 1) if p.packed else (0, heads * rows, rows, 1, 1)
 
 
 def _is_readable(x: Any, has_columns: bool, at: int) -> bool:

@@ -104,8 +104,8 @@ def origin(name: str, x: Any, shapes: Shapes | None) -> Origin | None:
         return check_integer(f"{name}.{field}", getattr(x, field), least, MAX_POSITION)
 
     heads = None if x.heads is None else number("heads", 1)
-    starts = (number(field, 0) for field in ("query", "key", "head", "sequence"))
-    found = Origin(*starts, heads, number("query_step", 1), number("key_step", 1))
+    query, key, head, sequence = (number(field, 0) for field in ("query", "key", "head", "sequence"))
+    found = Origin(query, key, head, sequence, heads, number("query_step", 1), number("key_step", 1))
     return found if shapes is None else _within_whole(name, found, shapes)
 
 

@@ -19,7 +19,7 @@ def add_to_counters() -> None:
     """Add the formulas to torch's registry and to active counters, each of which has a copy of it."""
     if (module := sys.modules.get(MODULE)) is None:
         return
-    registries: list[Any] = [module.flop_registry]  # type: ignore[attr-defined]
+    registries: list[Any] = [module.flop_registry]
     for mode in _get_current_dispatch_mode_stack():
         registries.append(getattr(getattr(mode, "counter", mode), "flop_registry", {}))
     for registry in registries:
@@ -43,7 +43,7 @@ def _pairs(call: Operands) -> int:
     """Queries times keys of every sequence and head. Starts without values count as one sequence, the worst case."""
     q, k = call.q.shape, call.k.shape
     if call.cu_q is None:
-        return prod(q[:-1]) * int(k[-2])
+        return int(prod(q[:-1]) * k[-2])
     lengths = _lengths(call.cu_q, q[0]), _lengths(call.cu_k, k[0])
     return int(q[1] * sum(a * b for a, b in zip(*lengths, strict=True)))
 

@@ -57,7 +57,18 @@ ORIGINS = (
 @pytest.mark.parametrize("origin", ORIGINS, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_the_same_bits(runner: Runner, origin: ft.Origin, n_q: int, dtype: str) -> None:
-    call = build(Case(Size(2, 4, 2, n_q, 22, 8, 6), dtype, ("dropout",)))
+    check_bits(runner, origin, Size(2, 4, 2, n_q, 22, 8, 6), dtype)
+
+
+@every_runner
+@pytest.mark.parametrize("n_q", [1, 70])
+@pytest.mark.parametrize("origin", [ft.Origin(key=8), ft.Origin(key=7), ft.Origin(9, 1, key_step=3)], ids=str)
+def test_the_same_bits_of_many_tiles(runner: Runner, origin: ft.Origin, n_q: int) -> None:
+    check_bits(runner, origin, Size(1, 2, 1, n_q, 500, 8, 6), "float32")
+
+
+def check_bits(runner: Runner, origin: ft.Origin, size: Size, dtype: str) -> None:
+    call = build(Case(size, dtype, ("dropout",)))
     call = replace(call, options=call.options | {"origin": origin})
     needs_dropout(runner, call)
     out, _ = runner.forward(showing_bits(call))

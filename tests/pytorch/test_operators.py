@@ -44,6 +44,7 @@ CALLS = {
         threads=1,
         deterministic=True,
     ),
+    "an origin": lambda: some(dropout=0.2, origin=ft.Origin(3, 5, key_step=2)),
     "a seed in a tensor": lambda: some(dropout=0.2, seed=torch.tensor(-5)),
     "no gradients": lambda: some(grad=False),
     "packed": lambda: operands.operands(
@@ -85,6 +86,8 @@ def test_the_schema_has_the_arguments_of_a_call() -> None:
 def test_operands_convert_back_to_options() -> None:
     for options in (
         {"causal": True, "window": (3, None), "seed": 2**64 - 1, "softcap": 2.0, "dropout": 0.5, "threads": 2},
+        {"dropout": 0.5, "origin": ft.Origin(1, 2, 3, 4, 9, 5, 6)},
+        {"origin": ft.Origin(1, 2, 3, 4, None, 5, 6)},
         {"band": ft.Band(1, 2, -3), "seed": 2**63, "out_dtype": torch.float32, "scale": 0.1, "deterministic": True},
     ):
         q = randn(3, 4)

@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import flashtile as ft
+from flashtile.numerics import dropout
 from tests.support.grid import Call, Case, Size, build
 
 OPTIONS = ("mask", "dropout")
@@ -66,10 +67,9 @@ def ranges(draw: Any, n: int, most: int) -> list[slice]:
     for start in range(step):
         length = len(range(start, n, step))
         cut = draw(st.integers(0, length - 1))
-        ends = [0, cut, length] if cut else [0, length]
-        found += [
-            slice(start + a * step, start + (b - 1) * step + 1, step) for a, b in zip(ends, ends[1:], strict=False)
-        ]
+        for first, last in ((0, cut - 1), (cut, length - 1)):
+            if first <= last:
+                found.append(slice(start + first * step, start + last * step + 1, step))
     return found
 
 
@@ -108,20 +108,14 @@ def summed(
 
 
 def kept(call: Call) -> Any:
-    """Which weights of a call are kept, by a call with equal weights and an identity matrix for v."""
-    batch, heads, n_q, _ = call.q.shape
-    o, seed = call.options["origin"], call.options["seed"]
-    from flashtile.numerics import dropout
-
-    found = np.empty((batch, heads, n_q, call.k.shape[2]), bool)
-    i, j = (
-        start + step * np.arange(n)
-        for start, step, n in ((o.query, o.query_step, n_q), (o.key, o.key_step, call.k.shape[2]))
-    )
+    """Which weights of a call are kept, counted one head after the other."""
+    o, options = call.problem().origin, call.options
+    (batch, heads, n_q), n_k = call.q.shape[:3], call.k.shape[2]
+    i, j = o.query + o.query_step * np.arange(n_q), o.key + o.key_step * np.arange(n_k)
+    found = np.empty((batch, heads, n_q, n_k), bool)
     for s, h in np.ndindex(batch, heads):
-        found[s, h] = dropout.keep(
-            seed, (o.sequence + s) * o.heads + o.head + h, i[:, None], j, call.options["dropout"]
-        )
+        head = (o.sequence + s) * o.heads + o.head + h
+        found[s, h] = dropout.keep(options["seed"], head, i[:, None], j, options["dropout"])
     return found
 
 

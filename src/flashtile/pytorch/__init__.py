@@ -9,11 +9,13 @@ from flashtile.host import machine
 if _reason := machine.too_old("torch", torch.__version__):  # before imports that fail with an old torch
     raise UnsupportedError(_reason)
 
-from flashtile.pytorch import vmap
+from flashtile.pytorch import flops, vmap
 from flashtile.pytorch.backward import attention_backward
 from flashtile.pytorch.entry import attention
 from flashtile.pytorch.merge import merge
 from flashtile.spans import Spans
+
+flops.add_to_counters()
 
 # So that torch.export and torch.func take Spans among their arguments.
 register_pytree_node(

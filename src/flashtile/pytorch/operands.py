@@ -42,8 +42,8 @@ else:
 class Operands(_Fields):  # type: ignore[misc]
     """One call in the order of SCHEMA; or a fact about each of its arguments, such as whether it needs a gradient.
 
-    A window, a Band and an Origin are lists of integers, FAR for no limit, and 0 for as many heads as q. seed is a signed 64-bit number, because a schema has no
-    unsigned integers; a seed_tensor replaces it.
+    A window, a Band and an Origin are lists of integers: FAR for no limit, 0 for as many heads as q has. seed is a
+    signed 64-bit number, because a schema has no unsigned integers; a seed_tensor replaces it.
     """
 
     __slots__ = ()

@@ -145,11 +145,17 @@ def _is_less(a: Any, b: Any) -> bool:
 
 
 def _with_known_numbers(args: tuple[Any, ...]) -> Operands:
-    """The call with symbolic numbers replaced by 0, which every option allows."""
-    return Operands(*(_known(x) for x in args))
+    """The call with symbolic numbers replaced by 0, and without an origin that has one: it may not allow 0."""
+    call = Operands(*(_known(x) for x in args))
+    origin = Operands(*args).origin
+    return call._replace(origin=None) if origin is not None and any(map(_is_symbolic, origin)) else call
 
 
 def _known(x: Any) -> Any:
     if isinstance(x, list):
         return [_known(y) for y in x]
-    return 0 if isinstance(x, torch.SymInt | torch.SymFloat) else x
+    return 0 if _is_symbolic(x) else x
+
+
+def _is_symbolic(x: Any) -> bool:
+    return isinstance(x, torch.SymInt | torch.SymFloat)

@@ -206,12 +206,16 @@ def test_plan_counts_tiles() -> None:
     found = ft.plan(shape, shape, backend="tiles", spans=spans)
     assert found.pairs == 2 * 4 * 8 * 128**2
     assert found.tiles == {"skipped": 8 * 56, "partial": 0, "full": 8 * 8}
+    assert found.span_bytes == spans.limits.nbytes == 1024 * 8
+    assert found.cut_bytes == 2 * 8 * 16, "a span of each row of tiles, of two sequences"
+    assert ft.plan(shape, shape, causal=True).span_bytes == ft.plan(shape, shape).cut_bytes == 0
     both = np.stack([spans.begin[0, :, :, 0], np.zeros((1, 1024), int)])
     own = ft.Spans(both, np.stack([spans.end[0, :, :, 0], np.full((1, 1024), 1024)]))
     assert ft.plan(shape, shape, backend="tiles", spans=own).pairs == 4 * (8 * 128**2 + 1024**2)
     of_heads = ft.Spans(np.zeros((1, 4, 1), int), np.array([0, 128, 256, 1024])[None, :, None])
     found = ft.plan(shape, shape, backend="tiles", spans=of_heads)
     assert found.pairs == 2 * 1024 * (128 + 256 + 1024) and found.tiles["full"] == 2 * 8 * (1 + 2 + 8)
+    assert found.cut_bytes == 2 * 4 * 8 * 16
 
 
 def test_trace_has_only_visible_tiles() -> None:

@@ -181,6 +181,7 @@ def _of_call(p: Plan, hardware: Hardware | None) -> list[tuple[str, str]]:
         ("FLOPs", f"{output.quantity(p.flops, 'FLOP')}; backward {output.quantity(p.backward_flops, 'FLOP')}"),
         ("score matrix never built", output.size(p.score_bytes)),
         ("statistics kept (lse)", output.size(p.lse_bytes)),
+        *([("spans; cuts, backward", f"{output.size(p.span_bytes)}; {output.size(p.cut_bytes)}")] * (p.span_bytes > 0)),
         ("keys and values", output.size(p.kv_bytes)),
         ("standard attention moves", output.size(p.standard_bytes)),
         ("tiles move, no cache", output.size(p.tile_bytes)),

@@ -164,7 +164,7 @@ def inputs(n):
 def both(tensors, options):
     out, lse = ft.attention(*tensors, return_lse=True, backend="native", **options)
     return out, lse, *ft.attention_backward(out, *tensors, out, lse, backend="native", **options)
-both(inputs(256), options(256))  # starts threads, grows their stacks
+both(inputs(4096), options(4096))  # starts threads, grows their stacks, loads the code
 large, given, results = inputs(n), options(n), []
 found = growth(lambda: results.extend(both(large, given)))
 print(json.dumps([found - sum(x.nbytes for x in results if x is not None)]))
@@ -175,8 +175,7 @@ print(json.dumps([found - sum(x.nbytes for x in results if x is not None)]))
 def test_spans_need_no_more_memory_than_a_band() -> None:
     """A window with sinks beside the window alone, N = 65536, forward and backward. Scores would be 34 GB."""
     band, spans, of_heads = (grown(SPANS, kind, 1 << 16)[0] for kind in ("band", "spans", "spans of heads"))
-    assert spans <= 1.1 * band
-    assert of_heads <= 1.1 * band + 0.4, "cuts of 1024 rows of tiles for each of two heads"
+    assert max(spans, of_heads) <= 1.1 * band
 
 
 @needs_native

@@ -15,7 +15,7 @@ import numpy as np
 
 from flashtile.checks.numbers import check_flag, check_integer
 from flashtile.errors import DTypeError, ShapeError
-from flashtile.spans import FARTHEST, MAX_SPANS, MaskFunction, Spans, is_readable, library, limits_of
+from flashtile.spans import FARTHEST, MAX_SPANS, MaskFunction, Spans, has_values, is_readable, library, limits_of
 
 SLAB = 1 << 22  # pairs that from_function() evaluates at a time
 
@@ -217,11 +217,13 @@ def complement(begin: Any, end: Any) -> tuple[Any, Any]:
 
 
 def _from_pairs(begin: Any, end: Any) -> Spans:
-    """Spans of rising pairs with empty ones among them; as few as the query with the most has."""
+    """Spans of rising pairs with empty ones among them; as few as the query with the most has, if that is known."""
     xp = library(begin)
     some = begin < end
     begin, end = (_sorted(xp.where(some, x, FARTHEST)) for x in (begin, end))
-    most = max(int(some.sum(-1).max()) if some.shape[0] and some.shape[2] else 0, 1)
+    most = begin.shape[-1]
+    if most > MAX_SPANS or has_values(some):
+        most = max(int(some.sum(-1).max()) if 0 not in some.shape[:3] else 0, 1)
     if most > MAX_SPANS:
         _too_many(some.sum(-1), 0)
     return Spans(begin[..., :most], end[..., :most])
@@ -304,7 +306,7 @@ def _sorted(x: Any) -> Any:
 
 
 def _is_number(x: Any) -> bool:
-    return not isinstance(x, list | tuple) and not hasattr(x, "__array__")
+    return isinstance(x, int | float) or type(x).__name__ == "SymInt"
 
 
 def _integers(name: str, x: Any, *ranks: int) -> Any:

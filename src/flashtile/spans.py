@@ -203,6 +203,19 @@ def is_readable(xp: Any, x: Any) -> bool:
     return not xp.compiler.is_compiling() and readable(x)
 
 
+def has_values(x: Any) -> bool:
+    """Whether x has values, which it lacks while it is traced; to read them may be to wait for a device."""
+    if isinstance(x, np.ndarray):
+        return True
+    torch = sys.modules["torch"]
+    if torch.compiler.is_compiling() or x.is_meta:
+        return False
+    from torch._C._functorch import is_functorch_wrapped_tensor
+    from torch._subclasses import FakeTensor
+
+    return not (isinstance(x, FakeTensor) or is_functorch_wrapped_tensor(x))
+
+
 def within(limits: Any, keys: Any) -> Any:
     """Whether keys (..., 1) are in any span of limits (..., spans, 2)."""
     return ((limits[..., 0] <= keys) & (keys < limits[..., 1])).any(-1)

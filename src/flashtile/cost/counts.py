@@ -24,6 +24,7 @@ class Counts:
     least_bytes: int = 0
     standard_bytes: int = 0
     kv_bytes: int = 0
+    cut_bytes: int = 0
 
     @classmethod
     def of(cls, p: Problem, tile: Tiling) -> "Counts":
@@ -46,6 +47,9 @@ class Counts:
             counts.least_bytes += rows + seen * width * size // p.group
             counts.standard_bytes += times * p.heads * (4 * n_q * n_k + n_q * width) * size + kv_bytes
             counts.kv_bytes += kv_bytes
+            if p.spans is not None:
+                heads, spans = p.spans.shape[1], p.spans.shape[3]
+                counts.cut_bytes += times * heads * ceil_div(n_q, tile.rows) * spans * 4 * ITEMSIZE["float32"]
         return counts
 
 

@@ -180,6 +180,7 @@ def _of_call(p: Plan, hardware: Hardware | None) -> list[tuple[str, str]]:
         ("FLOPs", f"{quantity(p.flops, 'FLOP')}; backward {quantity(p.backward_flops, 'FLOP')}"),
         ("score matrix never built", size(p.score_bytes)),
         ("statistics kept (lse)", size(p.lse_bytes)),
+        *([("spans; cuts, backward", f"{size(p.span_bytes)}; {size(p.cut_bytes)}")] * (p.span_bytes > 0)),
         ("keys and values", size(p.kv_bytes)),
         ("standard attention moves", size(p.standard_bytes)),
         ("tiles move, no cache", size(p.tile_bytes)),

@@ -36,7 +36,8 @@ class Visible:
         if self.limits is not None:
             limits = self.limits if self.limits.shape[2] == 1 else self.limits[:, :, rows]
             begin, end = np.maximum(begin, limits[..., 0]), np.minimum(end, limits[..., 1])
-        return begin, np.maximum(begin, end)
+        begin, end = np.broadcast_arrays(begin, np.maximum(begin, end))
+        return begin, end
 
     @property
     def offset(self) -> Any:

@@ -65,6 +65,16 @@ def offsets(segments: Segments) -> list[int]:
     return np.concatenate([[0], np.cumsum([s.n for s in segments])]).astype(int).tolist()[: len(segments)]
 
 
+def rows_of(segments: Segments, rows: slice) -> Segments:
+    """The segments of a range of rows."""
+    found = []
+    for s, at in zip(segments, offsets(segments), strict=True):
+        a, b = max(rows.start - at, 0), min(rows.stop - at, s.n)
+        if a < b:
+            found.append(s.part(a, b))
+    return tuple(found)
+
+
 def within(segments: Segments, intervals: Iterable[Interval]) -> tuple[Segments, list[slice]]:
     """The parts of segments that are within disjoint, rising intervals, and the rows that they are."""
     found, where = [], []

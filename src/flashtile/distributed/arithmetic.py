@@ -168,7 +168,8 @@ class _Part:
                 self.options[name] = self.with_pairs(x)
         if call.alibi is not None:
             slopes = call.alibi[_batch(call.alibi, piece.batch), self.every]
-            self.options["alibi"] = slopes * piece.slope
+            scaled = slopes * piece.slope
+            self.options["alibi"] = scaled if len(slopes) > 1 else scaled[0]
             if piece.far:
                 self.far = (slopes * piece.far)[..., None]
 

@@ -116,7 +116,7 @@ class Channel:
             return Pending(lambda: None, list(tensors))
         received = self._receive_buffers(lane, tensors, shapes)
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        return self._transfer([(after, x) for x in tensors], [(before, x) for x in received], step)
+        return self.transfer([(after, x) for x in tensors], [(before, x) for x in received], step)
 
     def exchange(self, parts: Sequence[torch.Tensor], shapes: Sequence[Shape], step: str) -> Pending:
         """All-to-all: part r goes to rank r, and a tensor of shape r comes from it. A rank's own part is not copied."""
@@ -125,7 +125,7 @@ class Channel:
         received = [
             parts[r] if r == self.rank else parts[self.rank].new_empty(tuple(shapes[r])) for r in range(self.size)
         ]
-        return self._transfer(list(enumerate(parts)), list(enumerate(received)), step)
+        return self.transfer(list(enumerate(parts)), list(enumerate(received)), step)
 
     def gather(self, x: torch.Tensor, shapes: Sequence[Shape], step: str) -> Pending:
         """All-gather: the shards of all ranks, of these shapes. A rank's own shard is not copied."""
@@ -188,7 +188,8 @@ class Channel:
 
     # ---- what the verbs share ----
 
-    def _transfer(self, sends: list[Transfer], receives: list[Transfer], step: str) -> Pending:
+    def transfer(self, sends: list[Transfer], receives: list[Transfer], step: str) -> Pending:
+        """Send tensors to any peers, and receive tensors of any peers into those given; what they hold is in order."""
         sends = [(r, x.detach().contiguous()) for r, x in sends if r != self.rank and x.numel()]
         received = [x for _, x in receives]
         receives = [(r, x) for r, x in receives if r != self.rank and x.numel()]

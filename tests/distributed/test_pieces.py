@@ -97,7 +97,7 @@ def test_every_visible_pair_once(data: Any) -> None:
 def check_distances(visible: Visible, x: Any, seen: Any) -> None:
     """Distances of tokens, as ALiBi needs them, from those of rows."""
     q, k = tokens((x.query,))[:, None], tokens((x.key,))[None]
-    offset = 0 if x.band is None else x.band.offset
+    offset = x.key.n - x.query.n if x.band is None else x.band.offset
     by_rows = x.slope * np.abs(np.arange(x.query.n)[:, None] + offset - np.arange(x.key.n)[None]) + x.far
     shift = np.broadcast_to(np.asarray(visible.offset), (2, 1, 1, 1))[x.batch]
     by_tokens = np.abs(q + shift - k)

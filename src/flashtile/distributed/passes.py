@@ -55,10 +55,10 @@ class Sharded:
 
     def _is_of_pairs(self, name: str) -> bool:
         rows, columns = self.options[name].shape[2:]
-        if (rows, columns) == (self.rows, self.shards.tokens):
-            return True
         if (rows, columns) == (1, self.rows):
             return False
+        if (rows, columns) == (self.rows, self.shards.tokens):
+            return True
         raise ShapeError(
             f"{name}: expected (batch, heads, 1, {self.rows}), of this rank's keys, or (batch, heads, {self.rows}, "
             f"{self.shards.tokens}), of its queries and all keys, got {tuple(self.options[name].shape)}"
@@ -174,7 +174,7 @@ def backward(
             (dv, 2, by_heads.keys, sharded.kv_heads),
         ]
         if dbias is not None:
-            some = (by_heads.every, 1) if dbias.shape[1] == 1 else (by_heads.queries, sharded.heads)
+            some = (by_heads.every, 1) if options["bias"].shape[1] == 1 else (by_heads.queries, sharded.heads)
             back.append((dbias, 3, *some))
         dq, dk, dv, *rest = by_heads.to_rows(channel, plan, every, back, "backward, rows")
         dbias = rest[0] if rest else None

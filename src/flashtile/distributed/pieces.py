@@ -141,7 +141,7 @@ def _placed(
         Piece(
             _part(q.rows, q0, q1),
             _part(k.rows, k0, k1),
-            None if band == Band() else band,
+            None if found == Band() and distance is None else band,
             limits,
             batch,
             q.segment.part(q0, q1),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,8 @@ from flashtile.distributed.connections import device_of
 from flashtile.distributed.watch import NOT_IN_A_CALL, Failure, Watch, ranks
 from flashtile.errors import DTypeError, MismatchError, PeerError, ShapeError
 
-TEXT_BYTES = 4096
+TEXT_BYTES = 16384
+C = TypeVar("C", bound="Channel")
 Shape = Sequence[int]
 Transfer = tuple[int, torch.Tensor]  # a peer, and what it gets or gives
 
@@ -74,7 +75,7 @@ class Channel:
 
     # ---- what methods call ----
 
-    def __enter__(self) -> Channel:
+    def __enter__(self: C) -> C:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -96,7 +97,7 @@ class Channel:
             hashlib.blake2b(json.dumps(text, sort_keys=True).encode(), digest_size=7).digest(), "little"
         )
         with self._in(step):
-            texts = [] if self._same(digest) else self._gather_texts(text)
+            texts = [] if self._same(digest) else self._gather_texts({n: shortened(t) for n, t in text.items()})
         if refused is not None:
             raise refused
         if texts:
@@ -173,7 +174,7 @@ class Channel:
         return bool(both[0] == -both[1])
 
     def _gather_texts(self, text: dict[str, str]) -> list[dict[str, str]]:
-        """The texts of all ranks, long ones shortened."""
+        """The texts of all ranks."""
         assert self._watch is not None
         mine, all_texts = packed(text), torch.empty(self.size, TEXT_BYTES, dtype=torch.uint8)
         connections = self._watch.connections
@@ -289,6 +290,13 @@ def watch_of(group: dist.ProcessGroup) -> Watch:
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor's memory as bytes, so that every dtype can be sent."""
     return x.reshape(-1).view(torch.uint8)
+
+
+def shortened(text: str) -> str:
+    """A text, or its beginning and a digest."""
+    return (
+        text if len(text) <= 200 else f"{text[:150]}... ({hashlib.blake2b(text.encode(), digest_size=4).hexdigest()})"
+    )
 
 
 def packed(text: dict[str, str]) -> torch.Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import stat
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +15,8 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_s
 from flashtile.errors import PeerError
 
 NEVER = 0x7FFF  # a tag that nobody sends
+
+_not_for_children: set[tuple[int, int]] = set()  # sockets: descriptor and inode
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
@@ -31,8 +35,11 @@ def connect(group: dist.ProcessGroup, rank: int, size: int, timeout: float) -> A
     """A gloo backend of its own for the ranks of a group; every rank has to call this."""
     store = PrefixStore("flashtile", _get_process_group_store(group))
     store.set(f"arrived/{rank}", "")
+    before = sockets()
     try:
-        return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+        connections = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+        _not_for_children.update(sockets() - before)
+        return connections
     except RuntimeError as error:
         absent = tuple(r for r in range(size) if not arrived(store, r))
         names = ", ".join(str(r) for r in absent) or "none missing"
@@ -40,6 +47,29 @@ def connect(group: dist.ProcessGroup, rank: int, size: int, timeout: float) -> A
             f"not every rank of the group began its first distributed call within {timeout:g} s (missing: {names})",
             absent,
         ) from error
+
+
+def sockets() -> set[tuple[int, int]]:
+    """The sockets of this process, where the system lists them."""
+    found = set()
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                status = os.fstat(int(name))
+                if stat.S_ISSOCK(status.st_mode):
+                    found.add((int(name), status.st_ino))
+    return found
+
+
+def close_inherited() -> None:
+    """Close a forked child's copies of our sockets: they would keep the connections open when this process dies."""
+    for descriptor, inode in _not_for_children:
+        with contextlib.suppress(OSError):
+            if os.fstat(descriptor).st_ino == inode:
+                os.close(descriptor)
+
+
+os.register_at_fork(after_in_child=close_inherited)
 
 
 def arrived(store: PrefixStore, rank: int) -> bool:

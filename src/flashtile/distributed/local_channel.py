@@ -1,4 +1,4 @@
-"""LocalChannel: a Channel whose ranks are threads of one process, to simulate many ranks and to count what they send."""
+"""LocalChannel: a Channel whose ranks are threads of one process, to simulate many and count what they send."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import threading
 import time
 import weakref
@@ -62,7 +63,7 @@ class Watch:
         self.failure: Failure | None = None
         self._group = weakref.ref(group)
         self._failed = threading.Event()
-        self._closing = False
+        self._closing, self._process = False, os.getpid()
         self._lock = threading.RLock()
         self._sent: deque[Any] = deque(maxlen=32 * self.size)  # gloo forgets a message whose Work is gone
         self._left: set[int] = set()
@@ -85,7 +86,7 @@ class Watch:
     def close(self) -> None:
         """Say goodbye and end the threads."""
         with self._lock:
-            if self._closing:
+            if self._closing or os.getpid() != self._process:  # a forked child has no part in the group
                 return
             self._closing = True
         self._at_exit.cancel()

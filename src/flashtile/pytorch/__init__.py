@@ -10,6 +10,7 @@ if _reason := machine.too_old("torch", torch.__version__):  # before imports tha
     raise UnsupportedError(_reason)
 
 from flashtile.pytorch import vmap
+from flashtile.pytorch.backward import attention_backward
 from flashtile.pytorch.entry import attention
 from flashtile.pytorch.merge import merge
 from flashtile.spans import Spans
@@ -23,4 +24,4 @@ register_pytree_node(
     flatten_with_keys_fn=lambda spans: ([(GetAttrKey("limits"), spans.limits)], None),
 )
 
-__all__ = ["attention", "merge", "vmap"]
+__all__ = ["attention", "attention_backward", "merge", "vmap"]

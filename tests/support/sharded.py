@@ -116,6 +116,16 @@ def joined(parts: list[dict[str, torch.Tensor]], shards: Shards, whole: Whole) -
     return found
 
 
+def part_of(results: dict[str, torch.Tensor], whole: Whole, shards: Shards, rank: int) -> dict[str, torch.Tensor]:
+    """What a rank has of the results of the whole."""
+    found = dict(results)
+    for name in ("out", "lse", "q", "k", "v"):
+        found[name] = shards.shard(results[name], rank, 2)
+    if "bias" in results:
+        found["bias"] = shards.shard(results["bias"], rank, 3 if whole.options["bias"].shape[2] == 1 else 2)
+    return found
+
+
 def largest_error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> dict[str, float]:
     """The largest error of each result; rows that see no key have an lse of -inf in both."""
     assert found.keys() == wanted.keys()

@@ -12,7 +12,7 @@ from torch import Tensor
 import flashtile
 from flashtile.distributed.pieces import Piece
 from flashtile.distributed.plan import Heads
-from flashtile.pytorch import run
+from flashtile.origin import Origin
 from flashtile.spans import Spans
 
 
@@ -122,8 +122,7 @@ def forward(call: Call, pieces: Sequence[Piece], q: Tensor, keys: Keys, out: Ten
             if part.far is not None:
                 found_lse = found_lse - part.far
             sums = part.queries(out), part.queries(lse)
-            for x, y in zip(sums, flashtile.merge(*sums, found, found_lse), strict=True):
-                x.copy_(y)
+            flashtile.merge(*sums, found, found_lse, into=sums)
 
 
 def backward(
@@ -133,14 +132,29 @@ def backward(
     for piece in pieces:
         for heads in call.heads.calls():
             part = _Part(call, piece, heads, saved.q, keys)
-            grads = part.gradients(saved, dq.dtype)
-            part.queries(dq).add_(grads.dq)
-            part.sum_of_keys(sums.dk).add_(grads.dk)
-            part.sum_of_keys(sums.dv).add_(grads.dv)
-            if sums.dbias is not None:
-                part.with_keys(sums.dbias, of_lane=True).add_(grads.dbias)
-            if dbias is not None:
-                part.with_pairs(dbias).add_(grads.dbias)
+            dout, out, lse = (part.queries(x) for x in (saved.dout, saved.out, saved.lse))
+            if part.far is not None:
+                lse = lse + part.far
+            into = flashtile.Grads(
+                part.queries(dq),
+                part.sum_of_keys(sums.dk),
+                part.sum_of_keys(sums.dv),
+                part.bias_sum(sums.dbias, dbias),
+                None,
+            )
+            flashtile.attention_backward(
+                dout,
+                part.q,
+                part.k,
+                part.v,
+                out,
+                lse,
+                dlse=None if saved.dlse is None else part.queries(saved.dlse),
+                grad_dtype=_name(dq.dtype),
+                into=into,
+                backend=call.backend,
+                **part.options,
+            )
 
 
 class _Part:
@@ -182,9 +196,16 @@ class _Part:
     def sum_of_keys(self, x: Tensor) -> Tensor:
         return x[self.piece.batch, self.lane_k, self.piece.keys]
 
-    def with_keys(self, x: Tensor, of_lane: bool = False) -> Tensor:
-        """Of a tensor with the rank's query heads, or with the lane's, or with one for all."""
-        heads = slice(None) if x.shape[1] == 1 else self.lane_q if of_lane else self.q_heads
+    def with_keys(self, x: Tensor) -> Tensor:
+        """Of a tensor with the rank's query heads, or with one for all."""
+        return self._with_keys(x, self.q_heads)
+
+    def sum_with_keys(self, x: Tensor) -> Tensor:
+        """Of a tensor with the lane's query heads, or with one for all."""
+        return self._with_keys(x, self.lane_q)
+
+    def _with_keys(self, x: Tensor, heads: slice) -> Tensor:
+        heads = slice(None) if x.shape[1] == 1 else heads
         return x[_batch(x, self.piece.batch), heads, :, self.piece.keys]
 
     def with_pairs(self, x: Tensor) -> Tensor:
@@ -194,33 +215,24 @@ class _Part:
         columns = slice(tokens.start, tokens.end, tokens.step)
         return x[_batch(x, self.piece.batch), heads, self.piece.queries, columns]
 
-    def gradients(self, saved: Saved, dtype: torch.dtype) -> flashtile.Grads:
-        """Gradients in float32, or float64."""
-        dout, out, lse = (self.queries(x) for x in (saved.dout, saved.out, saved.lse))
-        dlse = None if saved.dlse is None else self.queries(saved.dlse)
-        if self.far is not None:
-            lse = lse + self.far
-        options = {name: x for name, x in self.options.items() if x is not None}
-        if "spans" in options:
-            options["spans"] = options["spans"].limits
-        if "bias" in options:
-            options["bias"] = options["bias"].to(dtype)
-        q, k, v, dout, out = (x.to(dtype) for x in (self.q, self.k, self.v, dout, out))
-        return flashtile.Grads(
-            *run.backward(dout, dlse, out, lse, "bias" in options, q, k, v, self.call.backend, options)
-        )
+    def bias_sum(self, of_keys: Tensor | None, of_pairs: Tensor | None) -> Tensor | None:
+        """Of the sum of a bias' gradients, this part."""
+        if of_keys is not None:
+            return self.sum_with_keys(of_keys)
+        return None if of_pairs is None else self.with_pairs(of_pairs)
 
     def _origin(self) -> Any:
         query, key = self.piece.query, self.piece.key
         assert query is not None and key is not None
-        return flashtile.Origin(
-            query=query.start,
-            key=key.start,
-            head=self.every.start,
-            sequence=self.piece.batch.start or 0,
-            heads=self.call.all_heads,
-            query_step=query.step,
-            key_step=key.step,
+        base: Origin = self.options.get("origin") or Origin()
+        return Origin(
+            query=base.query + base.query_step * query.start,
+            key=base.key + base.key_step * key.start,
+            head=base.head + self.every.start,
+            sequence=base.sequence + (self.piece.batch.start or 0),
+            heads=base.heads or self.call.all_heads,
+            query_step=base.query_step * query.step,
+            key_step=base.key_step * key.step,
         )
 
 

@@ -19,7 +19,7 @@ from flashtile.distributed.shards import Shards
 from flashtile.distributed.visible import Visible
 from flashtile.errors import ShapeError
 
-NUMBERS = ("softcap", "dropout", "seed", "deterministic", "threads")
+NUMBERS = ("softcap", "dropout", "seed", "origin", "deterministic", "threads")
 LANES = 2  # of heads in the backward pass of a ring: one is sent while the other is computed
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from flashtile.checks.target import check_buffers, check_distinct, check_buffer, check_target
+from flashtile.checks.target import check_buffer, check_buffers, check_distinct, check_target
 from flashtile.errors import UnsupportedError
 from flashtile.problem import describe
 from flashtile.pytorch import operators, run, subclasses

@@ -123,6 +123,7 @@ def watched(rank: int, size: int, trial: Trial, mark: Path) -> Outcome:
     error = again = None
     try:
         with Channel(dist.group.WORLD, "ring") as channel:
+            dist.barrier()  # a rank that dies before all are connected is another test
             call(channel, trial, mark, began, tensors)
     except PeerError as e:
         error = str(e)
@@ -245,6 +246,7 @@ def fails(rank: int, size: int) -> Any:
     if rank != 1:
         return caught(rank, ring)
     with pytest.raises(MemoryError), Channel(dist.group.WORLD, "ring"):
+        time.sleep(0.2)  # the others wait by now
         begin = time.monotonic()
         raise MemoryError("no room for dK")
     return begin
@@ -300,6 +302,16 @@ def dawdles(rank: int, size: int) -> Any:
         Channel(dist.group.WORLD, "ring")
         time.sleep(2.5)
     text, end = caught(rank, ring)
+    return text, end - begin
+
+
+def dies_before_the_first_call(rank: int, size: int) -> Any:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    text, _ = caught(rank, ring)
+    again, end = caught(rank, ring)
+    assert again == text
     return text, end - begin
 
 
@@ -360,9 +372,10 @@ def test_a_rank_that_is_late() -> None:
         assert "rank 1 is at: not in a call" in text
 
 
-def test_a_rank_that_never_calls() -> None:
+@pytest.mark.parametrize("job", [does_not_come, dies_before_the_first_call], ids=lambda job: job.__name__)
+def test_a_rank_that_never_calls(job: Callable[..., Any]) -> None:
     with Ranks(4, timeout=2) as ranks:
-        ranks.start(does_not_come)
+        ranks.start(job)
         results = ranks.results()
     for rank in (0, 2, 3):
         text, seconds = results[rank]

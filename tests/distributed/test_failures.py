@@ -172,6 +172,7 @@ def trials(size: int, how: signal.Signals, timeout: float, victims: tuple[int, .
 
 
 KILLS = [*trials(2, signal.SIGKILL, 20, (0, 1)), *trials(4, signal.SIGKILL, 20, (0, 2, 3))]
+KILLS_OF_EIGHT = trials(8, signal.SIGKILL, 20, (0, 3, 5))
 STOPS = [*trials(2, signal.SIGSTOP, 2, (1, 0)), *trials(4, signal.SIGSTOP, 2, (2, 0, 1))]
 
 
@@ -219,6 +220,13 @@ def test_a_rank_is_killed(trial: Trial, outcomes: Callable[[Trial], list[Any]]) 
     check(trial, found, within=1)
     for outcome in found:
         assert outcome is None or outcome.error is None or f"rank {trial.victim} died" in outcome.error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trial", KILLS_OF_EIGHT, ids=str)
+def test_one_of_eight_is_killed(trial: Trial, outcomes: Callable[[Trial], list[Any]]) -> None:
+    """Not every rank watches the victim: those that do tell the others."""
+    check(trial, outcomes(trial), within=1)
 
 
 @pytest.mark.parametrize("trial", STOPS, ids=str)

@@ -205,8 +205,8 @@ def check(trial: Trial, outcomes: list[Any], within: float) -> None:
         if outcome.error is not None:
             method, step, here, peer = outcome.error.split(" (noticed")[0].replace(": ", ", ").split(", ")[:4]
             assert method == "ring" and here == f"on rank {rank}" and peer.startswith(f"rank {trial.victim} ")
-            # The neighbours wait for the victim at its step; others can be ahead of it, by as many steps as it is far.
-            assert 0 <= steps.index(step.removeprefix("after ")) - steps.index(trial.step) < trial.size
+            # The victim's neighbours wait at its step; others can be as many steps away as there are ranks between.
+            assert abs(steps.index(step.removeprefix("after ")) - steps.index(trial.step)) < trial.size
             assert outcome.seconds - max(0, outcome.began) <= within
             assert outcome.again is not None and f"rank {trial.victim} " in outcome.again
         assert outcome.threads == [] and outcome.alive == 0 and outcome.destroying < 1

@@ -123,6 +123,7 @@ def watched(rank: int, size: int, trial: Trial, mark: Path) -> Outcome:
     error = again = None
     try:
         with Channel(dist.group.WORLD, "ring") as channel:
+            dist.barrier()  # a rank that dies before all are connected is another test
             call(channel, trial, mark, began, tensors)
     except PeerError as e:
         error = str(e)
@@ -171,6 +172,7 @@ def trials(size: int, how: signal.Signals, timeout: float, victims: tuple[int, .
 
 
 KILLS = [*trials(2, signal.SIGKILL, 20, (0, 1)), *trials(4, signal.SIGKILL, 20, (0, 2, 3))]
+KILLS_OF_EIGHT = trials(8, signal.SIGKILL, 20, (0, 3, 5))
 STOPS = [*trials(2, signal.SIGSTOP, 2, (1, 0)), *trials(4, signal.SIGSTOP, 2, (2, 0, 1))]
 
 
@@ -203,8 +205,8 @@ def check(trial: Trial, outcomes: list[Any], within: float) -> None:
         if outcome.error is not None:
             method, step, here, peer = outcome.error.split(" (noticed")[0].replace(": ", ", ").split(", ")[:4]
             assert method == "ring" and here == f"on rank {rank}" and peer.startswith(f"rank {trial.victim} ")
-            # The neighbours wait for the victim at its step; others can be ahead of it, by as many steps as it is far.
-            assert 0 <= steps.index(step.removeprefix("after ")) - steps.index(trial.step) < trial.size
+            # The victim's neighbours wait at its step; others can be as many steps away as there are ranks between.
+            assert abs(steps.index(step.removeprefix("after ")) - steps.index(trial.step)) < trial.size
             assert outcome.seconds - max(0, outcome.began) <= within
             assert outcome.again is not None and f"rank {trial.victim} " in outcome.again
         assert outcome.threads == [] and outcome.alive == 0 and outcome.destroying < 1
@@ -218,6 +220,13 @@ def test_a_rank_is_killed(trial: Trial, outcomes: Callable[[Trial], list[Any]]) 
     check(trial, found, within=1)
     for outcome in found:
         assert outcome is None or outcome.error is None or f"rank {trial.victim} died" in outcome.error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trial", KILLS_OF_EIGHT, ids=str)
+def test_one_of_eight_is_killed(trial: Trial, outcomes: Callable[[Trial], list[Any]]) -> None:
+    """Not every rank watches the victim: those that do tell the others."""
+    check(trial, outcomes(trial), within=1)
 
 
 @pytest.mark.parametrize("trial", STOPS, ids=str)
@@ -245,6 +254,7 @@ def fails(rank: int, size: int) -> Any:
     if rank != 1:
         return caught(rank, ring)
     with pytest.raises(MemoryError), Channel(dist.group.WORLD, "ring"):
+        time.sleep(0.2)  # the others wait by now
         begin = time.monotonic()
         raise MemoryError("no room for dK")
     return begin
@@ -300,6 +310,16 @@ def dawdles(rank: int, size: int) -> Any:
         Channel(dist.group.WORLD, "ring")
         time.sleep(2.5)
     text, end = caught(rank, ring)
+    return text, end - begin
+
+
+def dies_before_the_first_call(rank: int, size: int) -> Any:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    text, _ = caught(rank, ring)
+    again, end = caught(rank, ring)
+    assert again == text
     return text, end - begin
 
 
@@ -360,9 +380,10 @@ def test_a_rank_that_is_late() -> None:
         assert "rank 1 is at: not in a call" in text
 
 
-def test_a_rank_that_never_calls() -> None:
+@pytest.mark.parametrize("job", [does_not_come, dies_before_the_first_call], ids=lambda job: job.__name__)
+def test_a_rank_that_never_calls(job: Callable[..., Any]) -> None:
     with Ranks(4, timeout=2) as ranks:
-        ranks.start(does_not_come)
+        ranks.start(job)
         results = ranks.results()
     for rank in (0, 2, 3):
         text, seconds = results[rank]

@@ -25,7 +25,7 @@ C = TypeVar("C", bound="Channel")
 Shape = Sequence[int]
 Transfer = tuple[int, torch.Tensor]  # a peer, and what it gets or gives
 
-_watches: weakref.WeakKeyDictionary[dist.ProcessGroup, Watch] = weakref.WeakKeyDictionary()
+_watches: weakref.WeakKeyDictionary[dist.ProcessGroup, Watch | PeerError] = weakref.WeakKeyDictionary()
 
 
 class Pending:
@@ -146,10 +146,10 @@ class Channel:
 
     def _post(self, sends: list[Transfer], receives: list[Transfer]) -> Any:
         """Start transfers."""
-        ops = [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for peer, x in sends]
-        ops += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=peer) for peer, x in receives]
+        ops = [dist.P2POp(dist.irecv, x, group=self.group, group_peer=peer) for peer, x in receives]
+        ops += [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for peer, x in sends]
         works = self._attempt(None, lambda: dist.batch_isend_irecv(ops))
-        peers = [peer for peer, _ in (*sends, *receives)]
+        peers = [peer for peer, _ in (*receives, *sends)]
         return list(zip(peers if len(works) == len(peers) else [None] * len(works), works, strict=True))
 
     def _finish(self, posted: Any) -> None:
@@ -279,12 +279,19 @@ def process_group(group: Any) -> dist.ProcessGroup:
 
 
 def watch_of(group: dist.ProcessGroup) -> Watch:
-    """The group's Watch, made by its first Channel."""
+    """The group's Watch, made by its first Channel; or the error of making it, for there is no second attempt."""
     if group not in _watches:
-        _watches[group] = Watch(group)
-        if (device := device_of(group)).type != "cpu":
+        try:
+            _watches[group] = Watch(group)
+        except PeerError as error:
+            _watches[group] = error
+        device = device_of(group)
+        if isinstance(_watches[group], Watch) and device.type != "cpu":
             dist.all_reduce(torch.zeros(1, device=device), group=group)  # makes NCCL's communicator, with all ranks
-    return _watches[group]
+    watch = _watches[group]
+    if isinstance(watch, PeerError):
+        raise PeerError(str(watch), watch.peers)
+    return watch
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:

@@ -239,8 +239,8 @@ def test_a_rank_is_stopped(trial: Trial, outcomes: Callable[[Trial], list[Any]])
 
 
 def ring(channel: Channel) -> None:
-    for step in range(1, 4):
-        channel.rotate([torch.ones(3)], [(3,)], f"forward, ring step {step} of 3").wait()
+    for step in range(1, channel.size):
+        channel.rotate([torch.ones(3)], [(3,)], f"forward, ring step {step} of {channel.size - 1}").wait()
 
 
 def caught(rank: int, job: Callable[[Channel], None]) -> tuple[str, float]:
@@ -268,6 +268,26 @@ def leaves(rank: int, size: int) -> Any:
     dist.destroy_process_group()
     gc.collect()
     return begin
+
+
+def dies_in_two_groups(rank: int, size: int) -> Any:
+    """Ranks 0 and 1 share a group for heads, 0 and 2 one for the ring: rank 2 hears of rank 1 by rank 0."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+    text = None
+    try:
+        with Channel(mesh["ring"], "ring") as outer, Channel(mesh["ulysses"], "ulysses") as inner:
+            dist.barrier()
+            begin = time.monotonic()
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if rank == 0:
+                inner.gather(torch.ones(1), [(1,)] * 2, "gather").wait()
+            outer.gather(torch.ones(1), [(1,)] * 2, "gather").wait()
+    except PeerError as error:
+        text = str(error)
+    return text, time.monotonic() - begin
 
 
 def forks_and_dies(rank: int, size: int, mark: Path) -> Any:
@@ -332,11 +352,13 @@ def does_not_come(rank: int, size: int) -> Any:
     return text, end - begin
 
 
-def test_a_rank_that_fails_tells_the_others() -> None:
-    with Ranks(4) as ranks:
+@pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_a_rank_that_fails_tells_the_others(size: int) -> None:
+    """Of 8 ranks, two hear of it from others only."""
+    with Ranks(size) as ranks:
         ranks.start(fails)
         results = ranks.results()
-    for rank in (0, 2, 3):
+    for rank in {*range(size)} - {1}:
         text, when = results[rank]
         assert text.startswith("ring, forward, ring step ")
         assert "rank 1 failed: MemoryError: no room for dK" in text and when - results[1] < 1
@@ -349,6 +371,15 @@ def test_a_rank_that_leaves() -> None:
     for rank in (0, 2, 3):
         text, when = results[rank]
         assert "rank 1 left the group" in text and when - results[1] < 2
+
+
+def test_a_failure_in_one_group_is_told_in_the_other() -> None:
+    with Ranks(4) as ranks:
+        ranks.start(dies_in_two_groups)
+        results = ranks.results([0, 2, 3])
+    for text, seconds in results:
+        assert text is not None and seconds < 1
+    assert "rank 0 failed: PeerError: ulysses, gather, on rank 0: rank 1 died" in results[1][0]
 
 
 def test_a_rank_dies_whose_child_lives(tmp_path: Path) -> None:

@@ -64,6 +64,8 @@ class Channel:
     documentation and not run.
     """
 
+    _agreed: Exception | None = None  # an error that no rank need be told of: all have learned about it in agree()
+
     def __init__(self, group: Any, method: str) -> None:
         self.group = process_group(group)
         self.method = method
@@ -79,7 +81,7 @@ class Channel:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if error is not None and not isinstance(error, (PeerError, MismatchError)):
+        if error is not None and error is not self._agreed:
             self._give_up(error)
         self._buffers.clear()
         self._state(NOT_IN_A_CALL)
@@ -90,18 +92,18 @@ class Channel:
         A rank whose own checks failed passes its error as `refused`: it raises it, and the others raise MismatchError.
         """
         facts = {"method": self.method, "step": step, **facts}
+        text = {name: repr(value) for name, value in facts.items()}
         if refused is not None:
-            facts["refused"] = f"{type(refused).__name__}: {refused}"
-        text = {name: repr(value) if name != "refused" else str(value) for name, value in facts.items()}
-        digest = int.from_bytes(
-            hashlib.blake2b(json.dumps(text, sort_keys=True).encode(), digest_size=7).digest(), "little"
-        )
+            text["refused"] = f"{type(refused).__name__}: {refused}"
+        content = json.dumps(text, sort_keys=True).encode()
+        digest = int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "little")
         with self._in(step):
             texts = [] if self._same(digest) else self._gather_texts({n: shortened(t) for n, t in text.items()})
-        if refused is not None:
-            raise refused
-        if texts:
-            raise MismatchError(f"{self.method}, {step}, on rank {self.rank}: {difference(texts)}")
+        self._agreed = refused
+        if refused is None and texts:
+            self._agreed = MismatchError(f"{self.method}, {step}, on rank {self.rank}: {difference(texts)}")
+        if self._agreed is not None:
+            raise self._agreed
 
     def rotate(self, tensors: Sequence[torch.Tensor], shapes: Sequence[Shape], step: str, lane: str = "") -> Pending:
         """Send tensors to the next rank, and receive from the previous one tensors of these shapes and the same dtypes.
@@ -183,7 +185,7 @@ class Channel:
         return [json.loads(row.numpy().tobytes().rstrip(b"\0")) for row in all_texts]
 
     def _give_up(self, error: BaseException) -> None:
-        """Tell all ranks that this one failed."""
+        """Tell all ranks that this one failed, unless they know of a failure."""
         if self._watch is not None:
             self._watch.fail((self.rank,), f"failed: {type(error).__name__}: {error}")
 

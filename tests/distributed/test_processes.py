@@ -189,3 +189,41 @@ def test_a_rank_that_refuses(ranks: Ranks, what: str) -> None:
     for rank, text in enumerate(found):
         assert ("ShapeError" if rank == 1 else "MismatchError: ") in text and named in text, text
     run_cases(ranks, [("causal", "zigzag", "ring")])
+
+
+def peaks(rank: int, size: int) -> list[float]:
+    """The most memory that a forward and a backward pass of a ring take, in shards of k."""
+    n = 256
+    shards = Shards.zigzag(n * size, ranks=size)
+    q, k, v = (torch.randn(1, 8, n, 64).requires_grad_() for _ in range(3))
+    dout, outs = torch.randn(1, 8, n, 64), []
+
+    def forward() -> None:
+        group = dist.group.WORLD
+        outs.append(distributed.attention(q, k, v, group=group, shards=shards, method="ring", causal=True))
+
+    def backward() -> None:
+        outs.pop().backward(dout)
+
+    forward()  # once before, so that nothing is allocated for the first time
+    backward()
+    q.grad = k.grad = v.grad = None
+    found = []
+    for run in (forward, backward):
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+            run()
+        events = [x for x in profile.profiler.kineto_results.events() if x.name() == "[memory]"]
+        held = np.cumsum([x.nbytes() for x in sorted(events, key=lambda x: x.start_ns())])
+        found.append(float(held.max()) / k.nbytes)
+    return found
+
+
+def test_memory_of_a_ring(ranks: Ranks) -> None:
+    """It does not grow with the number of ranks. In shards of k, the results are 1 forward and 3 backward; beside them
+    there are two blocks of keys and values and, backward, of their sums; a part of a block that leaves is a copy.
+    """
+    forward, backward = (max(x) for x in zip(*ranks.run(peaks), strict=True))
+    results, partial, blocks, sums, leaving = 1, 1, 4, 4, 2
+    assert forward <= results + partial + blocks + leaving + 0.3
+    assert backward <= 3 * results + blocks + sums + leaving + 1 + 0.3

@@ -61,7 +61,7 @@ def check_buffer(label: str, x: Any, strides: tuple[int, ...], unit: int, at: in
     for stride, n in sorted((abs(stride), n) for stride, n in zip(strides, x.shape, strict=True) if n > 1):
         if stride < extent:
             raise ShapeError(f"into.{label}: expected elements that do not share memory, got strides {strides}")
-        extent = stride * n
+        extent += stride * (n - 1)
 
 
 def check_distinct(inputs: Mapping[str, int], buffers: Mapping[str, int]) -> None:

@@ -166,6 +166,19 @@ def every_dtype(channel: Channel) -> None:
         assert x.dtype == dtype and x.tolist() == before.tolist()
 
 
+def strided_sum(channel: Channel) -> None:
+    x = torch.arange(6.0).reshape(2, 3).T
+    assert torch.equal(channel.reduce(x, "sum", "reduce"), channel.size * torch.arange(6.0).reshape(2, 3).T)
+
+
+def other_default_device(channel: Channel) -> None:
+    with torch.device("meta"):
+        channel.agree("forward", a=1)
+        with pytest.raises(MismatchError, match="a is 0 on rank 0"):
+            channel.agree("forward", a=channel.rank)
+    channel.agree("forward", a=1)
+
+
 def needs_gradients(channel: Channel) -> None:
     x = torch.ones(2, 2, requires_grad=True)
     (y,) = channel.rotate([x], [(2, 2)], "forward").wait()
@@ -223,7 +236,9 @@ def test_other_methods_disagree(ranks: Ranks) -> None:
         assert "method is 'ulysses' on rank 0, 'ring' on rank" in error.text
 
 
-@pytest.mark.parametrize("job", [every_dtype, needs_gradients], ids=lambda job: job.__name__)
+@pytest.mark.parametrize(
+    "job", [every_dtype, strided_sum, other_default_device, needs_gradients], ids=lambda job: job.__name__
+)
 def test_more(ranks: Ranks, job: Job) -> None:
     everywhere(ranks, job)
 

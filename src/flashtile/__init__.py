@@ -12,7 +12,7 @@ from flashtile.api import (
 from flashtile.band import Band, causal, full, window
 from flashtile.cost.plan import Plan, plan
 from flashtile.cost.trace import Trace, trace
-from flashtile.errors import DTypeError, FlashtileError, ShapeError, UnsupportedError
+from flashtile.errors import DTypeError, FlashtileError, MismatchError, PeerError, ShapeError, UnsupportedError
 from flashtile.host import threads  # noqa: F401  records the process id before any fork
 from flashtile.numerics.softmax import online_softmax
 from flashtile.results import Grads
@@ -25,6 +25,8 @@ __all__ = [
     "DTypeError",
     "FlashtileError",
     "Grads",
+    "MismatchError",
+    "PeerError",
     "Plan",
     "ShapeError",
     "Spans",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -90,6 +91,22 @@ def buffers_of_rotate(channel: Channel) -> int:
 def test_rotate_uses_two_buffers(ranks: Ranks) -> None:
     everywhere(ranks, buffers_of_rotate)
     assert ranks.run(on_gloo, buffers_of_rotate) == [2] * ranks.size
+
+
+def arrives_meanwhile(rank: int, size: int) -> None:
+    with Channel(dist.group.WORLD, "ring") as channel:
+        channel.rotate([torch.zeros(1 << 20)], [(1 << 20,)], "clears the buffer").wait()
+        channel.rotate([torch.zeros(1 << 20)], [(1 << 20,)], "clears the other buffer").wait()
+        pending = channel.rotate([torch.ones(1 << 20)], [(1 << 20,)], "step")
+        end = time.monotonic() + 20
+        while not pending._received[0].all():
+            assert time.monotonic() < end
+        pending.wait()
+
+
+def test_blocks_arrive_while_a_rank_computes(ranks: Ranks) -> None:
+    """Without wait()."""
+    ranks.run(arrives_meanwhile)
 
 
 def two_lanes(channel: Channel) -> None:

@@ -11,7 +11,7 @@ from flashtile.checks.arguments import check_descale, check_library
 from flashtile.checks.layout import warn_if_axes_swapped
 from flashtile.options import PLAIN_ARRAYS
 from flashtile.problem import describe
-from flashtile.pytorch import autocast, calls, eight_bits, operators, run, subclasses
+from flashtile.pytorch import autocast, calls, eight_bits, operators, run, sharding, subclasses
 from flashtile.pytorch.autograd import record, reject_forward_mode, reject_gradients
 from flashtile.pytorch.interception import can_skip_dispatcher, reject_shards, skip_dynamo
 from flashtile.pytorch.operands import operands, resolve_seed, tensor_names
@@ -79,8 +79,10 @@ def _run_uncached(
     names = tensor_names(options)
     tensors = [q, k, v, *(options[name] for name in names)]
     if not can_skip_dispatcher(tensors):
-        subclasses.check_plain(dict(zip(("q", "k", "v", *names), tensors, strict=True)))
+        named = dict(zip(("q", "k", "v", *names), tensors, strict=True))
+        subclasses.check_plain(named)
         describe(q, k, v, **options)  # raise our error, not torch's
+        sharding.check(named, options.get("dropout", 0.0))
         out, lse = operators.ATTENTION(*operands(q, k, v, backend, options))
         return (out, lse) if return_lse else out
     if layout_unspecified:

@@ -1,0 +1,197 @@
+"""DTensor: the operators on shards of the batch and of heads. Shards of a sequence are refused by name."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from flashtile.errors import DTypeError, UnsupportedError
+from flashtile.options import OPTIONS
+from flashtile.pytorch.operands import TENSOR_ARGUMENTS, Operands
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
+
+_MODULE = "torch.distributed.tensor"
+_registered = False
+
+
+def check(tensors: Mapping[str, Any], dropout: float) -> None:
+    """Check the DTensors of a call, if there are any: all tensors must be, and be split by batch or heads."""
+    dtensors = {name: x for name, x in tensors.items() if _is_dtensor(x)}
+    if not dtensors:
+        return
+    from torch.distributed.tensor import DTensor
+
+    (first, like), *others = dtensors.items()
+    for name, x in tensors.items():
+        if not (name in dtensors or DTensor._op_dispatcher._allow_implicit_replication):
+            raise DTypeError(f"{name}: expected a DTensor like {first}, got a {type(x).__name__}")
+    for name, x in others:
+        if x.device_mesh != like.device_mesh:
+            raise UnsupportedError(f"{name}: expected the mesh of {first}, {like.device_mesh}, got {x.device_mesh}")
+    Split.of(tensors, like.device_mesh.shape, dropout)
+    register()
+
+
+def _is_dtensor(x: Any) -> bool:
+    """Whether x is a DTensor; does not import torch.distributed."""
+    return type(x).__module__.startswith(_MODULE) and hasattr(x, "placements")
+
+
+class Axes(NamedTuple):
+    """The axes by which a tensor of a call can be split; None: it has no such axis, or one that is broadcast."""
+
+    batch: int | None = None
+    heads: int | None = None
+
+
+def axes_of(tensors: Mapping[str, Any]) -> dict[str, Axes]:
+    """Find the Axes of each tensor of a call, by its name and shape."""
+    q, packed = tensors["q"].shape, tensors.get("cu_q") is not None
+    batch = 0 if len(q) == 4 else None  # of q, k and v
+    heads = 1 if packed or len(q) == 4 else 0 if len(q) == 3 else None
+    found = {}
+    for name, x in tensors.items():
+        if name in ("q", "k", "v"):
+            found[name] = Axes(batch, heads)
+        elif name == "sink":
+            found[name] = Axes(heads=0)
+        elif name not in OPTIONS or OPTIONS[name].rank is None:  # starts and seeds
+            found[name] = Axes()
+        else:
+            first = len(x.shape) - OPTIONS[name].rank
+            of = tensors["k"].shape if name == "descale" else q
+            found[name] = Axes(
+                _unless_broadcast(x.shape, first, None if batch is None else of[batch]),
+                _unless_broadcast(x.shape, first + 1, None if heads is None or name == "kv_lengths" else of[heads]),
+            )
+    return found
+
+
+def _unless_broadcast(shape: Any, axis: int, size: int | None) -> int | None:
+    return axis if axis >= 0 and size is not None and shape[axis] == size else None
+
+
+class Split:
+    """How each axis of a mesh splits a call: by "batch", by "heads", or not at all (None)."""
+
+    def __init__(self, by: list[str | None], axes: dict[str, Axes]) -> None:
+        self.by, self.axes = by, axes
+
+    @staticmethod
+    def of(tensors: Mapping[str, Any], mesh: tuple[int, ...], dropout: float) -> Split:
+        """The split of a call by the placements of its tensors: q's where it is split, else that of the next."""
+        axes = axes_of(tensors)
+        by: list[str | None] = [None] * len(mesh)
+        for name, x in tensors.items():
+            for n, placement in enumerate(getattr(x, "placements", ())):  # a plain tensor is replicated
+                axis = getattr(placement, "dim", None)
+                if axis is not None:
+                    by[n] = by[n] or _kind_of(name, axis, axes[name], placement)
+        shards = math.prod(size for size, kind in zip(mesh, by, strict=True) if kind == "heads")
+        heads = tensors["k"].shape[axes["k"].heads] if axes["k"].heads is not None else 1
+        if heads % shards:
+            raise UnsupportedError(
+                f"k: expected a number of heads that {shards} shards of heads divide, got {heads}; repeat_interleave() "
+                "those of k and v, or replicate q, k and v"
+            )
+        if dropout and any(by):
+            raise UnsupportedError(
+                f"dropout: expected 0 for shards of the batch or of heads, each of which would drop like the first, "
+                f"got {dropout}"
+            )
+        return Split(by, axes)
+
+    @property
+    def replicated(self) -> Any:
+        from torch.distributed.tensor import Replicate
+
+        return (Replicate(),) * len(self.by)
+
+    def placements(self, name: str) -> Any:
+        """The placements of a tensor of the call."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        axes = (kind and getattr(self.axes[name], kind) for kind in self.by)
+        return tuple(Replicate() if axis is None else Shard(axis) for axis in axes)
+
+    def placements_of_gradient(self, name: str) -> Any:
+        """The placements of a tensor's gradient: a sum over the shards that share the tensor."""
+        from torch.distributed.tensor import Partial
+
+        shared = (kind is not None and getattr(self.axes[name], kind) is None for kind in self.by)
+        return tuple(Partial() if sums else p for p, sums in zip(self.placements(name), shared, strict=True))
+
+
+def _kind_of(name: str, axis: int, axes: Axes, placement: Any) -> str:
+    if axis not in axes:
+        known = [kind for kind in axes._fields if getattr(axes, kind) is not None]
+        wanted = f"a DTensor split by {' or '.join(known)}" if known else "a replicated DTensor"
+        raise UnsupportedError(
+            f"{name}: expected {wanted}, got {placement}; flashtile.distributed.attention() takes shards of sequences"
+        )
+    return axes._fields[axes.index(axis)]
+
+
+def register() -> None:
+    """Register the strategies with DTensor, once, if torch.distributed.tensor has been imported."""
+    global _registered
+    if _registered or _MODULE not in sys.modules:
+        return
+    _registered = True
+    import torch
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    for operator, strategy, first in (
+        (torch.ops.flashtile.attention.default, _strategy, 0),
+        (torch.ops.flashtile.attention_backward.default, _strategy_of_backward, 5),
+    ):
+        info = RuntimeSchemaInfo(static_argnum=first + len(TENSOR_ARGUMENTS), needs_pytree=True)
+        propagator.register_op_strategy(operator, strategy, info)
+
+
+def _strategy(schema: OpSchema) -> OpStrategy:
+    """The strategy of flashtile::attention: one, that follows from the placements of the call."""
+    tensors, split = _split_of(schema, schema.args_schema)
+    out_and_lse = [split.placements("q")] * 2
+    return _only(schema, out_and_lse, [split.placements(name) for name in tensors])
+
+
+def _strategy_of_backward(schema: OpSchema) -> OpStrategy:
+    """The same of flashtile::attention_backward."""
+    _, dlse, _, _, bias_grad, *call = schema.args_schema
+    tensors, split = _split_of(schema, call)
+    of_rows = [split.placements("q")] * (3 if dlse is None else 4)  # dout, dlse, out, lse
+    has = {"bias": "bias" in tensors and bias_grad, "sink": "sink" in tensors}
+    grads = [split.placements(name) for name in ("q", "k", "v")]
+    grads += [split.placements_of_gradient(name) if given else split.replicated for name, given in has.items()]
+    return _only(schema, grads, of_rows + [split.placements(name) for name in tensors])
+
+
+def _split_of(schema: OpSchema, arguments: Sequence[Any]) -> tuple[list[str], Split]:
+    """The names of the tensors of a call, in the operator's order, and how they are split."""
+    call = Operands(*arguments)
+    given = {name: getattr(call, name) for name in TENSOR_ARGUMENTS}
+    tensors = {name: x.strategies[0].output_spec for name, x in given.items() if x is not None}
+    return list(tensors), Split.of(tensors, schema.get_mesh_from_args().shape, call.dropout)
+
+
+def _only(schema: OpSchema, outputs: Sequence[Any], inputs: Sequence[Any]) -> OpStrategy:
+    """The strategy that has these placements of the outputs and of the tensors among the arguments."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+    from torch.distributed.tensor._op_schema import OpSpec, OpStrategy
+    from torch.distributed.tensor._ops.utils import generate_redistribute_costs
+
+    mesh = schema.get_mesh_from_args()
+    wanted = [
+        DTensorSpec(mesh, placements, tensor_meta=given.strategies[0].output_spec.tensor_meta)
+        for placements, given in zip(inputs, schema.args_strategy, strict=True)
+    ]
+    costs = [generate_redistribute_costs(*each) for each in zip(schema.args_strategy, wanted, strict=True)]
+    specs = tuple(DTensorSpec(mesh, placements) for placements in outputs)
+    return OpStrategy([OpSpec(output_specs=specs, input_specs=wanted, redistribute_cost=costs)])

@@ -59,10 +59,10 @@ def axes_of(tensors: Mapping[str, Any]) -> dict[str, Axes]:
             found[name] = Axes(batch, heads)
         elif name == "sink":
             found[name] = Axes(heads=0)
-        elif name not in OPTIONS or OPTIONS[name].rank is None:  # starts and seeds
+        elif (rank := OPTIONS[name].rank if name in OPTIONS else None) is None:  # starts and seeds
             found[name] = Axes()
         else:
-            first = len(x.shape) - OPTIONS[name].rank
+            first = len(x.shape) - rank
             of = tensors["k"].shape if name == "descale" else q
             found[name] = Axes(
                 _unless_broadcast(x.shape, first, None if batch is None else of[batch]),
@@ -115,7 +115,7 @@ class Split:
         """The placements of a tensor of the call."""
         from torch.distributed.tensor import Replicate, Shard
 
-        axes = (kind and getattr(self.axes[name], kind) for kind in self.by)
+        axes = (None if kind is None else getattr(self.axes[name], kind) for kind in self.by)
         return tuple(Replicate() if axis is None else Shard(axis) for axis in axes)
 
     def placements_of_gradient(self, name: str) -> Any:

@@ -85,6 +85,32 @@ def test_graphs_compiled_before_are_refused_inside(mesh: Any) -> None:
     torch._dynamo.reset()
 
 
+def test_the_plan_of_context_parallel_is_refused(mesh: Any) -> None:
+    """The newer way: a plan makes DTensors of the inputs of a module, split along their sequences."""
+    attention = pytest.importorskip("torch.distributed.tensor.experimental._attention")
+    if not hasattr(attention, "_ContextParallel"):
+        pytest.skip("this torch has no _ContextParallel")
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    class Module(torch.nn.Module):
+        def __init__(self, call: Any) -> None:
+            super().__init__()
+            self.call = call
+
+        def forward(self, q: Any, k: Any, v: Any) -> Any:
+            return self.call(q, k, v)
+
+    attention._enable_context_parallel_dispatcher()
+    try:
+        for call in (CALLS["attention"], CALLS["sdpa"]):
+            plan = attention._ContextParallel(2, attention._ContextParallel.AttentionType.SDPA)
+            module = parallelize_module(Module(call), mesh, plan)
+            with pytest.raises(ft.UnsupportedError, match=r"^(q|query): expected a DTensor split by batch or heads"):
+                module(*qkv())
+    finally:
+        attention._disable_context_parallel_dispatcher()
+
+
 def test_context_parallel_by_a_mode() -> None:
     """torch 2.8 can also do it by a mode, instead of replacing its attention function."""
     from torch.overrides import TorchFunctionMode

@@ -12,6 +12,7 @@ if _reason := machine.too_old("torch", torch.__version__):  # before imports tha
 from flashtile.pytorch import vmap
 from flashtile.pytorch.entry import attention
 from flashtile.pytorch.merge import merge
+from flashtile.pytorch.operators import ATTENTION
 from flashtile.spans import Spans
 
 # So that torch.export and torch.func take Spans among their arguments.
@@ -23,4 +24,7 @@ register_pytree_node(
     flatten_with_keys_fn=lambda spans: ([(GetAttrKey("limits"), spans.limits)], None),
 )
 
-__all__ = ["attention", "merge", "vmap"]
+# What a policy of torch.utils.checkpoint may save: create_selective_checkpoint_contexts() takes such a list.
+OPERATORS = [ATTENTION]
+
+__all__ = ["OPERATORS", "attention", "merge", "vmap"]

@@ -88,8 +88,8 @@ def reject_shards() -> None:
     """Raise an error inside torch's context_parallel(), where each rank has only a part of each sequence."""
     if _in_context_parallel():
         raise UnsupportedError(
-            "q, k, v: expected whole sequences, got a rank's part of them, as inside torch's context_parallel(), "
-            "which flashtile does not support"
+            "q, k, v: expected whole sequences, got a rank's part of them, as inside torch's context_parallel(); "
+            "flashtile.distributed.attention(), called outside it, takes such parts"
         )
 
 

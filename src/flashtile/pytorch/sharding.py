@@ -27,8 +27,8 @@ def check(tensors: Mapping[str, Any], dropout: float) -> None:
 
     (first, like), *others = dtensors.items()
     for name, x in tensors.items():
-        if not (name in dtensors or DTensor._op_dispatcher._allow_implicit_replication):
-            raise DTypeError(f"{name}: expected a DTensor like {first}, got a {type(x).__name__}")
+        if name not in dtensors and x.numel() != 1 and not DTensor._op_dispatcher._allow_implicit_replication:
+            raise DTypeError(f"{name}: expected a DTensor like others of the call, got a {type(x).__name__}")
     for name, x in others:
         if x.device_mesh != like.device_mesh:
             raise UnsupportedError(f"{name}: expected the mesh of {first}, {like.device_mesh}, got {x.device_mesh}")

@@ -15,6 +15,7 @@ from flashtile.cost.trace import Trace, trace
 from flashtile.errors import DTypeError, FlashtileError, ShapeError, UnsupportedError
 from flashtile.host import threads  # noqa: F401  records the process id before any fork
 from flashtile.numerics.softmax import online_softmax
+from flashtile.origin import Origin
 from flashtile.results import Grads
 from flashtile.spans import Spans
 
@@ -25,6 +26,7 @@ __all__ = [
     "DTypeError",
     "FlashtileError",
     "Grads",
+    "Origin",
     "Plan",
     "ShapeError",
     "Spans",

@@ -15,7 +15,7 @@ from flashtile.host.arrays import NUMPY, Arrays
 from flashtile.inputs import Inputs
 from flashtile.options import OPTIONS
 from flashtile.problem import Problem
-from flashtile.results import Grads
+from flashtile.results import Grads, Target
 
 
 def _nothing(problem: Problem) -> None:
@@ -43,8 +43,21 @@ class Runner(Protocol):
     def forward(self, x: Inputs, with_lse: bool = True) -> tuple[Any, Any]:
         """Return output and lse, contiguous. The lse may be anything if it is not asked for."""
 
-    def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Grads:
-        """Return dq, dk and dv like q, k and v, dbias (of rank 4, if asked for) and dsink in accumulator precision."""
+    def backward(
+        self,
+        x: Inputs,
+        dout: Any,
+        out: Any,
+        lse: Any,
+        dlse: Any,
+        *,
+        bias_grad: bool = True,
+        target: Target | None = None,
+    ) -> Grads:
+        """Return dq, dk and dv like q, k and v, dbias (of rank 4, if asked for) and dsink in accumulator precision.
+
+        out and lse are those of forward(). With a target, see there.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ class Problem(_Options):  # type: ignore[misc]
 
     Every option is a field with its checked value: mask and bias have rank 4, each axis full or 1; spans are limits of
     rank 5; alibi has shape (sequences or 1, heads), sink (heads,), descale (sequences or 1, kv_heads or 1, 3). A seed
-    may be a tensor.
+    may be a tensor. An origin has its number of heads.
     """
 
     q: Any

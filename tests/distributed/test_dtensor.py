@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 import flashtile as ft  # noqa: E402
 from flashtile.compat.flash_attn import flash_attn_func  # noqa: E402
 from flashtile.compat.sdpa import scaled_dot_product_attention  # noqa: E402
-from tests.support.processes import Processes  # noqa: E402
+from tests.support.processes import Ranks  # noqa: E402
 
 distributed = torch.distributed
 pytestmark = pytest.mark.skipif(
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as found:
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as found:
         yield found
 
 
@@ -68,7 +68,7 @@ SPLITS = {
 }
 
 
-def compare(axes: tuple[int | None, ...], compiled: bool) -> None:
+def compare(_rank: int, _size: int, axes: tuple[int | None, ...], compiled: bool) -> None:
     attention: Any = ft.attention
     if compiled:
         torch._dynamo.reset()
@@ -86,16 +86,16 @@ def compare(axes: tuple[int | None, ...], compiled: bool) -> None:
 
 # The first DTensors of the processes are compiled: the operators must be known to torch by then.
 @pytest.mark.parametrize("split", ["heads", "different"])
-def test_compiled_results_and_gradients_are_those_of_one_process(split: str, two: Processes) -> None:
-    two(compare, SPLITS[split], True)
+def test_compiled_results_and_gradients_are_those_of_one_process(split: str, two: Ranks) -> None:
+    two.run(compare, SPLITS[split], True)
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_results_and_gradients_are_those_of_one_process(split: str, two: Processes) -> None:
-    two(compare, SPLITS[split], False)
+def test_results_and_gradients_are_those_of_one_process(split: str, two: Ranks) -> None:
+    two.run(compare, SPLITS[split], False)
 
 
-def refused() -> None:
+def refused(_rank: int, _size: int) -> None:
     rows = distribute(randn(2, 2, 16, 8), 2)
     whole = distribute(randn(2, 2, 16, 8), None)
     for call in (
@@ -122,11 +122,11 @@ def refused() -> None:
         ft.attention(heads, one, one)
 
 
-def test_what_cannot_be_split_is_refused(two: Processes) -> None:
-    two(refused)
+def test_what_cannot_be_split_is_refused(two: Ranks) -> None:
+    two.run(refused)
 
 
-def others() -> None:
+def others(_rank: int, _size: int) -> None:
     """Other ways to the operators."""
     x = [randn(2, 4, 16, 8, seed=n) for n in range(3)]
     heads = [distribute(y, 1) for y in x]
@@ -153,11 +153,11 @@ def others() -> None:
     close(ft.merge(*parts)[0].full_tensor(), ft.attention(*x))
 
 
-def test_other_ways_to_the_operators(two: Processes) -> None:
-    two(others)
+def test_other_ways_to_the_operators(two: Ranks) -> None:
+    two.run(others)
 
 
-def by_local_map() -> None:
+def by_local_map(_rank: int, _size: int) -> None:
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.experimental import local_map
 
@@ -177,8 +177,8 @@ def by_local_map() -> None:
         torch.testing.assert_close(found.full_tensor(), wanted)
 
 
-def test_by_local_map(two: Processes) -> None:
-    two(by_local_map)
+def test_by_local_map(two: Ranks) -> None:
+    two.run(by_local_map)
 
 
 class Attention(torch.nn.Module):
@@ -194,7 +194,7 @@ class Attention(torch.nn.Module):
         return self.o(ft.attention(q, k, v, causal=True).transpose(1, 2).flatten(2))
 
 
-def tensor_parallel(local: bool, compiled: bool) -> None:
+def tensor_parallel(_rank: int, _size: int, local: bool, compiled: bool) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
     from torch.distributed.tensor.parallel import parallelize_module as parallelize
 
@@ -219,5 +219,5 @@ def tensor_parallel(local: bool, compiled: bool) -> None:
 
 
 @pytest.mark.parametrize(("local", "compiled"), [(True, False), (False, False), (False, True)])
-def test_tensor_parallel_plans(local: bool, compiled: bool, two: Processes) -> None:
-    two(tensor_parallel, local, compiled)
+def test_tensor_parallel_plans(local: bool, compiled: bool, two: Ranks) -> None:
+    two.run(tensor_parallel, local, compiled)

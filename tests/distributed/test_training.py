@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import flashtile as ft  # noqa: E402
-from tests.support.processes import Processes  # noqa: E402
+from tests.support.processes import Ranks  # noqa: E402
 
 distributed = torch.distributed
 pytestmark = pytest.mark.skipif(
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    with Processes(2) as found:
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as found:
         yield found
 
 
@@ -70,7 +70,7 @@ def loss(model: Any, x: Any) -> Any:
     return model(x).square().mean()
 
 
-def train(way: str, checkpointing: str, compiled: bool) -> None:
+def train(rank: int, _size: int, way: str, checkpointing: str, compiled: bool) -> None:
     x = torch.randn(4, 12, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     single = model("none")
     wanted = loss(single, x)
@@ -88,7 +88,7 @@ def train(way: str, checkpointing: str, compiled: bool) -> None:
     if compiled:
         torch._dynamo.reset()
         found = torch.compile(found, backend="aot_eager")
-    mine = loss(found, x.chunk(2)[distributed.get_rank()])
+    mine = loss(found, x.chunk(2)[rank])
     mine.backward()
     total = mine.detach().clone()
     distributed.all_reduce(total)
@@ -100,10 +100,10 @@ def train(way: str, checkpointing: str, compiled: bool) -> None:
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 @pytest.mark.parametrize("way", ["fsdp", "ddp"])
-def test_gradients_are_those_of_one_process(way: str, checkpointing: str, two: Processes) -> None:
-    two(train, way, checkpointing, False)
+def test_gradients_are_those_of_one_process(way: str, checkpointing: str, two: Ranks) -> None:
+    two.run(train, way, checkpointing, False)
 
 
 @pytest.mark.parametrize("way", ["fsdp", "ddp"])
-def test_compiled_gradients_are_those_of_one_process(way: str, two: Processes) -> None:
-    two(train, way, "selective", True)
+def test_compiled_gradients_are_those_of_one_process(way: str, two: Ranks) -> None:
+    two.run(train, way, "selective", True)

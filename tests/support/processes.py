@@ -1,72 +1,111 @@
-"""Processes of one torch.distributed group, started once for many tests."""
+"""Processes with a gloo group: every rank runs a function of the tests, and its result or error comes back."""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import multiprocessing
-import os
-import tempfile
+import socket
 import traceback
-import warnings
-from collections.abc import Callable
-from datetime import timedelta
-from multiprocessing.connection import Connection
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
-SECONDS = 120  # for one function
+# Forked from a process that has imported what the ranks need and started no threads, so that they start quickly.
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch", "torch.distributed", "flashtile.distributed.channel", "hypothesis", "pytest"])
 
 
-class Processes:
-    """A group of gloo processes of one thread each; `with Processes(2) as two: two(function, ...)` runs it on all."""
+@dataclass(frozen=True)
+class Error:
+    """An error of a rank."""
 
-    def __init__(self, size: int) -> None:
-        context: Any = multiprocessing.get_context("spawn")
-        self._folder = tempfile.TemporaryDirectory()
-        self._running = []
-        for rank in range(size):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, self._folder.name, rank, size), daemon=True)
+    kind: str
+    text: str
+    trace: str
+
+
+class Ranks:
+    """Processes of one group; use in a with statement."""
+
+    def __init__(self, size: int, timeout: float = 30, host: str = "127.0.0.1") -> None:
+        self.size = size
+        port = free_port()
+        pipes = [context.Pipe() for _ in range(size)]
+        self.pipes = [here for here, _ in pipes]
+        self.processes = [
+            context.Process(target=serve, args=(there, rank, size, host, port, timeout), daemon=True)
+            for rank, (_, there) in enumerate(pipes)
+        ]
+        for process in self.processes:
             process.start()
+        for _, there in pipes:
             there.close()
-            self._running.append((process, here))
 
-    def __enter__(self) -> Processes:
+    def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process, _ in self._running:  # which are idle, unless one has failed; an orderly end takes seconds
-            process.kill()
-        self._folder.cleanup()
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(5)
+            process.kill()  # also ends a stopped process
+            process.join()
 
-    def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Run a function of a module in every process, and return its results, or raise with the first traceback."""
-        for _, pipe in self._running:
-            pipe.send((function, arguments))
-        found = []
-        for rank, (_, pipe) in enumerate(self._running):
-            if not pipe.poll(SECONDS):
-                raise TimeoutError(f"rank {rank} of {len(self._running)}: no result within {SECONDS} s")
-            found.append(pipe.recv())
-        for rank, (_, error) in enumerate(found):
-            if error is not None:
-                raise AssertionError(f"rank {rank} of {len(found)}:\n{error}")
-        return [result for result, _ in found]
+    def start(self, job: Callable[..., Any], *args: Any) -> None:
+        """Call job(rank, size, *args) on every rank."""
+        for pipe in self.pipes:
+            pipe.send((job, args))
+
+    def results(self, of: Iterable[int] | None = None, patience: float = 60) -> list[Any]:
+        """What ranks returned: an Error where the job raised, None where the process is dead or says nothing."""
+        results: dict[int, Any] = dict.fromkeys(range(self.size) if of is None else of)
+        waiting = {self.pipes[rank]: rank for rank in results}
+        while waiting and (ready := wait(list(waiting), patience)):
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                with contextlib.suppress(EOFError, ConnectionResetError):
+                    results[rank] = pipe.recv()
+        return list(results.values())
+
+    def run(self, job: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call job(rank, size, *args) on every rank; the results, if no rank failed."""
+        self.start(job, *args)
+        results = self.results()
+        for rank, result in enumerate(results):
+            assert not isinstance(result, Error), f"rank {rank}: {result.trace}"
+        return results
 
 
-def _serve(pipe: Connection, folder: str, rank: int, size: int) -> None:
-    """Run functions from the pipe."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+def free_port() -> int:
+    """A port that nobody uses."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def serve(pipe: Connection, rank: int, size: int, host: str, port: int, timeout: float) -> None:
+    """Join the group, then run jobs until the pipe is closed."""
     import torch
-    from torch import distributed
+    import torch.distributed as dist
 
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # torch's own, for prototype features
-    store = distributed.FileStore(str(Path(folder) / "store"), size)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    limit = datetime.timedelta(seconds=timeout)
+    # The store waits longer: it is used to meet, and what is tested comes after that.
+    store = dist.TCPStore(host, port, size, rank == 0, timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", rank=rank, world_size=size, store=store, timeout=limit)
     while True:
-        function, arguments = pipe.recv()
         try:
-            result, error = function(*arguments), None
-        except BaseException:
-            result, error = None, traceback.format_exc()
-        pipe.send((result, error))
+            job, args = pipe.recv()
+        except (EOFError, OSError):
+            break
+        try:
+            result = job(rank, size, *args)
+        except BaseException as error:
+            result = Error(type(error).__name__, str(error), traceback.format_exc())
+        pipe.send(result)
+    if dist.is_initialized():
+        dist.destroy_process_group()

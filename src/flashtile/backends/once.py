@@ -10,7 +10,7 @@ from flashtile.host.arrays import Arrays
 from flashtile.inputs import Inputs
 from flashtile.numerics.dtypes import name_of, narrow
 from flashtile.problem import Problem
-from flashtile.results import Grads
+from flashtile.results import Grads, Target
 
 
 class Once:
@@ -28,11 +28,25 @@ class Once:
         out, lse = self._module.forward(p)
         return self._to_caller(out, p.out_dtype), self._to_caller(lse, p.accumulator)
 
-    def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Grads:
+    def backward(
+        self,
+        x: Inputs,
+        dout: Any,
+        out: Any,
+        lse: Any,
+        dlse: Any,
+        *,
+        bias_grad: bool = True,
+        target: Target | None = None,
+    ) -> Grads:
         p, to_numpy = self._problem, self._arrays.to_numpy
         arrays = (None if y is None else to_numpy(y) for y in (dout, out, lse, dlse))
-        grads = self._module.backward(p, *check_gradients(p, *arrays), bias_grad=bias_grad)
-        dq, dk, dv = (self._to_caller(y, p.dtype) for y in grads[:3])
+        grads = self._module.backward(p, *check_gradients(p, *arrays), bias_grad=bias_grad, target=target)
+        dtype, into = target or Target(p.dtype)
+        dq, dk, dv = (
+            self._to_caller(y, dtype) if buffer is None else self._arrays.add(buffer, p.in_caller_layout(y))
+            for y, buffer in zip(grads[:3], into, strict=False)
+        )
         dbias, dsink = (None if y is None else self._arrays.from_numpy(y) for y in grads[3:])
         return Grads(dq, dk, dv, dbias, dsink)
 

@@ -21,9 +21,9 @@ from flashtile.numerics import schedule
 from flashtile.numerics.dtypes import QUIET, Array, widen
 from flashtile.numerics.head import Head, guarded_product, heads
 from flashtile.numerics.schedule import Event, Grid, Launch, Load, Make, Store, Tile, Zero
-from flashtile.numerics.softmax import OnlineSoftmax, is_coarse, pivot
+from flashtile.numerics.softmax import OnlineSoftmax, is_coarse, is_own, pivot
 from flashtile.problem import Problem
-from flashtile.results import Grads
+from flashtile.results import Grads, Target
 
 BLOCK = 128  # rows and columns of a tile unless the caller says otherwise
 SHRINK = 2.0**-32  # scales values whose weighted sum overflows
@@ -247,15 +247,19 @@ def backward(
     observe: Observer | None = None,
     *,
     bias_grad: bool = True,
+    target: Target | None = None,
 ) -> Grads:
-    """Compute gradients from the saved output and lse, rank 4, in accumulator precision."""
+    """Compute gradients from the saved output and lse, rank 4, in accumulator precision.
+
+    With a target, out and lse may be those of attention to more keys.
+    """
     real = np.dtype(problem.accumulator).type
     dq, dk, dv = (np.zeros(x.shape, real) for x in (problem.q, problem.k, problem.v))
     dbias = None if problem.bias is None or not bias_grad else np.zeros(problem.bias.shape, real)
     dsink = None if problem.sink is None else np.zeros(problem.sink.shape, real)
     for head in heads(problem):
         grid = Grid(head.n_q, head.n_k, block_q, block_k)
-        L, row_max = _statistics(head, grid, head.queries(lse))
+        L, row_max = _statistics(head, grid, head.queries(lse), target is not None)
         hbm = {
             "Q": head.queries(problem.q),
             "K": head.keys(problem.k),
@@ -276,15 +280,17 @@ def backward(
     return Grads(dq, dk, dv, dbias, dsink)
 
 
-def _statistics(head: Head, grid: Grid, lse: Array) -> tuple[Array, Array | None]:
-    """Return L and its row_max, which is None if no lse is coarse."""
+def _statistics(head: Head, grid: Grid, lse: Array, shared: bool) -> tuple[Array, Array | None]:
+    """Return L and its row_max, which is None if no lse is coarse. shared: of more keys, L is the given lse itself."""
     if not any(is_coarse(lse[grid.rows(i)]).any() for i in range(grid.shape[0])):
         return lse, None
     coarse = is_coarse(lse)
     hbm = {"Q": head.queries(head.problem.q), "K": head.keys(head.problem.k), "V": head.keys(head.problem.v)[:, :0]}
     hbm |= {"O": lse[:, None][:, :0], "m": np.zeros_like(lse), "L": np.zeros_like(lse)}
     RowStatistics(head, grid, lse.dtype.type, hbm).run(schedule.fa2_forward(head.visible_by, grid))
-    return np.where(coarse, hbm["L"], lse), np.where(coarse, hbm["m"], 0)
+    if shared:
+        coarse &= is_own(lse, hbm["m"] + hbm["L"])
+    return np.where(coarse, hbm["L"], lse), np.where(coarse, hbm["m"], lse.dtype.type(0))
 
 
 def _delta(head: Head, grid: Grid, dout: Array, out: Array, lse: Array, dlse: Array | None, real: Any) -> Array:

@@ -11,7 +11,7 @@ import numpy as np
 
 from flashtile.host import threads
 from flashtile.host.address import address
-from flashtile.numerics.dtypes import carrier, name_of
+from flashtile.numerics.dtypes import BFLOAT16, accumulator, carrier, name_of, narrow, widen
 
 
 class Arrays(NamedTuple):
@@ -23,10 +23,19 @@ class Arrays(NamedTuple):
     # Returns what makes contiguous arrays of a shape and dtype; with q's dtype, one of several for bfloat16.
     maker: Callable[[tuple[int, ...], str, Any], Callable[[], Any]]
     clear: Callable[[Any], Any]  # sets all elements to 0
+    add: Callable[[Any, Any], Any]  # adds a NumPy array to an array of this library, and returns that
     to_numpy: Callable[[Any], Any]  # the same memory
     from_numpy: Callable[[Any], Any]
     seed_value: Callable[[Any], int]  # of a seed that is an array
     threads: Callable[[], int]  # the default number of threads
+
+
+def add(x: Any, y: Any) -> Any:
+    """Add y to x, rounded once."""
+    real = np.promote_types(accumulator(name_of(x.dtype)), y.dtype)
+    total = narrow(widen(x, real) + y, name_of(x.dtype))
+    x[...] = total.view(x.dtype) if total.dtype == BFLOAT16 else total
+    return x
 
 
 def _maker(shape: tuple[int, ...], name: str, q_dtype: Any) -> Callable[[], Any]:
@@ -43,6 +52,7 @@ NUMPY = Arrays(
     contiguous=_contiguous,
     maker=_maker,
     clear=lambda x: x.fill(0),
+    add=add,
     to_numpy=lambda x: x,
     from_numpy=lambda x: x,
     seed_value=int,

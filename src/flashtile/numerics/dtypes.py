@@ -44,6 +44,11 @@ def accumulator(name: str) -> str:
     return "float64" if name == "float64" else "float32"
 
 
+def wider(a: str, b: str) -> str:
+    """Return the one of two dtypes that has more bits."""
+    return max(a, b, key=ITEMSIZE.__getitem__)
+
+
 def fallback_dtype(device: str) -> str:
     """The dtype that 8-bit tensors are converted to for backends without 8-bit products."""
     return "float32" if device == "cpu" else "bfloat16"

@@ -123,7 +123,9 @@ class Head:
         p = self.problem
         if not p.dropout:
             return None
-        bits = dropout.keep(p.seed, self.sequence * p.heads + self.head, *self._positions(rows, cols), p.dropout)
+        at, (i, j) = p.origin, self._positions(rows, cols)
+        head = (at.sequence + self.sequence) * at.heads + at.head + self.head
+        bits = dropout.keep(p.seed, head, at.query + i * at.query_step, at.key + j * at.key_step, p.dropout)
         kept: Array = bits * np.asarray(1 / (1 - p.dropout), dtype)
         return kept
 

@@ -21,6 +21,15 @@ def is_coarse(lse: Array) -> Array:
     return coarse
 
 
+def is_own(lse: Array, own: Array) -> Array:
+    """Whether an lse is this one, that of given keys, as far as its own precision tells.
+
+    The backward pass of a block of keys may be given the lse of rows of more keys. core/lse.h has the same number.
+    """
+    near: Array = np.abs(own - lse) <= 4 * np.finfo(lse.dtype).eps * np.maximum(np.abs(lse), 1)
+    return near
+
+
 def pivot(m: Array) -> Array:
     """What to subtract before exp: the maximum, or 0 for a row that has seen no key (its weights are 0 anyway)."""
     return np.where(np.isneginf(m), 0, m).astype(m.dtype, copy=False)
@@ -87,7 +96,8 @@ class OnlineSoftmax:
 def merge_normalized(*results: Array) -> tuple[Array, Array]:
     """Merge results over disjoint keys, given as out, lse, out, lse, ..., into out and lse over all keys (eq. 8).
 
-    (0, -inf) is the identity. More than two are summed in float64, since pairwise merging would round at each step.
+    (0, -inf) is the identity, and the out of a row with lse -inf may be anything. More than two are summed in float64,
+    since pairwise merging would round at each step.
     """
     outs, lses = results[::2], results[1::2]
     real = np.float64 if len(outs) > 2 else np.result_type(*lses)
@@ -95,7 +105,11 @@ def merge_normalized(*results: Array) -> tuple[Array, Array]:
     weights = [np.exp(lse - base) for lse in lses]
     total: Array = sum(weights[1:], weights[0])  # dividing by it makes the weights sum to 1, however coarse an lse is
     share = np.where(total == 0, 1, total)
-    out: Array = sum((w / share)[..., None] * out for w, out in zip(weights, outs, strict=True))
+    shares: Any = (
+        np.where(np.isneginf(lse)[..., None], 0, (w / share)[..., None] * out)
+        for w, out, lse in zip(weights, outs, lses, strict=True)
+    )
+    out: Array = sum(shares)
     return out, base + np.log(total)
 
 

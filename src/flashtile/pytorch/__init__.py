@@ -10,6 +10,7 @@ if _reason := machine.too_old("torch", torch.__version__):  # before imports tha
     raise UnsupportedError(_reason)
 
 from flashtile.pytorch import vmap
+from flashtile.pytorch.backward import attention_backward
 from flashtile.pytorch.entry import attention
 from flashtile.pytorch.merge import merge
 from flashtile.pytorch.operators import ATTENTION
@@ -27,4 +28,4 @@ register_pytree_node(
 # What a policy of torch.utils.checkpoint may save: create_selective_checkpoint_contexts() takes such a list.
 OPERATORS = [ATTENTION]
 
-__all__ = ["OPERATORS", "attention", "merge", "vmap"]
+__all__ = ["OPERATORS", "attention", "attention_backward", "merge", "vmap"]

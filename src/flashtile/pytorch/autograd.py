@@ -177,3 +177,4 @@ def _register(op: Any, function: Any) -> None:
 
 _register(operators.ATTENTION, _Forward)
 _register(operators.ATTENTION_BACKWARD, _Backward)
+_register(operators.BLOCK_BACKWARD, _Backward)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashtile.host.arrays import Arrays
+from flashtile.host.arrays import Arrays, add
 from flashtile.numerics.dtypes import BFLOAT16, Array, name_of
 from flashtile.pytorch import pages
 from flashtile.pytorch.operands import seed_value
@@ -83,12 +83,18 @@ def _contiguous(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % x.element_size() else x
 
 
+def _add(x: Tensor, y: Array) -> Tensor:
+    add(to_numpy(x), y)
+    return x
+
+
 TORCH = Arrays(
     address=Tensor.data_ptr,
     strides=Tensor.stride,
     contiguous=_contiguous,
     maker=maker,
     clear=Tensor.zero_,
+    add=_add,
     to_numpy=to_numpy,
     from_numpy=to_torch,
     seed_value=seed_value,

@@ -1,4 +1,4 @@
-"""The operators flashtile::attention and flashtile::attention_backward: schemas, kernels and fakes.
+"""The operators flashtile::attention, attention_backward and block_backward: schemas, kernels and fakes.
 
 A fake checks the metadata of a call as the kernel does; symbolic numbers are checked when the kernel runs.
 """
@@ -15,6 +15,7 @@ from flashtile.problem import describe
 from flashtile.pytorch import run
 from flashtile.pytorch.interception import reject_shards
 from flashtile.pytorch.operands import SCHEMA, Operands
+from flashtile.results import Target
 
 LIBRARY: Any = torch.library.Library("flashtile", "DEF")  # type: ignore[no-untyped-call]
 LIBRARY.define(f"attention({SCHEMA}) -> (Tensor out, Tensor lse)")
@@ -22,8 +23,14 @@ LIBRARY.define(
     f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool bias_grad, {SCHEMA})"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)"
 )
+# attention_backward() of the package, whose out and lse may be those of attention to more keys.
+LIBRARY.define(
+    f"block_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, bool bias_grad, str grad_dtype, {SCHEMA})"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)"
+)
 ATTENTION = torch.ops.flashtile.attention.default
 ATTENTION_BACKWARD = torch.ops.flashtile.attention_backward.default
+BLOCK_BACKWARD = torch.ops.flashtile.block_backward.default
 
 OutAndLse = tuple[Tensor, Tensor]
 FiveGrads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -41,8 +48,28 @@ def _attention(*args: Any) -> OutAndLse:
 def _attention_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, bias_grad: bool, *args: Any
 ) -> FiveGrads:
+    return _run_backward(dout, dlse, out, lse, bias_grad, None, args)
+
+
+@torch.library.impl(LIBRARY, "block_backward", "CompositeExplicitAutograd")
+def _block_backward(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, bias_grad: bool, grad_dtype: str, *args: Any
+) -> FiveGrads:
+    reject_shards()  # also in compiled graphs
+    return _run_backward(dout, dlse, out, lse, bias_grad, Target(grad_dtype), args)
+
+
+def _run_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    bias_grad: bool,
+    target: Target | None,
+    args: tuple[Any, ...],
+) -> FiveGrads:
     call = Operands(*args)
-    arguments = (dout, dlse, out, lse, bias_grad, call.q, call.k, call.v, call.backend, call.options())
+    arguments = (dout, dlse, out, lse, bias_grad, call.q, call.k, call.v, call.backend, call.options(), target)
     # Results of an operator cannot be None.
     dq, dk, dv, dbias, dsink = (call.q.new_empty(0) if x is None else x for x in run.backward(*arguments))
     return dq, dk, dv, dbias, dsink
@@ -63,10 +90,31 @@ def _fake_attention(*args: Any) -> OutAndLse:
 def _fake_attention_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, bias_grad: bool, *args: Any
 ) -> FiveGrads:
+    return _fake_gradients(dout, dlse, out, lse, bias_grad, None, args)
+
+
+@torch.library.register_fake("flashtile::block_backward", lib=LIBRARY)  # type: ignore[untyped-decorator]
+def _fake_block_backward(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, bias_grad: bool, grad_dtype: str, *args: Any
+) -> FiveGrads:
+    return _fake_gradients(dout, dlse, out, lse, bias_grad, getattr(torch, grad_dtype), args)
+
+
+def _fake_gradients(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    bias_grad: bool,
+    dtype: torch.dtype | None,
+    args: tuple[Any, ...],
+) -> FiveGrads:
     call = _with_known_numbers(args)
     check_gradients(describe(call.q, call.k, call.v, **call.options()), dout, out, lse, dlse)
     dq, dk, dv, dbias, dsink = (
-        call.q.new_empty(0) if x is None else x.new_empty(x.shape)
+        call.q.new_empty(0)
+        if x is None
+        else x.new_empty(x.shape, dtype=x.dtype if dtype is None else torch.promote_types(x.dtype, dtype))
         for x in (call.q, call.k, call.v, call.bias if bias_grad else None, call.sink)
     )
     return dq, dk, dv, dbias, dsink

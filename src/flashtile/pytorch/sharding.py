@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashtile.errors import DTypeError, UnsupportedError
 from flashtile.options import OPTIONS
-from flashtile.pytorch.operands import TENSOR_ARGUMENTS, Operands
+from flashtile.pytorch.operands import FIELDS, TENSOR_ARGUMENTS, Operands
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
@@ -147,12 +147,13 @@ def register() -> None:
     from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 
     propagator = DTensor._op_dispatcher.sharding_propagator
-    for operator, strategy, first in (
-        (torch.ops.flashtile.attention.default, _strategy, 0),
-        (torch.ops.flashtile.attention_backward.default, _strategy_of_backward, 5),
+    for name, strategy in (
+        ("attention", _strategy),
+        ("attention_backward", _strategy_of_backward),
+        ("block_backward", _strategy_of_backward),
     ):
-        info = RuntimeSchemaInfo(static_argnum=first + len(TENSOR_ARGUMENTS), needs_pytree=True)
-        propagator.register_op_strategy(operator, strategy, info)
+        info = RuntimeSchemaInfo(static_argnum=3, needs_pytree=True)  # from here on, numbers are part of torch's key
+        propagator.register_op_strategy(getattr(torch.ops.flashtile, name).default, strategy, info)
 
 
 def _strategy(schema: OpSchema) -> OpStrategy:
@@ -163,9 +164,9 @@ def _strategy(schema: OpSchema) -> OpStrategy:
 
 
 def _strategy_of_backward(schema: OpSchema) -> OpStrategy:
-    """The same of flashtile::attention_backward."""
-    _, dlse, _, _, bias_grad, *call = schema.args_schema
-    tensors, split = _split_of(schema, call)
+    """The same of flashtile::attention_backward, and of block_backward, which has one argument more."""
+    _, dlse, _, _, bias_grad = schema.args_schema[:5]
+    tensors, split = _split_of(schema, schema.args_schema[-len(FIELDS) :])
     of_rows = [split.placements("q")] * (3 if dlse is None else 4)  # dout, dlse, out, lse
     has = {"bias": "bias" in tensors and bias_grad, "sink": "sink" in tensors}
     grads = [split.placements(name) for name in ("q", "k", "v")]

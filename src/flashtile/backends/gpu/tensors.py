@@ -158,11 +158,12 @@ def maker_like(descriptor: Any) -> Callable[[Any], Any]:
     return make
 
 
-def results(p: Problem, device: Any) -> tuple[Result, Result, Result]:
-    """dQ, dK and dV."""
+def results(p: Problem, device: Any, dtype: str | None = None) -> tuple[Result, Result, Result]:
+    """dQ, dK and dV, in the dtype of q or in this one."""
+    dtype = dtype or p.dtype
     n_rows, n_keys = p.q.shape[2], p.k.shape[2]
     return (
-        Result(p, p.heads, n_rows, p.dim, p.dtype, device),
-        Result(p, p.kv_heads, n_keys, p.dim, p.dtype, device),
-        Result(p, p.kv_heads, n_keys, p.dim_v, p.dtype, device),
+        Result(p, p.heads, n_rows, p.dim, dtype, device),
+        Result(p, p.kv_heads, n_keys, p.dim, dtype, device),
+        Result(p, p.kv_heads, n_keys, p.dim_v, dtype, device),
     )

@@ -11,9 +11,9 @@ from flashtile.checks.arguments import check_descale, check_library
 from flashtile.checks.layout import warn_if_axes_swapped
 from flashtile.options import PLAIN_ARRAYS
 from flashtile.problem import describe
-from flashtile.pytorch import autocast, calls, eight_bits, operators, run, sharding, subclasses
+from flashtile.pytorch import autocast, calls, context_parallel, eight_bits, operators, run, sharding, subclasses
 from flashtile.pytorch.autograd import record, reject_forward_mode, reject_gradients
-from flashtile.pytorch.interception import can_skip_dispatcher, reject_shards, skip_dynamo
+from flashtile.pytorch.interception import can_skip_dispatcher, context_parallel_mesh, skip_dynamo
 from flashtile.pytorch.operands import operands, resolve_seed, tensor_names
 
 
@@ -74,7 +74,8 @@ def _run_uncached(
     q: Tensor, k: Tensor, v: Tensor, backend: str, return_lse: bool, options: dict[str, Any], layout_unspecified: bool
 ) -> Any:
     """Run a call that is not in the cache. Calls that must go through the dispatcher never are."""
-    reject_shards()
+    if (mesh := context_parallel_mesh()) is not None:
+        return context_parallel.attention(mesh, q, k, v, backend, return_lse, options)
     q, k, v, options = _normalize(q, k, v, options)
     names = tensor_names(options)
     tensors = [q, k, v, *(options[name] for name in names)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,12 +16,6 @@ from tests.support.processes import Ranks  # noqa: E402
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available() or sys.platform != "linux", reason="this torch has no gloo"
 )
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as found:
-        yield found
 
 
 CALLS = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,12 +19,6 @@ distributed = torch.distributed
 pytestmark = pytest.mark.skipif(
     not distributed.is_available() or sys.platform != "linux", reason="this torch has no gloo"
 )
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as found:
-        yield found
 
 
 def mesh() -> Any:
@@ -68,13 +62,13 @@ SPLITS = {
 }
 
 
-def compare(_rank: int, _size: int, axes: tuple[int | None, ...], compiled: bool) -> None:
-    attention: Any = ft.attention
+def compare(_rank: int, _size: int, axes: tuple[int | None, ...], compiled: bool, dropout: float = 0.0) -> None:
+    attention: Any = partial(ft.attention, dropout=dropout, seed=5, origin=ft.Origin(sequence=2) if dropout else None)
+    x = inputs()
+    want = attend(attention, x, alibi=torch.ones(4).double())
     if compiled:
         torch._dynamo.reset()
         attention = torch.compile(ft.attention, fullgraph=True, backend="aot_eager")
-    x = inputs()
-    want = attend(ft.attention, x, alibi=torch.ones(4).double())
     shards = {n: distribute(y.detach(), axis).requires_grad_() for (n, y), axis in zip(x.items(), axes, strict=True)}
     (out, lse), grads = attend(attention, shards, alibi=distribute(torch.ones(4).double(), None))
     split = next((axis for axis in axes if axis is not None), None)
@@ -93,6 +87,11 @@ def test_compiled_results_and_gradients_are_those_of_one_process(split: str, two
 @pytest.mark.parametrize("split", SPLITS)
 def test_results_and_gradients_are_those_of_one_process(split: str, two: Ranks) -> None:
     two.run(compare, SPLITS[split], False)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_shards_drop_what_the_whole_drops(split: str, two: Ranks) -> None:
+    two.run(compare, SPLITS[split], False, 0.5)
 
 
 def refused(_rank: int, _size: int) -> None:
@@ -115,8 +114,10 @@ def refused(_rank: int, _size: int) -> None:
     with pytest.raises(ft.DTypeError, match=r"^q: expected a DTensor like others of the call, got a Tensor"):
         ft.attention(whole.to_local(), whole, whole)
     heads = distribute(randn(2, 2, 16, 8), 1)
-    with pytest.raises(ft.UnsupportedError, match=r"^dropout: expected 0 for shards"):
-        ft.attention(heads, heads, heads, dropout=0.5, seed=1)
+    compiled = torch.compile(partial(ft.attention, dropout=0.5, seed=1), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="dropout: expected 0 for shards of the batch or of heads in compiled code"):
+        compiled(heads, heads, heads)
+    torch._dynamo.reset()
     one = distribute(randn(2, 1, 16, 8), None)
     with pytest.raises(ft.UnsupportedError, match=r"^k: expected a number of heads that 2 shards .* divide, got 1"):
         ft.attention(heads, one, one)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -18,12 +17,6 @@ distributed = torch.distributed
 pytestmark = pytest.mark.skipif(
     not distributed.is_available() or sys.platform != "linux", reason="this torch has no gloo"
 )
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as found:
-        yield found
 
 
 class Layer(torch.nn.Module):
@@ -104,6 +97,6 @@ def test_gradients_are_those_of_one_process(way: str, checkpointing: str, two: R
     two.run(train, way, checkpointing, False)
 
 
-@pytest.mark.parametrize("way", ["fsdp", "ddp"])
+@pytest.mark.parametrize("way", [pytest.param("fsdp", marks=pytest.mark.slow), "ddp"])
 def test_compiled_gradients_are_those_of_one_process(way: str, two: Ranks) -> None:
     two.run(train, way, "selective", True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -21,12 +20,6 @@ pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available() or sys.platform != "linux", reason="this torch has no gloo"
 )
 TOKENS, VOCABULARY = 22, 50
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as found:
-        yield found
 
 
 @cache

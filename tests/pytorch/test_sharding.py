@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,6 +38,11 @@ class Spec:
 
     shape: tuple[int, ...]
     placements: tuple[Placement, ...]
+
+
+def mesh_of(*shape: int) -> Any:
+    """What Split reads of a DeviceMesh."""
+    return SimpleNamespace(shape=shape)
 
 
 def sharded(x: Any, placements: Any, mesh: tuple[int, ...], rank: tuple[int, ...]) -> Any:
@@ -102,7 +110,7 @@ def test_shards_give_the_results_of_the_whole(call: Call, wanted: list[tuple[int
     by = tuple(Placement(axis[kind]) for kind in kinds)
     first = data.draw(st.sampled_from(["q", "k", "v"]))  # one tensor decides for all
     nothing = (Placement(None),) * len(mesh)
-    split = Split.of({n: Spec(x.shape, by if n == first else nothing) for n, x in arrays.items()}, mesh, 0.0)
+    split = Split.of({n: Spec(x.shape, by if n == first else nothing) for n, x in arrays.items()}, mesh_of(*mesh))
     assert split.by == kinds
 
     numbers = {n: x for n, x in call.options.items() if n not in (*arrays, "out_dtype", "dropout", "seed")}
@@ -138,7 +146,7 @@ def call_of(**placements: int) -> dict[str, Spec]:
 )
 def test_other_shards_are_refused(name: str, axis: int, words: str) -> None:
     with pytest.raises(ft.UnsupportedError, match=rf"^{name}: expected {words}, got .*flashtile.distributed.attention"):
-        Split.of(call_of(**{name: axis}), (2,), 0.0)
+        Split.of(call_of(**{name: axis}), mesh_of(2))
 
 
 def test_packed_sequences_have_shards_of_heads_only() -> None:
@@ -146,18 +154,24 @@ def test_packed_sequences_have_shards_of_heads_only() -> None:
     with pytest.raises(
         ft.UnsupportedError, match=r"^q: expected a DTensor split by heads, got .*distributed.attention"
     ):
-        Split.of({"q": rows, "k": rows, "v": rows, "cu_q": starts, "cu_k": starts}, (2,), 0.0)
+        Split.of({"q": rows, "k": rows, "v": rows, "cu_q": starts, "cu_k": starts}, mesh_of(2))
     with pytest.raises(ft.UnsupportedError, match=r"^cu_q: expected a replicated DTensor, got"):
         whole, split = Spec((8, 2, 16), (Placement(None),)), Spec((3,), (Placement(0),))
-        Split.of({"q": whole, "k": whole, "v": whole, "cu_q": split, "cu_k": starts}, (2,), 0.0)
+        Split.of({"q": whole, "k": whole, "v": whole, "cu_q": split, "cu_k": starts}, mesh_of(2))
 
 
 def test_groups_of_heads_are_not_split() -> None:
     with pytest.raises(ft.UnsupportedError, match=r"^k: expected a number of heads that 4 shards .* divide, got 2"):
-        Split.of(call_of(q=1), (4,), 0.0)
+        Split.of(call_of(q=1), mesh_of(4))
 
 
-def test_dropout_of_shards_is_refused() -> None:
-    assert Split.of(call_of(), (2,), 0.5).by == [None]
-    with pytest.raises(ft.UnsupportedError, match=r"^dropout: expected 0 for shards .*, got 0.5"):
-        Split.of(call_of(q=0), (2,), 0.5)
+def test_plain_tensors_do_not_import_dtensor() -> None:
+    code = """if True:
+        import sys, torch, flashtile
+        x = torch.ones(1, 2, 4, 8, requires_grad=True)
+        flashtile.attention(x, x, x).sum().backward()
+        loaded = "torch.distributed.tensor" in sys.modules, "flashtile.distributed" in sys.modules
+        print(*loaded)
+    """
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["False", "False"]

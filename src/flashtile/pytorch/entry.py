@@ -83,8 +83,15 @@ def _run_uncached(
         named = dict(zip(("q", "k", "v", *names), tensors, strict=True))
         subclasses.check_plain(named)
         describe(q, k, v, **options)  # raise our error, not torch's
-        sharding.check(named, options.get("dropout", 0.0))
-        out, lse = operators.ATTENTION(*operands(q, k, v, backend, options))
+        split = sharding.check(named)
+        if split is not None and any(split.by) and options.get("dropout"):
+
+            def on_shard(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Any:
+                return attention(q, k, v, backend, True, options)
+
+            out, lse = sharding.run_on_shards(split, named, options, on_shard)
+        else:
+            out, lse = operators.ATTENTION(*operands(q, k, v, backend, options))
         return (out, lse) if return_lse else out
     if layout_unspecified:
         warn_if_axes_swapped(q, k, bool(options.get("causal")), 5)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from flashtile.errors import DTypeError, UnsupportedError
 from flashtile.options import OPTIONS
+from flashtile.origin import Origin
 from flashtile.pytorch.operands import FIELDS, TENSOR_ARGUMENTS, Operands
 
 if TYPE_CHECKING:
@@ -18,11 +22,14 @@ _MODULE = "torch.distributed.tensor"
 _registered = False
 
 
-def check(tensors: Mapping[str, Any], dropout: float) -> None:
-    """Check the DTensors of a call, if there are any: all tensors must be, and be split by batch or heads."""
+def check(tensors: Mapping[str, Any]) -> Split | None:
+    """Check the DTensors of a call, and return how they are split; None if there are none.
+
+    All tensors must be DTensors, of one mesh, and split by batch or heads.
+    """
     dtensors = {name: x for name, x in tensors.items() if _is_dtensor(x)}
     if not dtensors:
-        return
+        return None
     from torch.distributed.tensor import DTensor
 
     (first, like), *others = dtensors.items()
@@ -32,8 +39,43 @@ def check(tensors: Mapping[str, Any], dropout: float) -> None:
     for name, x in others:
         if x.device_mesh != like.device_mesh:
             raise UnsupportedError(f"{name}: expected the mesh of {first}, {like.device_mesh}, got {x.device_mesh}")
-    Split.of(tensors, like.device_mesh.shape, dropout)
     register()
+    return Split.of(tensors, like.device_mesh)
+
+
+def run_on_shards(
+    split: Split, tensors: Mapping[str, Any], options: Mapping[str, Any], attention: Callable[..., Any]
+) -> tuple[Any, Any]:
+    """Return out and lse of a call with dropout, run on this rank's shards, which drop what the whole drops."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    q, v = tensors["q"], tensors["v"]
+    placements, axes = split.placements("q"), split.axes["q"]
+    _, first = compute_local_shape_and_global_offset(q.shape, split.mesh, placements)
+    origin = options.get("origin") or Origin()
+    origin = replace(
+        origin,
+        sequence=origin.sequence + (0 if axes.batch is None else first[axes.batch]),
+        head=origin.head + (0 if axes.heads is None else first[axes.heads]),
+        heads=origin.heads or (1 if axes.heads is None else q.shape[axes.heads]),
+    )
+    local = {
+        name: x.redistribute(placements=split.placements(name)).to_local(
+            grad_placements=split.placements_of_gradient(name)
+        )
+        if _is_dtensor(x)
+        else x
+        for name, x in tensors.items()
+    }
+    results = attention(*(local.pop(name) for name in ("q", "k", "v")), {**options, **local, "origin": origin})
+    found = []
+    for x, shape in zip(results, ((*q.shape[:-1], v.shape[-1]), q.shape[:-1]), strict=True):
+        stride = tuple(math.prod(shape[n + 1 :]) for n in range(len(shape)))
+        found.append(
+            DTensor.from_local(x, split.mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+        )
+    return found[0], found[1]
 
 
 def _is_dtensor(x: Any) -> bool:
@@ -78,32 +120,27 @@ def _unless_broadcast(shape: Any, axis: int, size: int | None) -> int | None:
 class Split:
     """How each axis of a mesh splits a call: by "batch", by "heads", or not at all (None)."""
 
-    def __init__(self, by: list[str | None], axes: dict[str, Axes]) -> None:
-        self.by, self.axes = by, axes
+    def __init__(self, by: list[str | None], axes: dict[str, Axes], mesh: Any) -> None:
+        self.by, self.axes, self.mesh = by, axes, mesh
 
     @staticmethod
-    def of(tensors: Mapping[str, Any], mesh: tuple[int, ...], dropout: float) -> Split:
+    def of(tensors: Mapping[str, Any], mesh: Any) -> Split:
         """The split of a call by the placements of its tensors: q's where it is split, else that of the next."""
         axes = axes_of(tensors)
-        by: list[str | None] = [None] * len(mesh)
+        by: list[str | None] = [None] * len(mesh.shape)
         for name, x in tensors.items():
             for n, placement in enumerate(getattr(x, "placements", ())):  # a plain tensor is replicated
                 axis = getattr(placement, "dim", None)
                 if axis is not None:
                     by[n] = by[n] or _kind_of(name, axis, axes[name], placement)
-        shards = math.prod(size for size, kind in zip(mesh, by, strict=True) if kind == "heads")
+        shards = math.prod(size for size, kind in zip(mesh.shape, by, strict=True) if kind == "heads")
         heads = tensors["k"].shape[axes["k"].heads] if axes["k"].heads is not None else 1
         if heads % shards:
             raise UnsupportedError(
                 f"k: expected a number of heads that {shards} shards of heads divide, got {heads}; repeat_interleave() "
                 "those of k and v, or replicate q, k and v"
             )
-        if dropout and any(by):
-            raise UnsupportedError(
-                f"dropout: expected 0 for shards of the batch or of heads, each of which would drop like the first, "
-                f"got {dropout}"
-            )
-        return Split(by, axes)
+        return Split(by, axes, mesh)
 
     @property
     def replicated(self) -> Any:
@@ -142,7 +179,6 @@ def register() -> None:
     if _registered or _MODULE not in sys.modules:
         return
     _registered = True
-    import torch
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 
@@ -179,7 +215,13 @@ def _split_of(schema: OpSchema, arguments: Sequence[Any]) -> tuple[list[str], Sp
     call = Operands(*arguments)
     given = {name: getattr(call, name) for name in TENSOR_ARGUMENTS}
     tensors = {name: x.strategies[0].output_spec for name, x in given.items() if x is not None}
-    return list(tensors), Split.of(tensors, schema.get_mesh_from_args().shape, call.dropout)
+    split = Split.of(tensors, schema.get_mesh_from_args())
+    if call.dropout and any(split.by):
+        raise UnsupportedError(
+            f"dropout: expected 0 for shards of the batch or of heads in compiled code, where each would drop what the "
+            f"first drops, got {call.dropout}"
+        )
+    return list(tensors), split
 
 
 def _only(schema: OpSchema, outputs: Sequence[Any], inputs: Sequence[Any]) -> OpStrategy:

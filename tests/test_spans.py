@@ -144,6 +144,17 @@ def test_normal_form() -> None:
     assert spans.limits.tolist() == [[[[[0, 3], [3, 3], [4, 6], [6, 6]]]]]
     assert spans.limits.dtype == np.int32 and spans.begin.tolist() == [[[[0, 3, 4, 6]]]]
     assert ft.Spans(0, np.uint64(2**63)).limits.tolist() == [[[[[0, 2**31 - 1]]]]]
+    assert ft.Spans(-(2**70), 2**70).limits.tolist() == [[[[[0, 2**31 - 1]]]]]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])
+def test_integers_of_any_width(dtype: str) -> None:
+    numbers = np.array([0, 5, min(np.iinfo(dtype).max, 2**64 - 1)], dtype)
+    wanted = [0, 5, min(int(numbers[2]), 2**31 - 1)]
+    assert ft.Spans(0, numbers).end.flatten().tolist() == wanted
+    torch = pytest.importorskip("torch")
+    assert ft.Spans(0, torch.from_numpy(numbers)).end.flatten().tolist() == wanted
+    assert ft.Spans(-(2**70), torch.from_numpy(numbers)).end.flatten().tolist() == wanted
 
 
 @pytest.mark.parametrize(
@@ -170,6 +181,9 @@ def test_wrong_spans(begin: Any, end: Any, error: type[Exception], words: str) -
     ("spans", "error", "words"),
     [
         (np.zeros((1, 1, 1, 1, 2), np.int32), ft.DTypeError, "flashtile.Spans"),
+        (ft.Spans.of(np.zeros((1, 1, 5, 9, 2), np.int32)), ft.ShapeError, "1 to 8 spans"),
+        (ft.Spans.of(np.zeros((1, 1, 5, 0, 2), np.int32)), ft.ShapeError, "1 to 8 spans"),
+        (ft.Spans.of(np.zeros((1, 1, 5, 2, 3), np.int32)), ft.ShapeError, "limits of"),
         ((0, 3), ft.DTypeError, "flashtile.Spans"),
         (ft.Spans(np.zeros((3, 1, 1), int), 3), ft.ShapeError, "1 or 2 along batch, got 3"),
         (ft.Spans(np.zeros((1, 3, 1), int), 3), ft.ShapeError, "1 or 4 along heads, got 3"),

@@ -17,16 +17,6 @@ from flashtile.options import OPTIONS
 from flashtile.problem import Problem
 from flashtile.results import Grads, Target
 
-
-def _nothing(problem: Problem) -> None:
-    """Default hook: no objection."""
-
-
-def _always(problem: Problem) -> bool:
-    """Default hook: the backend suits every problem that it supports."""
-    return True
-
-
 _module = cache(importlib.import_module)  # a look-up in sys.modules shows in small calls
 
 
@@ -93,7 +83,7 @@ class Backend:
         for name in problem.changed:
             if self.name in OPTIONS[name].unsupported_by:
                 return f"it takes no {name}"
-        reason: str | None = getattr(self.load(), "why_not", _nothing)(problem)
+        reason: str | None = getattr(self.load(), "why_not", lambda problem: None)(problem)
         return reason
 
     def runs_on(self, capability: tuple[int, int] | None) -> bool:
@@ -102,7 +92,7 @@ class Backend:
 
     def suits(self, problem: Problem) -> bool:
         """Whether it is a better choice for this supported problem than the rows after it."""
-        suits: bool = getattr(self.load(), "suits", _always)(problem)
+        suits: bool = getattr(self.load(), "suits", lambda problem: True)(problem)
         return suits
 
     def why_not(self, problem: Problem, device: str, tensors: bool = False) -> str | None:

@@ -142,6 +142,7 @@ COMBINATIONS = (
     ("spans", "causal", "dropout", "kv_lengths"),
     ("spans of rows", "window", "alibi", "sink", "softcap"),
     ("spans of batch", "mask of keys", "bias", "sink"),
+    ("spans of heads", "everything"),
     ("window", "softcap", "sink"),
     ("causal", "alibi", "kv_lengths"),
     ("window", "bias of keys", "sink", "dropout"),

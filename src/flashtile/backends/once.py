@@ -1,7 +1,5 @@
 """Once: a runner for backends that run a Problem without preparation."""
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 

@@ -4,8 +4,6 @@ With `precision` every intermediate is rounded to a narrower dtype: this is "sta
 whose error is the yardstick for every other backend.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 

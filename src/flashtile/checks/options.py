@@ -17,7 +17,7 @@ from flashtile.errors import DTypeError, ShapeError
 from flashtile.host.threads import MAX_THREADS
 from flashtile.numerics.dtypes import EIGHT_BITS, FLOATS, accumulator, name_of
 from flashtile.origin import Origin
-from flashtile.spans import Spans
+from flashtile.spans import MAX_SPANS, Spans
 
 INTEGERS = ("int32", "int64")
 MAX_POSITION = 2**31 - 1  # of a query, a key, or a head of a sequence, in the whole that a call is a part of
@@ -103,9 +103,9 @@ def origin(name: str, x: Any, shapes: Shapes | None) -> Origin | None:
     def number(field: str, least: int) -> int:
         return check_integer(f"{name}.{field}", getattr(x, field), least, MAX_POSITION)
 
-    heads = None if x.heads is None else number("heads", 1)
-    starts = (number(field, 0) for field in ("query", "key", "head", "sequence"))
-    found = Origin(*starts, heads, number("query_step", 1), number("key_step", 1))
+    numbers = {field: number(field, 0) for field in ("query", "key", "head", "sequence")}
+    steps = {field: number(field, 1) for field in ("query_step", "key_step")}
+    found = Origin(**numbers, heads=None if x.heads is None else number("heads", 1), **steps)
     return found if shapes is None else _within_whole(name, found, shapes)
 
 
@@ -169,6 +169,8 @@ def spans(name: str, x: Any, shapes: Shapes | None) -> Any:
         return x
     if dtype_of(name, x) != "int32" or len(x.shape) != 5:
         raise DTypeError(f"{name}: expected a flashtile.Spans, got an array of {dtype_of(name, x)}")
+    if not 1 <= x.shape[3] <= MAX_SPANS or x.shape[4] != 2:
+        raise ShapeError(f"{name}: expected limits of 1 to {MAX_SPANS} spans per query, got shape {tuple(x.shape)}")
     found, wanted = tuple(x.shape[:3]), shapes.pairs[:3]
     exact = shapes.lengths_known
     for n, (axis, size, limit) in enumerate(zip(("batch", "heads", "queries"), found, wanted, strict=True)):

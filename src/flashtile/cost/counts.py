@@ -1,7 +1,5 @@
 """Counts: tiles, pairs and bytes of a problem, summed over its sequences and heads."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ class Counts:
     kv_bytes: int = 0
 
     @classmethod
-    def of(cls, p: Problem, tile: Tiling) -> Counts:
+    def of(cls, p: Problem, tile: Tiling) -> "Counts":
         counts = cls(Counter(dict.fromkeys(Kind, 0)))
         size, wide, width = ITEMSIZE[p.dtype], ITEMSIZE[p.accumulator], p.dim + p.dim_v
         for n_q, n_k, sequences in _lengths(p):

@@ -1,7 +1,5 @@
 """plan(): what a call would do, from its shapes alone: backend, tiles, FLOPs, bytes, and its least time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,7 +29,7 @@ class Floor:
     rates: Rates
 
     @classmethod
-    def under(cls, flops: int, least_bytes: int, rates: Rates) -> Floor:
+    def under(cls, flops: int, least_bytes: int, rates: Rates) -> "Floor":
         compute, memory = flops / rates.flops, least_bytes / rates.bytes
         return cls(max(compute, memory), "compute" if compute >= memory else "memory", rates)
 
@@ -87,7 +85,7 @@ def plan(
     cu_k: Any = None,
     backend: str = "auto",
     hardware: Hardware | None = None,
-    **options: Unpack[Options],
+    **options: "Unpack[Options]",
 ) -> Plan:
     """Return what attention() would do with arrays of these shapes, without the arrays.
 

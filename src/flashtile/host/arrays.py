@@ -1,7 +1,5 @@
 """Arrays: the array functions that a runner needs, for NumPy or for tensors on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter

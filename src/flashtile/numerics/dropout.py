@@ -1,7 +1,5 @@
 """Dropout by Philox: keep(seed, head, i, j) has the same bits on every backend and for every tile size."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Element types by name, and their conversion in NumPy."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

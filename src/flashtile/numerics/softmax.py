@@ -1,6 +1,4 @@
-"""OnlineSoftmax: absorb a tile, merge two states, finish; and the rule for empty rows."""
-
-from __future__ import annotations
+"""OnlineSoftmax: absorb a tile, merge two states, normalize; and the rule for empty rows."""
 
 import math
 from dataclasses import dataclass
@@ -44,7 +42,7 @@ class OnlineSoftmax:
     O: Array  # [br, dv]  running sum of exp(score - m) * value
 
     @classmethod
-    def empty(cls, rows: int, width: int, dtype: Any, sink: float | None = None) -> OnlineSoftmax:
+    def empty(cls, rows: int, width: int, dtype: Any, sink: float | None = None) -> "OnlineSoftmax":
         """The state before any key. A sink is a first key with the score `sink` and the value 0."""
         start = -np.inf if sink is None else sink
         return cls(
@@ -70,7 +68,7 @@ class OnlineSoftmax:
         self.l = self.l + P.sum(axis=1)
         return P, factor
 
-    def merge(self, other: OnlineSoftmax) -> None:
+    def merge(self, other: "OnlineSoftmax") -> None:
         """Merge the state of the same rows over other keys (eq. 6): exact, in any order."""
         m_new = np.maximum(self.m, other.m)
         self.rescale(m_new)
@@ -78,15 +76,13 @@ class OnlineSoftmax:
         other.rescale(m_new)
         self.l, self.O = self.l + other.l, self.O + other.O
 
-    def finish(self) -> tuple[Array, Array]:
-        """Output and log-sum-exp (eq. 7). A row that saw no key has output 0 and lse -inf."""
-        return self.normalized(), self.lse()
-
     def normalized(self) -> Array:
+        """The output (eq. 7); 0 for a row that saw no key."""
         out: Array = self.O / np.where(self.l == 0, 1, self.l)[:, None]
         return out
 
     def lse(self) -> Array:
+        """The log-sum-exp (eq. 7); -inf for a row that saw no key."""
         with np.errstate(**QUIET):
             lse: Array = pivot(self.m) + np.log(self.l)
         return lse

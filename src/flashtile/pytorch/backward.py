@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from flashtile.checks.target import check_buffers, check_distinct, check_buffer, check_target
+from flashtile.checks.target import check_buffer, check_buffers, check_distinct, check_target
 from flashtile.errors import UnsupportedError
 from flashtile.problem import describe
 from flashtile.pytorch import operators, run, subclasses
@@ -51,7 +51,7 @@ def _run(
     if not can_skip_dispatcher(tensors) or (torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)):
         return _run_operator(given, backend, options, grad_dtype, into, inputs)
     check_storage(named)
-    _check_buffer(buffers, given)
+    _check_memory(buffers, given)
     dout, out, lse, dlse = (given[name] for name in ("dout", "out", "lse", "dlse"))
     bias_grad = inputs["dbias"] is not None
     grads = run.backward(dout, dlse, out, lse, bias_grad, q, k, v, backend, options, target)
@@ -94,7 +94,7 @@ def _reject_recorded_buffers(buffers: dict[str, Tensor]) -> None:
             raise UnsupportedError(f"into.{name}: expected a tensor that needs no gradient, got one that requires_grad")
 
 
-def _check_buffer(buffers: dict[str, Tensor], inputs: dict[str, Tensor | None]) -> None:
+def _check_memory(buffers: dict[str, Tensor], inputs: dict[str, Tensor | None]) -> None:
     """Check that the buffers can be added to in place."""
     for name, x in buffers.items():
         check_buffer(name, x, x.stride(), 1, x.data_ptr(), x.element_size())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import namedtuple
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,7 +60,7 @@ class Operands(_Fields):  # type: ignore[misc]
             elif x is not None and name == "band":
                 x = Band(*x)
             elif x is not None and name == "origin":
-                x = Origin(*x[:4], x[4] or None, *x[5:])
+                x = replace(Origin(*x), heads=x[4] or None)
             if option.array or isinstance(x, Tensor):
                 if x is not None:
                     found[name] = x

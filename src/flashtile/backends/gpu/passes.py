@@ -93,8 +93,8 @@ class Passes:
 
 def _added(grads: Grads, into: Grads) -> Grads:
     """Add dq, dk and dv to their buffers."""
-    added = (x if buffer is None else buffer.add_(x) for x, buffer in zip(grads[:3], into[:3], strict=True))
-    return Grads(*added, *grads[3:])
+    added = [x if buffer is None else buffer.add_(x) for x, buffer in zip(grads[:3], into[:3], strict=True)]
+    return grads._replace(dq=added[0], dk=added[1], dv=added[2])
 
 
 def _kind_of(x: Any) -> tuple[Any, ...]:

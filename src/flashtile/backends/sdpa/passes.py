@@ -3,8 +3,6 @@
 The NumPy tiles run calls with non-finite numbers, and backward passes for which the lse is not exact enough.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple

@@ -79,8 +79,9 @@ class Backward:
         recompute = RecomputeBackward(
             *(p, device, of_queries.block_q, of_keys.block_k),
             *(strides(dout, p), statistics.strides, grads, use_pdl),
-            *((None, 32) if row_cuts is None else (row_cuts.strides, of_keys.block_q)),
-            None if dtype is None else strides(given[2], p),
+            row_cuts=None if row_cuts is None else row_cuts.strides,
+            cut_q=32 if row_cuts is None else of_keys.block_q,
+            lse=None if dtype is None else strides(given[2], p),
         )
         flags = scratch.part((recompute.count,), torch.int32)
         self._scratch = scratch.maker()

@@ -3,8 +3,6 @@
 transformers takes any name that contains "flash" for flash_attn, so this one does not.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from flashtile.compat.transformers.layer import forward

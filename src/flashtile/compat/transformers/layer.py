@@ -110,7 +110,8 @@ def forward(
         bias = match_dtype(query, position_bias[..., : key.shape[2]])
         options["bias"] = bias + options["bias"] if "bias" in options else bias
     if indices is not None or block_indices is not None:
-        selection.restrict(options, selection.selected(indices, block_indices, module, query.shape[1], key.shape[2]))
+        keep = selection.selected(indices, block_indices, module, query.shape[1], key.shape[2])
+        options["mask"] = options["mask"] & keep if "mask" in options else keep
     if marked:
         masked_by = None
         if indices is not None or block_indices is not None:

@@ -1,8 +1,5 @@
 """The cases of the CPU suite, and the bar of each group."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -74,9 +71,8 @@ SMALL = square(128, 64)
 TINY = (Case(8, 8, 64, 1, 1, batch=20_000), Case(1, 16, 64, batch=20_000))
 
 
-def _grid(lengths: Iterable[int] = LENGTHS, dims: Iterable[int] = DIMS, **more: Any) -> tuple[Case, ...]:
-    lengths = tuple(lengths)
-    return tuple(square(n, dim, **more) for dim in dims for n in lengths)
+def _grid(lengths: tuple[int, ...] = LENGTHS, **more: Any) -> tuple[Case, ...]:
+    return tuple(square(n, dim, **more) for dim in DIMS for n in lengths)
 
 
 def _of_16_bits(dtype: str) -> tuple[Group, Group]:

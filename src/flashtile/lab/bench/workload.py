@@ -1,6 +1,4 @@
-"""Contenders on a CPU: flashtile, torch's SDPA, and standard attention in torch and in NumPy, as plain calls."""
-
-from __future__ import annotations
+"""Workload: the arrays of a CPU case, and its contenders as plain calls: flashtile, torch, and standard attention."""
 
 from dataclasses import dataclass
 from functools import cached_property

@@ -228,6 +228,24 @@ def test_more(ranks: Ranks, job: Job) -> None:
     everywhere(ranks, job)
 
 
+def refuses(rank: int, size: int) -> None:
+    """The errors leave the with statement; the group stays usable."""
+    error = ShapeError("q has no rows") if rank == 1 else None
+    with (
+        pytest.raises((ShapeError, MismatchError), match="q has no rows"),
+        Channel(dist.group.WORLD, "ring") as channel,
+    ):
+        channel.agree("forward", refused=error)
+    with pytest.raises(MismatchError, match="rows is"), Channel(dist.group.WORLD, "ring") as channel:
+        channel.agree("forward", rows=rank)
+    with Channel(dist.group.WORLD, "ring") as channel:
+        rotate_all(channel)
+
+
+def test_a_group_is_usable_after_a_refusal(ranks: Ranks) -> None:
+    ranks.run(refuses)
+
+
 def wrong_arguments(channel: Channel) -> None:
     with pytest.raises(ShapeError, match="step 1: 1 tensors are sent, but 0 shapes"):
         channel.rotate([torch.ones(1)], [], "step 1")

@@ -123,6 +123,7 @@ def watched(rank: int, size: int, trial: Trial, mark: Path) -> Outcome:
     error = again = None
     try:
         with Channel(dist.group.WORLD, "ring") as channel:
+            dist.barrier()  # a rank that dies before all are connected is another test
             call(channel, trial, mark, began, tensors)
     except PeerError as e:
         error = str(e)
@@ -171,6 +172,7 @@ def trials(size: int, how: signal.Signals, timeout: float, victims: tuple[int, .
 
 
 KILLS = [*trials(2, signal.SIGKILL, 20, (0, 1)), *trials(4, signal.SIGKILL, 20, (0, 2, 3))]
+KILLS_OF_EIGHT = trials(8, signal.SIGKILL, 20, (0, 3, 5))
 STOPS = [*trials(2, signal.SIGSTOP, 2, (1, 0)), *trials(4, signal.SIGSTOP, 2, (2, 0, 1))]
 
 
@@ -203,8 +205,8 @@ def check(trial: Trial, outcomes: list[Any], within: float) -> None:
         if outcome.error is not None:
             method, step, here, peer = outcome.error.split(" (noticed")[0].replace(": ", ", ").split(", ")[:4]
             assert method == "ring" and here == f"on rank {rank}" and peer.startswith(f"rank {trial.victim} ")
-            # The neighbours wait for the victim at its step; others can be ahead of it, by as many steps as it is far.
-            assert 0 <= steps.index(step.removeprefix("after ")) - steps.index(trial.step) < trial.size
+            # The victim's neighbours wait at its step; others can be as many steps away as there are ranks between.
+            assert abs(steps.index(step.removeprefix("after ")) - steps.index(trial.step)) < trial.size
             assert outcome.seconds - max(0, outcome.began) <= within
             assert outcome.again is not None and f"rank {trial.victim} " in outcome.again
         assert outcome.threads == [] and outcome.alive == 0 and outcome.destroying < 1
@@ -220,6 +222,13 @@ def test_a_rank_is_killed(trial: Trial, outcomes: Callable[[Trial], list[Any]]) 
         assert outcome is None or outcome.error is None or f"rank {trial.victim} died" in outcome.error
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("trial", KILLS_OF_EIGHT, ids=str)
+def test_one_of_eight_is_killed(trial: Trial, outcomes: Callable[[Trial], list[Any]]) -> None:
+    """Not every rank watches the victim: those that do tell the others."""
+    check(trial, outcomes(trial), within=1)
+
+
 @pytest.mark.parametrize("trial", STOPS, ids=str)
 def test_a_rank_is_stopped(trial: Trial, outcomes: Callable[[Trial], list[Any]]) -> None:
     found = outcomes(trial)
@@ -230,8 +239,8 @@ def test_a_rank_is_stopped(trial: Trial, outcomes: Callable[[Trial], list[Any]])
 
 
 def ring(channel: Channel) -> None:
-    for step in range(1, 4):
-        channel.rotate([torch.ones(3)], [(3,)], f"forward, ring step {step} of 3").wait()
+    for step in range(1, channel.size):
+        channel.rotate([torch.ones(3)], [(3,)], f"forward, ring step {step} of {channel.size - 1}").wait()
 
 
 def caught(rank: int, job: Callable[[Channel], None]) -> tuple[str, float]:
@@ -245,6 +254,7 @@ def fails(rank: int, size: int) -> Any:
     if rank != 1:
         return caught(rank, ring)
     with pytest.raises(MemoryError), Channel(dist.group.WORLD, "ring"):
+        time.sleep(0.2)  # the others wait by now
         begin = time.monotonic()
         raise MemoryError("no room for dK")
     return begin
@@ -258,6 +268,26 @@ def leaves(rank: int, size: int) -> Any:
     dist.destroy_process_group()
     gc.collect()
     return begin
+
+
+def dies_in_two_groups(rank: int, size: int) -> Any:
+    """Ranks 0 and 1 share a group for heads, 0 and 2 one for the ring: rank 2 hears of rank 1 by rank 0."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+    text = None
+    try:
+        with Channel(mesh["ring"], "ring") as outer, Channel(mesh["ulysses"], "ulysses") as inner:
+            dist.barrier()
+            begin = time.monotonic()
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if rank == 0:
+                inner.gather(torch.ones(1), [(1,)] * 2, "gather").wait()
+            outer.gather(torch.ones(1), [(1,)] * 2, "gather").wait()
+    except PeerError as error:
+        text = str(error)
+    return text, time.monotonic() - begin
 
 
 def forks_and_dies(rank: int, size: int, mark: Path) -> Any:
@@ -303,6 +333,16 @@ def dawdles(rank: int, size: int) -> Any:
     return text, end - begin
 
 
+def dies_before_the_first_call(rank: int, size: int) -> Any:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    text, _ = caught(rank, ring)
+    again, end = caught(rank, ring)
+    assert again == text
+    return text, end - begin
+
+
 def does_not_come(rank: int, size: int) -> Any:
     if rank == 1:
         time.sleep(3)
@@ -312,11 +352,13 @@ def does_not_come(rank: int, size: int) -> Any:
     return text, end - begin
 
 
-def test_a_rank_that_fails_tells_the_others() -> None:
-    with Ranks(4) as ranks:
+@pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_a_rank_that_fails_tells_the_others(size: int) -> None:
+    """Of 8 ranks, two hear of it from others only."""
+    with Ranks(size) as ranks:
         ranks.start(fails)
         results = ranks.results()
-    for rank in (0, 2, 3):
+    for rank in {*range(size)} - {1}:
         text, when = results[rank]
         assert text.startswith("ring, forward, ring step ")
         assert "rank 1 failed: MemoryError: no room for dK" in text and when - results[1] < 1
@@ -329,6 +371,15 @@ def test_a_rank_that_leaves() -> None:
     for rank in (0, 2, 3):
         text, when = results[rank]
         assert "rank 1 left the group" in text and when - results[1] < 2
+
+
+def test_a_failure_in_one_group_is_told_in_the_other() -> None:
+    with Ranks(4) as ranks:
+        ranks.start(dies_in_two_groups)
+        results = ranks.results([0, 2, 3])
+    for text, seconds in results:
+        assert text is not None and seconds < 1
+    assert "rank 0 failed: PeerError: ulysses, gather, on rank 0: rank 1 died" in results[1][0]
 
 
 def test_a_rank_dies_whose_child_lives(tmp_path: Path) -> None:
@@ -360,9 +411,10 @@ def test_a_rank_that_is_late() -> None:
         assert "rank 1 is at: not in a call" in text
 
 
-def test_a_rank_that_never_calls() -> None:
+@pytest.mark.parametrize("job", [does_not_come, dies_before_the_first_call], ids=lambda job: job.__name__)
+def test_a_rank_that_never_calls(job: Callable[..., Any]) -> None:
     with Ranks(4, timeout=2) as ranks:
-        ranks.start(does_not_come)
+        ranks.start(job)
         results = ranks.results()
     for rank in (0, 2, 3):
         text, seconds = results[rank]

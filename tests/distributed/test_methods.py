@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-import flashtile as ft
-from flashtile.distributed import Shards
-from tests.support import sharded
-from tests.support.simulated_ranks import simulate
+import flashtile as ft  # noqa: E402
+from flashtile.distributed import Shards  # noqa: E402
+from tests.support import sharded  # noqa: E402
+from tests.support.simulated_ranks import simulate  # noqa: E402
 
 MAKERS = ("contiguous", "zigzag", "striped", "balanced")
 
@@ -53,6 +53,7 @@ def option(name: str, n: int, heads: int, rng: np.random.Generator) -> dict[str,
         "mask of keys": lambda: {"mask": booleans(2, 1, 1, n)},
         "mask of pairs": lambda: {"mask": booleans(2, 1, n, n)},
         "padding": lambda: {"key_padding_mask": booleans(2, n)},
+        "dropout": lambda: {"dropout": 0.4, "seed": int(rng.integers(0, 2**63))},
         "lengths": lambda: {"kv_lengths": torch.tensor(rng.integers(0, n + 1, 2))},
     }[name]()
 
@@ -60,7 +61,7 @@ def option(name: str, n: int, heads: int, rng: np.random.Generator) -> dict[str,
 OPTIONS = (
     *("causal", "window", "causal window", "band", "spans", "spans of heads", "alibi", "alibi of sequences", "softcap"),
     *("sink", "bias of keys", "bias of keys and heads", "bias of pairs", "mask of keys", "mask of pairs", "padding"),
-    "lengths",
+    *("lengths", "dropout"),
 )
 
 
@@ -122,3 +123,49 @@ def test_each_option_by_each_method(name: str) -> None:
     for method in methods(4):
         for maker in ("contiguous", "zigzag", "striped"):
             check(lengths, 4, heads, 2, chosen, maker, method)
+
+
+def root_mean_square(x: Any) -> float:
+    return float(x.double().square().mean().sqrt())
+
+
+@pytest.mark.parametrize("method", ["gather", "ring", (8, 4)], ids=str)
+def test_bfloat16_on_32_ranks(method: Any) -> None:
+    """Errors are those of one call: partial results and gradients are not rounded."""
+    lengths = [512]
+    whole = sharded.make(lengths, 8, 2, {"causal": True}, torch.bfloat16, batch=1, dim=32, dim_v=32)
+    exact = sharded.Whole(*(x.double() for x in (whole.q, whole.k, whole.v, whole.dout)), None, whole.options)
+    wanted = sharded.in_one_process(exact, lengths)
+    once = sharded.in_one_process(whole, lengths, "auto")
+    shards = Shards.zigzag(512, ranks=32)
+    parts = simulate(32, lambda group: sharded.on_rank(whole, group, shards, method))
+    found = sharded.joined(parts, shards, whole)
+    for name in ("out", "q", "k", "v"):
+        error, of_one = (root_mean_square(x[name].double() - wanted[name]) for x in (found, once))
+        print(method, name, error / of_one)
+        assert error <= 1.05 * of_one, (name, error / of_one)
+
+
+@pytest.mark.parametrize("method", ["gather", "ring", "ulysses", (2, 2)], ids=str)
+def test_deterministic(method: Any) -> None:
+    options = {"causal": True, "deterministic": True, "dropout": 0.1, "seed": 3, "sink": torch.randn(4)}
+    whole = sharded.make([100, 60], 4, 2, options, torch.float32)
+    shards = Shards.balanced(documents=[100, 60], ranks=4, causal=True)
+    first, *more = (simulate(4, lambda group: sharded.on_rank(whole, group, shards, method)) for _ in range(3))
+    for again in more:
+        for x, y in zip(first, again, strict=True):
+            assert all(torch.equal(x[name], y[name]) for name in x)
+
+
+def test_methods_drop_the_same_weights() -> None:
+    """Keys with values of their own show which weights were dropped, bit for bit."""
+    n = 40
+    whole = sharded.make([n], 2, 1, {"dropout": 0.5, "seed": 11}, batch=1, dim=4, dim_v=n)
+    whole.v[:] = torch.eye(n)
+    dropped = sharded.in_one_process(whole, [n])["out"] == 0
+    assert 0.4 < float(dropped.double().mean()) < 0.6
+    for maker in MAKERS[:3]:
+        shards = getattr(Shards, maker)(n, ranks=3)
+        for method in methods(3):
+            parts = simulate(3, lambda group: sharded.on_rank(whole, group, shards, method))  # noqa: B023
+            assert torch.equal(sharded.joined(parts, shards, whole)["out"] == 0, dropped)

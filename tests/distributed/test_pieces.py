@@ -13,7 +13,8 @@ from flashtile.distributed import Shards
 from flashtile.distributed.pieces import Uses, pieces
 from flashtile.distributed.segments import Segment, joined, moves, of_rank, rows, tokens, within
 from flashtile.distributed.visible import Visible, union
-from flashtile.spans import Spans, within as in_spans
+from flashtile.spans import Spans
+from flashtile.spans import within as in_spans
 
 
 @st.composite

@@ -7,10 +7,12 @@ import datetime
 import multiprocessing
 import socket
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from tests.support.link import Host
 
 # Forked from a process that has imported what the ranks need and started no threads, so that they start quickly.
 context = multiprocessing.get_context("forkserver")
@@ -29,13 +31,16 @@ class Error:
 class Ranks:
     """Processes of one group; use in a with statement."""
 
-    def __init__(self, size: int, timeout: float = 30, host: str = "127.0.0.1") -> None:
+    def __init__(self, size: int, timeout: float = 30, hosts: Sequence[Host] = ()) -> None:
+        """Ranks on this host, or an equal number on each of `hosts`, in order."""
         self.size = size
+        places = [hosts[rank * len(hosts) // size] if hosts else None for rank in range(size)]
+        address = hosts[0].address if hosts else "127.0.0.1"
         port = free_port()
         pipes = [context.Pipe() for _ in range(size)]
         self.pipes = [here for here, _ in pipes]
         self.processes = [
-            context.Process(target=serve, args=(there, rank, size, host, port, timeout), daemon=True)
+            context.Process(target=serve, args=(there, rank, size, places[rank], address, port, timeout), daemon=True)
             for rank, (_, there) in enumerate(pipes)
         ]
         for process in self.processes:
@@ -87,15 +92,17 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def serve(pipe: Connection, rank: int, size: int, host: str, port: int, timeout: float) -> None:
+def serve(pipe: Connection, rank: int, size: int, place: Host | None, address: str, port: int, timeout: float) -> None:
     """Join the group, then run jobs until the pipe is closed."""
+    if place is not None:
+        place.enter()
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=timeout)
     # The store waits longer: it is used to meet, and what is tested comes after that.
-    store = dist.TCPStore(host, port, size, rank == 0, timeout=datetime.timedelta(seconds=60))
+    store = dist.TCPStore(address, port, size, rank == 0, timeout=datetime.timedelta(seconds=60))
     dist.init_process_group("gloo", rank=rank, world_size=size, store=store, timeout=limit)
     while True:
         try:

@@ -30,10 +30,20 @@ class Keys:
             if x is not None:
                 yield x, axis
 
+    @property
+    def kinds(self) -> tuple[bool, bool]:
+        """Whether there are a bias and a mask."""
+        return self.bias is not None, self.mask is not None
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor], kinds: tuple[bool, bool]) -> Keys:
+        """Tensors of these kinds, in order."""
+        k, v, *rest = tensors
+        return Keys(k, v, *(rest.pop(0) if there else None for there in kinds))
+
     def like(self, tensors: Sequence[Tensor]) -> Keys:
         """Other tensors of the same kinds."""
-        rest = iter(tensors)
-        return Keys(next(rest), next(rest), *(None if x is None else next(rest) for x in (self.bias, self.mask)))
+        return Keys.of(tensors, self.kinds)
 
 
 @dataclass(frozen=True)

@@ -101,8 +101,8 @@ def to_rows(
     arrived = pending()
     for rank in plan.group:
         sent = own if rank == plan.rank else arrived[rank]
-        for target, x, some in zip(found, sent, which[rank], strict=True):
-            target[:, some.start : some.stop] += x
+        for target, x, held in zip(found, sent, which[rank], strict=True):
+            target[:, held.start : held.stop] += x
     return found
 
 

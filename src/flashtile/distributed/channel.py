@@ -25,7 +25,7 @@ C = TypeVar("C", bound="Channel")
 Shape = Sequence[int]
 Transfer = tuple[int, torch.Tensor]  # a peer, and what it gets or gives
 
-_watches: weakref.WeakKeyDictionary[dist.ProcessGroup, Watch] = weakref.WeakKeyDictionary()
+_watches: weakref.WeakKeyDictionary[dist.ProcessGroup, Watch | PeerError] = weakref.WeakKeyDictionary()
 
 
 class Pending:
@@ -64,6 +64,8 @@ class Channel:
     documentation and not run.
     """
 
+    _agreed: Exception | None = None  # an error that no rank need be told of: all have learned about it in agree()
+
     def __init__(self, group: Any, method: str) -> None:
         self.group = process_group(group)
         self.method = method
@@ -79,7 +81,7 @@ class Channel:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if error is not None and not isinstance(error, (PeerError, MismatchError)):
+        if error is not None and error is not self._agreed:
             self._give_up(error)
         self._buffers.clear()
         self._state(NOT_IN_A_CALL)
@@ -90,18 +92,18 @@ class Channel:
         A rank whose own checks failed passes its error as `refused`: it raises it, and the others raise MismatchError.
         """
         facts = {"method": self.method, "step": step, **facts}
+        text = {name: repr(value) for name, value in facts.items()}
         if refused is not None:
-            facts["refused"] = f"{type(refused).__name__}: {refused}"
-        text = {name: repr(value) if name != "refused" else str(value) for name, value in facts.items()}
-        digest = int.from_bytes(
-            hashlib.blake2b(json.dumps(text, sort_keys=True).encode(), digest_size=7).digest(), "little"
-        )
+            text["refused"] = f"{type(refused).__name__}: {refused}"
+        content = json.dumps(text, sort_keys=True).encode()
+        digest = int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "little")
         with self._in(step):
             texts = [] if self._same(digest) else self._gather_texts({n: shortened(t) for n, t in text.items()})
-        if refused is not None:
-            raise refused
-        if texts:
-            raise MismatchError(f"{self.method}, {step}, on rank {self.rank}: {difference(texts)}")
+        self._agreed = refused
+        if refused is None and texts:
+            self._agreed = MismatchError(f"{self.method}, {step}, on rank {self.rank}: {difference(texts)}")
+        if self._agreed is not None:
+            raise self._agreed
 
     def rotate(self, tensors: Sequence[torch.Tensor], shapes: Sequence[Shape], step: str, lane: str = "") -> Pending:
         """Send tensors to the next rank, and receive from the previous one tensors of these shapes and the same dtypes.
@@ -146,10 +148,10 @@ class Channel:
 
     def _post(self, sends: list[Transfer], receives: list[Transfer]) -> Any:
         """Start transfers."""
-        ops = [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for peer, x in sends]
-        ops += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=peer) for peer, x in receives]
+        ops = [dist.P2POp(dist.irecv, x, group=self.group, group_peer=peer) for peer, x in receives]
+        ops += [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for peer, x in sends]
         works = self._attempt(None, lambda: dist.batch_isend_irecv(ops))
-        peers = [peer for peer, _ in (*sends, *receives)]
+        peers = [peer for peer, _ in (*receives, *sends)]
         return list(zip(peers if len(works) == len(peers) else [None] * len(works), works, strict=True))
 
     def _finish(self, posted: Any) -> None:
@@ -183,7 +185,7 @@ class Channel:
         return [json.loads(row.numpy().tobytes().rstrip(b"\0")) for row in all_texts]
 
     def _give_up(self, error: BaseException) -> None:
-        """Tell all ranks that this one failed."""
+        """Tell all ranks that this one failed, unless they know of a failure."""
         if self._watch is not None:
             self._watch.fail((self.rank,), f"failed: {type(error).__name__}: {error}")
 
@@ -279,12 +281,19 @@ def process_group(group: Any) -> dist.ProcessGroup:
 
 
 def watch_of(group: dist.ProcessGroup) -> Watch:
-    """The group's Watch, made by its first Channel."""
+    """The group's Watch, made by its first Channel; or the error of making it, for there is no second attempt."""
     if group not in _watches:
-        _watches[group] = Watch(group)
-        if (device := device_of(group)).type != "cpu":
+        try:
+            _watches[group] = Watch(group)
+        except PeerError as error:
+            _watches[group] = error
+        device = device_of(group)
+        if isinstance(_watches[group], Watch) and device.type != "cpu":
             dist.all_reduce(torch.zeros(1, device=device), group=group)  # makes NCCL's communicator, with all ranks
-    return _watches[group]
+    watch = _watches[group]
+    if isinstance(watch, PeerError):
+        raise PeerError(str(watch), watch.peers)
+    return watch
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:

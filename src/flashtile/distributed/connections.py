@@ -34,19 +34,19 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
 def connect(group: dist.ProcessGroup, rank: int, size: int, timeout: float) -> Any:
     """A gloo backend of its own for the ranks of a group; every rank has to call this."""
     store = PrefixStore("flashtile", _get_process_group_store(group))
-    store.set(f"arrived/{rank}", "")
     before = sockets()
     try:
+        store.set(f"arrived/{rank}", "")
         connections = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
-        _not_for_children.update(sockets() - before)
-        return connections
     except RuntimeError as error:
         absent = tuple(r for r in range(size) if not arrived(store, r))
-        names = ", ".join(str(r) for r in absent) or "none missing"
         raise PeerError(
-            f"not every rank of the group began its first distributed call within {timeout:g} s (missing: {names})",
+            f"on rank {rank}: the ranks of the group did not connect within {timeout:g} s, when their first "
+            f"distributed call began; missing: {', '.join(str(r) for r in absent) or 'none, but a connection broke'}",
             absent,
         ) from error
+    _not_for_children.update(sockets() - before)
+    return connections
 
 
 def sockets() -> set[tuple[int, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ class Transport(Protocol):
     """What the methods need of a channel."""
 
     def transfer(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], step: str) -> Pending: ...
+
+    def reduce(self, x: Tensor, op: str, step: str) -> Tensor: ...
 
 
 def post(
@@ -48,12 +50,14 @@ def post(
 
 def rows(x: Tensor, axis: int, some: Sequence[slice]) -> Tensor:
     """Some rows of a tensor, contiguous."""
-    index = (slice(None),) * axis
     if len(some) == 1:
-        return x[(*index, some[0])].contiguous()
-    if not some:
-        return x[(*index, slice(0, 0))].contiguous()
-    return torch.cat([x[(*index, s)] for s in some], axis)
+        return _at(x, axis, some[0]).contiguous()
+    return torch.cat([_at(x, axis, s) for s in some or (slice(0, 0),)], axis)
+
+
+def _at(x: Tensor, axis: int, some: slice) -> Tensor:
+    index: Any = (*[slice(None)] * axis, some)
+    return x[index]
 
 
 def with_rows(x: Tensor, axis: int, n: int, heads: int | None = None, dtype: torch.dtype | None = None) -> Shape:
@@ -67,9 +71,8 @@ def with_rows(x: Tensor, axis: int, n: int, heads: int | None = None, dtype: tor
 
 def place(target: Tensor, axis: int, source: Tensor, moves: Sequence[tuple[slice, slice]], add: bool = False) -> None:
     """Copy, or add, rows of one tensor to rows of another."""
-    index = (slice(None),) * axis
     for a, b in moves:
-        into, x = target[(*index, b)], source[(*index, a)]
+        into, x = _at(target, axis, b), _at(source, axis, a)
         if add:
             into.add_(x)
         else:

@@ -1,15 +1,13 @@
-"""The operators flashtile::context_parallel and context_parallel_backward, which torch.compile sees as one node each."""
+"""The operators flashtile::context_parallel and context_parallel_backward: one node each to torch.compile."""
 
 from __future__ import annotations
 
-from hashlib import blake2b
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from flashtile.distributed import passes
+from flashtile.distributed import arguments, passes
 from flashtile.distributed.groups import channel_of
 from flashtile.distributed.passes import Sharded
 from flashtile.distributed.plan import Method
@@ -84,6 +82,8 @@ def _run(
         sharded = Sharded(shards, method, channel.rank, call.backend, call.options(), heads, kv_heads, rows)
         refused: FlashtileError | None = None
         try:
+            if step == "forward":  # in compiled graphs, too
+                arguments.check(arguments.Arguments(call.q, call.k, call.v, sharded.options, 4, False), *sharded.sizes)
             facts = {**facts, **_facts(call, sharded, code)}
             sharded.plan()
         except FlashtileError as error:
@@ -94,27 +94,14 @@ def _run(
 
 def _facts(call: Operands, sharded: Sharded, code: Tensor) -> dict[str, Any]:
     """What must be equal on all ranks."""
-    found: dict[str, Any] = {
+    return {
         "q, k, v": (call.q.dtype, call.q.shape[0], call.q.shape[-1], call.v.shape[-1]),
         "heads": (sharded.heads, sharded.kv_heads),
-        "shards": digest(code),
+        "shards": arguments.digest(code),
         "of all pairs": sharded.pairs,
+        "backend": sharded.backend,
+        **arguments.facts(sharded.options),
     }
-    for name, x in sharded.options.items():
-        if not isinstance(x, Tensor):
-            found[name] = x
-        elif name in ("mask", "bias"):
-            found[name] = (x.dtype, *x.shape[:2])
-        elif x.is_cpu:
-            found[name] = (x.dtype, tuple(x.shape), x.tolist() if x.numel() < 64 else digest(x))
-        else:
-            found[name] = (x.dtype, tuple(x.shape))
-    return found
-
-
-def digest(x: Tensor) -> str:
-    """The contents of a tensor on the host, in short."""
-    return blake2b(np.ascontiguousarray(x.numpy()), digest_size=8).hexdigest()
 
 
 @torch.library.register_fake("flashtile::context_parallel", lib=LIBRARY)  # type: ignore[untyped-decorator]

@@ -14,7 +14,7 @@ from flashtile.distributed import by_heads, gather, ring
 from flashtile.distributed.arithmetic import Call, Keys, Saved, Sums, accumulator
 from flashtile.distributed.messages import Transport
 from flashtile.distributed.pieces import Uses
-from flashtile.distributed.plan import Method, Plan, plan_of
+from flashtile.distributed.plan import Heads, Method, Plan, plan_of
 from flashtile.distributed.shards import Shards
 from flashtile.distributed.visible import Visible
 from flashtile.errors import ShapeError
@@ -49,6 +49,12 @@ class Sharded:
     rows: int  # of this rank
 
     @property
+    def sizes(self) -> tuple[str, int, int, tuple[int, int]]:
+        """For the checks of arguments."""
+        rows, tokens = self.shards.counts[self.rank], self.shards.tokens
+        return self.backend, rows, rows, (tokens, tokens)
+
+    @property
     def pairs(self) -> dict[str, bool]:
         """Whether the mask and the bias are of all pairs, by this rank's rows, or of keys."""
         return {name: self._is_of_pairs(name) for name in ("mask", "bias") if self.options.get(name) is not None}
@@ -64,17 +70,24 @@ class Sharded:
             f"{self.shards.tokens}), of its queries and all keys, got {tuple(self.options[name].shape)}"
         )
 
-    def plan(self) -> Plan:
+    @property
+    def uses(self) -> Uses:
+        return Uses(
+            bool(self.options.get("dropout")) or any(self.pairs.values()), self.options.get("alibi") is not None
+        )
+
+    def visible(self, first: int = 0) -> Visible:
+        """What tokens see. first: the token that is the first query."""
         some = self.options
         band, align_end = combine_bands(bool(some.get("causal")), some.get("window"), some.get("band"))
         limits, lengths = (None if some.get(x) is None else _to_host(some[x]) for x in ("spans", "kv_lengths"))
-        visible = Visible(self.shards.tokens, self.shards.starts, band, align_end, limits, lengths)
-        by_tokens = bool(some.get("dropout")) or any(self.pairs.values())
-        uses = Uses(by_tokens, some.get("alibi") is not None)
-        return plan_of(self.shards, visible, self.method, self.rank, uses)
+        return Visible(self.shards.tokens, self.shards.starts, band, align_end, limits, lengths, first)
 
-    def call(self, plan: Plan, dim: int) -> Call:
-        heads = plan.heads(self.rank, self.heads, self.kv_heads)
+    def plan(self) -> Plan:
+        return plan_of(self.shards, self.visible(), self.method, self.rank, self.uses)
+
+    def call(self, heads: Heads, dim: int) -> Call:
+        """What all pieces have in common, for these heads of this rank."""
         some, pairs = self.options, self.pairs
         numbers = {name: some[name] for name in NUMBERS if name in some}
         numbers["scale"] = dim**-0.5 if some.get("scale") is None else some["scale"]
@@ -94,6 +107,9 @@ class Sharded:
         bias, mask = (None if self.pairs.get(x, True) else self.options[x] for x in ("bias", "mask"))
         return Keys(k, v, bias, mask)
 
+    def heads_of(self, plan: Plan) -> Heads:
+        return plan.heads(self.rank, self.heads, self.kv_heads)
+
     @property
     def by_tokens(self) -> Any:
         return gather if self.method.gather else ring
@@ -102,7 +118,7 @@ class Sharded:
 def forward(channel: Transport, sharded: Sharded, q: Tensor, k: Tensor, v: Tensor) -> Results:
     """Attention of this rank's queries to the keys of all ranks."""
     plan, options = sharded.plan(), sharded.options
-    call, keys = sharded.call(plan, q.shape[-1]), sharded.keys(k, v)
+    call, keys = sharded.call(sharded.heads_of(plan), q.shape[-1]), sharded.keys(k, v)
     out_dtype = q.dtype if options.get("out_dtype") is None else getattr(torch, options["out_dtype"])
     exchanged = sharded.method.ulysses > 1
     if exchanged:
@@ -112,7 +128,7 @@ def forward(channel: Transport, sharded: Sharded, q: Tensor, k: Tensor, v: Tenso
     lse = torch.full(out.shape[:3], -torch.inf, dtype=real, device=q.device)
     sharded.by_tokens.forward(channel, plan, call, q, keys, out, lse)
     if options.get("sink") is not None:
-        _add_sink(out, lse, options["sink"][call.heads.first : call.heads.stop].to(real))
+        add_sink(out, lse, options["sink"][call.heads.first : call.heads.stop].to(real))
     out = out.to(out_dtype)
     if not exchanged:
         return Results(out, lse, *(q.new_empty(0) for _ in range(5)))
@@ -139,7 +155,7 @@ def backward(
     If heads were exchanged, q, k, v, out and lse are those of this rank's heads.
     """
     plan, options = sharded.plan(), sharded.options
-    call, keys = sharded.call(plan, q.shape[-1]), sharded.keys(k, v)
+    call, keys = sharded.call(sharded.heads_of(plan), q.shape[-1]), sharded.keys(k, v)
     exchanged = sharded.method.ulysses > 1
     every = (sharded.heads, sharded.kv_heads)
     if exchanged:
@@ -192,7 +208,7 @@ def _to_heads(
     return q, keys.like(found)
 
 
-def _add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> None:
+def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> None:
     """Merge out and lse with a logit that has no value, in place."""
     total = torch.logaddexp(lse, sink[:, None])
     out.mul_((lse - total).exp().masked_fill(total == -torch.inf, 0)[..., None])

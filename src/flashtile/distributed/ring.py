@@ -17,7 +17,8 @@ def forward(channel: Transport, plan: Plan, call: Call, q: Tensor, keys: Keys, o
     for number, hop in enumerate(plan.hops):
         arriving = _pass_on(channel, plan, hop, keys, f"forward, block {number + 1} of {len(plan.hops)}")
         arithmetic.forward(call, hop.pieces, q, keys, out, lse)
-        keys = arriving()
+        keys = arriving() or keys
+        del arriving  # so that no block outlives its step
 
 
 def backward(
@@ -39,29 +40,31 @@ def backward(
     for number, hop in enumerate(plan.hops):
         step = f"backward, block {number + 1} of {len(plan.hops)}"
         arriving = _pass_on(channel, plan, hop, keys, step)
-        for lane, call in enumerate(calls):
+        for call in calls:
             own = sums.of_lane(call)
-            held = own if number == 0 else travelling[lane]() or own.zeros(segments.rows(hop.block))
+            held = own if number == 0 else travelling.pop(0)() or own.zeros(segments.rows(hop.block))
             arithmetic.backward(call, hop.pieces, saved, keys, dq, held, dbias)
             if number:
-                travelling[lane] = _pass_sums(channel, plan, number, held, own, f"{step}, gradients")
+                travelling.append(_pass_sums(channel, plan, number, held, own, f"{step}, gradients"))
             del held
-        keys = arriving()
+        keys = arriving() or keys
+        del arriving  # so that no block outlives its step
     for finish in travelling:
         finish()
 
 
-def _pass_on(channel: Transport, plan: Plan, hop: Hop, keys: Keys, step: str) -> Callable[[], Keys]:
+def _pass_on(channel: Transport, plan: Plan, hop: Hop, keys: Keys, step: str) -> Callable[[], Keys | None]:
     """Begin to send what later ranks need of a block, and to receive the next one."""
     n = segments.rows(hop.arriving)
     following, before = (plan.ring[(plan.place + x) % len(plan.ring)] for x in (1, -1))
     parts = [messages.rows(x, axis, hop.onward) for x, axis in keys] if hop.onward else []
     shapes = [messages.with_rows(x, axis, n) for x, axis in keys] if n else []
+    kinds = keys.kinds
     arrived = messages.post(channel, keys.k, {following: parts}, {before: shapes}, step)
 
     def finish() -> Keys:
         found = arrived()[before]
-        return keys.like(found) if shapes else keys
+        return Keys.of(found, kinds) if shapes else None
 
     return finish
 

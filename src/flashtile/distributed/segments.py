@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -62,7 +63,7 @@ def tokens(segments: Segments) -> Array:
 
 def offsets(segments: Segments) -> list[int]:
     """The first row of each segment."""
-    return np.concatenate([[0], np.cumsum([s.n for s in segments])]).astype(int).tolist()[: len(segments)]
+    return list(accumulate((s.n for s in segments), initial=0))[:-1]
 
 
 def rows_of(segments: Segments, rows: slice) -> Segments:
@@ -77,7 +78,8 @@ def rows_of(segments: Segments, rows: slice) -> Segments:
 
 def within(segments: Segments, intervals: Iterable[Interval]) -> tuple[Segments, list[slice]]:
     """The parts of segments that are within disjoint, rising intervals, and the rows that they are."""
-    found, where = [], []
+    found: list[Segment] = []
+    where: list[slice] = []
     bounds = np.array([x for pair in intervals for x in pair], np.int64)
     for segment, offset in zip(segments, offsets(segments), strict=True):
         edges = segment.first(bounds).tolist()
@@ -105,7 +107,7 @@ def moves(source: Segments, target: Segments) -> list[tuple[slice, slice]]:
             if begin >= end:
                 continue
             step = max(s.step if s.n > 1 else 1, t.step if t.n > 1 else 1)
-            if step % s.step and s.n > 1 or step % t.step and t.n > 1:
+            if (step % s.step and s.n > 1) or (step % t.step and t.n > 1):
                 raise UnsupportedError(f"shards: expected steps that divide one another, got {s.step} and {t.step}")
             coarse, fine = (s, t) if s.n == 1 or (t.n > 1 and s.step >= t.step) else (t, s)
             if (coarse.start - fine.start) % fine.step:

@@ -171,7 +171,7 @@ class Watch:
 
     def _flush(self, works: list[Any]) -> None:
         """Wait until messages are on their way, but not long: the connections are closed next."""
-        end = time.monotonic() + self.patience / 4
+        end = time.monotonic() + self.patience / 2
         for work in works:
             with contextlib.suppress(RuntimeError):
                 work.wait(timedelta(seconds=max(0.001, end - time.monotonic())))

@@ -13,6 +13,7 @@ from flashtile.distributed.passes import Sharded
 from flashtile.distributed.plan import Method
 from flashtile.distributed.shards import Shards
 from flashtile.errors import FlashtileError
+from flashtile.pytorch.interception import answering
 from flashtile.pytorch.operands import FIELDS, SCHEMA, TENSOR_ARGUMENTS, Operands
 from flashtile.pytorch.operators import LIBRARY
 
@@ -76,7 +77,7 @@ def _run(
     group, code, ulysses, ring, gather, _ = args[_N:]
     method = Method(ulysses, ring, gather)
     channel = channel_of(group, str(method))
-    with channel:
+    with channel, answering():
         shards = Shards.decode(code.numpy())
         sharded = Sharded(shards, method, channel.rank, call.backend, call.options(), heads, kv_heads, rows)
         refused: FlashtileError | None = None

@@ -12,9 +12,19 @@ from flashtile.checks.arguments import check_descale, check_library
 from flashtile.checks.layout import warn_if_axes_swapped
 from flashtile.options import PLAIN_ARRAYS
 from flashtile.problem import describe
-from flashtile.pytorch import autocast, calls, eight_bits, flops, operators, run, subclasses
+from flashtile.pytorch import (
+    autocast,
+    calls,
+    context_parallel,
+    eight_bits,
+    flops,
+    operators,
+    run,
+    sharding,
+    subclasses,
+)
 from flashtile.pytorch.autograd import record, reject_forward_mode, reject_gradients
-from flashtile.pytorch.interception import can_skip_dispatcher, reject_shards, skip_dynamo
+from flashtile.pytorch.interception import can_skip_dispatcher, context_parallel_mesh, skip_dynamo
 from flashtile.pytorch.operands import operands, resolve_seed, tensor_names
 
 
@@ -88,15 +98,25 @@ def _run_uncached(
     q: Tensor, k: Tensor, v: Tensor, backend: str, return_lse: bool, options: dict[str, Any], layout_unspecified: bool
 ) -> Any:
     """Run a call that is not in the cache. Calls that must go through the dispatcher never are."""
-    reject_shards()
+    if (mesh := context_parallel_mesh()) is not None:
+        return context_parallel.attention(mesh, q, k, v, backend, return_lse, options)
     q, k, v, options = _normalize(q, k, v, options)
     names = tensor_names(options)
     tensors = [q, k, v, *(options[name] for name in names)]
     if not can_skip_dispatcher(tensors):
-        subclasses.check_plain(dict(zip(("q", "k", "v", *names), tensors, strict=True)))
+        named = dict(zip(("q", "k", "v", *names), tensors, strict=True))
+        subclasses.check_plain(named)
         describe(q, k, v, **options)  # raise our error, not torch's
         flops.add_to_counters()
-        out, lse = operators.ATTENTION(*operands(q, k, v, backend, options))
+        split = sharding.check(named)
+        if split is not None and any(split.by) and options.get("dropout"):
+
+            def on_shard(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Any:
+                return attention(q, k, v, backend, True, options)
+
+            out, lse = sharding.run_on_shards(split, named, options, on_shard)
+        else:
+            out, lse = operators.ATTENTION(*operands(q, k, v, backend, options))
         return (out, lse) if return_lse else out
     if layout_unspecified:
         warn_if_axes_swapped(q, k, bool(options.get("causal")), 5)

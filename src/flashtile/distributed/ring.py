@@ -62,7 +62,7 @@ def _pass_on(channel: Transport, plan: Plan, hop: Hop, keys: Keys, step: str) ->
     kinds = keys.kinds
     arrived = messages.post(channel, keys.k, {following: parts}, {before: shapes}, step)
 
-    def finish() -> Keys:
+    def finish() -> Keys | None:
         found = arrived()[before]
         return Keys.of(found, kinds) if shapes else None
 

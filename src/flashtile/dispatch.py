@@ -54,7 +54,7 @@ class Runner(Protocol):
         bias_grad: bool = True,
         target: Target | None = None,
     ) -> Grads:
-        """Return dq, dk and dv, in memory as q, k and v, dbias (of rank 4, if asked for) and dsink in accumulator precision.
+        """Return dq, dk, dv, in memory as q, k, v; dbias (of rank 4, if asked for) and dsink in accumulator precision.
 
         out and lse are those of forward(). With a target, see there.
         """

@@ -33,4 +33,4 @@ class Runner(Passes):
         if dtype not in (None, self._problem.dtype):  # these kernels store 16 bits
             is_aligned = self._aligned | {"dout": aligned(given[0])}
             return PortableBackward(self._problem, self._device, is_aligned, outlines, bias_grad, dtype)
-        return Backward(self._problem, self._device, outlines, may_share=dtype is not None)
+        return Backward(self._problem, self._device, outlines, dtype is not None)

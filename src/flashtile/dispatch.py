@@ -31,7 +31,7 @@ class Runner(Protocol):
     alignment: int
 
     def forward(self, x: Inputs, with_lse: bool = True) -> tuple[Any, Any]:
-        """Return output and lse, contiguous. The lse may be anything if it is not asked for."""
+        """Return output, in memory as q, and lse, contiguous. The lse may be anything if it is not asked for."""
 
     def backward(
         self,
@@ -44,7 +44,7 @@ class Runner(Protocol):
         bias_grad: bool = True,
         target: Target | None = None,
     ) -> Grads:
-        """Return dq, dk and dv like q, k and v, dbias (of rank 4, if asked for) and dsink in accumulator precision.
+        """Return dq, dk, dv, in memory as q, k, v; dbias (of rank 4, if asked for) and dsink in accumulator precision.
 
         out and lse are those of forward(). With a target, see there.
         """

@@ -91,11 +91,6 @@ def test_an_argument_on_another_device_is_named(function: str, device: str) -> N
 
 
 @pytest.mark.gpu
-def test_gradients_by_hand_are_for_numpy() -> None:
-    assert told("attention_backward", on("cuda", BASES["attention_backward"]()))[0] is ft.UnsupportedError
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["native", "tiles", "reference"])
 def test_a_backend_of_another_device(backend: str) -> None:
     error, text = told("attention", on("cuda", BASES["attention"]()) | {"backend": backend})

@@ -256,3 +256,23 @@ def test_merge_of_two_halves() -> None:
     found, wanted = (torch.autograd.grad(x, (q, k, v), ones) for x in ((out, lse), (want, want_lse)))
     for x, y in zip(found, wanted, strict=True):
         torch.testing.assert_close(x, y, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "gluon"])
+def test_gradients_of_blocks_of_keys(backend: str) -> None:
+    """Shares of the gradients, in float32 and added to buffers in the order of a fused projection."""
+    if reason := ft.dispatch.named(backend).missing():
+        pytest.skip(reason)
+    q, k, v, dout = (torch.randn(2, 300, 4, 64, device="cuda").bfloat16().transpose(1, 2) for _ in range(4))
+    out, lse = ft.attention(q, k, v, return_lse=True, backend=backend)
+    assert out.stride() == q.stride()
+    whole = ft.attention_backward(dout, q, k, v, out, lse, grad_dtype="float32", backend=backend)
+    fused = torch.zeros(2, 300, 3, 4, 64, device="cuda")
+    into = ft.Grads(*(x.transpose(1, 2) for x in fused.unbind(2)), None, None)
+    for keys in (slice(0, 130), slice(130, 300)):
+        part = into._replace(dk=into.dk[:, :, keys], dv=into.dv[:, :, keys])
+        block = k[:, :, keys], v[:, :, keys]
+        ft.attention_backward(dout, q, *block, out, lse, grad_dtype="float32", into=part, backend=backend)
+    for x, y in zip(into[:3], whole[:3], strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)

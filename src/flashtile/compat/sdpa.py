@@ -97,7 +97,7 @@ def _attend(
         options["band"] = Band(right=0)
     if nested:
         return _nested(query, key, value, attn_mask, enable_gqa, options)
-    layout_of = None
+    layout_of = None  # a query in whose order of axes torch returns the output; None: contiguous
     if not is_contiguous(query) and _keeps_layout(query, key, value, attn_mask, dropout_p, enable_gqa):
         layout_of = query
     if k != v or not len(shape) == 4 == len(k) or shape[0] != k[0] or shape[1] != k[1]:  # usually the shapes are equal
@@ -109,8 +109,8 @@ def _attend(
         query, key, value = (x.flatten(0, -4) for x in (query, key, value))
     out: Tensor = attention(query, key, value, layout="bhnd", **options)
     if len(shape) > 4:
-        return out.reshape(*shape[:-3], *out.shape[1:])
-    return out if layout_of is None else copy_layout(out, layout_of)
+        return out.contiguous().view(*shape[:-3], *out.shape[1:])
+    return out.contiguous() if layout_of is None else copy_layout(out, layout_of)
 
 
 def _flag(name: str, value: Any) -> bool:

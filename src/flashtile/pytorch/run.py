@@ -18,7 +18,7 @@ from flashtile.results import Target
 def forward(
     q: Tensor, k: Tensor, v: Tensor, backend: str, options: dict[str, Any], with_lse: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Return output and lse, contiguous, in the layout of q. The lse is undefined unless with_lse."""
+    """Return output, in memory as q, and lse, in the layout of q. The lse is undefined unless with_lse."""
     entry = None
     if not (q.is_cpu and q.dtype is eight_bits.DTYPE):  # no CPU backend multiplies these
         entry, inputs = calls.find_or_prepare(q, k, v, backend, options)

@@ -23,14 +23,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def tensor(x: Any) -> Any:
-    """A NumPy array of a call as a tensor; anything else as it is."""
+    """A NumPy array of a call as a tensor with the same order of axes in memory; anything else as it is."""
     if isinstance(x, ft.Spans):
         return ft.Spans.of(tensor(x.limits))
     if not isinstance(x, np.ndarray):
         return x
     if x.dtype == BFLOAT16:
-        return torch.from_numpy(x.copy().view(np.uint16)).view(torch.bfloat16).to(DEVICE)
-    return torch.from_numpy(x.copy()).to(DEVICE)
+        return torch.from_numpy(x.copy("K").view(np.uint16)).view(torch.bfloat16).to(DEVICE)
+    return torch.from_numpy(x.copy("K")).to(DEVICE)
 
 
 def array(x: Any) -> Any:

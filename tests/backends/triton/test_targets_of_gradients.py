@@ -1,4 +1,4 @@
-"""attention_backward() by the Triton kernels: blocks of keys, float32 gradients, and buffers that are added to."""
+"""The Triton kernels: blocks of keys, float32 gradients, buffers that are added to, order of results in memory."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ pytestmark = [
 SIZE = Size(1, 2, 1, 34, 70, 16, 16)
 
 
-def backward(call: Call, out: Any, lse: Any, dtype: str, into: ft.Grads | None = None) -> ft.Grads:
-    run, inputs = dispatch.named("triton").prepare(kernels.problem_of(call))
+def backward(
+    call: Call, out: Any, lse: Any, dtype: str, into: ft.Grads | None = None, backend: str = "triton"
+) -> ft.Grads:
+    run, inputs = dispatch.named(backend).prepare(kernels.problem_of(call))
     given = map(kernels.tensor, (call.dout, out, lse, call.dlse))
     target = Target(dtype) if into is None else Target(dtype, into)
     grads: ft.Grads = run.backward(inputs, *given, target=target)
@@ -70,3 +72,26 @@ def test_gradients_that_are_not_rounded() -> None:
         assert x.dtype is torch.bfloat16 and y.dtype is torch.float32
         torch.testing.assert_close(x.float(), y, rtol=2**-7, atol=1e-6)  # the interpreter truncates
         assert not torch.equal(x.float(), y)
+
+
+def test_the_hopper_kernels_leave_gradients_that_are_not_rounded_to_these() -> None:
+    call = build(Case(SIZE, "bfloat16", ("causal",)))
+    out, lse = ft.attention(call.q, call.k, call.v, causal=True, return_lse=True, backend="tiles")
+    found, wanted = (backward(call, out, lse, "float32", backend=name) for name in ("gluon", "triton"))
+    for x, y in zip(found[:3], wanted[:3], strict=True):
+        assert x.dtype is torch.float32 and torch.equal(x, y)
+
+
+@pytest.mark.parametrize("layout", ["rows first", "transposed"])
+def test_results_have_the_order_of_their_inputs(layout: str) -> None:
+    call = build(Case(SIZE, "float32", ("causal",), layout))
+    run, inputs = dispatch.named("triton").prepare(kernels.problem_of(call))
+    out, lse = run.forward(inputs)
+    want, want_lse = ft.attention(call.q, call.k, call.v, causal=True, return_lse=True, backend="tiles")
+    np.testing.assert_allclose(out.numpy(), want, 1e-5, 1e-5)
+    grads = run.backward(inputs, *map(kernels.tensor, (call.dout, want, want_lse)), None)
+    wanted = ft.attention_backward(call.dout, call.q, call.k, call.v, want, want_lse, causal=True, backend="tiles")
+    assert lse.is_contiguous()
+    for x, y in zip((out, *grads[:3]), (want, *wanted[:3]), strict=True):
+        np.testing.assert_allclose(x.numpy(), y, 1e-4, 1e-4)
+        assert x.stride() == tuple(n // y.itemsize for n in y.strides)

@@ -165,9 +165,10 @@ class _Workspace:
         self.turns = scratch.part((self.size // 4096,), torch.int32) if p.deterministic else None
         by_head = use_pdl and not p.packed  # heads of packed sequences have no fixed number of tasks
         self.complete = scratch.part((p.kv_heads * p.q.shape[0],), torch.int32) if by_head else None
-        # The memory of the result dQ is unused until the kernel is done, and these statistics are unused after it.
+        # The memory of the result dQ is unused until the kernel is done, and these statistics are unused after it. If
+        # its heads are interleaved, all of them would have to wait for that.
         borrowed, dq_bytes = 2 * self.all_heads * self.padded * 4, dq.numel * ITEMSIZE[p.dtype]
-        fits = dq_bytes >= borrowed
+        fits = dq_bytes >= borrowed and dq.is_contiguous
         self.rows = DQ._replace(view=_as_rows) if fits else scratch.part(self.rows_shape, torch.float32)
         # Heads whose dQ waits for the whole kernel: those whose memory is borrowed, and at least one (pdl.py).
         self.waiting_heads = max(1, -(-self.all_heads * borrowed // max(1, dq_bytes))) if by_head else self.all_heads
@@ -176,7 +177,7 @@ class _Workspace:
 
 def _as_rows(dq: Any) -> Any:
     """The memory of dQ as statistics."""
-    return dq.view(torch.float32).as_strided((dq.numel() // 2,), (1,))
+    return dq.view(torch.float32)
 
 
 def _begin(p: Problem, space: _Workspace, inputs: dict[str, Strides | None], use_pdl: bool) -> BoundLaunch:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from flashtile import dispatch
 from flashtile.backends.gluon.backward import Backward
 from flashtile.backends.gluon.forward import Forward
 from flashtile.backends.gpu.passes import Passes
 from flashtile.backends.gpu.tensors import aligned
-from flashtile.backends.triton.backward import Backward as PortableBackward
 from flashtile.problem import Problem
 from flashtile.results import Grads
 
@@ -31,6 +31,12 @@ class Runner(Passes):
         self, given: tuple[Any, ...], outlines: tuple[Any, ...], bias_grad: bool, dtype: str | None
     ) -> Callable[..., Grads]:
         if dtype not in (None, self._problem.dtype):  # these kernels store 16 bits
-            is_aligned = self._aligned | {"dout": aligned(given[0])}
-            return PortableBackward(self._problem, self._device, is_aligned, outlines, bias_grad, dtype)
-        return Backward(self._problem, self._device, outlines, may_share=dtype is not None)
+            is_aligned, other = self._aligned | {"dout": aligned(given[0])}, dispatch.named("gluon").gradients_by
+            assert other is not None
+            run: Callable[..., Grads] = (
+                dispatch.named(other)
+                .load()
+                .prepare_backward(self._problem, self._device, is_aligned, outlines, bias_grad, dtype)
+            )
+            return run
+        return Backward(self._problem, self._device, outlines, dtype is not None)

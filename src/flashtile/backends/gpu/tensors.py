@@ -121,14 +121,15 @@ class Result:
     like: q, k or v, rank 4.
     """
 
-    __slots__ = ("_strides", "device", "discarded", "dtype", "empty", "numel", "shape", "strides")
+    __slots__ = ("_strides", "device", "discarded", "dtype", "empty", "is_contiguous", "numel", "shape", "strides")
 
     def __init__(
         self, p: Problem, heads: int, n: int, dim: int | None, dtype: str, device: Any, like: Any = None
     ) -> None:
         contiguous = (0, 2, 1) if p.packed else (0, 1, 2)
         whole = (p.q.shape[0], heads, n, 1 if dim is None else dim)
-        strides = strides_of(whole, contiguous if like is None else p.order_of(like))
+        order = contiguous if like is None else p.order_of(like)
+        strides, self.is_contiguous = strides_of(whole, order), order == contiguous
         axes = axes_of_caller(p.rank, p.packed)[: None if dim is not None else -1]
         self.shape, self._strides = tuple(whole[axis] for axis in axes), tuple(strides[axis] for axis in axes)
         self.strides = (0 if p.packed else strides[0], strides[1], strides[2])

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from flashtile.backends.gpu import missing, why_not
 from flashtile.cost.tiling import Tiling
 from flashtile.inputs import Inputs
 from flashtile.problem import Problem
+from flashtile.results import Grads
 
 if TYPE_CHECKING:
     from flashtile.backends.triton.passes import Runner
 
-__all__ = ["missing", "prepare", "tile", "why_not"]
+__all__ = ["missing", "prepare", "prepare_backward", "tile", "why_not"]
 
 
 def tile(problem: Problem, capability: tuple[int, int] | str | None = None) -> Tiling:
@@ -33,3 +35,10 @@ def prepare(problem: Problem, arrays: Any = None) -> tuple[Runner, Inputs]:
 
     p = laid_out(problem)
     return Runner(p, reusable=p is problem), Inputs.of(p)
+
+
+def prepare_backward(*arguments: Any) -> Callable[..., Grads]:
+    """Prepare the launches of a backward pass alone, for a backend whose own kernels lack it. See Backward."""
+    from flashtile.backends.triton.backward import Backward
+
+    return Backward(*arguments)

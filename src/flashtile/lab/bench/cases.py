@@ -109,12 +109,12 @@ CPU = (
     ),
     Group(
         "model",
-        "forward + backward as a model calls it: from views of projections to the input of the next one",
+        "forward + backward, causal, as a model calls it: from views of projections to the input of the next one",
         tuple(
             case
             for entry in PROJECTIONS
             for dtype in ("float32", "bfloat16")
-            for case in _grid((2048,), dtype=dtype, direction=TRAINING, entry=entry)
+            for case in _grid((2048,), dtype=dtype, direction=TRAINING, options=CAUSAL, entry=entry)
         ),
         bar=0.90,
         reach=0.80,

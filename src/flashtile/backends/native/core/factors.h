@@ -2,6 +2,7 @@
 // The two numbers of a Pair are neighbours along the axis of the sum. One instruction, where the processor has it,
 // multiplies both and adds them to a float.
 #pragma once
+#include "prefetch.h"
 #include "scores.h"
 
 template <class T> constexpr int64_t factors(int64_t n) { return (n + FACTOR_SIZE<T> - 1) / FACTOR_SIZE<T>; }
@@ -100,10 +101,11 @@ INLINE void score_tile(Vec<R> (&acc)[M][N], Rows<T> K, int k, const T* q, int le
     UNROLL for (int i = 0; i < M; i++)
       UNROLL for (int j = 0; j < N; j++) acc[i][j] = opaque(acc[i][j] * splat(by));
 }
-// S[key][lane] = by K q for N of the vectors of L lanes
+// S[key][lane] = by K q for N of the vectors of L lanes. A turn of the rows ahead for each tile.
 template <class R, class T, int N, int L>
-NOINLINE void scores(Rows<T> K, int n, const T* q, int length, R by, R* S) {
+NOINLINE void scores(Rows<T> K, int n, const T* q, int length, R by, R* S, RowsAhead* ahead = nullptr) {
   for_tiles<piece_rows(N, L / W<R>)>(0, n, [=](auto rows, int k) __attribute__((always_inline)) {
+    if (ahead) ahead->turn();
     Vec<R> acc[rows][N];
     score_tile<R, L>(acc, K, k, q, length, by);
     store_tile<R>(acc, S + k * L, L);

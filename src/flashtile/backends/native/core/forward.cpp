@@ -106,7 +106,7 @@ template <class T> struct KeyBlock {
 };
 // Process one group of queries, q[factors(dim)][lanes], and one block of keys. Every option is its own pass over S.
 template <class R, class T>
-void step(const Block<R>& b, KeyBlock<T>& keys, const T* q, State<R> x, R* S, R shrink, RowsAhead& ahead) {
+void step(const Block<R>& b, KeyBlock<T>& keys, const T* q, State<R> x, R* S, R shrink, Prefetcher& prefetcher) {
   const int dim = (int)b.p.dim, v_dim = (int)b.p.v_dim, L = b.lanes.padded, length = (int)factors<T>(b.n);
   const int64_t skip = b.j - keys.j;
   const Rows<T> K = skip_rows(keys.K, skip), V = skip_rows(keys.V, skip / FACTOR_SIZE<T>);
@@ -118,7 +118,7 @@ void step(const Block<R>& b, KeyBlock<T>& keys, const T* q, State<R> x, R* S, R 
     dispatch_pieces<N>(pieces, [&](const Piece& x, auto n) __attribute__((always_inline)) {
       const int at = x.first * W<R>;
       scores<R, T, n, N * W<R>>(skip_rows(K, x.from), x.to - x.from, q + at, (int)factors<T>(dim),
-                                split_scale<R, T>(b.p).after, S + x.from * L + at, &ahead);
+                                split_scale<R, T>(b.p).after, S + x.from * L + at, prefetcher);
     });
     adjust_scores(b, S);
     if (partial) hide(b, S, R(-INFINITY));
@@ -182,7 +182,7 @@ template <class R, class T> class Forward {
  public:
   Forward(const ft_problem& p, R* row_max)
       : p(p), row_max(row_max), plan(p), dim((int)p.dim), v_dim((int)p.v_dim), item(item_size(p.dtype)),
-        scratch(std::min(p.threads, plan.tasks),
+        prefetches(from_memory(p)), scratch(std::min(p.threads, plan.tasks),
                 sizeof(R) * (plan.groups_at_once * (state_size() + q_size()) + buffer_size())),
         split_states(plan.splits > 1 ? plan.tasks : 0, sizeof(R) * state_size()) {}
 
@@ -248,15 +248,15 @@ template <class R, class T> class Forward {
       for (int g = 0; g < groups; g++) found.end = std::max(found.end, lanes[g].seen.last(block_end));
       return found;
     };
-    RowsAhead ahead;
+    Prefetcher prefetcher(prefetches);
     KeyRange next = next_block(t.split * plan.split_keys);
     while (next.first < split_end) {
       const int64_t first = next.first, end = next.end;
       next = next_block((first / BLOCK_KEYS + 1) * BLOCK_KEYS);
-      look_ahead(number, t, lanes[groups - 1].last, next, ahead);
+      prefetch_next(number, t, lanes[groups - 1].last, next, prefetcher);
       int64_t seen = 0;
       for (int g = 0; g < groups; g++) seen += lanes[g].seen.before(end) - lanes[g].seen.before(first);
-      ahead.spread(seen / tile_rows(NV));
+      prefetcher.spread(seen / tile_rows(NV));
       const int64_t j = first - first % FACTOR_SIZE<T>;  // the same keys share a factor in every task
       const int n = (int)(end - j);
       const char *k = key_row(p.k, item, t.s, kv_head, j), *v = key_row(p.v, item, t.s, kv_head, j);
@@ -266,10 +266,10 @@ template <class R, class T> class Forward {
         lanes[g].seen.for_each_part(j, end, MIN_GAP, [&](int64_t from, int64_t to) {
           const Range whole = whole_factors<T>((int)(from - j), (int)(to - j), n);
           step<R, T>(Block<R>{p, lanes[g], j + whole.from, whole.to - whole.from}, keys, q + g * q_size(), state(g), S,
-                     shrink, ahead);
+                     shrink, prefetcher);
         });
       }
-      ahead.rest();
+      prefetcher.rest();
     }
     const int64_t last = lanes[groups - 1].last;
     if (plan.splits > 1) return last;
@@ -281,23 +281,23 @@ template <class R, class T> class Forward {
   }
 
   // What is needed after the current block of keys: the next one, or the rows of out and what the next task begins with.
-  void look_ahead(int64_t number, const Task& t, int64_t last, KeyRange next, RowsAhead& ahead) {
-    ahead.clear();
+  void prefetch_next(int64_t number, const Task& t, int64_t last, KeyRange next, Prefetcher& prefetcher) {
+    prefetcher.clear();
     const auto add_keys = [&](const Task& t, int64_t first, int64_t end) {
       const int64_t kv_head = t.head / (p.q_heads / p.kv_heads);
-      ahead.add(key_row(p.k, item, t.s, kv_head, first), item * p.k.row, item * dim, end - first);
-      ahead.add(key_row(p.v, item, t.s, kv_head, first), item * p.v.row, item * v_dim, end - first);
+      prefetcher.add(key_row(p.k, item, t.s, kv_head, first), item * p.k.row, item * dim, end - first);
+      prefetcher.add(key_row(p.v, item, t.s, kv_head, first), item * p.v.row, item * v_dim, end - first);
     };
     if (next.first < next.end) return add_keys(t, next.first, next.end);
     const int64_t out_item = item_size(p.out_dtype);
     if (plan.splits == 1)
-      ahead.add(query_row(p.out, out_item, t.s, t.head, t.first), out_item * p.out.row, out_item * v_dim, last - t.first);
+      prefetcher.add(query_row(p.out, out_item, t.s, t.head, t.first), out_item * p.out.row, out_item * v_dim, last - t.first);
     Task x = t;
     if (last < t.last) x.first = last;
     else if (number + p.threads < plan.tasks) x = Task(p, plan, number + p.threads);  // if tasks take equally long
     else return;
     if (x.first >= x.last) return;
-    ahead.add(query_row(p.q, item, x.s, x.head, x.first), item * p.q.row, item * dim, x.last - x.first);
+    prefetcher.add(query_row(p.q, item, x.s, x.head, x.first), item * p.q.row, item * dim, x.last - x.first);
     const RowCuts seen = row_cuts(p, x.s, x.head, x.first, x.first + 1, 1);
     const int64_t first = seen.next(x.split * plan.split_keys);
     if (first < (x.split + 1) * plan.split_keys) add_keys(x, first, seen.last((first / BLOCK_KEYS + 1) * BLOCK_KEYS));
@@ -334,6 +334,7 @@ template <class R, class T> class Forward {
   const Plan<R> plan;
   const int dim, v_dim;
   const int64_t item;
+  const bool prefetches;
   const Scratch scratch, split_states;
 };
 

@@ -258,18 +258,24 @@ template <class R, int M, int N> INLINE void zero_tile(Vec<R> (&acc)[M][N]) {
 }
 // The same from zero, for a sum over the head dim, along which A is contiguous. Longer sums are made of partial sums:
 // one long chain of additions would lose twice the digits.
+// each_step() is called every STEP factors.
 constexpr int PARTIAL_SUM = 128;  // numbers per partial sum
-template <class R, class T, int M, int N>
-INLINE void dot_tile(Vec<R> (&acc)[M][N], const T* A, ptrdiff_t ai, const T* B, ptrdiff_t bk, int K) {
+constexpr int STEP = 32;
+template <class R, class T, int M, int N, class F>
+INLINE void dot_tile(Vec<R> (&acc)[M][N], const T* A, ptrdiff_t ai, const T* B, ptrdiff_t bk, int K, F&& each_step) {
   constexpr int MOST = PARTIAL_SUM / FACTOR_SIZE<T>;
   Vec<R> sum[M][N];
-  for (int k = 0;;) {
+  for (int at = 0;;) {
     zero_tile<R>(acc);
-    multiply_tile<R>(acc, A + k, ai, 1, B + k * bk, bk, K - k < MOST ? K - k : MOST);
-    if (k)
+    int k = at;
+    for (const int end = K - at < MOST ? K : at + MOST; k < end; k += STEP) {
+      each_step();
+      multiply_tile<R>(acc, A + k, ai, 1, B + k * bk, bk, end - k < STEP ? end - k : STEP);
+    }
+    if (at)
       UNROLL for (int i = 0; i < M; i++)
         UNROLL for (int j = 0; j < N; j++) acc[i][j] += sum[i][j];
-    if ((k += MOST) >= K) return;
+    if ((at += MOST) >= K) return;
     UNROLL for (int i = 0; i < M; i++)
       UNROLL for (int j = 0; j < N; j++) sum[i][j] = acc[i][j];
     asm("" : "+m"(sum));  // so that it stays in memory: acc takes the registers

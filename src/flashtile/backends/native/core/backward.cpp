@@ -53,7 +53,8 @@ template <class R, class T> class Backward {
   explicit Backward(const ft_problem& p)
       : p(p), item(item_size(p.dtype)), out_item(item_size(p.out_dtype)), group(p.q_heads / p.kv_heads),
         dim((int)p.dim), v_dim((int)p.v_dim), padded_dim(round_up(p.dim, W<R>)), padded_v_dim(round_up(p.v_dim, W<R>)),
-        few_queries(decode_fits<R>(p)), prefetches(from_memory(p)), schedule(p), visits(p, schedule.block_keys), statistics(p), dq_sum(p, visits) {
+        few_queries(decode_fits<R>(p)), prefetches(from_memory(p)), schedule(p), visits(p, schedule.block_keys),
+        statistics(p), dq_sum(p, visits) {
     layout();
   }
   int run();
@@ -217,7 +218,7 @@ void Backward<R, T>::query_block(KeyBlock& keys, Visit here, Visit next, R* scra
   });
 }
 
-// What is needed after these queries: their rows of dq, the next queries, and the keys that these do not see.
+// Prefetch what is needed after these queries: their rows of dq, the next ones, and the keys that only those see.
 template <class R, class T>
 void Backward<R, T>::prefetch_next(const KeyBlock& keys, const QueryBlock& here, Visit next) const {
   const Sequence& s = keys.s;
@@ -237,7 +238,7 @@ void Backward<R, T>::prefetch_next(const KeyBlock& keys, const QueryBlock& here,
     keys.prefetcher.add(key_row(p.k, item, s, kv_head, from), item * p.k.row, item * dim, to - from);
     keys.prefetcher.add(key_row(p.v, item, s, kv_head, from), item * p.v.row, item * v_dim, to - from);
   }
-  int64_t seen = 0;
+  int64_t seen = 0;  // keys, by all groups
   for (int g = 0; g < here.groups; g++) {
     const RowCuts& cuts = here.group[g].lanes.seen;
     seen += cuts.before(end) - cuts.before(keys.first);

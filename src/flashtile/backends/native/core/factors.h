@@ -97,7 +97,7 @@ template <class R, class T> Scale<R> split_scale(const ft_problem& p) {
 // It is a turn of the prefetcher.
 template <class R, int L, class T, int M, int N>
 INLINE void score_tile(Vec<R> (&acc)[M][N], Rows<T> K, int k, const T* q, int length, R by, Prefetcher& prefetcher) {
-  Prefetcher::Turn turn = prefetcher.turn((length + STEP - 1) / STEP);
+  Prefetcher::Turn turn = prefetcher.turn((length + DOT_STEP - 1) / DOT_STEP);
   dot_tile<R>(acc, K.data + k * K.row, K.row, q, L, length, [&]() __attribute__((always_inline)) { turn.step(); });
   if constexpr (FACTOR_SIZE<T> > 1)
     UNROLL for (int i = 0; i < M; i++)

@@ -212,6 +212,7 @@ template <class R, class T> class Forward {
   struct KeyRange {
     int64_t first, end;
   };
+  static int64_t end_of_block(int64_t key) { return (key / BLOCK_KEYS + 1) * BLOCK_KEYS; }
 
   void attend(int64_t thread, int64_t number, R shrink) {
     Task t(p, plan, number);
@@ -244,17 +245,16 @@ template <class R, class T> class Forward {
       KeyRange found = {INT64_MAX, 0};
       for (int g = 0; g < groups; g++) found.first = std::min(found.first, lanes[g].seen.next(from));
       if (found.first >= split_end) return KeyRange{split_end, split_end};
-      const int64_t block_end = (found.first / BLOCK_KEYS + 1) * BLOCK_KEYS;
-      for (int g = 0; g < groups; g++) found.end = std::max(found.end, lanes[g].seen.last(block_end));
+      for (int g = 0; g < groups; g++) found.end = std::max(found.end, lanes[g].seen.last(end_of_block(found.first)));
       return found;
     };
     Prefetcher prefetcher(prefetches);
     KeyRange next = next_block(t.split * plan.split_keys);
     while (next.first < split_end) {
       const int64_t first = next.first, end = next.end;
-      next = next_block((first / BLOCK_KEYS + 1) * BLOCK_KEYS);
+      next = next_block(end_of_block(first));
       prefetch_next(number, t, lanes[groups - 1].last, next, prefetcher);
-      int64_t seen = 0;
+      int64_t seen = 0;  // keys, by all groups
       for (int g = 0; g < groups; g++) seen += lanes[g].seen.before(end) - lanes[g].seen.before(first);
       prefetcher.spread(seen / tile_rows(NV));
       const int64_t j = first - first % FACTOR_SIZE<T>;  // the same keys share a factor in every task
@@ -280,27 +280,29 @@ template <class R, class T> class Forward {
     return last;
   }
 
-  // What is needed after the current block of keys: the next one, or the rows of out and what the next task begins with.
+  // Prefetch what is needed after the current block of keys: the next block; or, if there is none, the rows of out
+  // before query `last`, and what the next task of this thread begins with, if tasks take equally long.
   void prefetch_next(int64_t number, const Task& t, int64_t last, KeyRange next, Prefetcher& prefetcher) {
-    prefetcher.clear();
-    const auto add_keys = [&](const Task& t, int64_t first, int64_t end) {
-      const int64_t kv_head = t.head / (p.q_heads / p.kv_heads);
-      prefetcher.add(key_row(p.k, item, t.s, kv_head, first), item * p.k.row, item * dim, end - first);
-      prefetcher.add(key_row(p.v, item, t.s, kv_head, first), item * p.v.row, item * v_dim, end - first);
+    const auto add_queries = [&](const ft_tensor& x, int64_t item, int64_t width, const Task& t, int64_t last) {
+      prefetcher.add(query_row(x, item, t.s, t.head, t.first), item * x.row, item * width, last - t.first);
     };
-    if (next.first < next.end) return add_keys(t, next.first, next.end);
-    const int64_t out_item = item_size(p.out_dtype);
-    if (plan.splits == 1)
-      prefetcher.add(query_row(p.out, out_item, t.s, t.head, t.first), out_item * p.out.row, out_item * v_dim, last - t.first);
+    const auto add_keys = [&](const Task& t, KeyRange keys) {
+      const int64_t kv_head = t.head / (p.q_heads / p.kv_heads), n = keys.end - keys.first;
+      prefetcher.add(key_row(p.k, item, t.s, kv_head, keys.first), item * p.k.row, item * dim, n);
+      prefetcher.add(key_row(p.v, item, t.s, kv_head, keys.first), item * p.v.row, item * v_dim, n);
+    };
+    prefetcher.clear();
+    if (next.first < next.end) return add_keys(t, next);
+    if (plan.splits == 1) add_queries(p.out, item_size(p.out_dtype), v_dim, t, last);
     Task x = t;
-    if (last < t.last) x.first = last;
-    else if (number + p.threads < plan.tasks) x = Task(p, plan, number + p.threads);  // if tasks take equally long
+    if (last < t.last) x.first = last;  // groups of this task that did not fit
+    else if (number + p.threads < plan.tasks) x = Task(p, plan, number + p.threads);
     else return;
     if (x.first >= x.last) return;
-    prefetcher.add(query_row(p.q, item, x.s, x.head, x.first), item * p.q.row, item * dim, x.last - x.first);
+    add_queries(p.q, item, dim, x, x.last);
     const RowCuts seen = row_cuts(p, x.s, x.head, x.first, x.first + 1, 1);
     const int64_t first = seen.next(x.split * plan.split_keys);
-    if (first < (x.split + 1) * plan.split_keys) add_keys(x, first, seen.last((first / BLOCK_KEYS + 1) * BLOCK_KEYS));
+    if (first < (x.split + 1) * plan.split_keys) add_keys(x, {first, seen.last(end_of_block(first))});
   }
 
   // Merge the splits of a group of lanes. Where keys are split, a task has one group, and its splits are consecutive.

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "flashtile.h"
+#include "elements.h"
 #include "prefetch.h"
 #include "sequence.h"
 
@@ -82,6 +82,6 @@ class Prefetcher {
 // Whether the rows of a call are probably not in a cache.
 inline bool from_memory(const ft_problem& p) {
   const int64_t keys = p.cu_k ? p.cu_k[p.sequences] : p.sequences * p.kv_len;
-  const int64_t item = p.dtype == FT_F64 ? 8 : p.dtype == FT_F32 ? 4 : 2;
-  return (total_queries(p) * p.q_heads * p.dim + keys * p.kv_heads * (p.dim + p.v_dim)) * item > CALL_IN_CACHE;
+  const int64_t numbers = total_queries(p) * p.q_heads * p.dim + keys * p.kv_heads * (p.dim + p.v_dim);
+  return numbers * item_size(p.dtype) > CALL_IN_CACHE;
 }

@@ -257,10 +257,9 @@ template <class R, int M, int N> INLINE void zero_tile(Vec<R> (&acc)[M][N]) {
     UNROLL for (int j = 0; j < N; j++) acc[i][j] = Vec<R>{};
 }
 // The same from zero, for a sum over the head dim, along which A is contiguous. Longer sums are made of partial sums:
-// one long chain of additions would lose twice the digits.
-// each_step() is called every STEP factors.
+// one long chain of additions would lose twice the digits. each_step() is called every DOT_STEP factors.
 constexpr int PARTIAL_SUM = 128;  // numbers per partial sum
-constexpr int STEP = 32;
+constexpr int DOT_STEP = 16;
 template <class R, class T, int M, int N, class F>
 INLINE void dot_tile(Vec<R> (&acc)[M][N], const T* A, ptrdiff_t ai, const T* B, ptrdiff_t bk, int K, F&& each_step) {
   constexpr int MOST = PARTIAL_SUM / FACTOR_SIZE<T>;
@@ -268,9 +267,9 @@ INLINE void dot_tile(Vec<R> (&acc)[M][N], const T* A, ptrdiff_t ai, const T* B, 
   for (int at = 0;;) {
     zero_tile<R>(acc);
     int k = at;
-    for (const int end = K - at < MOST ? K : at + MOST; k < end; k += STEP) {
+    for (const int end = K - at < MOST ? K : at + MOST; k < end; k += DOT_STEP) {
       each_step();
-      multiply_tile<R>(acc, A + k, ai, 1, B + k * bk, bk, end - k < STEP ? end - k : STEP);
+      multiply_tile<R>(acc, A + k, ai, 1, B + k * bk, bk, end - k < DOT_STEP ? end - k : DOT_STEP);
     }
     if (at)
       UNROLL for (int i = 0; i < M; i++)

@@ -218,26 +218,37 @@ void Backward<R, T>::query_block(KeyBlock& keys, Visit here, Visit next, R* scra
   });
 }
 
-// Prefetch what is needed after these queries: their rows of dq, the next ones, and the keys that only those see.
+// Prefetch what is needed after these queries: their rows of dq; the next ones, and the keys that only those see; and
+// the rows of dk and dv of the keys that those no longer see.
 template <class R, class T>
 void Backward<R, T>::prefetch_next(const KeyBlock& keys, const QueryBlock& here, Visit next) const {
   const Sequence& s = keys.s;
-  const int64_t end = keys.first + keys.n;
-  keys.prefetcher.clear();
-  const auto add = [&](const ft_tensor& t, int64_t item, int64_t columns, int64_t head, int64_t first, int64_t n) {
+  const int64_t end = keys.first + keys.n, kv_head = here.head / group;
+  const auto add_queries = [&](const ft_tensor& t, int64_t item, int64_t columns, int64_t head, int64_t first,
+                               int64_t n) {
     keys.prefetcher.add(query_row(t, item, s, head, first), item * t.row, item * columns, n);
   };
-  if (item == sizeof(R)) add(p.dq, item, dim, here.head, here.first, here.n);
+  const auto add_keys = [&](const ft_tensor& t, int64_t columns, int64_t from, int64_t to) {
+    if (from < to) keys.prefetcher.add(key_row(t, item, s, kv_head, from), item * t.row, item * columns, to - from);
+  };
+  const auto cuts_of = [&](int64_t head, int64_t query) { return row_cuts(p, s, head, query, query + 1, 1); };
+  keys.prefetcher.clear();
+  if (item == sizeof(R)) add_queries(p.dq, item, dim, here.head, here.first, here.n);
+  int64_t done = end;  // keys before this one are seen by no later queries, if their limits rise
   if (next.block >= 0) {
     const int64_t first = next.block * BLOCK_QUERIES<R>, last = std::min(first + BLOCK_QUERIES<R>, s.q_len);
-    add(p.q, item, dim, next.head, first, last - first);
-    add(p.dout, out_item, v_dim, next.head, first, last - first);
-    const int64_t seen = row_cuts(p, s, here.head, here.first + here.n - 1, here.first + here.n, 1).last(end);
-    const int64_t from = row_cuts(p, s, next.head, first, first + 1, 1).next(std::max(seen, keys.first));
-    const int64_t to = row_cuts(p, s, next.head, last - 1, last, 1).last(end), kv_head = next.head / group;
-    keys.prefetcher.add(key_row(p.k, item, s, kv_head, from), item * p.k.row, item * dim, to - from);
-    keys.prefetcher.add(key_row(p.v, item, s, kv_head, from), item * p.v.row, item * v_dim, to - from);
+    add_queries(p.q, item, dim, next.head, first, last - first);
+    add_queries(p.dout, out_item, v_dim, next.head, first, last - first);
+    const RowCuts next_first = cuts_of(next.head, first);
+    const int64_t seen = cuts_of(here.head, here.first + here.n - 1).last(end);
+    const int64_t from = next_first.next(std::max(seen, keys.first)), to = cuts_of(next.head, last - 1).last(end);
+    add_keys(p.k, dim, from, to);
+    add_keys(p.v, v_dim, from, to);
+    done = next.head == here.head ? std::min(next_first.next(keys.first), end) : 0;
   }
+  const int64_t begin = std::max(keys.first, cuts_of(here.head, here.first).next(keys.first));
+  add_keys(p.dk, dim, begin, done);
+  add_keys(p.dv, v_dim, begin, done);
   int64_t seen = 0;  // keys, by all groups
   for (int g = 0; g < here.groups; g++) {
     const RowCuts& cuts = here.group[g].lanes.seen;

@@ -53,7 +53,7 @@ class Prefetcher {
   }
 
  private:
-  static constexpr int MOST = 64, MAX_PARTS = 6;
+  static constexpr int MOST = 64, MAX_PARTS = 8;
   struct Part {
     const char* row;
     int64_t stride, row_lines, rows;

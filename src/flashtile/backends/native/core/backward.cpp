@@ -53,7 +53,8 @@ template <class R, class T> class Backward {
   explicit Backward(const ft_problem& p)
       : p(p), item(item_size(p.dtype)), out_item(item_size(p.out_dtype)), group(p.q_heads / p.kv_heads),
         dim((int)p.dim), v_dim((int)p.v_dim), padded_dim(round_up(p.dim, W<R>)), padded_v_dim(round_up(p.v_dim, W<R>)),
-        few_queries(decode_fits<R>(p)), schedule(p), visits(p, schedule.block_keys), statistics(p), dq_sum(p, visits) {
+        few_queries(decode_fits<R>(p)), prefetches(from_memory(p)), schedule(p), visits(p, schedule.block_keys),
+        statistics(p), dq_sum(p, visits) {
     layout();
   }
   int run();
@@ -64,6 +65,7 @@ template <class R, class T> class Backward {
   const int dim, v_dim;
   const int64_t padded_dim, padded_v_dim;  // rounded up to whole vectors
   const bool few_queries;                  // forward was decode, so S is summed as in decode
+  const bool prefetches;
   const BackwardSchedule<R> schedule;
   Visits<R> visits;
   RowStatistics<R, T> statistics;
@@ -76,12 +78,16 @@ template <class R, class T> class Backward {
   } at;
   struct KeyBlock;
   struct QueryBlock;
+  struct Visit {  // of a block of the queries of a head, or of none
+    int64_t head = -1, block = -1;
+  };
 
   Block<R> block(const KeyBlock& keys, const Group<R, T>& g) const;
   Range seen_keys(const KeyBlock& keys, const Group<R, T>& g, int from, int to) const;  // of these of a block
   void layout();
   void key_block(int64_t s, int64_t kv_head, int64_t block, R* scratch);
-  void query_block(KeyBlock& keys, int64_t head, int64_t block, R* scratch);
+  void query_block(KeyBlock& keys, Visit here, Visit next, R* scratch);
+  void prefetch_next(const KeyBlock& keys, const QueryBlock& here, Visit next) const;
   void pack_queries(const char* q, int n, R* to) const;
   void load_queries(KeyBlock& keys, QueryBlock& queries, R* scratch);
   void compute_weights(const KeyBlock& keys, QueryBlock& queries, int k0, int k1);
@@ -125,7 +131,8 @@ template <class R, class T> struct Backward<R, T>::KeyBlock {
   const int n;                 // keys in use
   Rows<T> K, V;         // as factors of sums along the rows
   Rows<T> K_over_rows;  // as factors of sums over the rows
-  int k_finite = -1;    // not known yet
+  Prefetcher& prefetcher;
+  int k_finite = -1;  // not known yet
 };
 
 template <class R, class T> Block<R> Backward<R, T>::block(const KeyBlock& keys, const Group<R, T>& g) const {
@@ -149,15 +156,22 @@ template <class R, class T> void Backward<R, T>::key_block(int64_t index, int64_
   Rows<T> K_over_rows = K;
   if constexpr (FACTOR_SIZE<T> > 1)
     K_over_rows = factors_over_rows<R, T>(k, p.dtype, p.k.row, n, dim, dim, (T*)(scratch + at.K_over_rows));
-  KeyBlock keys{s, block, first, n, K, V, K_over_rows};
+  Prefetcher prefetcher(prefetches);
+  KeyBlock keys{s, block, first, n, K, V, K_over_rows, prefetcher};
   const int64_t grad_item = item_size(p.grad_dtype);
   const bool add_dk = p.add & FT_ADD_DK, add_dv = p.add & FT_ADD_DV;
   R *dk = scratch + at.dk, *dv = scratch + at.dv;
   memset(dk, 0, sizeof(R) * n * padded_dim);
   memset(dv, 0, sizeof(R) * n * padded_v_dim);
+  Visit here;
+  const auto visit = [&](Visit next) {
+    if (here.block >= 0) query_block(keys, here, next, scratch);
+    here = next;
+  };
   if (n > 0 && s.q_len > 0)
     for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++)
-      visits.for_each_query_block(s, head, block, [&](int64_t x) { query_block(keys, head, x, scratch); });
+      visits.for_each_query_block(s, head, block, [&](int64_t x) { visit({head, x}); });
+  visit({});
   store_rows<R>(dk, padded_dim, n, dim, (R)p.scale, add_dk, key_row(p.dk, grad_item, s, kv_head, first), p.grad_dtype,
                 p.dk.row);
   store_rows<R>(dv, padded_v_dim, n, v_dim, R(1), add_dv, key_row(p.dv, grad_item, s, kv_head, first), p.grad_dtype,
@@ -185,10 +199,12 @@ template <class R, class T> struct Backward<R, T>::QueryBlock {
 };
 
 template <class R, class T>
-void Backward<R, T>::query_block(KeyBlock& keys, int64_t head, int64_t block, R* scratch) {
+void Backward<R, T>::query_block(KeyBlock& keys, Visit here, Visit next, R* scratch) {
+  const int64_t head = here.head, block = here.block;
   const int64_t first = block * BLOCK_QUERIES<R>, n = std::min<int64_t>(BLOCK_QUERIES<R>, keys.s.q_len - first);
   QueryBlock queries(head, first, (int)n);
   load_queries(keys, queries, scratch);
+  prefetch_next(keys, queries, next);
   const RowCuts seen = row_cuts(p, keys.s, head, first, first + n, 1);
   seen.for_each_part(keys.first, keys.first + keys.n, MIN_GAP, [&](int64_t begin, int64_t end) {
     const Range whole = whole_factors<T>((int)(begin - keys.first), (int)(end - keys.first), keys.n);
@@ -199,10 +215,50 @@ void Backward<R, T>::query_block(KeyBlock& keys, int64_t head, int64_t block, R*
       sum_over_queries(queries, queries.Q, queries.q_finite, scratch + at.dk, padded_dim);
     }
   });
+  keys.prefetcher.rest();
   dq_sum.in_turn(keys.s, head, block, keys.index, [&](bool is_first, bool is_last) {
     for (const Group<R, T>& g : queries)
       dq_sum.add(keys.s, head, g.lanes.first, g.lanes.used, g.dq, g.lanes.padded, is_first, is_last);
   });
+}
+
+// Prefetch what is needed after these queries: their rows of dq; the next ones, and the keys that only those see; and
+// the rows of dk and dv of the keys that those no longer see.
+template <class R, class T>
+void Backward<R, T>::prefetch_next(const KeyBlock& keys, const QueryBlock& here, Visit next) const {
+  const Sequence& s = keys.s;
+  const int64_t end = keys.first + keys.n, kv_head = here.head / group;
+  const auto add_queries = [&](const ft_tensor& t, int64_t item, int64_t columns, int64_t head, int64_t first,
+                               int64_t n) {
+    keys.prefetcher.add(query_row(t, item, s, head, first), item * t.row, item * columns, n);
+  };
+  const auto add_keys = [&](const ft_tensor& t, int64_t columns, int64_t from, int64_t to) {
+    if (from < to) keys.prefetcher.add(key_row(t, item, s, kv_head, from), item * t.row, item * columns, to - from);
+  };
+  const auto cuts_of = [&](int64_t head, int64_t query) { return row_cuts(p, s, head, query, query + 1, 1); };
+  keys.prefetcher.clear();
+  if (item == sizeof(R)) add_queries(p.dq, item, dim, here.head, here.first, here.n);
+  int64_t done = end;  // keys before this one are seen by no later queries, if their limits rise
+  if (next.block >= 0) {
+    const int64_t first = next.block * BLOCK_QUERIES<R>, last = std::min(first + BLOCK_QUERIES<R>, s.q_len);
+    add_queries(p.q, item, dim, next.head, first, last - first);
+    add_queries(p.dout, out_item, v_dim, next.head, first, last - first);
+    const RowCuts next_first = cuts_of(next.head, first);
+    const int64_t seen = cuts_of(here.head, here.first + here.n - 1).last(end);
+    const int64_t from = next_first.next(std::max(seen, keys.first)), to = cuts_of(next.head, last - 1).last(end);
+    add_keys(p.k, dim, from, to);
+    add_keys(p.v, v_dim, from, to);
+    done = next.head == here.head ? std::min(next_first.next(keys.first), end) : 0;
+  }
+  const int64_t begin = std::max(keys.first, cuts_of(here.head, here.first).next(keys.first));
+  add_keys(p.dk, dim, begin, done);
+  add_keys(p.dv, v_dim, begin, done);
+  int64_t seen = 0;  // keys, by all groups
+  for (int g = 0; g < here.groups; g++) {
+    const RowCuts& cuts = here.group[g].lanes.seen;
+    seen += cuts.before(end) - cuts.before(keys.first);
+  }
+  keys.prefetcher.spread(seen / tile_rows(NV));
 }
 
 // Pack n rows of q for few_query_scores; the rows past them are 0.
@@ -289,8 +345,9 @@ void Backward<R, T>::compute_weights(const KeyBlock& keys, QueryBlock& queries, 
           const Rows<T> rows = skip_rows(K, x.from);
           R* P = g.P + x.from * L + first;
           if (finished)
-            recompute_probabilities<R, T, n, L>(rows, x.to - x.from, g.q + first, length, by, g.row_max + first, P);
-          else scores<R, T, n, L>(rows, x.to - x.from, g.q + first, length, by, P);
+            recompute_probabilities<R, T, n, L>(rows, x.to - x.from, g.q + first, length, by, g.row_max + first, P,
+                                                 keys.prefetcher);
+          else scores<R, T, n, L>(rows, x.to - x.from, g.q + first, length, by, P, keys.prefetcher);
         });
       else if constexpr (FACTOR_SIZE<T> == 1)
         dispatch_rows<R>(queries.n, [&](auto n) { few_query_scores<R, R, n>(K.data, K.row, b.n, g.q, dim, g.P); });

@@ -4,11 +4,12 @@
 
 // P = exp(S - lse) with S = by K q, where no lse is coarse. Subtracting first keeps the rounding to that of S.
 template <class R, class T, int N, int L>
-NOINLINE void recompute_probabilities(Rows<T> K, int n, const T* q, int length, R by, const R* lse, R* P) {
-  for_tiles<piece_rows(N, L / W<R>)>(0, n, [=](auto m, int k) __attribute__((always_inline)) {
+NOINLINE void recompute_probabilities(Rows<T> K, int n, const T* q, int length, R by, const R* lse, R* P,
+                                      Prefetcher& prefetcher) {
+  for_tiles<piece_rows(N, L / W<R>)>(0, n, [=, &prefetcher](auto m, int k) __attribute__((always_inline)) {
     constexpr int M = m;
     Vec<R> acc[M][N];
-    score_tile<R, L>(acc, K, k, q, length, by);
+    score_tile<R, L>(acc, K, k, q, length, by, prefetcher);
     UNROLL for (int i = 0; i < M; i++) {
       UNROLL for (int j = 0; j < N; j++) acc[i][j] -= load(lse + j * W<R>);
       exp_each<R>(acc[i]);
@@ -31,7 +32,7 @@ NOINLINE void score_gradients(Rows<T> V, int n, const T* dout, int length, const
   for_tiles<piece_rows(N, L / W<R>)>(0, n, [=](auto m, int k) __attribute__((always_inline)) {
     constexpr int M = m;
     Vec<R> acc[M][N];
-    dot_tile<R>(acc, V.data + k * V.row, V.row, dout, L, length);
+    dot_tile<R>(acc, V.data + k * V.row, V.row, dout, L, length, [] {});
     UNROLL for (int i = 0; i < M; i++) UNROLL for (int j = 0; j < N; j++) {
       const int at = (k + i) * L + j * W<R>;
       if constexpr (DROPS) acc[i][j] *= load(Z + at);

@@ -33,7 +33,8 @@ template <class R> struct BackwardSchedule {
     const int64_t columns = (all_s ? 1 : p.sequences) * (all_h ? 1 : p.kv_heads), tile = TILE_KEYS<R>;
     const int64_t in_cache = 196608 / (int64_t)sizeof(R) / std::max(p.dim, p.v_dim) / tile * tile;
     block_keys = std::max(tile, std::min(in_cache, round_up(p.kv_len, tile)));
-    while (block_keys > tile && columns * ceil_div(p.kv_len, block_keys) < 32) block_keys -= tile;
+    const int64_t least = p.kv_len < 2 * tile && 2 * tile <= in_cache ? 2 * tile : tile;  // halves would be too small
+    while (block_keys > least && columns * ceil_div(p.kv_len, block_keys) < 32) block_keys -= tile;
     const int64_t count = std::max<int64_t>(1, ceil_div(p.kv_len, block_keys));
     block_keys = std::max<int64_t>(24, round_up(ceil_div(p.kv_len, count), 24));  // even blocks, whole register tiles
 

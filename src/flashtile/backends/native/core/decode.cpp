@@ -18,7 +18,6 @@ namespace {
 
 constexpr int BLOCK_KEYS = 64;             // keys per block
 constexpr int MIN_SPLIT = 512;             // keys per split, at least
-constexpr int CACHE_LINE = 64;             // bytes
 constexpr int ENOUGH_SPLITS = 32;          // over all sets of rows
 constexpr int PREFETCH_BYTES = 8 << 10;    // how far ahead rows are prefetched if they come from memory
 constexpr int64_t CACHED_BYTES = 4 << 20;  // keys and values of up to this size stay in a cache

@@ -2,6 +2,7 @@
 // The two numbers of a Pair are neighbours along the axis of the sum. One instruction, where the processor has it,
 // multiplies both and adds them to a float.
 #pragma once
+#include "prefetcher.h"
 #include "scores.h"
 
 template <class T> constexpr int64_t factors(int64_t n) { return (n + FACTOR_SIZE<T> - 1) / FACTOR_SIZE<T>; }
@@ -93,19 +94,21 @@ template <class R, class T> Scale<R> split_scale(const ft_problem& p) {
   return {power, scale / power};
 }
 // acc = by K q for rows k .. k+M-1, each a sum of `length` factors. Forward and backward share it, so scores are equal.
+// It is a turn of the prefetcher.
 template <class R, int L, class T, int M, int N>
-INLINE void score_tile(Vec<R> (&acc)[M][N], Rows<T> K, int k, const T* q, int length, R by) {
-  dot_tile<R>(acc, K.data + k * K.row, K.row, q, L, length);
+INLINE void score_tile(Vec<R> (&acc)[M][N], Rows<T> K, int k, const T* q, int length, R by, Prefetcher& prefetcher) {
+  Prefetcher::Turn turn = prefetcher.turn((length + DOT_STEP - 1) / DOT_STEP);
+  dot_tile<R>(acc, K.data + k * K.row, K.row, q, L, length, [&]() __attribute__((always_inline)) { turn.step(); });
   if constexpr (FACTOR_SIZE<T> > 1)
     UNROLL for (int i = 0; i < M; i++)
       UNROLL for (int j = 0; j < N; j++) acc[i][j] = opaque(acc[i][j] * splat(by));
 }
 // S[key][lane] = by K q for N of the vectors of L lanes
 template <class R, class T, int N, int L>
-NOINLINE void scores(Rows<T> K, int n, const T* q, int length, R by, R* S) {
-  for_tiles<piece_rows(N, L / W<R>)>(0, n, [=](auto rows, int k) __attribute__((always_inline)) {
+NOINLINE void scores(Rows<T> K, int n, const T* q, int length, R by, R* S, Prefetcher& prefetcher) {
+  for_tiles<piece_rows(N, L / W<R>)>(0, n, [=, &prefetcher](auto rows, int k) __attribute__((always_inline)) {
     Vec<R> acc[rows][N];
-    score_tile<R, L>(acc, K, k, q, length, by);
+    score_tile<R, L>(acc, K, k, q, length, by, prefetcher);
     store_tile<R>(acc, S + k * L, L);
   });
 }

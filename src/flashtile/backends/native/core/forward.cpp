@@ -106,7 +106,7 @@ template <class T> struct KeyBlock {
 };
 // Process one group of queries, q[factors(dim)][lanes], and one block of keys. Every option is its own pass over S.
 template <class R, class T>
-void step(const Block<R>& b, KeyBlock<T>& keys, const T* q, State<R> x, R* S, R shrink) {
+void step(const Block<R>& b, KeyBlock<T>& keys, const T* q, State<R> x, R* S, R shrink, Prefetcher& prefetcher) {
   const int dim = (int)b.p.dim, v_dim = (int)b.p.v_dim, L = b.lanes.padded, length = (int)factors<T>(b.n);
   const int64_t skip = b.j - keys.j;
   const Rows<T> K = skip_rows(keys.K, skip), V = skip_rows(keys.V, skip / FACTOR_SIZE<T>);
@@ -118,7 +118,7 @@ void step(const Block<R>& b, KeyBlock<T>& keys, const T* q, State<R> x, R* S, R 
     dispatch_pieces<N>(pieces, [&](const Piece& x, auto n) __attribute__((always_inline)) {
       const int at = x.first * W<R>;
       scores<R, T, n, N * W<R>>(skip_rows(K, x.from), x.to - x.from, q + at, (int)factors<T>(dim),
-                                split_scale<R, T>(b.p).after, S + x.from * L + at);
+                                split_scale<R, T>(b.p).after, S + x.from * L + at, prefetcher);
     });
     adjust_scores(b, S);
     if (partial) hide(b, S, R(-INFINITY));
@@ -182,7 +182,7 @@ template <class R, class T> class Forward {
  public:
   Forward(const ft_problem& p, R* row_max)
       : p(p), row_max(row_max), plan(p), dim((int)p.dim), v_dim((int)p.v_dim), item(item_size(p.dtype)),
-        scratch(std::min(p.threads, plan.tasks),
+        prefetches(from_memory(p)), scratch(std::min(p.threads, plan.tasks),
                 sizeof(R) * (plan.groups_at_once * (state_size() + q_size()) + buffer_size())),
         split_states(plan.splits > 1 ? plan.tasks : 0, sizeof(R) * state_size()) {}
 
@@ -208,6 +208,11 @@ template <class R, class T> class Forward {
       last = std::min(first + plan.groups_per_task * LANES<R>, s.q_len);
     }
   };
+
+  struct KeyRange {
+    int64_t first, end;
+  };
+  static int64_t end_of_block(int64_t key) { return (key / BLOCK_KEYS + 1) * BLOCK_KEYS; }
 
   void attend(int64_t thread, int64_t number, R shrink) {
     Task t(p, plan, number);
@@ -235,12 +240,23 @@ template <class R, class T> class Forward {
     }
 
     const int64_t kv_head = t.head / (p.q_heads / p.kv_heads), split_end = (t.split + 1) * plan.split_keys;
-    for (int64_t block_end = t.split * plan.split_keys; block_end < split_end;) {
-      int64_t first = INT64_MAX, end = 0;  // of the keys of the next block that some group sees
-      for (int g = 0; g < groups; g++) first = std::min(first, lanes[g].seen.next(block_end));
-      if (first >= split_end) break;
-      block_end = (first / BLOCK_KEYS + 1) * BLOCK_KEYS;
-      for (int g = 0; g < groups; g++) end = std::max(end, lanes[g].seen.last(block_end));
+    // The keys of the block of key `from`, or of the next one, that some group sees.
+    const auto next_block = [&](int64_t from) {
+      KeyRange found = {INT64_MAX, 0};
+      for (int g = 0; g < groups; g++) found.first = std::min(found.first, lanes[g].seen.next(from));
+      if (found.first >= split_end) return KeyRange{split_end, split_end};
+      for (int g = 0; g < groups; g++) found.end = std::max(found.end, lanes[g].seen.last(end_of_block(found.first)));
+      return found;
+    };
+    Prefetcher prefetcher(prefetches);
+    KeyRange next = next_block(t.split * plan.split_keys);
+    while (next.first < split_end) {
+      const int64_t first = next.first, end = next.end;
+      next = next_block(end_of_block(first));
+      prefetch_next(number, t, lanes[groups - 1].last, next, prefetcher);
+      int64_t seen = 0;  // keys, by all groups
+      for (int g = 0; g < groups; g++) seen += lanes[g].seen.before(end) - lanes[g].seen.before(first);
+      prefetcher.spread(seen / tile_rows(NV));
       const int64_t j = first - first % FACTOR_SIZE<T>;  // the same keys share a factor in every task
       const int n = (int)(end - j);
       const char *k = key_row(p.k, item, t.s, kv_head, j), *v = key_row(p.v, item, t.s, kv_head, j);
@@ -250,9 +266,10 @@ template <class R, class T> class Forward {
         lanes[g].seen.for_each_part(j, end, MIN_GAP, [&](int64_t from, int64_t to) {
           const Range whole = whole_factors<T>((int)(from - j), (int)(to - j), n);
           step<R, T>(Block<R>{p, lanes[g], j + whole.from, whole.to - whole.from}, keys, q + g * q_size(), state(g), S,
-                     shrink);
+                     shrink, prefetcher);
         });
       }
+      prefetcher.rest();
     }
     const int64_t last = lanes[groups - 1].last;
     if (plan.splits > 1) return last;
@@ -261,6 +278,31 @@ template <class R, class T> class Forward {
     for (int g = 0; g < groups; g++)
       finish(p, t.s, t.head, lanes[g].first, lanes[g].used, state(g), lanes[g].padded, shrink, row_max);
     return last;
+  }
+
+  // Prefetch what is needed after the current block of keys: the next block; or, if there is none, the rows of out
+  // before query `last`, and what the next task of this thread begins with, if tasks take equally long.
+  void prefetch_next(int64_t number, const Task& t, int64_t last, KeyRange next, Prefetcher& prefetcher) {
+    const auto add_queries = [&](const ft_tensor& x, int64_t item, int64_t width, const Task& t, int64_t last) {
+      prefetcher.add(query_row(x, item, t.s, t.head, t.first), item * x.row, item * width, last - t.first);
+    };
+    const auto add_keys = [&](const Task& t, KeyRange keys) {
+      const int64_t kv_head = t.head / (p.q_heads / p.kv_heads), n = keys.end - keys.first;
+      prefetcher.add(key_row(p.k, item, t.s, kv_head, keys.first), item * p.k.row, item * dim, n);
+      prefetcher.add(key_row(p.v, item, t.s, kv_head, keys.first), item * p.v.row, item * v_dim, n);
+    };
+    prefetcher.clear();
+    if (next.first < next.end) return add_keys(t, next);
+    if (plan.splits == 1) add_queries(p.out, item_size(p.out_dtype), v_dim, t, last);
+    Task x = t;
+    if (last < t.last) x.first = last;  // groups of this task that did not fit
+    else if (number + p.threads < plan.tasks) x = Task(p, plan, number + p.threads);
+    else return;
+    if (x.first >= x.last) return;
+    add_queries(p.q, item, dim, x, x.last);
+    const RowCuts seen = row_cuts(p, x.s, x.head, x.first, x.first + 1, 1);
+    const int64_t first = seen.next(x.split * plan.split_keys);
+    if (first < (x.split + 1) * plan.split_keys) add_keys(x, {first, seen.last(end_of_block(first))});
   }
 
   // Merge the splits of a group of lanes. Where keys are split, a task has one group, and its splits are consecutive.
@@ -294,6 +336,7 @@ template <class R, class T> class Forward {
   const Plan<R> plan;
   const int dim, v_dim;
   const int64_t item;
+  const bool prefetches;
   const Scratch scratch, split_states;
 };
 

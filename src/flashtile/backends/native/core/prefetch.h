@@ -21,3 +21,4 @@ inline __attribute__((always_inline)) void prefetch(const void* p) {
   if (INTO_L2) __builtin_prefetch(p, 0, 2);
   else __builtin_prefetch(p, 0, 3);
 }
+constexpr int CACHE_LINE = 64;  // bytes

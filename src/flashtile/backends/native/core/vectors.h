@@ -257,19 +257,27 @@ template <class R, int M, int N> INLINE void zero_tile(Vec<R> (&acc)[M][N]) {
     UNROLL for (int j = 0; j < N; j++) acc[i][j] = Vec<R>{};
 }
 // The same from zero, for a sum over the head dim, along which A is contiguous. Longer sums are made of partial sums:
-// one long chain of additions would lose twice the digits.
+// one long chain of additions would lose twice the digits. each_step() is called every DOT_STEP factors.
 constexpr int PARTIAL_SUM = 128;  // numbers per partial sum
-template <class R, class T, int M, int N>
-INLINE void dot_tile(Vec<R> (&acc)[M][N], const T* A, ptrdiff_t ai, const T* B, ptrdiff_t bk, int K) {
+constexpr int DOT_STEP = 16;
+template <class R, class T, int M, int N, class F>
+INLINE void dot_tile(Vec<R> (&acc)[M][N], const T* A, ptrdiff_t ai, const T* B, ptrdiff_t bk, int K, F&& each_step) {
   constexpr int MOST = PARTIAL_SUM / FACTOR_SIZE<T>;
-  zero_tile<R>(acc);
-  multiply_tile<R>(acc, A, ai, 1, B, bk, K < MOST ? K : MOST);
-  for (int k = MOST; k < K; k += MOST) {
-    Vec<R> part[M][N];
-    zero_tile<R>(part);
-    multiply_tile<R>(part, A + k, ai, 1, B + k * bk, bk, K - k < MOST ? K - k : MOST);
+  Vec<R> sum[M][N];
+  for (int at = 0;;) {
+    zero_tile<R>(acc);
+    int k = at;
+    for (const int end = K - at < MOST ? K : at + MOST; k < end; k += DOT_STEP) {
+      each_step();
+      multiply_tile<R>(acc, A + k, ai, 1, B + k * bk, bk, end - k < DOT_STEP ? end - k : DOT_STEP);
+    }
+    if (at)
+      UNROLL for (int i = 0; i < M; i++)
+        UNROLL for (int j = 0; j < N; j++) acc[i][j] += sum[i][j];
+    if ((at += MOST) >= K) return;
     UNROLL for (int i = 0; i < M; i++)
-      UNROLL for (int j = 0; j < N; j++) acc[i][j] += part[i][j];
+      UNROLL for (int j = 0; j < N; j++) sum[i][j] = acc[i][j];
+    asm("" : "+m"(sum));  // so that it stays in memory: acc takes the registers
   }
 }
 template <class R, int M, int N> INLINE void store_tile(const Vec<R> (&acc)[M][N], R* C, ptrdiff_t row) {
@@ -287,10 +295,11 @@ INLINE void add_tile(const Vec<R> (&acc)[M][N], R* C, ptrdiff_t row, const R* al
     }
   }
 }
-// Cover rows [at, n) with tiles of M rows, the rest with tiles of M/2, M/4, ...: f(rows as a constant, first row).
+// Cover rows [at, n) with tiles of M rows, the rest with tiles of a power of two: f(rows as a constant, first row).
 template <int M, class F> INLINE void for_tiles(int at, int n, F&& f) {
   for (; at + M <= n; at += M) f(std::integral_constant<int, M>{}, at);
-  if constexpr (M > 1) for_tiles<M / 2>(at, n, f);
+  constexpr int REST = M > 8 ? 8 : M > 4 ? 4 : M / 2;
+  if constexpr (REST > 0) for_tiles<REST>(at, n, f);
 }
 // f(n as a constant), n from 1 to NV: the vectors of lanes in a group.
 template <int N = NV, class F> INLINE void dispatch_vectors(int n, F&& f) {

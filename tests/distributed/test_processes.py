@@ -94,10 +94,12 @@ def least_bytes(maker: str, method: str, size: int, visible: Any) -> int:
     held = [shards.indices(rank) for rank in range(size)]
     keys, of_float = 2 * 2 * 16, 4  # batch, key heads, dims of k and v
     if method == "ulysses":
-        of_query, of_key = 2 * 4 * 8, keys if size <= 2 else 2 * keys * size // 4
-        away = 96 * (size - 1) / size
-        forward = (2 * of_query + of_key) * away  # q and out, k and v
-        return int(of_float * (forward + (2 * of_query + of_key) * away))
+        away = [96 - len(rows) for rows in held]
+        mine = [range(4 * rank // size, 4 * (rank + 1) // size) for rank in range(size)]
+        heads, kv_heads = [len(x) for x in mine], [len({h // 2 for h in x}) for x in mine]
+        # q and out, k and v; then dout and dq, dk and dv: each of 2 sequences and 8 columns.
+        rows = sum(n * (2 * h + 2 * g) for n, h, g in zip(away, heads, kv_heads, strict=True))
+        return of_float * 2 * 2 * 8 * rows
     need = [set(np.flatnonzero(visible[rows].any(0)).tolist()) for rows in held]
     forward = gradients = 0
     for source in range(size):

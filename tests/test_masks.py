@@ -199,3 +199,9 @@ def test_too_many_runs_name_the_query() -> None:
 def test_wrong_arguments(make: Callable[[], Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         make()
+
+
+def test_no_queries() -> None:
+    none = np.zeros((1, 1, 0, 2), np.int64)
+    spans = ft.Spans(none, none)
+    assert (spans & spans).limits.shape[2] == (spans | spans).limits.shape[2] == 0

@@ -172,7 +172,7 @@ def intersected(begin: Any, end: Any, other_begin: Any, other_end: Any) -> tuple
     e = xp.minimum(end[..., :, None], other_end[..., None, :])
     some = b < e
     count = begin.shape[-1] + other_begin.shape[-1] - 1
-    found = [xp.where(some, x, FARTHEST).reshape(*x.shape[:-2], -1) for x in (b, e)]
+    found = [xp.where(some, x, FARTHEST).reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1]) for x in (b, e)]
     if xp is np:
         return np.sort(found[0], -1)[..., :count], np.sort(found[1], -1)[..., :count]
     return xp.sort(found[0], -1).values[..., :count], xp.sort(found[1], -1).values[..., :count]

@@ -248,3 +248,9 @@ def test_makers_of_tensors_and_numbers() -> None:
             masks.documents(wrong)
     with pytest.raises(ft.ShapeError, match="lengths: expected none below 0"):
         masks.documents(lengths=torch.tensor([2, -1]))
+
+
+def test_no_queries() -> None:
+    none = np.zeros((1, 1, 0, 2), np.int64)
+    spans = ft.Spans(none, none)
+    assert (spans & spans).limits.shape[2] == (spans | spans).limits.shape[2] == 0

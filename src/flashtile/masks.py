@@ -206,7 +206,8 @@ def intersected(begin: Any, end: Any, other_begin: Any, other_end: Any) -> tuple
     e = xp.minimum(end[..., :, None], other_end[..., None, :])
     some = b < e
     count = begin.shape[-1] + other_begin.shape[-1] - 1
-    begin, end = (_sorted(xp.where(some, x, FARTHEST).reshape(*x.shape[:-2], -1))[..., :count] for x in (b, e))
+    found = (xp.where(some, x, FARTHEST).reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1]) for x in (b, e))
+    begin, end = (_sorted(x)[..., :count] for x in found)
     return begin, end
 
 

@@ -1,8 +1,7 @@
-"""Inside torch's context_parallel(), attention() and SDPA attend to the sequences of all processes."""
+"""attention() of shards: which method "auto" is, layouts, autocast, results without gradients, and errors."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -10,58 +9,93 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import flashtile as ft  # noqa: E402
-from flashtile.compat.sdpa import scaled_dot_product_attention  # noqa: E402
-from tests.support.processes import Ranks  # noqa: E402
+from flashtile import distributed  # noqa: E402
+from flashtile.distributed import Shards, context_parallel  # noqa: E402
+from flashtile.distributed.arguments import Arguments  # noqa: E402
+from flashtile.distributed.plan import Method  # noqa: E402
+from tests.support.simulated_ranks import simulate  # noqa: E402
 
-pytestmark = pytest.mark.skipif(
-    not torch.distributed.is_available() or sys.platform != "linux", reason="this torch has no gloo"
+
+@pytest.mark.parametrize(
+    ("ranks", "heads", "kv_heads", "tokens", "method"),
+    [
+        (8, 32, 8, 1024, Method(8, 1)),
+        (8, 32, 4, 1024, Method(1, 8, gather=True)),  # key heads do not divide
+        (2, 32, 4, 1024, Method(1, 2, gather=True)),  # heads are more than two ranks' keys
+        (16, 32, 8, 1 << 22, Method(1, 16)),  # too much to gather
+    ],
 )
+def test_auto(ranks: int, heads: int, kv_heads: int, tokens: int, method: Method) -> None:
+    q, k = (torch.empty(1, n, tokens // ranks, 64, device="meta", dtype=torch.bfloat16) for n in (heads, kv_heads))
+    call = Arguments(q, k, k, {}, 4, False)
+    assert context_parallel.method_of("auto", ranks, Shards.contiguous(tokens, ranks=ranks), call) == method
 
 
-CALLS = {
-    "attention": lambda q, k, v: ft.attention(q, k, v, causal=True),
-    "sdpa": lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
-    "window and lse": lambda q, k, v: ft.attention(q, k, v, window=(5, 2), return_lse=True)[1][..., None].sin(),
-    "bnhd": lambda q, k, v: ft.attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), causal=True, layout="bnhd", softcap=3.0
-    ).transpose(1, 2),
-    "spans": lambda q, k, v: ft.attention(q, k, v, spans=ft.Spans(torch.tensor([[[3]]]), torch.tensor([[[11]]]))),
-}
+def test_auto_runs() -> None:
+    shards = Shards.zigzag(30, ranks=3)
+    x = torch.randn(1, 3, 30, 8)
+    parts = simulate(
+        3, lambda group: distributed.attention(*[shards.shard(x, group.rank())] * 3, group=group, shards=shards)
+    )
+    assert torch.allclose(shards.restore(parts), ft.attention(x, x, x), atol=1e-6)
 
 
-def run(call: Any, x: Any, weight: Any) -> tuple[Any, Any]:
-    """The output for x, (batch, tokens, width), projected, and the gradient of the projection."""
-    weight = weight.detach().requires_grad_()
-    q, k, v = (x @ weight).unflatten(-1, (8, 8)).transpose(1, 2).split((4, 2, 2), 1)
-    out = call(q, k, v)
-    out.square().sum().backward()
-    return out.detach(), weight.grad
+@pytest.mark.parametrize(
+    ("shape", "axis", "layout"), [((20, 3, 8), 0, "bnhd"), ((3, 20, 8), 1, None), ((20, 8), 0, None)]
+)
+def test_fewer_axes(shape: tuple[int, ...], axis: int, layout: str | None) -> None:
+    """Packed tokens are (tokens, heads, dim)."""
+    documents = [7, 13]
+    shards = Shards.contiguous(documents=documents, ranks=3)
+    x = torch.randn(shape)
+
+    def job(group: Any) -> Any:
+        part = shards.shard(x, group.rank(), axis)
+        return distributed.attention(
+            part, part, part, group=group, shards=shards, causal=True, layout=layout, return_lse=True
+        )
+
+    out, lse = (shards.restore(parts, axis) for parts in zip(*simulate(3, job), strict=True))
+    spans = ft.masks.documents(lengths=torch.tensor(documents))
+    wanted = ft.attention(x, x, x, spans=spans, causal=True, layout=layout, return_lse=True)
+    assert torch.allclose(out, wanted[0], atol=1e-6) and torch.allclose(lse, wanted[1], atol=1e-6)
 
 
-def compare(_rank: int, _size: int, name: str, balanced: bool) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.experimental import _attention, context_parallel
-    from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+def test_autocast_and_partial_results() -> None:
+    shards = Shards.striped(24, ranks=2)
+    x = torch.randn(1, 2, 24, 8)
 
-    mesh = init_device_mesh("cpu", (2,))
-    rng = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 24, 16, generator=rng, dtype=torch.float64)
-    weight = torch.randn(16, 64, generator=rng, dtype=torch.float64)
-    want, wanted_gradient = run(CALLS[name], x, weight)
-    for _ in range(2):  # the same calls are known by then, outside and inside
-        _attention._cp_options.enable_load_balance = balanced
-        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
-            assert x.shape[1] == 12
-            out, gradient = run(CALLS[name], x, weight)
-            (out,) = context_parallel_unshard(mesh, [out], [2])
-        torch.distributed.all_reduce(gradient)
-        torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(gradient, wanted_gradient, rtol=1e-12, atol=1e-12)
-        outside, _ = run(CALLS[name], x, weight)
-        assert torch.equal(outside, want)
+    def job(group: Any) -> Any:
+        part = shards.shard(x, group.rank())
+        with torch.autocast("cpu", torch.bfloat16):
+            narrow = distributed.attention(part, part, part, group=group, shards=shards)
+        wide = distributed.attention(*[part.bfloat16()] * 3, group=group, shards=shards, out_dtype="float32")
+        return narrow, wide
+
+    for narrow, wide in simulate(2, job):
+        assert narrow.dtype is torch.bfloat16 and wide.dtype is torch.float32
+        assert torch.equal(narrow, wide.bfloat16())
 
 
-@pytest.mark.parametrize("balanced", [True, False], ids=["balanced", "contiguous"])
-@pytest.mark.parametrize("name", CALLS)
-def test_results_and_gradients_are_those_of_one_process(name: str, balanced: bool, two: Ranks) -> None:
-    two.run(compare, name, balanced)
+@pytest.mark.parametrize(
+    ("more", "error", "message"),
+    [
+        ({"method": "fast"}, ft.ShapeError, "method: expected auto, gather, ring, ulysses"),
+        ({"method": (2, 2)}, ft.ShapeError, "two sizes whose product is 2"),
+        ({"shards": Shards.zigzag(16, ranks=3)}, ft.ShapeError, "shards: expected those of 2 ranks"),
+        ({"shards": 16}, ft.DTypeError, "shards: expected a flashtile.distributed.Shards"),
+        ({"mask": torch.ones(1, 1, 3, 3, dtype=torch.bool)}, ft.ShapeError, "mask: expected"),
+        ({"bias": torch.ones(1, 1, 1, 8, dtype=torch.int64)}, ft.DTypeError, "bias: expected float32"),
+        ({"alibi": torch.ones(3)}, ft.ShapeError, "alibi: expected shape"),
+        ({"kv_lengths": [17]}, ft.ShapeError, "kv_lengths: expected values from 0"),
+        ({"spans": ft.Spans(torch.zeros(5).int(), torch.ones(5).int())}, ft.ShapeError, "spans: expected 1 or 16"),
+        ({"descale": (1.0, 1.0, 1.0)}, ft.FlashtileError, "q, k, v|descale"),
+        ({"backend": "sdpa", "sink": torch.ones(2)}, ft.UnsupportedError, "sink: the sdpa backend"),
+    ],
+    ids=str,
+)
+def test_refused(more: dict[str, Any], error: type, message: str) -> None:
+    x = torch.randn(1, 2, 8, 8)
+    options = {"shards": Shards.zigzag(16, ranks=2), **more}
+    with pytest.raises(error, match=message):
+        simulate(2, lambda group: distributed.attention(x, x, x, group=group, **options))

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
@@ -80,7 +80,6 @@ def options(draw: Any, n: int, heads: int) -> dict[str, Any]:
     return found
 
 
-@settings(max_examples=150)
 @given(st.data())
 def test_any_call(data: Any) -> None:
     lengths = data.draw(st.lists(st.integers(0, 15), min_size=1, max_size=3), label="lengths")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +16,8 @@ dist = pytest.importorskip("torch.distributed")
 import flashtile as ft  # noqa: E402
 from flashtile import distributed  # noqa: E402
 from flashtile.distributed import Shards, groups  # noqa: E402
+from flashtile.distributed.channel import Channel  # noqa: E402
+from flashtile.errors import PeerError  # noqa: E402
 from tests.distributed.test_methods import OPTIONS, methods, option  # noqa: E402
 from tests.support import sharded  # noqa: E402
 from tests.support.processes import Ranks  # noqa: E402
@@ -90,10 +94,12 @@ def least_bytes(maker: str, method: str, size: int, visible: Any) -> int:
     held = [shards.indices(rank) for rank in range(size)]
     keys, of_float = 2 * 2 * 16, 4  # batch, key heads, dims of k and v
     if method == "ulysses":
-        of_query, of_key = 2 * 4 * 8, keys if size <= 2 else 2 * keys * size // 4
-        away = 96 * (size - 1) / size
-        forward = (2 * of_query + of_key) * away  # q and out, k and v
-        return int(of_float * (forward + (2 * of_query + of_key) * away))
+        away = [96 - len(rows) for rows in held]
+        mine = [range(4 * rank // size, 4 * (rank + 1) // size) for rank in range(size)]
+        heads, kv_heads = [len(x) for x in mine], [len({h // 2 for h in x}) for x in mine]
+        # q and out, k and v; then dout and dq, dk and dv: each of 2 sequences and 8 columns.
+        rows = sum(n * (2 * h + 2 * g) for n, h, g in zip(away, heads, kv_heads, strict=True))
+        return of_float * 2 * 2 * 8 * rows
     need = [set(np.flatnonzero(visible[rows].any(0)).tolist()) for rows in held]
     forward = gradients = 0
     for source in range(size):
@@ -146,6 +152,32 @@ def test_compiled(ranks: Ranks, method: str) -> None:
     if ranks.size > 2:
         pytest.skip("tried by two processes: each must import the compiler")
     assert max(ranks.run(compiled, method)) <= 1e-12
+
+
+def compiled_for_documents(rank: int, size: int) -> tuple[float, int]:
+    """Batches of other documents, on a mesh: the largest error, and how often the call was compiled."""
+    from torch._dynamo.testing import CompileCounter
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
+    counter = CompileCounter()
+
+    def layer(q: Any, shards: Shards) -> Any:
+        return distributed.attention(q, q, q, group=mesh["cp"], shards=shards, method="ring", causal=True)
+
+    fast, error = torch.compile(layer, fullgraph=True, backend=counter), 0.0
+    for documents in ([10, 30, 24], [20, 20, 24], [32, 32], [1, 2, 3, 58], [7] * 9 + [1], [64], [33, 30]):
+        shards = Shards.zigzag(documents=documents, ranks=size)
+        q = torch.randn(1, 2, shards.counts[rank], 8)
+        error = max(error, float((fast(q, shards) - layer(q, shards)).abs().max()))
+    return error, counter.frame_count
+
+
+def test_other_documents_compile_nothing_anew(ranks: Ranks) -> None:
+    if ranks.size > 2:
+        pytest.skip("tried by two processes: each must import the compiler")
+    for error, times in ranks.run(compiled_for_documents):
+        assert error == 0 and times <= 3  # for these sizes, for any documents, and for any tokens
 
 
 def disagreeing(rank: int, size: int, what: str) -> str:
@@ -227,3 +259,46 @@ def test_memory_of_a_ring(ranks: Ranks) -> None:
     results, partial, blocks, sums, leaving = 1, 1, 4, 4, 2
     assert forward <= results + partial + blocks + leaving + 0.3
     assert backward <= 3 * results + blocks + sums + leaving + 1 + 0.3
+
+
+def dying(rank: int, size: int, method: str, at: str) -> str:
+    """Rank 1 is killed when it sends at this step; what the others raise, and after how many seconds."""
+    shards = Shards.zigzag(64, ranks=size)
+    q = torch.randn(1, 4, shards.counts[rank], 8, requires_grad=True)
+    send = Channel.transfer
+
+    def transfer(self: Channel, sends: Any, receives: Any, step: str) -> Any:
+        if rank == 1 and at in step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return send(self, sends, receives, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Channel, "transfer", transfer)
+        try:
+            out = distributed.attention(q, q, q, group=dist.group.WORLD, shards=shards, method=method, causal=True)
+            out.sum().backward()
+        except PeerError as error:
+            return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("method", "at"),
+    [
+        ("ring", "backward, block 2"),
+        *(
+            pytest.param(method, at, marks=pytest.mark.slow)
+            for method, steps in (
+                ("ring", ("forward, block 1", "forward, block 2", "backward, block 1", "block 3 of 3, gradients")),
+                ("gather", ("forward, keys", "backward, keys", "backward, gradients")),
+                ("ulysses", ("forward, heads", "forward, rows", "backward, heads", "backward, rows")),
+            )
+            for at in steps
+        ),
+    ],
+)
+def test_a_rank_that_dies(method: str, at: str) -> None:
+    with Ranks(3) as ranks:
+        ranks.start(dying, method, at)
+        for text in ranks.results(of=(0, 2)):
+            assert isinstance(text, str) and "rank 1" in text and text.startswith(method), text

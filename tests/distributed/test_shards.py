@@ -72,7 +72,7 @@ def test_pairs_are_balanced(tokens: int) -> None:
         "documents": busiest_over_mean(Shards.balanced(documents=documents, ranks=8, causal=True), band=causal),
         "prefix": busiest_over_mean(Shards.balanced(tokens, ranks=8, spans=prefix), limits=prefix.limits),
     }
-    assert max(found.values()) <= 1.011, found
+    assert max(found.values()) <= 1.01, found
     assert busiest_over_mean(Shards.contiguous(tokens, ranks=8), band=causal) > 1.8  # the measure can fail
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from flashtile.checks import layout as axes
 from flashtile.checks import options as checks
@@ -18,7 +19,7 @@ from flashtile.distributed.shards import Shards
 from flashtile.errors import DTypeError, ShapeError, UnsupportedError
 from flashtile.numerics.dtypes import accumulator
 from flashtile.options import DEFAULTS, OPTIONS
-from flashtile.pytorch import autocast
+from flashtile.pytorch import autocast, subclasses
 from flashtile.spans import limits_of
 
 PAIRED = ("mask", "bias")
@@ -41,6 +42,10 @@ def prepare(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Arguments:
     if not isinstance(q, Tensor):
         raise DTypeError(f"q: expected a torch tensor, got {type(q).__name__}")
     check_library(q, k=k, v=v)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if isinstance(x, DTensor):
+            raise DTypeError(f"{name}: expected this rank's shard, a plain tensor, got a DTensor: use local_map")
+    subclasses.check_plain({"q": q, "k": k, "v": v})
     chosen: dict[str, Any] = {name: x for name, x in options.items() if x is not DEFAULTS[name]}
     bnhd = axes.is_bnhd(chosen.pop("layout", None))
     ndim = q.ndim
@@ -114,6 +119,8 @@ def facts(options: dict[str, Any]) -> dict[str, Any]:
     """What must be equal on all ranks, of options that they share; of masks and biases, their kinds."""
     found: dict[str, Any] = {}
     for name, x in options.items():
+        if name == "threads":  # machines may have different ones
+            continue
         if not isinstance(x, Tensor):
             found[name] = x
         elif name in PAIRED:

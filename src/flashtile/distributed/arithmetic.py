@@ -181,7 +181,9 @@ class _Part:
         if piece.band is not None:
             self.options["band"] = piece.band
         if piece.limits is not None:
-            limits = torch.as_tensor(piece.limits, device=q.device)
+            limits = piece.copies.get(q.device)
+            if limits is None:
+                limits = piece.copies[q.device] = torch.as_tensor(piece.limits, device=q.device)
             self.options["spans"] = Spans.of(limits if limits.shape[1] == 1 else limits[:, self.every])
         if self.options.get("dropout"):
             self.options["origin"] = self._origin()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from flashtile.distributed import channel
 
@@ -17,7 +18,9 @@ def process_group(group: Any) -> Any:
     """The process group of a DeviceMesh of one axis, or the group itself; of None, all ranks."""
     if group is None:
         group = dist.group.WORLD
-    return group if getattr(group, "group_name", None) in LOCAL else channel.process_group(group)
+    if not isinstance(group, DeviceMesh) and getattr(group, "group_name", None) in LOCAL:
+        return group
+    return channel.process_group(group)
 
 
 def channel_of(name: str, method: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from math import lcm
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from flashtile.band import FAR, Band
 from flashtile.distributed.segments import Segment, Segments, offsets, tokens
+from flashtile.distributed.segments import rows as seg_rows
 from flashtile.distributed.visible import Visible
 from flashtile.numerics.dtypes import Array
 from flashtile.spans import MAX_SPANS
@@ -31,6 +33,7 @@ class Piece(NamedTuple):
     key: Segment | None = None
     slope: int = 1  # ALiBi: what slopes are multiplied by
     far: int = 0  # ALiBi: by how many tokens pairs are farther apart than the call says
+    copies: Any = None  # limits by device, once they are there
 
 
 class Uses(NamedTuple):
@@ -41,10 +44,20 @@ class Uses(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Evenly spaced rows of a tensor that hold a segment."""
+    """Rows of a tensor, and the segments that they hold."""
 
     rows: slice
-    segment: Segment
+    held: Segments
+
+    @property
+    def segment(self) -> Segment:
+        """The only segment."""
+        (segment,) = self.held
+        return segment
+
+    def tokens(self, first: int, stop: int) -> Segment | None:
+        """The tokens of some of the rows, if these hold one segment."""
+        return self.segment.part(first, stop) if len(self.held) == 1 else None
 
 
 def pieces(visible: Visible, queries: Segments, keys: Segments, uses: Uses) -> list[Piece]:
@@ -70,7 +83,7 @@ def _of_rows(begin: Array, end: Array, queries: Segments, keys: Segments, apart:
     if apart:
         found = []
         for q, k in _pairs(queries, keys, False):
-            b, e = _local(begin[:, :, q.rows], end[:, :, q.rows], (k.segment,))
+            b, e = _local(begin[:, :, q.rows], end[:, :, q.rows], k.held)
             found += _placed(_few(b, e, FAR), q, k)
         return found
     pieces = _by_bands(begin, end, queries, keys)
@@ -94,7 +107,7 @@ def _dealt(segment: Segment, offset: int, step: int) -> Iterator[_Rows]:
         segment = segment._replace(step=step)
     stride = step // segment.step if step else 1
     for first in range(min(stride, segment.n)):
-        yield _Rows(slice(offset + first, offset + segment.n, stride), segment.part(first, segment.n, stride))
+        yield _Rows(slice(offset + first, offset + segment.n, stride), (segment.part(first, segment.n, stride),))
 
 
 def _by_distance(begin: Array, end: Array, q: _Rows, k: _Rows, offset: int, batch: slice) -> list[Piece]:
@@ -103,7 +116,7 @@ def _by_distance(begin: Array, end: Array, q: _Rows, k: _Rows, offset: int, batc
     """
     step = q.segment.step
     rows, rest = divmod(q.segment.start + offset - k.segment.start, step)
-    begin, end = _local(begin, end, (k.segment,))
+    begin, end = _local(begin, end, k.held)
     if not rest:
         return _placed(_few(begin, end, FAR), q, k, (rows, step, 0), batch)
     middle = (np.arange(q.segment.n) + rows + 1)[None, None, :, None]
@@ -144,10 +157,11 @@ def _placed(
             None if found == Band() and distance is None else band,
             limits,
             batch,
-            q.segment.part(q0, q1),
-            k.segment.part(k0, k1),
+            q.tokens(q0, q1),
+            k.tokens(k0, k1),
             slope,
             far,
+            {},
         )
     ]
 
@@ -161,26 +175,19 @@ def _by_bands(begin: Array, end: Array, queries: Segments, keys: Segments) -> li
     """One piece with a band, or one for each query segment, or for each pair of segments; None if that does not do."""
     if begin.shape[:2] != (1, 1) or begin.shape[3] > 1:
         return None
-    every_query, every_key = (_Rows(slice(0, sum(s.n for s in x)), Segment(0, 1, 0)) for x in (queries, keys))
-    q_rows = [_Rows(slice(at, at + s.n), s) for s, at in zip(queries, offsets(queries), strict=True)]
-    k_rows = [_Rows(slice(at, at + s.n), s) for s, at in zip(keys, offsets(keys), strict=True)]
-    for some_queries, some_keys in (
-        ([every_query], [(every_key, keys)]),
-        (q_rows, [(every_key, keys)]),
-        (q_rows, [(k, (k.segment,)) for k in k_rows]),
-    ):
-        found: list[Piece] | None = []
-        if len(some_queries) * len(some_keys) > 4 * MOST_BANDS:
+    every_query, every_key = ([_Rows(slice(0, seg_rows(x)), x)] for x in (queries, keys))
+    each_query, each_key = (
+        [_Rows(slice(at, at + s.n), (s,)) for s, at in zip(x, offsets(x), strict=True)] for x in (queries, keys)
+    )
+    for some, others in ((every_query, every_key), (each_query, every_key), (each_query, each_key)):
+        if len(some) * len(others) > 4 * MOST_BANDS:
             continue
-        for q in some_queries:
-            for k, segments in some_keys:
-                ends = _few(*_local(begin[:, :, q.rows], end[:, :, q.rows], segments), FAR)
-                more = _placed(ends, q, k)
-                if found is None or any(x.limits is not None for x in more):
-                    found = None
-                    break
-                found += more
-        if found is not None and len(found) <= MOST_BANDS:
+        found: list[Piece] = []
+        for q, k in product(some, others):
+            found += _placed(_few(*_local(begin[:, :, q.rows], end[:, :, q.rows], k.held), FAR), q, k)
+            if len(found) > MOST_BANDS or any(x.limits is not None for x in found):
+                break
+        else:
             return found
     return None
 
@@ -189,14 +196,12 @@ def _by_spans(begin: Array, end: Array, queries: Segments, keys: Segments) -> li
     """One piece with spans, or as many as it takes for each query to have no more than 8 in a piece."""
     ends = _few(*_local(begin, end, keys), MAX_SPANS)
     if ends is not None:
-        every_query, every_key = (_Rows(slice(0, sum(s.n for s in x)), Segment(0, 1, 0)) for x in (queries, keys))
+        every_query, every_key = (_Rows(slice(0, seg_rows(x)), x) for x in (queries, keys))
         return _placed(ends, every_query, every_key)
     half = len(keys) // 2
-    shift = sum(s.n for s in keys[:half])
+    shift = seg_rows(keys[:half])
     first, second = (_by_spans(begin, end, queries, x) for x in (keys[:half], keys[half:]))
-    return first + [
-        Piece(x.queries, slice(x.keys.start + shift, x.keys.stop + shift), x.band, x.limits, x.batch) for x in second
-    ]
+    return first + [x._replace(keys=slice(x.keys.start + shift, x.keys.stop + shift)) for x in second]
 
 
 def _local(begin: Array, end: Array, keys: Segments) -> tuple[Array, Array]:

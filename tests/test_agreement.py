@@ -50,8 +50,11 @@ PACKED = (
     Size.packed(2, 2, 64, 64, (128, 128), (1, 1), (0, 0), (33, 40)),
     Size.packed(8, 1, 80, 80, (1, 300), (1, 17), (2, 64), (1, 0)),
 )
-IN_DECODE = ("plain", "causal", "window left", "everything")
-IN_PACKED = ("plain", "causal", "window", "band", "mask", "bias", "bias of rows", "alibi of batch", "sink", "dropout")
+IN_DECODE = ("plain", "causal", "window left", "spans", "spans of heads", "everything")
+IN_PACKED = (
+    *("plain", "causal", "window", "band", "spans", "spans of rows", "spans of heads"),
+    *("mask", "bias", "bias of rows", "alibi of batch", "sink", "dropout"),
+)
 
 
 def grid() -> list[Case]:

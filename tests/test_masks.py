@@ -48,7 +48,9 @@ MAKERS: dict[str, tuple[Callable[[Any], ft.Spans], int, int, Seen]] = {
         lambda b, i, j: j <= i or (BLOCKS[i] >= 0 and BLOCKS[i] == BLOCKS[j]),
     ),
     "flashmask": (
-        lambda to: masks.flashmask(to(np.array([4, 4, 4, 13, 9, 9, 9, 9, 9, 13, 13, 13, 13])[None, None, :, None])),
+        lambda to: masks.flashmask(
+            to(np.array([4, 4, 4, 13, 9, 9, 9, 9, 9, 13, 13, 13, 13])[None, None, :, None]), True
+        ),
         N,
         N,
         lambda b, i, j: j <= i < [4, 4, 4, 13, 9, 9, 9, 9, 9, 13, 13, 13, 13][j],
@@ -105,22 +107,21 @@ def test_makers_of_numbers(name: str, device: str | None) -> None:
     np.testing.assert_array_equal(dense(make(device), 1, N, KEYS), wanted(seen, 1, N, KEYS))
 
 
+@pytest.mark.parametrize("n_q", [7, 4])
 @pytest.mark.parametrize(("causal", "count"), [(True, 1), (True, 2), (False, 2), (False, 4)])
-def test_flashmask(causal: bool, count: int) -> None:
-    """Against its definition: a key is hidden from rows of an interval below the diagonal, and of one above it."""
+def test_flashmask(causal: bool, count: int, n_q: int) -> None:
+    """Against its definition: a key is hidden from the rows of one or two intervals, wherever the diagonal is."""
     rng = np.random.default_rng(count)
-    rows = np.sort(rng.integers(0, 8, (2, 1, 7, count)), -1)
-    if not causal and count == 2:
-        rows = rows[..., ::-1].copy()  # the start below the diagonal, then the end above it
-    try:
-        found = dense(masks.flashmask(rows, causal), 2, 7, 7)
-    except ft.ShapeError:
-        pytest.fail("more than 8 runs of 7 keys")
-    for b, i, j in np.ndindex(2, 7, 7):
+    rows = rng.integers(0, 8, (2, 1, 7, count))
+    rows[0, 0, 2] = 0 if count < 4 else (0, 7, 0, 0)  # from all rows
+    found = dense(masks.flashmask(rows, causal, None if n_q == 7 else n_q), 2, n_q, 7)
+    for b, i, j in np.ndindex(2, n_q, 7):
         x = [int(n) for n in rows[b, 0, j]]
-        hidden = x[0] <= i < (x[1] if count == 4 or (causal and count == 2) else 8)
-        if j > i:
-            hidden = causal or (x[2] if count == 4 else 0) <= i < x[-1]
+        hidden = x[0] <= i < (x[1] if count == 4 or (causal and count == 2) else n_q)
+        if causal:
+            hidden |= j > i + 7 - n_q
+        else:
+            hidden |= (x[2] if count == 4 else 0) <= i < x[-1]
         assert found[b, i, j] == (not hidden), (b, i, j, x)
 
 
@@ -186,16 +187,64 @@ def test_too_many_runs_name_the_query() -> None:
     ("make", "error", "words"),
     [
         (lambda: masks.documents(), ft.ShapeError, "ids or lengths"),
-        (lambda: masks.documents([0.5]), ft.DTypeError, "integers"),
+        (lambda: masks.documents([0.5]), ft.DTypeError, "ids: .*integers"),
+        (lambda: masks.documents([True, False]), ft.DTypeError, "ids: .*integers"),
+        (lambda: masks.documents(np.zeros((2, 2, 2), int)), ft.ShapeError, "ids: expected 1 axis or 2 axes"),
+        (lambda: masks.documents(lengths=[3, -1]), ft.ShapeError, "lengths: expected none below 0, got -1"),
+        (lambda: masks.documents(lengths=[[3], [1]]), ft.ShapeError, "lengths: expected 1 axis"),
+        (lambda: masks.padding(3), ft.ShapeError, "lengths: expected 1 axis"),
+        (lambda: masks.padding(LENGTHS, 17.5, "left"), ft.DTypeError, "n_k"),
+        (lambda: masks.prefix_lm(0.5, 4), ft.DTypeError, "prefix"),
+        (lambda: masks.prefix_lm([[1]], 4), ft.ShapeError, "prefix: expected 0 axes or 1 axis"),
+        (lambda: masks.prefix_lm(2, -4), ft.ShapeError, "n_q"),
+        (lambda: masks.sink_window(-1, 2, 4), ft.ShapeError, "left"),
+        (lambda: masks.sink_window(1, -2, 4), ft.ShapeError, "sinks"),
+        (lambda: masks.chunks(0, 4), ft.ShapeError, "size"),
+        (lambda: masks.chunks(-2, 4), ft.ShapeError, "size"),
+        (lambda: masks.block_local(2, -1, 0, 4), ft.ShapeError, "before"),
+        (lambda: masks.block_local(2, 0, 0.5, 4), ft.DTypeError, "after"),
+        (lambda: masks.dilated(2, 0, 4), ft.ShapeError, "rate"),
+        (lambda: masks.intersection(ft.Spans(0, 1), 3), ft.DTypeError, "flashtile.Spans"),
+        (lambda: ft.Spans(0, 1) & 3, TypeError, "unsupported operand"),
+        (lambda: masks.chunks(2, 4) | masks.chunks(2, 5), ft.ShapeError, r"broadcast.*\(1, 1, 4\) and \(1, 1, 5\)"),
         (lambda: masks.padding(LENGTHS, side="left"), ft.ShapeError, "n_k"),
         (lambda: masks.padding(LENGTHS, 5, "top"), ft.ShapeError, "side"),
         (lambda: masks.dilated(9, 2, 4), ft.ShapeError, "steps"),
-        (lambda: masks.flashmask(np.zeros((1, 1, 4, 4), int)), ft.ShapeError, "1 or 2"),
+        (lambda: masks.flashmask(np.zeros((1, 1, 4, 4), int), True), ft.ShapeError, "1 or 2"),
+        (lambda: masks.flashmask(np.zeros((1, 1, 4, 1), int)), ft.ShapeError, "2 or 4"),
+        (lambda: masks.flashmask(np.zeros((1, 4, 1), int), True), ft.ShapeError, "rows: expected 4 axes"),
         (lambda: ft.Spans.from_mask(np.zeros((4, 4))), ft.DTypeError, "boolean"),
         (lambda: ft.Spans.from_mask(np.zeros(4, bool)), ft.DTypeError, "2 to 4 axes"),
         (lambda: ft.Spans.from_function(lambda b, h, i, j: i + j, 1, 1, 2, 2), ft.DTypeError, "booleans"),
+        (lambda: ft.Spans.from_function(True, 1, 1, 2, 2), ft.DTypeError, "visible: expected a function"),  # type: ignore[arg-type]
+        (lambda: ft.Spans.from_function(lambda b, h, i, j: i < j, 1, 1, 2, -2), ft.ShapeError, "n_k"),
+        (
+            lambda: ft.Spans.from_function(lambda b, h, i, j: np.ones((3, 2), bool), 1, 1, 2, 2),
+            ft.ShapeError,
+            r"visible: expected shape \(1, 1, 2, 2\)",
+        ),
     ],
 )
 def test_wrong_arguments(make: Callable[[], Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         make()
+
+
+def test_makers_of_tensors_and_numbers() -> None:
+    """A prefix is moved to the device that is named; other spans do not change libraries in silence."""
+    torch = pytest.importorskip("torch")
+    for prefix in (3, [3], np.array([3]), torch.tensor(3), torch.tensor([3])):
+        found = masks.prefix_lm(prefix, N, device="cpu").limits
+        assert torch.equal(found, masks.prefix_lm(3, N, device="cpu").limits)
+    assert masks.prefix_lm([3, 4], N).limits.shape == (2, 1, N, 1, 2)
+    ids = torch.tensor(IDS)
+    with pytest.raises(ft.DTypeError, match=r"NumPy arrays and tensors on cpu; .* device is named"):
+        masks.chunks(3, N) & masks.documents(ids)
+    with pytest.raises(ft.DTypeError, match="tensors on meta and tensors on cpu"):
+        masks.chunks(3, N, device="meta") | masks.documents(ids)
+    assert (masks.chunks(3, N, device="cpu") & masks.documents(ids)).limits.shape == (2, 1, N, 1, 2)
+    for wrong in (ids.bool(), ids.float(), ids * 1j):
+        with pytest.raises(ft.DTypeError, match="ids: expected integers"):
+            masks.documents(wrong)
+    with pytest.raises(ft.ShapeError, match="lengths: expected none below 0"):
+        masks.documents(lengths=torch.tensor([2, -1]))

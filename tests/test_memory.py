@@ -96,7 +96,7 @@ def test_probabilities_build_only_the_requested_rows() -> None:
 
 
 GROWTH = """
-import json, resource, sys
+import ctypes, json, sys
 import numpy as np
 import flashtile as ft
 
@@ -105,6 +105,7 @@ def status(name):
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
 
 def growth(f):
+    ctypes.CDLL(None).malloc_trim(0)  # free memory is given back, so that f cannot use it unseen
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # resets the peak
     before = status("VmRSS")
@@ -148,6 +149,33 @@ def test_native_grows_no_more_than_torch() -> None:
     forward, backward = native_growth(16384, causal=True)
     assert forward < 9.8 * 1.048576
     assert backward < 34.7 * 1.048576
+
+
+SPANS = """
+kind, n = json.loads(sys.argv[1])
+rng = np.random.default_rng(0)
+def options(n):
+    if kind == "band":
+        return {"window": (1024, 0)}
+    spans = ft.masks.sink_window(1024, 4, n)
+    return {"spans": ft.Spans.of(np.repeat(spans.limits, 2, 1)) if kind == "spans of heads" else spans}
+def inputs(n):
+    return [rng.standard_normal((1, 2, n, 64), dtype=np.float32) for _ in range(3)]
+def both(tensors, options):
+    out, lse = ft.attention(*tensors, return_lse=True, backend="native", **options)
+    return out, lse, *ft.attention_backward(out, *tensors, out, lse, backend="native", **options)
+both(inputs(4096), options(4096))  # starts threads, grows their stacks, loads the code
+large, given, results = inputs(n), options(n), []
+found = growth(lambda: results.extend(both(large, given)))
+print(json.dumps([found - sum(x.nbytes for x in results if x is not None)]))
+"""
+
+
+@needs_native
+def test_spans_need_no_more_memory_than_a_band() -> None:
+    """A window with sinks beside the window alone, N = 65536, forward and backward. Scores would be 34 GB."""
+    band, spans, of_heads = (grown(SPANS, kind, 1 << 16)[0] for kind in ("band", "spans", "spans of heads"))
+    assert max(spans, of_heads) <= 1.1 * band
 
 
 @needs_native

@@ -26,6 +26,7 @@ HIDERS = {
     "window": ("window",),
     "band": ("band far ahead",),
     "kv_lengths": ("kv_lengths", "causal"),
+    "spans": ("spans of rows", "causal"),
     "everything": ("everything",),
 }
 POISON = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}

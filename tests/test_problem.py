@@ -253,6 +253,19 @@ WRONG: list[Wrong] = [
     ("attention_backward", {"backend": "magic"}, UNSUPPORTED, "backend"),
     ("attention_backward", {"dropout": 2.0}, SHAPE, "dropout"),
     ("attention_backward", {"out_dtype": np.float16}, DTYPE, "out_dtype"),
+    ("attention_backward", {"grad_dtype": np.float16}, DTYPE, "grad_dtype"),
+    ("attention_backward", {"grad_dtype": "flot"}, DTYPE, "grad_dtype"),
+    ("attention_backward", {"grad_dtype": [1]}, DTYPE, "grad_dtype"),
+    ("attention_backward", {"into": zeros(B, H, NQ, D)}, DTYPE, "into"),
+    ("attention_backward", {"into": ft.Grads(None, [1.0], None, None, None)}, DTYPE, "into.dk"),
+    ("attention_backward", {"into": ft.Grads(zeros(B, H, NQ, D + 1), None, None, None, None)}, SHAPE, "into.dq"),
+    (
+        "attention_backward",
+        {"into": ft.Grads(None, None, zeros(B, KV, NK, DV, dtype=float), None, None)},
+        DTYPE,
+        "into.dv",
+    ),
+    ("attention_backward", {"into": ft.Grads(None, None, None, None, zeros(H))}, DTYPE, "into.dsink"),
     # merging
     ("merge", {"lse_a": zeros(B, H)}, SHAPE, "lse_a"),
     ("merge", {"out_b": zeros(B, H, NQ, D)}, SHAPE, "out_b"),
@@ -388,12 +401,6 @@ def test_a_mask_whose_rows_may_be_queries_or_sequences(n_k: int) -> None:
     ft.attention(q, k, k, key_padding_mask=mask)
     ft.attention(q[:3], k[:3], k[:3], mask=mask)
     ft.attention(q[:1, :, :1], k[:1], k[:1], mask=mask[:1])  # means the same either way
-
-
-def test_backward_of_torch_is_autograd() -> None:
-    torch = pytest.importorskip("torch")
-    with pytest.raises(ft.UnsupportedError, match="backward"):
-        ft.attention_backward(**{name: torch.from_numpy(x) for name, x in backward().items()})
 
 
 def test_the_error_of_an_explicit_backend_names_those_that_could(monkeypatch: pytest.MonkeyPatch) -> None:

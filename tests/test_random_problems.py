@@ -74,6 +74,9 @@ def calls(draw: Any) -> Call:
     if draw(st.booleans()):
         options |= {"dropout": draw(st.sampled_from([0.1, 0.5, 0.9])), "seed": draw(st.integers(0, 2**64 - 1))}
     if draw(st.booleans()):
+        place, head, step = st.integers(0, 1 << 20), draw(st.integers(0, 3)), st.integers(1, 5)
+        options["origin"] = ft.Origin(draw(place), draw(place), head, draw(place), heads + head, draw(step), draw(step))
+    if draw(st.booleans()):
         options["kv_lengths"] = rng.integers(0, room + 1)
     out_dtype = dtype
     if draw(st.booleans()):

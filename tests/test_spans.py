@@ -28,6 +28,13 @@ def random_spans(rng: np.random.Generator, n_q: int, n_k: int, count: int, *axes
     return ft.Spans(*(x[(None,) * (4 - x.ndim)] for x in (begin, end)))
 
 
+def all_limits(count: int, most: int) -> Any:
+    """All limits of a query with this many spans and ends up to `most`: (queries, spans, 2)."""
+    ends = np.array(list(itertools.combinations_with_replacement(range(most + 1), 2 * count)))
+    ends = ends.reshape(1, 1, -1, count, 2)
+    return np.unique(ft.Spans(ends[..., 0], ends[..., 1]).limits[0, 0], axis=0)
+
+
 BANDS = (Band(), Band(right=0), Band(2, 1, -1), Band(-1, 3, 2), Band(-3, 2))
 
 
@@ -55,6 +62,38 @@ def test_cuts(band: Band, count: int) -> None:
                     if kind is not Kind.SKIPPED:
                         transposed[column].append((row, kind))
             assert [list(grid.down(visible, column)) for column in range(grid.shape[1])] == transposed, where
+
+
+@pytest.mark.parametrize(("count", "br"), [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize("band", [Band(), Band(1, 2, 0)], ids=str)
+def test_cuts_of_all_small_spans(band: Band, count: int, br: int) -> None:
+    """Every combination of limits in a row of tiles, one row of tiles below the other."""
+    queries = all_limits(count, 4)
+    limits = queries[np.array(list(itertools.product(range(len(queries)), repeat=br))).ravel()]
+    n_q = len(limits)
+    for n_k, bc in itertools.product((0, 3, 4), (1, 2, 3)):
+        visible = Visibility(band, limits)
+        tiles = np.zeros((n_q // br, br, -(-n_k // bc), bc), bool)
+        keep = visible.keep(np.arange(n_q)[:, None], np.arange(n_k)[None])
+        tiles.reshape(n_q, tiles.shape[2] * bc)[:, :n_k] = keep
+        some, every = tiles.any((1, 3)), tiles.all((1, 3))
+        kinds = np.zeros(some.shape, int)  # visits, and among them those as full tiles
+        full = np.zeros(some.shape, int)
+        for row, cuts in enumerate(visible.rows(n_q, n_k, br, bc)):
+            for column, kind in itertools.chain(*cuts):
+                kinds[row, column] += 1
+                full[row, column] += kind is Kind.FULL
+        assert kinds.max(initial=0) <= 1, "visited twice"
+        assert (kinds >= some).all() and (every >= full).all()
+        if count == 1 and br == 1 and band == Band():  # a band may make rows without keys
+            assert (kinds == some).all() and (full == every).all()
+        down = np.zeros_like(kinds), np.zeros_like(full)
+        for column, visits in enumerate(visible.columns(n_q, n_k, br, bc)):
+            assert [row for row, _ in visits] == sorted(row for row, _ in visits)
+            for row, kind in visits:
+                down[0][row, column] += 1
+                down[1][row, column] += kind is Kind.FULL
+        assert (down[0] == kinds).all() and (down[1] == full).all()
 
 
 def test_cuts_are_tight() -> None:
@@ -144,6 +183,17 @@ def test_normal_form() -> None:
     assert spans.limits.tolist() == [[[[[0, 3], [3, 3], [4, 6], [6, 6]]]]]
     assert spans.limits.dtype == np.int32 and spans.begin.tolist() == [[[[0, 3, 4, 6]]]]
     assert ft.Spans(0, np.uint64(2**63)).limits.tolist() == [[[[[0, 2**31 - 1]]]]]
+    assert ft.Spans(-(2**70), 2**70).limits.tolist() == [[[[[0, 2**31 - 1]]]]]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])
+def test_integers_of_any_width(dtype: str) -> None:
+    numbers = np.array([0, 5, min(np.iinfo(dtype).max, 2**64 - 1)], dtype)
+    wanted = [0, 5, min(int(numbers[2]), 2**31 - 1)]
+    assert ft.Spans(0, numbers).end.flatten().tolist() == wanted
+    torch = pytest.importorskip("torch")
+    assert ft.Spans(0, torch.from_numpy(numbers)).end.flatten().tolist() == wanted
+    assert ft.Spans(-(2**70), torch.from_numpy(numbers)).end.flatten().tolist() == wanted
 
 
 @pytest.mark.parametrize(
@@ -170,6 +220,9 @@ def test_wrong_spans(begin: Any, end: Any, error: type[Exception], words: str) -
     ("spans", "error", "words"),
     [
         (np.zeros((1, 1, 1, 1, 2), np.int32), ft.DTypeError, "flashtile.Spans"),
+        (ft.Spans.of(np.zeros((1, 1, 5, 9, 2), np.int32)), ft.ShapeError, "1 to 8 spans"),
+        (ft.Spans.of(np.zeros((1, 1, 5, 0, 2), np.int32)), ft.ShapeError, "1 to 8 spans"),
+        (ft.Spans.of(np.zeros((1, 1, 5, 2, 3), np.int32)), ft.ShapeError, "limits of"),
         ((0, 3), ft.DTypeError, "flashtile.Spans"),
         (ft.Spans(np.zeros((3, 1, 1), int), 3), ft.ShapeError, "1 or 2 along batch, got 3"),
         (ft.Spans(np.zeros((1, 3, 1), int), 3), ft.ShapeError, "1 or 4 along heads, got 3"),
@@ -192,12 +245,16 @@ def test_plan_counts_tiles() -> None:
     found = ft.plan(shape, shape, backend="tiles", spans=spans)
     assert found.pairs == 2 * 4 * 8 * 128**2
     assert found.tiles == {"skipped": 8 * 56, "partial": 0, "full": 8 * 8}
+    assert found.span_bytes == spans.limits.nbytes == 1024 * 8
+    assert found.cut_bytes == 2 * 8 * 16, "a span of each row of tiles, of two sequences"
+    assert ft.plan(shape, shape, causal=True).span_bytes == ft.plan(shape, shape).cut_bytes == 0
     both = np.stack([spans.begin[0, :, :, 0], np.zeros((1, 1024), int)])
     own = ft.Spans(both, np.stack([spans.end[0, :, :, 0], np.full((1, 1024), 1024)]))
     assert ft.plan(shape, shape, backend="tiles", spans=own).pairs == 4 * (8 * 128**2 + 1024**2)
     of_heads = ft.Spans(np.zeros((1, 4, 1), int), np.array([0, 128, 256, 1024])[None, :, None])
     found = ft.plan(shape, shape, backend="tiles", spans=of_heads)
     assert found.pairs == 2 * 1024 * (128 + 256 + 1024) and found.tiles["full"] == 2 * 8 * (1 + 2 + 8)
+    assert found.cut_bytes == 2 * 4 * 8 * 16
 
 
 def test_trace_has_only_visible_tiles() -> None:

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import numpy as np
 
-from flashtile import calls, dispatch
+from flashtile import calls, dispatch, partials
 from flashtile.checks import layout as axes
 from flashtile.checks.arguments import (
     as_array,
     check_library,
-    check_merge,
     check_numpy,
     check_rows,
     check_starts,
@@ -19,11 +18,14 @@ from flashtile.checks.arguments import (
     library_of,
 )
 from flashtile.checks.keywords import check_keywords
+from flashtile.checks.merge import check_memory, check_merge
 from flashtile.checks.numbers import check_flag
 from flashtile.checks.shapes import check_gradients
+from flashtile.checks.target import check_buffer, check_buffers, check_distinct, check_target
 from flashtile.errors import ShapeError, UnsupportedError
-from flashtile.numerics.dtypes import BFLOAT16, accumulator, name_of, narrow, widen
-from flashtile.numerics.softmax import merge_normalized
+from flashtile.host.address import address
+from flashtile.host.arrays import add
+from flashtile.numerics.dtypes import BFLOAT16, name_of, narrow, wider
 from flashtile.options import DEFAULTS, INTEGER_ARRAYS, PLAIN_ARRAYS, documented
 from flashtile.problem import describe
 from flashtile.results import Grads
@@ -167,52 +169,101 @@ def attention_backward(
     dlse: Any = None,
     cu_q: Any = None,
     cu_k: Any = None,
+    grad_dtype: Any = None,
+    into: Grads | None = None,
     backend: str = "auto",
     **options: Unpack[LayoutOptions],
 ) -> Grads:
-    """Compute gradients of NumPy arrays. out and lse: from attention(..., return_lse=True) with the same options.
+    """Compute gradients from out and lse of attention(..., return_lse=True) with the same options.
 
-    Takes cu_q and cu_k for packed sequences. torch users call .backward() on the output of attention() instead.
+    For a loss on tensors, call .backward() on the output of attention() instead. This function is for keys in blocks:
+    k and v may be a block of those that out and lse belong to, and the gradients are then the block's share, so that
+    shares add up to the whole. Options count positions within the block; a sink goes with one of the blocks alone.
+
+    dlse        the gradient of lse, if it has one
+    cu_q, cu_k  the starts of packed sequences, as in attention_packed()
+    grad_dtype  None for the dtype of q, or float32 (float64 for float64 inputs): gradients are not rounded to 16 bits
+    into        Grads of buffers of that dtype, None for those to be allocated. Gradients are added to the buffers, and
+                these are returned. Rows need contiguous elements; other strides may be any
+    backend     as in attention(), which also explains the options
+
+    Without grad_dtype, or with one of fewer bits, dbias and dsink have the dtypes of bias and sink.
     """
     check_keywords("attention_backward", options, DEFAULTS)
     all_options, bnhd = _resolve_layout(q, k, {"cu_q": cu_q, "cu_k": cu_k, **options})
     if bnhd:
         q, k, v, dout, out, lse, dlse = *axes.swap_axes(q, k, v, dout, out), *axes.swap_lse_axes(lse, dlse)
     arrays = {name: all_options.get(name) for name in PLAIN_ARRAYS}
-    if check_library(q, k=k, v=v, dout=dout, out=out, lse=lse, dlse=dlse, **arrays) == "torch":
-        raise UnsupportedError(
-            "q: expected a NumPy array, got a torch tensor, whose gradients come from autograd: call backward()"
-        )
-    problem = describe(q, k, v, **all_options)
-    check_gradients(problem, dout, out, lse, dlse)
-    runner, inputs = dispatch.choose(problem, backend).prepare(problem)
-    grads = runner.backward(inputs, dout, out, lse, dlse)
-    dq, dk, dv = grads[:3]
-    if bnhd:
-        dq, dk, dv = axes.swap_axes(dq, dk, dv)
-    dbias, dsink = (
-        None if x is None or like is None else _rounded(x, name_of(like.dtype), like.dtype).reshape(like.shape)
-        for x, like in ((grads.dbias, options.get("bias")), (grads.dsink, options.get("sink")))
-    )
-    return Grads(dq, dk, dv, dbias, dsink)
-
-
-def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *more: Any) -> tuple[Any, Any]:
-    """Merge results of the same queries over disjoint keys into the exact result over their union.
-
-    Takes two or more results, each as out and lse: merge(*a, *b, *c). (0, -inf) is the identity. Pass float32 outputs
-    (out_dtype) to avoid rounding on the way, and all results at once: each separate merge rounds, and the error of a
-    thousand merges in a row is ten times as large.
-    """
-    results = (out_a, lse_a, out_b, lse_b, *more)
-    if check_merge(*results) == "torch":
+    buffers = {f"into.{name}": x for name, x in check_buffers(into).items()}
+    given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
+    others = {name: x for name, x in given.items() if name != "q"}
+    library = check_library(q, **{**others, **arrays, **buffers})
+    swapped = into
+    if bnhd and into is not None:
+        swapped = into._replace(**dict(zip(("dq", "dk", "dv"), axes.swap_axes(*into[:3]), strict=True)))
+    if library == "torch":
         from flashtile import pytorch
 
-        merged: tuple[Any, Any] = pytorch.merge(*results)
+        grads = pytorch.attention_backward(given, backend, all_options, grad_dtype, swapped)
+    else:
+        grads = _backward(given, backend, all_options, grad_dtype, swapped)
+    dq, dk, dv = axes.swap_axes(*grads[:3]) if bnhd else grads[:3]
+    found = Grads(dq, dk, dv, *grads[3:])
+    return found if into is None else Grads(*(x if y is None else y for x, y in zip(found, into, strict=True)))
+
+
+def _backward(given: dict[str, Any], backend: str, options: dict[str, Any], grad_dtype: Any, into: Any) -> Grads:
+    """Run attention_backward() on NumPy arrays. given: dout, q, k, v, out, lse and dlse."""
+    dout, q, k, v, out, lse, dlse = given.values()
+    problem = describe(q, k, v, **options)
+    check_gradients(problem, dout, out, lse, dlse)
+    inputs = {"dq": q, "dk": k, "dv": v, "dbias": options.get("bias"), "dsink": options.get("sink")}
+    target = check_target(problem.dtype, grad_dtype, into, inputs)
+    buffers = {name: x for name, x in zip(Grads._fields, target.into, strict=True) if x is not None}
+    for name, x in buffers.items():
+        if not x.flags.writeable:
+            raise UnsupportedError(f"into.{name}: expected an array that can be written to, got a read-only one")
+        check_buffer(name, x, x.strides, x.itemsize, address(x), x.itemsize)
+    check_distinct(*({n: address(x) for n, x in y.items() if x is not None and x.size} for y in (given, buffers)))
+    runner, prepared = dispatch.choose(problem, backend).prepare(problem)
+    grads = runner.backward(prepared, dout, out, lse, dlse, target=target)
+    dbias, dsink = (
+        _finished(x, buffer, inputs[name], target.dtype)
+        for name, x, buffer in zip(Grads._fields[3:], grads[3:], target.into[3:], strict=True)
+    )
+    return Grads(*grads[:3], dbias, dsink)
+
+
+def _finished(x: Any, buffer: Any, like: Any, dtype: str) -> Any:
+    """Return a gradient shaped like `like`, in its dtype or this one, if that has more bits; or add it to a buffer."""
+    if x is None or like is None or x is buffer:
+        return x
+    x = x.reshape(like.shape)
+    return _rounded(x, wider(name_of(like.dtype), dtype), like.dtype) if buffer is None else add(buffer, x)
+
+
+def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *more: Any, into: Any = None) -> tuple[Any, Any]:
+    """Merge results of the same queries over disjoint keys into the exact result over their union.
+
+    Takes two or more results, each as out and lse: merge(*a, *b, *c). (0, -inf) is the identity; the out of a row with
+    lse -inf may be anything. Pass float32 outputs (out_dtype) to avoid rounding on the way, and all results at once:
+    each separate merge rounds, and the error of a thousand merges in a row is ten times as large.
+
+    into  (out, lse), written in one pass and returned: they may be views with a contiguous last axis, and may be
+          out_a and lse_a themselves, which accumulates in place. Each has a dtype of its own: in float32 or float64
+          they are not rounded to that of 16-bit results. Without gradients.
+    """
+    results: tuple[Any, ...] = (out_a, lse_a, out_b, lse_b, *more)
+    if check_merge(results, into) == "torch":
+        from flashtile import pytorch
+
+        merged: tuple[Any, Any] = pytorch.merge(results, into)
         return merged
-    widened = [widen(x, accumulator(name_of(x.dtype))) for x in results]
-    out, lse = merge_normalized(*widened)
-    return _rounded(out, name_of(out_a.dtype), out_a.dtype), narrow(lse, np.result_type(*widened[1::2]).name)
+    out, lse = partials.empty_like(results) if into is None else into
+    if into is not None:
+        check_memory(results, (out, lse))
+    partials.merge_arrays(results, (out, lse))
+    return out, lse
 
 
 def probabilities(q: Any, k: Any, *, rows: Any, **options: Unpack[LayoutOptions]) -> Any:

@@ -12,6 +12,7 @@ import numpy as np
 from flashtile.band import Band
 from flashtile.inputs import NO_ARRAYS, Inputs, inputs
 from flashtile.options import ARRAYS
+from flashtile.origin import Origin
 
 MAX_ENTRIES = 2048  # entries in the cache
 DTYPES = {np.dtype(name) for name in ("float16", "float32", "float64")}
@@ -57,6 +58,8 @@ def part_of_key(name: str, x: Any) -> tuple[Any, ...] | None:
         return name, x, kind
     if kind is Band:
         x = (x.left, x.right, x.offset)
+    elif kind is Origin:
+        x = x.numbers()
     elif kind is not tuple:
         return None
     if not all(end is None or isinstance(end, FIXED) for end in x):

@@ -15,17 +15,7 @@ from flashtile.host.arrays import NUMPY, Arrays
 from flashtile.inputs import Inputs
 from flashtile.options import OPTIONS
 from flashtile.problem import Problem
-from flashtile.results import Grads
-
-
-def _nothing(problem: Problem) -> None:
-    """Default hook: no objection."""
-
-
-def _always(problem: Problem) -> bool:
-    """Default hook: the backend suits every problem that it supports."""
-    return True
-
+from flashtile.results import Grads, Target
 
 _module = cache(importlib.import_module)  # a look-up in sys.modules shows in small calls
 
@@ -43,8 +33,21 @@ class Runner(Protocol):
     def forward(self, x: Inputs, with_lse: bool = True) -> tuple[Any, Any]:
         """Return output and lse, contiguous. The lse may be anything if it is not asked for."""
 
-    def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Grads:
-        """Return dq, dk and dv like q, k and v, dbias (of rank 4, if asked for) and dsink in accumulator precision."""
+    def backward(
+        self,
+        x: Inputs,
+        dout: Any,
+        out: Any,
+        lse: Any,
+        dlse: Any,
+        *,
+        bias_grad: bool = True,
+        target: Target | None = None,
+    ) -> Grads:
+        """Return dq, dk and dv like q, k and v, dbias (of rank 4, if asked for) and dsink in accumulator precision.
+
+        out and lse are those of forward(). With a target, see there.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,7 @@ class Backend:
         for name in problem.changed:
             if self.name in OPTIONS[name].unsupported_by:
                 return f"it takes no {name}"
-        reason: str | None = getattr(self.load(), "why_not", _nothing)(problem)
+        reason: str | None = getattr(self.load(), "why_not", lambda problem: None)(problem)
         return reason
 
     def runs_on(self, capability: tuple[int, int] | None) -> bool:
@@ -89,7 +92,7 @@ class Backend:
 
     def suits(self, problem: Problem) -> bool:
         """Whether it is a better choice for this supported problem than the rows after it."""
-        suits: bool = getattr(self.load(), "suits", _always)(problem)
+        suits: bool = getattr(self.load(), "suits", lambda problem: True)(problem)
         return suits
 
     def why_not(self, problem: Problem, device: str, tensors: bool = False) -> str | None:

@@ -1,45 +1,51 @@
-"""Spans of the masks that people use: documents, padding, prefixes, sinks, chunks, and any mask or function.
+"""Spans of common masks: documents, padding, prefixes, sinks, chunks; and of any boolean mask or function.
 
-Arguments are NumPy arrays, or torch tensors, on whose device the spans are then made; lengths alone give NumPy arrays
-unless a device is named. Query i stands at key i + n_k - n_q: the last query is aligned with the last key.
+Arguments are NumPy arrays, or torch tensors, on whose device the spans are then made. Numbers alone give NumPy arrays
+unless a device is named. Query i is at position i + n_k - n_q: the last query is aligned with the last key.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from flashtile.checks.numbers import check_flag, check_integer
 from flashtile.errors import DTypeError, ShapeError
-from flashtile.spans import FARTHEST, MAX_SPANS, MaskFunction, Spans, library
+from flashtile.spans import FARTHEST, MAX_SPANS, MaskFunction, Spans, has_values, is_readable, library, limits_of
 
 SLAB = 1 << 22  # pairs that from_function() evaluates at a time
 
 
 def documents(ids: Any = None, *, lengths: Any = None) -> Spans:
-    """Each query sees the keys of its document: a run of equal ids, (n,) or (batch, n); or documents of these lengths.
+    """Each query sees the keys of its document. A document is a run of equal ids, (n,) or (batch, n), or has a length.
 
     With causal=True each document is causal by itself.
     """
     if (ids is None) == (lengths is None):
         raise ShapeError("documents: expected ids or lengths, got both or neither")
     if lengths is not None:
-        lengths = _array(lengths)
+        lengths = _integers("lengths", lengths, 1)
         xp = library(lengths)
-        number = xp.arange(len(lengths)) if xp is np else xp.arange(len(lengths), device=lengths.device)
-        ids = np.repeat(number, lengths) if xp is np else xp.repeat_interleave(number, lengths)
-    ids = _array(ids)
+        if is_readable(xp, lengths) and bool((lengths < 0).any()):
+            raise ShapeError(f"lengths: expected none below 0, got {int(lengths.min())}")
+        end = lengths.cumsum(0)
+        return Spans(*((np.repeat if xp is np else xp.repeat_interleave)(x, lengths) for x in (end - lengths, end)))
+    ids = _integers("ids", ids, 1, 2)
     begin, end = _runs(ids)
     return Spans(*((x[:, None] for x in (begin, end)) if ids.ndim == 2 else (begin, end)))
 
 
 def padding(lengths: Any, n_k: int | None = None, side: str = "right") -> Spans:
-    """Each sequence has `lengths` (batch,) keys in use; the others, on this side, are padding. Left needs n_k."""
+    """Each sequence uses `lengths` keys, (batch,); the others, on this side, are padding. side="left" needs n_k."""
     if side not in ("left", "right"):
         raise ShapeError(f"side: expected left or right, got {side!r}")
-    lengths = _array(lengths)[:, None, None]
+    lengths = _integers("lengths", lengths, 1)[:, None, None]
+    if n_k is not None:
+        n_k = check_integer("n_k", n_k, 0, None)
     if side == "right":
         return Spans(0, lengths)
     if n_k is None:
@@ -48,28 +54,33 @@ def padding(lengths: Any, n_k: int | None = None, side: str = "right") -> Spans:
 
 
 def prefix_lm(prefix: Any, n_q: int, n_k: int | None = None, device: Any = None) -> Spans:
-    """A causal mask with a prefix, a number or (batch,), that every query sees: it includes the causal limit."""
-    if hasattr(prefix, "shape") and len(prefix.shape):
-        prefix = _array(prefix)[:, None, None]
-        device = getattr(prefix, "device", None) if library(prefix) is not np else None
+    """Each query sees the first `prefix` keys, a number or (batch,), and keys up to its own: causal=True is implied."""
+    if not _is_number(prefix):
+        prefix = _integers("prefix", prefix, 0, 1).reshape(-1, 1, 1)
+        if device is None and library(prefix) is not np:
+            device = prefix.device
     at = _positions(n_q, n_k, device)
-    return Spans(0, library(at).maximum(at + 1, prefix if hasattr(prefix, "shape") else _full_like(at, prefix)))
+    xp = library(at)
+    if _is_number(prefix):
+        prefix = at * 0 + check_integer("prefix", prefix, None, FARTHEST)
+    elif xp is not np:
+        prefix = xp.as_tensor(prefix, device=device)
+    return Spans(0, xp.maximum(at + 1, prefix))
 
 
 def causal_with_blocks(ids: Any) -> Spans:
-    """A causal mask where each token also sees all of its block, such as an image's tokens among text.
+    """A causal mask where each token also sees all of its block, such as the tokens of an image among text.
 
-    ids, (n,) or (batch, n): a run of equal ids from 0 on is a block; -1 is text. It includes the causal limit.
+    ids, (n,) or (batch, n): a run of equal ids from 0 on is a block; -1 is text. causal=True is implied.
     """
-    ids = _array(ids)
-    xp = library(ids)
-    at = _positions(ids.shape[-1], None, None if xp is np else ids.device)
-    end = xp.where(ids >= 0, _runs(ids)[1], at + 1)
+    ids = _integers("ids", ids, 1, 2)
+    end = library(ids).where(ids >= 0, _runs(ids)[1], _range(ids.shape[-1], _device_of(ids)) + 1)
     return Spans(0, end[:, None] if ids.ndim == 2 else end)
 
 
 def sink_window(left: int, sinks: int, n_q: int, n_k: int | None = None, device: Any = None) -> Spans:
-    """The first `sinks` keys, the query's own, and `left` keys before it: it includes the causal limit."""
+    """Each query sees the first `sinks` keys, `left` keys before its own, and its own: causal=True is implied."""
+    left, sinks = check_integer("left", left, 0, FARTHEST), check_integer("sinks", sinks, 0, FARTHEST)
     at = _positions(n_q, n_k, device)
     xp = library(at)
     begin, end = at - left, at + 1
@@ -79,49 +90,51 @@ def sink_window(left: int, sinks: int, n_q: int, n_k: int | None = None, device:
 
 
 def chunks(size: int, n_q: int, n_k: int | None = None, device: Any = None) -> Spans:
-    """Each query sees the keys of its chunk of `size` tokens. With causal=True it is chunked attention."""
+    """Each query sees the keys of its chunk of `size` tokens. With causal=True this is chunked attention."""
     return block_local(size, 0, 0, n_q, n_k, device)
 
 
 def block_local(size: int, before: int, after: int, n_q: int, n_k: int | None = None, device: Any = None) -> Spans:
     """Each query sees its own block of `size` keys, `before` blocks before it and `after` blocks after it."""
+    size = check_integer("size", size, 1, FARTHEST)
+    before, after = check_integer("before", before, 0, FARTHEST), check_integer("after", after, 0, FARTHEST)
     block = _positions(n_q, n_k, device) // size
     return Spans((block - before) * size, (block + 1 + after) * size)
 
 
 def dilated(steps: int, rate: int, n_q: int, n_k: int | None = None, device: Any = None) -> Spans:
-    """Each query sees every `rate`-th key, `steps` of them (up to 8), its own the last."""
-    if not 1 <= steps <= MAX_SPANS:
-        raise ShapeError(f"steps: expected 1 to {MAX_SPANS}, one span each, got {steps}")
+    """Each query sees its own key and every `rate`-th one before it, `steps` keys in all (up to 8)."""
+    steps = check_integer("steps", steps, 1, MAX_SPANS)  # a span each
+    rate = check_integer("rate", rate, 1, FARTHEST)
     at = _positions(n_q, n_k, device)
     keys = library(at).stack([at - rate * n for n in reversed(range(steps))], -1)[None, None]
     return Spans(keys, keys + 1)
 
 
-def flashmask(rows: Any, causal: bool = True) -> Spans:
+def flashmask(rows: Any, causal: bool = False, n_q: int | None = None) -> Spans:
     """Spans of FlashMask's startend_row_indices, (batch, heads, keys, 1, 2 or 4): from which rows each key is hidden.
 
-    causal: (start,) hides it from all rows from start on, (start, end) from rows start..end-1. Otherwise (start, end)
-    hides it from rows from start on below the diagonal and from rows before end above it; four numbers are a start and
-    an end below the diagonal, then a start and an end above it.
+    causal: a start, or a start and an end, of the hidden rows, besides the causal limit. Otherwise two numbers are a
+    start, from which on all rows are hidden, and an end, before which they are; four are two starts, each with its end.
+    Rows are hidden on both sides of the diagonal. There are n_q of them, by default as many as keys; heads are query
+    heads, or one.
     """
-    rows = _array(rows)
-    count = rows.shape[-1] if rows.ndim == 4 else 0
+    rows, causal = _integers("rows", rows, 4), check_flag("causal", causal)
+    batch, heads, n_k, count = rows.shape
     if count not in ((1, 2) if causal else (2, 4)):
         wanted = "1 or 2" if causal else "2 or 4"
-        raise ShapeError(f"rows: expected (batch, heads, keys, {wanted}), got {tuple(rows.shape)}")
-    batch, heads, n_k, _ = rows.shape
-    xp = library(rows)
+        raise ShapeError(f"rows: expected (batch, heads, keys, {wanted}) for causal={causal}, got {tuple(rows.shape)}")
+    n_q = n_k if n_q is None else check_integer("n_q", n_q, 0, None)
 
     def visible(b: Any, h: Any, i: Any, j: Any) -> Any:
         x = rows[b, h, j]
         if causal:
-            return (j <= i) & ~((i >= x[..., 0]) & (i < x[..., 1] if count == 2 else True))
-        below = (i >= x[..., 0]) & (i < x[..., 1] if count == 4 else True)
-        above = (i < x[..., -1]) & (i >= x[..., 2] if count == 4 else True)
-        return ~xp.where(j <= i, below, above)
+            return (j <= i + n_k - n_q) & ~((i >= x[..., 0]) & (i < x[..., 1] if count == 2 else True))
+        if count == 2:
+            return (i < x[..., 0]) & (i >= x[..., 1])
+        return ~((i >= x[..., 0]) & (i < x[..., 1])) & ~((i >= x[..., 2]) & (i < x[..., 3]))
 
-    return from_function(visible, batch, heads, n_k, n_k, None if xp is np else rows.device)
+    return from_function(visible, batch, heads, n_q, n_k, _device_of(rows))
 
 
 def from_mask(mask: Any) -> Spans:
@@ -134,6 +147,10 @@ def from_mask(mask: Any) -> Spans:
 
 def from_function(visible: MaskFunction, batch: int, heads: int, n_q: int, n_k: int, device: Any = None) -> Spans:
     """The spans of visible(b, h, i, j), evaluated for some queries at a time."""
+    if not callable(visible):
+        raise DTypeError(f"visible: expected a function of (b, h, i, j), got {type(visible).__name__}")
+    sizes = {"batch": batch, "heads": heads, "n_q": n_q, "n_k": n_k}
+    batch, heads, n_q, n_k = (check_integer(name, n, 0, None) for name, n in sizes.items())
     b, h, i, j = (
         _range(n, device).reshape([-1 if axis == at else 1 for axis in range(4)])
         for at, n in enumerate((batch, heads, n_q, n_k))
@@ -145,24 +162,41 @@ def from_function(visible: MaskFunction, batch: int, heads: int, n_q: int, n_k: 
         if "bool" not in str(getattr(found, "dtype", type(found))):
             raise DTypeError(f"visible: expected booleans, got {getattr(found, 'dtype', type(found).__name__)}")
         found = xp.asarray(found) if xp is np else xp.as_tensor(found, device=i.device)
-        shape = [*found.shape[:2], rows.shape[2], n_k] if found.ndim == 4 else [1, 1, rows.shape[2], n_k]
-        parts.append(_limits(xp.broadcast_to(found, shape), first))
+        lead = tuple(found.shape[:2]) if found.ndim == 4 else (1, 1)
+        shape = (*lead, rows.shape[2], n_k)
+        try:
+            seen = xp.broadcast_to(found, shape)
+        except (ValueError, RuntimeError):
+            raise ShapeError(f"visible: expected shape {shape}, or axes of 1, got {tuple(found.shape)}") from None
+        parts.append(_limits(seen, first))
         first += at_once
     return _joined(parts)
 
 
 def intersection(a: Spans, b: Spans) -> Spans:
-    """What both make visible."""
-    return _from_pairs(*intersected(*_pairs(a), *_pairs(b)))
+    """The pairs that both make visible."""
+    return _from_pairs(*intersected(*_pairs(a, b)))
 
 
 def union(a: Spans, b: Spans) -> Spans:
-    """What one of them makes visible: the complement of the intersection of their complements."""
-    return _from_pairs(*complement(*intersected(*complement(*_pairs(a)), *complement(*_pairs(b)))))
+    """The pairs that at least one makes visible: the complement of the intersection of their complements."""
+    begin, end, other_begin, other_end = _pairs(a, b)
+    return _from_pairs(*complement(*intersected(*complement(begin, end), *complement(other_begin, other_end))))
 
 
-def _pairs(spans: Spans) -> tuple[Any, Any]:
-    return spans.begin, spans.end
+def _pairs(a: Spans, b: Spans) -> tuple[Any, Any, Any, Any]:
+    """Begin and end of both, which must fit together."""
+    x, y = limits_of(a), limits_of(b)
+    if x is None or y is None:
+        raise DTypeError("spans: expected two flashtile.Spans, got None")
+    here, there = ("NumPy arrays" if library(z) is np else f"tensors on {z.device}" for z in (x, y))
+    if here != there:
+        hint = "; masks of numbers alone are NumPy arrays unless a device is named" if "NumPy" in here + there else ""
+        raise DTypeError(f"spans: expected both of one library and device, got {here} and {there}{hint}")
+    sizes, others = (tuple(z.shape[:3]) for z in (x, y))
+    if any(n != m and 1 not in (n, m) for n, m in zip(sizes, others, strict=True)):
+        raise ShapeError(f"spans: expected (batch, heads, queries) that broadcast together, got {sizes} and {others}")
+    return a.begin, a.end, b.begin, b.end
 
 
 def intersected(begin: Any, end: Any, other_begin: Any, other_end: Any) -> tuple[Any, Any]:
@@ -172,25 +206,24 @@ def intersected(begin: Any, end: Any, other_begin: Any, other_end: Any) -> tuple
     e = xp.minimum(end[..., :, None], other_end[..., None, :])
     some = b < e
     count = begin.shape[-1] + other_begin.shape[-1] - 1
-    found = [xp.where(some, x, FARTHEST).reshape(*x.shape[:-2], -1) for x in (b, e)]
-    if xp is np:
-        return np.sort(found[0], -1)[..., :count], np.sort(found[1], -1)[..., :count]
-    return xp.sort(found[0], -1).values[..., :count], xp.sort(found[1], -1).values[..., :count]
+    begin, end = (_sorted(xp.where(some, x, FARTHEST).reshape(*x.shape[:-2], -1))[..., :count] for x in (b, e))
+    return begin, end
 
 
 def complement(begin: Any, end: Any) -> tuple[Any, Any]:
-    xp = library(begin)
-    join = np.concatenate if xp is np else xp.cat
-    return join([begin[..., :1] * 0, end], -1), join([begin, begin[..., :1] * 0 + FARTHEST], -1)
+    """The gaps between rising pairs, the last of them up to FARTHEST."""
+    xp, zero = library(begin), begin[..., :1] * 0
+    return xp.concatenate([zero, end], -1), xp.concatenate([begin, zero + FARTHEST], -1)
 
 
 def _from_pairs(begin: Any, end: Any) -> Spans:
-    """Spans of rising pairs with empty ones among them; as few as the query with the most has."""
+    """Spans of rising pairs with empty ones among them; as few as the query with the most has, if that is known."""
     xp = library(begin)
     some = begin < end
-    begin, end = (xp.where(some, x, FARTHEST) for x in (begin, end))
-    begin, end = (np.sort(x, -1) if xp is np else xp.sort(x, -1).values for x in (begin, end))
-    most = max(int(some.sum(-1).max()) if some.shape[0] and some.shape[2] else 0, 1)
+    begin, end = (_sorted(xp.where(some, x, FARTHEST)) for x in (begin, end))
+    most = begin.shape[-1]
+    if most > MAX_SPANS or has_values(some):
+        most = max(int(some.sum(-1).max()) if 0 not in some.shape[:3] else 0, 1)
     if most > MAX_SPANS:
         _too_many(some.sum(-1), 0)
     return Spans(begin[..., :most], end[..., :most])
@@ -200,16 +233,15 @@ def _limits(mask: Any, first: int) -> Any:
     """Begin and end, (batch, heads, queries, spans, 2), of the runs of a mask whose first query is number `first`."""
     xp, (*lead, n_k) = library(mask), mask.shape
     rows = math.prod(lead)
-    join = np.concatenate if xp is np else xp.cat
     # A run begins and ends where neighbours differ; the keys at which they do are found row by row, in rising order.
-    edges = join([mask[..., :1], mask[..., 1:] != mask[..., :-1], mask[..., -1:]], -1)
+    edges = xp.concatenate([mask[..., :1], mask[..., 1:] != mask[..., :-1], mask[..., -1:]], -1)
     edges = edges.reshape(rows, edges.shape[-1])
     row, key = np.nonzero(edges) if xp is np else xp.nonzero(edges, as_tuple=True)
     counts = xp.bincount(row, minlength=rows)
     most = int(counts.max()) // 2 if rows and n_k else 0
     if most > MAX_SPANS:
         _too_many(counts.reshape(lead) // 2, first)
-    number = _range(len(row), None if xp is np else mask.device) - (counts.cumsum(0) - counts)[row]
+    number = _range(len(row), _device_of(mask)) - (counts.cumsum(0) - counts)[row]
     shape = (rows, 2 * max(most, 1))
     found = np.zeros(shape, np.int64) if xp is np else xp.zeros(shape, dtype=xp.int64, device=mask.device)
     found[row, number] = key
@@ -223,7 +255,7 @@ def _joined(parts: Sequence[Any]) -> Spans:
     for x in parts:
         room = (0, most - x.shape[3])
         filled.append(np.pad(x, [(0, 0)] * 3 + [room, (0, 0)]) if xp is np else xp.nn.functional.pad(x, (0, 0, *room)))
-    limits = np.concatenate(filled, 2) if xp is np else xp.cat(filled, 2)
+    limits = xp.concatenate(filled, 2)
     return Spans(limits[..., 0], limits[..., 1])
 
 
@@ -239,12 +271,11 @@ def _too_many(counts: Any, first: int) -> None:
 def _runs(ids: Any) -> tuple[Any, Any]:
     """Begin and end of the run of equal ids that each position is in."""
     xp, n = library(ids), ids.shape[-1]
-    at = xp.arange(n) if xp is np else xp.arange(n, device=ids.device)
+    at = _range(n, _device_of(ids))
     changes = ids[..., 1:] != ids[..., :-1]
     begin, end = xp.where(changes, at[1:], 0), xp.where(changes, at[1:], n)
     edge = ids[..., :1] * 0 if n else ids
-    join = np.concatenate if xp is np else xp.cat
-    begin, end = join([edge, begin], -1), join([end, edge + n], -1)
+    begin, end = xp.concatenate([edge, begin], -1), xp.concatenate([end, edge + n], -1)
     if xp is np:
         return np.maximum.accumulate(begin, -1), np.minimum.accumulate(end[..., ::-1], -1)[..., ::-1]
     return begin.cummax(-1).values, end.flip(-1).cummin(-1).values.flip(-1)
@@ -252,7 +283,8 @@ def _runs(ids: Any) -> tuple[Any, Any]:
 
 def _positions(n_q: int, n_k: int | None, device: Any) -> Any:
     """The keys at which the queries stand."""
-    return _range(n_q, device) + (0 if n_k is None else n_k - n_q)
+    n_q = check_integer("n_q", n_q, 0, None)
+    return _range(n_q, device) + (0 if n_k is None else check_integer("n_k", n_k, 0, None) - n_q)
 
 
 def _range(n: int, device: Any) -> Any:
@@ -263,17 +295,30 @@ def _range(n: int, device: Any) -> Any:
     return torch.arange(n, device=device)
 
 
-def _full_like(x: Any, number: int) -> Any:
-    return x * 0 + number
+def _device_of(x: Any) -> Any:
+    """The device of a tensor; None for a NumPy array."""
+    return None if isinstance(x, np.ndarray) else x.device
 
 
-def _array(x: Any) -> Any:
-    """A tensor as it is, anything else as a NumPy array; of integers."""
-    if not hasattr(x, "__torch_function__"):
+def _sorted(x: Any) -> Any:
+    """Sort along the last axis."""
+    return np.sort(x, -1) if isinstance(x, np.ndarray) else x.sort(-1).values
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) or type(x).__name__ == "SymInt"
+
+
+def _integers(name: str, x: Any, *ranks: int) -> Any:
+    """A tensor, or anything else as a NumPy array, of 64-bit integers and with as many axes as one of these."""
+    if hasattr(x, "__torch_function__"):
+        integers = not (x.is_floating_point() or x.is_complex() or x.dtype is sys.modules["torch"].bool)
+    else:
         x = np.asarray(x)
-        if x.dtype.kind not in "iu" and x.size:
-            raise DTypeError(f"expected integers, got {x.dtype}")
-        return x.astype(np.int64, copy=False)
-    if x.is_floating_point():
-        raise DTypeError(f"expected integers, got {x.dtype}")
-    return x.long()
+        integers = x.dtype.kind in "iu" or not x.size
+    if not integers:
+        raise DTypeError(f"{name}: expected integers, got {x.dtype}")
+    if x.ndim not in ranks:
+        wanted = " or ".join(f"{n} ax{'i' if n == 1 else 'e'}s" for n in ranks)
+        raise ShapeError(f"{name}: expected {wanted}, got shape {tuple(x.shape)}")
+    return x.astype(np.int64, copy=False) if isinstance(x, np.ndarray) else x.long()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict, TypeVar
 
 from flashtile.band import Band
 from flashtile.checks import options as checks
+from flashtile.origin import Origin
 from flashtile.spans import Spans
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ MEANING = """causal      the last query sees every key, the one before it all bu
     seed        decides which weights are dropped, identically on every backend: pass a new one at every training
                 step. 64 bits: a number, or an int64 tensor of one element, read as unsigned. A tensor on a GPU is
                 read only by kernels, so it works in torch.compile and CUDA graphs
+    origin      a flashtile.Origin: where the queries, keys, heads and sequences lie in a whole that this call is a part
+                of. Dropout counts by it, so that parts drop what the whole drops; nothing else is affected
     kv_lengths  (batch,): how many keys of each sequence are in use; causal and window align to their end
     descale     for torch.float8_e4m3fn inputs, the factors of q, k and v: numbers, or float32 tensors of shape () or
                 (batch, kv_heads); q stands for q * descale[0], and so on. Such inputs have no gradient
@@ -82,6 +85,7 @@ class Options(TypedDict, total=False):
     scale: Annotated[float | None, Option(None, "float?", checks.real_or_none)]
     dropout: Annotated[float, Option(0.0, "float", checks.probability, unsupported_by=("sdpa", "gluon"))]
     seed: Annotated[Any, Option(0, "SymInt", checks.seed)]
+    origin: Annotated[Origin | None, Option(None, "SymInt[]?", checks.origin)]
     kv_lengths: Annotated[Any, Option(None, "Tensor?", checks.kv_lengths, "integers", 1, unsupported_by=("sdpa",))]
     descale: Annotated[Any, Option(None, "Tensor?", checks.descale, "factors", 3)]
     out_dtype: Annotated[Any, Option(None, "str?", checks.out_dtype)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass, make_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ from flashtile.checks.keywords import check_keywords
 from flashtile.checks.options import is_tensor
 from flashtile.checks.shapes import check_dtypes, check_shapes, rank4
 from flashtile.errors import ShapeError
+from flashtile.host.memory_order import Order, order_of
 from flashtile.numerics.dtypes import accumulator
 from flashtile.numerics.visibility import Visibility, Visible
 from flashtile.options import OPTIONS
@@ -31,7 +34,7 @@ class Problem(_Options):  # type: ignore[misc]
 
     Every option is a field with its checked value: mask and bias have rank 4, each axis full or 1; spans are limits of
     rank 5; alibi has shape (sequences or 1, heads), sink (heads,), descale (sequences or 1, kv_heads or 1, 3). A seed
-    may be a tensor.
+    may be a tensor. An origin has its number of heads.
     """
 
     q: Any
@@ -89,6 +92,11 @@ class Problem(_Options):  # type: ignore[misc]
     def out_shape(self) -> tuple[int, ...]:
         """The rank-4 shape of the output; that of the lse lacks the last axis."""
         return (*self.q.shape[:3], self.dim_v)
+
+    def order_of(self, x: Any, less: Callable[..., bool] = operator.lt) -> Order:
+        """The order in memory of the axes of q, k or v, rank 4, but the last. Results have that of their input."""
+        strides = [*map(abs, x.strides)] if isinstance(x, np.ndarray) else x.stride()
+        return order_of(x.shape, strides, self.packed, less)
 
     def in_caller_layout(self, x: Any) -> Any:
         """Return a rank-4 result, or a rank-3 lse, in the caller's layout."""

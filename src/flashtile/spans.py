@@ -84,12 +84,16 @@ class Spans:
 
     def __and__(self, other: Spans) -> Spans:
         """What both make visible."""
+        if not isinstance(other, Spans):
+            return NotImplemented
         from flashtile import masks
 
         return masks.intersection(self, other)
 
     def __or__(self, other: Spans) -> Spans:
         """What one of them makes visible."""
+        if not isinstance(other, Spans):
+            return NotImplemented
         from flashtile import masks
 
         return masks.union(self, other)
@@ -127,6 +131,8 @@ def _as_integers(begin: Any, end: Any) -> tuple[Any, Any]:
     tensor = next((x for x in (begin, end) if hasattr(x, "__torch_function__")), None)
     found = []
     for name, x in (("begin", begin), ("end", end)):
+        if isinstance(x, int) and not -FARTHEST <= x <= FARTHEST:
+            x = FARTHEST if x > 0 else -1
         if tensor is None:
             x = np.asarray(x)
             integers = x.dtype.kind in "iu"
@@ -146,17 +152,17 @@ def _as_integers(begin: Any, end: Any) -> tuple[Any, Any]:
             integers = not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)
         if not integers:
             raise DTypeError(f"spans: expected integers, got {name} of {x.dtype}")
-        if tensor is None:
-            x = np.minimum(x, FARTHEST).astype(np.int64) if x.dtype.kind == "u" else x.astype(np.int64, copy=False)
-        else:
-            x = x.to(torch.int64)
-        found.append(x)
+        wide = x.astype(np.int64, copy=False) if tensor is None else x.to(torch.int64)
+        if "uint64" in str(x.dtype):  # what was beyond the others is now below 0
+            wide = library(wide).where(wide < 0, FARTHEST, wide)
+        found.append(wide)
     return found[0], found[1]
 
 
 def _rising(xp: Any, begin: Any, end: Any) -> Any:
     """Return limits that never fall; raise an error for spans that overlap or fall, where values can be read."""
-    begin, end = begin.clip(0, FARTHEST), end.clip(0, FARTHEST)
+    begin, end = (x.clip(0, FARTHEST) for x in (begin, end))
+    begin, end = (x.astype(np.int32) if xp is np else x.to(xp.int32) for x in (begin, end))
     seen = begin < end
     found, ok = [], None
     last: Any = 0
@@ -168,13 +174,13 @@ def _rising(xp: Any, begin: Any, end: Any) -> Any:
             b, e = xp.maximum(b, last), xp.maximum(e, last)
         found += [xp.where(some, b, last), xp.where(some, e, last)]
         last = found[-1]
-    if ok is not None and _is_readable(xp, ok) and not bool(ok.all()):
+    if ok is not None and is_readable(xp, ok) and not bool(ok.all()):
         at = tuple(np.argwhere(~np.asarray(ok))[0].tolist())
         pairs = [(int(b), int(e)) for b, e in zip(begin[at].tolist(), end[at].tolist(), strict=True)]
         raise ShapeError(f"spans: expected disjoint spans in rising order, got {pairs} for (batch, head, query) {at}")
     shape = (*begin.shape, 2)
     if xp is not np:
-        return xp.stack(found, -1).to(xp.int32).reshape(shape)
+        return xp.stack(found, -1).reshape(shape)
     limits = np.empty((*begin.shape[:-1], len(found)), np.int32)
     for n, x in enumerate(found):
         limits[..., n] = x
@@ -188,13 +194,26 @@ def library(x: Any) -> Any:
     return np if isinstance(x, np.ndarray) else sys.modules["torch"]
 
 
-def _is_readable(xp: Any, x: Any) -> bool:
+def is_readable(xp: Any, x: Any) -> bool:
     """Whether values can be read now, without waiting for a device."""
     if xp is np:
         return True
     from flashtile.pytorch.interception import readable
 
     return not xp.compiler.is_compiling() and readable(x)
+
+
+def has_values(x: Any) -> bool:
+    """Whether x has values, which it lacks while it is traced; to read them may be to wait for a device."""
+    if isinstance(x, np.ndarray):
+        return True
+    torch = sys.modules["torch"]
+    if torch.compiler.is_compiling() or x.is_meta:
+        return False
+    from torch._C._functorch import is_functorch_wrapped_tensor
+    from torch._subclasses import FakeTensor
+
+    return not (isinstance(x, FakeTensor) or is_functorch_wrapped_tensor(x))
 
 
 def within(limits: Any, keys: Any) -> Any:

@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib
 import inspect
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -169,6 +170,11 @@ def test_signature(name: str) -> None:
     assert [(p.name, p.default, p.kind) for p in found.values()] == [
         (p.name, p.default, p.kind) for p in wanted.values()
     ]
+
+
+def test_names() -> None:
+    """An import from torch's module works from ours."""
+    assert set(theirs.__all__) - set(flex.__all__) <= {"FlexKernelOptions"}  # a type for annotations
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -376,8 +382,8 @@ class TestRefusedScoreMods:
         ("add with alpha", lambda s, b, h, i, j: torch.add(TABLE[h, j], s, alpha=2)),
         ("sub with alpha", lambda s, b, h, i, j: torch.sub(TABLE[h, j], s, alpha=2)),
         ("rsub with alpha", lambda s, b, h, i, j: torch.rsub(s, TABLE[h, j], alpha=2)),
-        ("division by, or to integers", lambda s, b, h, i, j: torch.div(TABLE[h, j], s)),
-        ("division by, or to integers", lambda s, b, h, i, j: torch.div(s, 2, rounding_mode="floor")),
+        ("divides by a score, or rounds to integers", lambda s, b, h, i, j: torch.div(TABLE[h, j], s)),
+        ("divides by a score, or rounds to integers", lambda s, b, h, i, j: torch.div(s, 2, rounding_mode="floor")),
         ("bool of scores", lambda s, b, h, i, j: torch.where(s.bool(), s, 1.0)),
         ("is not a number", lambda s, b, h, i, j: (s + TABLE[h])[0]),
         ("complex numbers", lambda s, b, h, i, j: (s + 1j * TABLE[h, j]).real),
@@ -699,7 +705,26 @@ class TestBlockMask:
     def test_repr(self) -> None:
         block_mask = create_block_mask(theirs.noop_mask, None, None, 20, 30)
         assert repr(block_mask) == "BlockMask(shape=(1, 1, 20, 30), BLOCK_SIZE=(128, 128), mask_mod=noop_mask)"
-        assert copy.copy(block_mask).shape == block_mask.shape
+
+    def test_copies(self) -> None:
+        """They evaluate the mask_mod again, which may be another one in another process."""
+        block_mask = create_block_mask(theirs.noop_mask, 2, None, 20, 30)
+        for found in (copy.copy(block_mask), copy.deepcopy(block_mask), pickle.loads(pickle.dumps(block_mask))):
+            assert found.shape == block_mask.shape and found.seen.options() == {}
+        window = create_block_mask(MASKS["window"], None, None, 20, 30)
+        assert copy.deepcopy(window).seen.options() == window.seen.options()
+
+    def test_from_blocks(self) -> None:
+        """As torch's, if the mask_mod says the same as the blocks."""
+        wanted = theirs.create_block_mask(MASKS["causal documents"], 2, None, 40, 50, device="cpu", BLOCK_SIZE=16)
+        blocks = (wanted.kv_num_blocks, wanted.kv_indices, wanted.full_kv_num_blocks, wanted.full_kv_indices)
+        make = functools.partial(flex.BlockMask.from_kv_blocks, *blocks, BLOCK_SIZE=16, seq_lengths=(40, 50))
+        found = make(mask_mod=MASKS["causal documents"])
+        assert found.shape == wanted.shape and torch.equal(found.to_dense(), wanted.to_dense())
+        given = inputs(40, 50)
+        assert_close(flex_attention(*given, block_mask=found), flex_attention(*given, block_mask=wanted))
+        with pytest.raises(ft.ShapeError, match="agrees with the blocks"):
+            make()
 
     def test_slices(self) -> None:
         ours, wanted = (

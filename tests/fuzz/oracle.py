@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import flashtile as ft
 from flashtile.numerics import dropout as bits
 
 
@@ -54,12 +55,19 @@ def attention(q: Tensor, k: Tensor, v: Tensor, kind: torch.dtype = torch.float64
     empty = total == 0
     P = P / total.masked_fill(empty, 1)
     if o.get("dropout"):
-        P = P * torch.from_numpy(_kept(batch, heads, n_q, n_k, o["seed"], o["dropout"])) / (1 - o["dropout"])
+        kept = _kept((batch, heads, n_q, n_k), o["seed"], o["dropout"], o.get("origin"))
+        P = P * torch.from_numpy(kept) / (1 - o["dropout"])
     lse = top + total.masked_fill(empty, 1).log()
     return P @ v, lse.masked_fill(empty, -torch.inf)[..., 0]
 
 
-def _kept(batch: int, heads: int, n_q: int, n_k: int, seed: int, probability: float) -> Any:
-    i, j = np.arange(n_q)[:, None], np.arange(n_k)
-    each = [bits.keep(seed, head, i, j, probability) for head in range(batch * heads)]
-    return np.stack(each).reshape(batch, heads, n_q, n_k)
+def _kept(pairs: tuple[int, ...], seed: int, probability: float, origin: ft.Origin | None) -> Any:
+    batch, heads, n_q, n_k = pairs
+    o = origin or ft.Origin()
+    i, j = (np.arange(n_q) * o.query_step + o.query)[:, None], np.arange(n_k) * o.key_step + o.key
+    each = [
+        bits.keep(seed, (o.sequence + s) * (o.heads or heads) + o.head + h, i, j, probability)
+        for s in range(batch)
+        for h in range(heads)
+    ]
+    return np.stack(each).reshape(pairs) if each else np.ones(pairs, bool)

@@ -84,6 +84,10 @@ def problem(seed: int) -> RandomProblem:
         options["scale"] = float(rng.choice([0.0, 1.0, -0.3, 0.02]))
     if some(0.15):
         options |= {"dropout": float(rng.choice([0.1, 0.5, 0.9])), "seed": int(rng.integers(0, 1 << 63))}
+        if some(0.4):
+            query, key, head, sequence = (int(x) for x in rng.integers(0, (1000, 1000, 5, 5)))
+            steps = (int(x) for x in rng.integers(1, 6, 2))
+            options["origin"] = ft.Origin(query, key, head, sequence, heads + head + int(rng.integers(3)), *steps)
     if some(0.25):
         kind = torch.int32 if some(0.5) else torch.int64
         options["kv_lengths"] = torch.from_numpy(rng.integers(0, n_k + 1, batch)).to(kind)

@@ -127,6 +127,14 @@ def test_changing_numbers() -> None:
     assert same(function, (q, 1, 2**64 - 1)) == 1
 
 
+def test_changing_origin() -> None:
+    def function(q: Any, key: int, step: int) -> Any:
+        return ft.attention(q, q, q, dropout=0.5, seed=3, origin=ft.Origin(5, key, 1, heads=3, key_step=step))
+
+    q = randn(2, 9, 8, requires_grad=True)
+    assert same(function, *((q, *numbers) for numbers in ((0, 1), (6, 2), (5, 3), (8, 1), (9, 4)))) <= 4
+
+
 def test_all_other_options() -> None:
     def function(q: Any, k: Any, v: Any, mask: Any, alibi: Any, lengths: Any) -> Any:
         return ft.attention(
@@ -216,6 +224,7 @@ NUMPY_GLOBALS: dict[str, Callable[[], dict[str, Any]]] = {
     "window": lambda: {"window": (THREE, None)},
     "band": lambda: {"band": ft.Band(THREE, THREE, 0)},
     "seed": lambda: {"dropout": HALF, "seed": THREE},
+    "origin": lambda: {"dropout": HALF, "origin": ft.Origin(THREE, THREE)},
     "threads": lambda: {"threads": THREE},
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -86,3 +88,77 @@ def test_wrong_dtypes_and_shapes() -> None:
         ft.merge(half, lse, half, lse.long())
     with pytest.raises(ft.ShapeError, match=r"^out_b: "):
         ft.merge(half, lse, half[:1], lse)
+
+
+def results_of(count: int, shape: tuple[int, ...] = (2, 4, 9)) -> list[torch.Tensor]:
+    return [x for _ in range(count) for x in (randn(*shape, 8), randn(*shape))]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_one_pass_as_the_formula(count: int) -> None:
+    """Without gradients the C++ core merges; with them torch does."""
+    given = results_of(count)
+    wanted = ft.merge(given[0].clone().requires_grad_(), *given[1:])
+    for found, exact in zip(ft.merge(*given), wanted, strict=True):
+        torch.testing.assert_close(found, exact.detach(), atol=1e-14, rtol=1e-14)
+
+
+def test_into_in_place_of_a_view() -> None:
+    out, lse, *part = (x.transpose(0, 1).clone().transpose(0, 1) for x in results_of(2, (2, 4, 18)))
+    rows = slice(1, 18, 2)
+    into, part = (out[:, :, rows], lse[:, :, rows]), [x[:, :, rows] for x in part]
+    wanted, versions = ft.merge(*into, *part), [x._version for x in into]
+    assert all(x is y for x, y in zip(ft.merge(*into, *part, into=into), into, strict=True))
+    torch.testing.assert_close(into, wanted, rtol=0, atol=0)
+    assert all(x._version > before for x, before in zip(into, versions, strict=True))
+
+
+def test_into_float32_from_16_bits() -> None:
+    half = [randn(9, 8, dtype=torch.bfloat16), randn(9, dtype=torch.float32)] * 2
+    into = torch.full((9, 8), torch.nan), torch.full((9,), -torch.inf)
+    for part in (half[:2], half[2:]):
+        ft.merge(*into, *part, into=into)
+    torch.testing.assert_close(into[0], half[0].float(), rtol=1e-6, atol=1e-6)
+
+
+def test_a_saved_tensor_that_was_merged_into() -> None:
+    """autograd notices, as for any operation in place."""
+    out, lse, *part = results_of(2)
+    x = torch.ones((), requires_grad=True, dtype=out.dtype)
+    y = (x * out).sum()
+    ft.merge(out, lse, *part, into=(out, lse))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+@pytest.mark.parametrize("name", ["out_a", "lse_a", "out_b", "lse_b", "into[0]", "into[1]"])
+def test_into_refuses_gradients_by_name(name: str) -> None:
+    names = ["out_a", "lse_a", "out_b", "lse_b", "into[0]", "into[1]"]
+    given = [x.requires_grad_(n == name) for n, x in zip(names, results_of(3), strict=True)]
+    with pytest.raises(ft.UnsupportedError, match=f"^{re.escape(name)}: expected a tensor that needs no gradient"):
+        ft.merge(*given[:4], into=(given[4], given[5]))
+    with torch.no_grad():
+        ft.merge(*given[:4], into=(given[4], given[5]))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_into_traced(in_place: bool) -> None:
+    """torch.compile and fake tensors see torch's own operations; the result is not rounded to out_a's dtype."""
+    out, lse, part, part_lse, *into = results_of(3)
+    half = part.half()
+
+    def accumulate(out: torch.Tensor, lse: torch.Tensor, to: torch.Tensor, to_lse: torch.Tensor) -> torch.Tensor:
+        merged, _ = ft.merge(half, part_lse, out, lse, into=(to, to_lse))
+        return merged + 0
+
+    first = (out, lse) if in_place else into
+    wanted = ft.merge(half, part_lse, out, lse, into=tuple(x.clone() for x in into))
+    found = torch.compile(accumulate, fullgraph=True, backend="eager")(out, lse, *first)
+    torch.testing.assert_close((found, *first), (wanted[0], *wanted), atol=1e-14, rtol=1e-14)
+
+
+def test_inference_tensors() -> None:
+    with torch.inference_mode():
+        out, lse, *part = results_of(2)
+        wanted = ft.merge(out, lse, *part)
+        torch.testing.assert_close(ft.merge(out, lse, *part, into=(out, lse)), wanted, rtol=0, atol=0)

@@ -78,7 +78,7 @@ def test_without_dropout_the_seed_has_no_effect() -> None:
     assert torch.equal(ft.attention(q, k, v, seed=tensor(7)), ft.attention(q, k, v))
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
 def test_one_graph_for_all_values_of_a_counter(inner: str) -> None:
     compiled = torch.compile(drop, fullgraph=True, backend=inner)
     counter = torch.zeros((), dtype=torch.int64)

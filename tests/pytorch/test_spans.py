@@ -62,16 +62,24 @@ def spans_inside(q: Tensor, k: Tensor, v: Tensor, spans: ft.Spans) -> Any:
     return ft.attention(q, k, v, spans=ft.Spans(spans.begin[..., 0], spans.end[..., 0]))
 
 
+def prefix_and_documents(q: Tensor, k: Tensor, v: Tensor, spans: ft.Spans) -> Any:
+    """The documents, and what adds nothing to them."""
+    n = q.shape[2]
+    beyond = masks.sink_window(n // 2, 0, n, device=q.device) & ft.Spans(IDS * 0 + n, n)
+    return ft.attention(q, k, v, spans=masks.documents(IDS) & masks.prefix_lm(n, n, device=q.device) | beyond)
+
+
 def as_given(q: Tensor, k: Tensor, v: Tensor, spans: ft.Spans) -> Any:
     return ft.attention(q, k, v, spans=spans)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from torch, when its compiler is imported
-@pytest.mark.parametrize("function", [as_given, spans_inside, documents_inside])
+@pytest.mark.parametrize("function", [as_given, spans_inside, documents_inside, prefix_and_documents])
 def test_compiled(function: Callable[..., Any]) -> None:
     tensors = qkv(True)
     wanted = torch.autograd.grad(by_mask(*tensors).sum(), tensors)
-    out = torch.compile(function, fullgraph=True)(*tensors, SPANS)
+    dynamic = function is prefix_and_documents  # sizes are symbols
+    out = torch.compile(function, fullgraph=True, dynamic=dynamic)(*tensors, SPANS)
     same(out, by_mask(*tensors))
     same(torch.autograd.grad(out.sum(), tensors), wanted)
 
@@ -97,6 +105,10 @@ def test_vmap() -> None:
     same(torch.func.vmap(lambda *x: ft.attention(*x[:3], spans=ft.Spans(0, x[3])))(*tensors, ends), wanted)
     spans = ft.Spans.of(ft.Spans(0, ends[:, None]).limits[:, None])
     same(torch.func.vmap(as_given)(*tensors, spans), wanted)
+    found = torch.func.vmap(lambda end: (ft.Spans(0, end) & SPANS | ft.Spans(end, N)).limits)(ends)
+    for end, limits in zip(ends, found, strict=True):
+        exact = ft.Spans(0, end).to_mask(N) & SPANS.to_mask(N) | ft.Spans(end, N).to_mask(N)
+        assert torch.equal(ft.Spans.of(limits).to_mask(N), exact)
 
 
 def test_operator() -> None:

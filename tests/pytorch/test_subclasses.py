@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,26 +23,12 @@ pytestmark = pytest.mark.filterwarnings(  # torch's own, for prototype features
 )
 
 
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    """A process group of this process alone."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def plain() -> Tensor:
     return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
 def masked() -> Tensor:
     return torch.masked.masked_tensor(plain(), torch.ones(2, 3, 8, 8, dtype=torch.bool))
-
-
-def distributed() -> Tensor:
-    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
-
-    return DTensor.from_local(plain(), init_device_mesh("cpu", (1,)), [Replicate()])
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
@@ -57,12 +43,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "sparse rows": (lambda: plain()[0, 0].to_sparse_csr(), "torch.sparse_csr"),
     "mkldnn": (lambda: plain().to_mkldnn(), "torch._mkldnn"),
     "masked": (masked, "a MaskedTensor, whose mask would be ignored"),
-    "distributed": (distributed, "a DTensor, whose values are spread over devices"),
 }
 every_kind = pytest.mark.parametrize("kind", REFUSED)
 
 
-@pytest.mark.usefixtures("process_group")
 @every_kind
 def test_refused_by_name(kind: str) -> None:
     make, words = REFUSED[kind]
@@ -89,7 +73,6 @@ def test_refused_after_the_same_call_with_plain_tensors() -> None:
             ft.attention(x, x, x, bias=causal_upper_left(8, 8))
 
 
-@pytest.mark.usefixtures("process_group")
 @every_kind
 def test_refused_as_a_mask_of_sdpa(kind: str) -> None:
     make, words = REFUSED[kind]
@@ -101,7 +84,6 @@ def test_refused_as_a_mask_of_sdpa(kind: str) -> None:
         scaled_dot_product_attention(x, x, x, make())
 
 
-@pytest.mark.usefixtures("process_group")
 @every_kind
 def test_refused_by_flash_attn(kind: str) -> None:
     make, _ = REFUSED[kind]

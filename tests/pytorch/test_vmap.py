@@ -27,6 +27,11 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int | None, ...], tuple[Any, ...]]]
     "rank 2": ({}, (0, 0, 0), ((N, 9, 8), (N, 11, 8), (N, 11, 6))),
     "rank 3": ({"causal": True}, (1, None, 0), ((4, N, 9, 8), (2, 11, 8), (N, 2, 11, 6))),
     "rank 4": ({"window": (3, 1)}, (0, 1, None), ((N, 2, 4, 9, 8), (2, N, 2, 11, 8), (2, 2, 11, 6))),
+    "origin": (
+        {"dropout": 0.4, "seed": 3, "origin": ft.Origin(3, 5, 1, 2, 6, 2, 3)},
+        (0, None, 4),
+        ((N, 2, 4, 9, 8), (2, 2, 11, 8), (2, 2, 11, 6, N)),
+    ),
     "dropout": ({"dropout": 0.4, "seed": 3}, (0, None, 4), ((N, 2, 4, 9, 8), (2, 2, 11, 8), (2, 2, 11, 6, N))),
     "bias": ({"names": ["bias"]}, (0, 0, 0, 0), (*BATCHED, (N, 4, 1, 11))),
     "bias of the batch": ({"names": ["bias"]}, (0, 0, 0, 1), (*BATCHED, (2, N, 4, 9, 11))),

@@ -24,6 +24,13 @@ def kept(seed: int, head: int, i: int, j: int, dropout: float) -> bool:
     return philox(seed, (j // 4, i, head, 0))[j % 4] >= min(round(dropout * 2**32), 2**32 - 1)
 
 
+def place(origin: ft.Origin | None, heads: int, b: int, h: int, i: int, j: int) -> tuple[int, int, int]:
+    """The head among all sequences' heads, the query and the key, in the whole of which this call is a part."""
+    o = origin or ft.Origin()
+    heads = o.heads or heads
+    return (o.sequence + b) * heads + o.head + h, o.query + i * o.query_step, o.key + j * o.key_step
+
+
 def attention(
     q: Any,
     k: Any,
@@ -41,6 +48,7 @@ def attention(
     scale: float | None = None,
     dropout: float = 0.0,
     seed: int = 0,
+    origin: ft.Origin | None = None,
     kv_lengths: Any = None,
 ) -> tuple[Any, Any, Any]:
     """Return out, lse and the weights before dropout, for float64 arrays of rank 4."""
@@ -81,6 +89,6 @@ def attention(
         for j, x in scores.items():
             weights[b, h, i, j] = P = math.exp(x - top) / total
             if dropout:
-                P = P / (1 - dropout) if kept(seed, b * H + h, i, j, dropout) else 0.0
+                P = P / (1 - dropout) if kept(seed, *place(origin, H, b, h, i, j), dropout) else 0.0
             out[b, h, i] += P * v[b, h // group, j]
     return out, lse, weights

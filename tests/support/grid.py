@@ -86,7 +86,7 @@ def _kv_lengths(rng: np.random.Generator, size: Size, dtype: str) -> dict[str, A
 
 
 def _all_options(rng: np.random.Generator, size: Size, dtype: str) -> dict[str, Any]:
-    names = ("causal window", "mask", "bias", "alibi", "softcap", "sink", "scale", "dropout", "kv_lengths")
+    names = ("causal window", "mask", "bias", "alibi", "softcap", "sink", "scale", "dropout", "origin", "kv_lengths")
     return {key: x for name in names for key, x in OPTIONS[name](rng, size, dtype).items()}
 
 
@@ -129,15 +129,20 @@ OPTIONS: dict[str, MakeOption] = {
     "scale negative": lambda rng, size, dtype: {"scale": -0.2},
     "scale zero": lambda rng, size, dtype: {"scale": 0.0},
     "dropout": lambda rng, size, dtype: {"dropout": 0.3, "seed": 2**63 + 12345},
+    "origin": lambda rng, size, dtype: {"origin": ft.Origin(5, 18, 1, 3, size.heads + 2, 2, 3)},
+    "origin in fours": lambda rng, size, dtype: {"origin": ft.Origin(1000, 4000)},
     "kv_lengths": _kv_lengths,
     "everything": _all_options,
 }
 COMBINATIONS = (
     ("causal", "dropout"),
+    ("dropout", "origin"),
+    ("window", "dropout", "origin in fours"),
     ("causal", "mask", "bias"),
     ("spans", "causal", "dropout", "kv_lengths"),
     ("spans of rows", "window", "alibi", "sink", "softcap"),
     ("spans of batch", "mask of keys", "bias", "sink"),
+    ("spans of heads", "everything"),
     ("window", "softcap", "sink"),
     ("causal", "alibi", "kv_lengths"),
     ("window", "bias of keys", "sink", "dropout"),

@@ -26,8 +26,8 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 
 from flashtile.backends.native import library
-from flashtile.lab.bench import peers as on_cpu
-from flashtile.lab.bench.cases import CPU, TRAINING, Case, Group
+from flashtile.lab.bench import workload
+from flashtile.lab.bench.cases import CPU, PROJECTIONS, TRAINING, Case, Group
 from flashtile.lab.bench.gpu import device, peers, rows
 from flashtile.lab.bench.gpu.bench import Bench
 from flashtile.lab.bench.timing import Call, alternate, geometric_mean
@@ -102,8 +102,17 @@ def build_core(other: str, package: Path) -> None:
 
 
 def contender(name: str, group: Group, case: Case, threads: int) -> Call | None:
-    """Return a renamed package's call for a case of its own benchmark; None if that has no such case."""
-    module = benchmark_of(name, "peers")
+    """Return a renamed package's call for a case of its own benchmark; None if that has no such case.
+
+    Views of projections are new to it, and made here.
+    """
+    if case.entry in PROJECTIONS:
+        work = workload.Workload(case, threads)
+        return workload.step(work, workload.ours(work, import_module(name).attention))
+    try:
+        module = benchmark_of(name, "workload")
+    except ModuleNotFoundError:  # an older version
+        module = benchmark_of(name, "peers")
     known = (x for x in benchmark_of(name, "cases").CPU if x.name == group.name or group is SMALL_STEP)
     if group is not SMALL_STEP and all(case.to_dict() != x.to_dict() for found in known for x in found.cases):
         return None
@@ -115,7 +124,7 @@ def compare_on_cpu(others: list[str], only: list[str], seconds: float) -> Iterat
     """Yield the group and name of each case, and our time / the time of each other version."""
     if "FLASHTILE_NATIVE_DIR" in os.environ:
         raise SystemExit("FLASHTILE_NATIVE_DIR names one core for all versions: unset it, and install this tree")
-    threads = on_cpu.default_threads()
+    threads = workload.default_threads()
     with TemporaryDirectory() as folder:
         sys.path.insert(0, folder)
         names = {other: f"flashtile_{n}" for n, other in enumerate(others)}

@@ -4,8 +4,6 @@ With `precision` every intermediate is rounded to a narrower dtype: this is "sta
 whose error is the yardstick for every other backend.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 
@@ -17,9 +15,9 @@ from flashtile.host.arrays import Arrays
 from flashtile.inputs import Inputs
 from flashtile.numerics.dtypes import QUIET, Array, narrow, widen
 from flashtile.numerics.head import Head, Scores, guarded_product, heads
-from flashtile.numerics.softmax import pivot
+from flashtile.numerics.softmax import is_own, pivot
 from flashtile.problem import Problem
-from flashtile.results import Grads
+from flashtile.results import Grads, Target
 
 Round = Callable[[Array], Array]
 
@@ -60,20 +58,29 @@ def backward(
     precision: str = "float64",
     *,
     bias_grad: bool = True,
+    target: Target | None = None,
 ) -> Grads:
-    """Compute gradients by eq. 9 to 14 of docs/algorithm.md, on whole matrices."""
-    del out, lse  # the oracle computes its own statistics
+    """Compute gradients by eq. 9 to 14 of docs/algorithm.md, on whole matrices.
+
+    The oracle computes its own statistics. With a target, out and lse may be those of attention to more keys, and are
+    used for rows whose lse is not that of these keys.
+    """
     real, r = rounding(precision)
     dq, dk, dv = (np.zeros(x.shape, real) for x in (problem.q, problem.k, problem.v))
     dbias = None if problem.bias is None or not bias_grad else np.zeros(problem.bias.shape, real)
     dsink = None if problem.sink is None else np.zeros(problem.sink.shape, real)
     for head in heads(problem):
         P, slope, row_lse, of_sink = _weights(head, real, r)
+        share = _share(row_lse, head.queries(lse)) if target is not None else None
+        if share is not None:
+            P, of_sink = _scaled(P, share, r), of_sink * share
         Q, K, V = (widen(x, real) for x in (head.queries(problem.q), head.keys(problem.k), head.keys(problem.v)))
         dO = widen(head.queries(dout), real)
         kept = head.kept(slice(0, head.n_q), slice(0, head.n_k), real)
         dropped = P.S if kept is None else r(P.S * kept)
         O = guarded_product(dropped, V, P.visible)
+        if share is not None:
+            O = np.where(share[:, None] == 1, O, widen(head.queries(out), real))
         delta = (dO * O).sum(axis=1)
         if dlse is not None:
             delta = delta - widen(head.queries(dlse), real)
@@ -95,6 +102,17 @@ def backward(
         head.keys(dk)[...] += r(guarded_product(dS.T, Q, seen_by) * real(problem.scale))
         head.keys(dv)[...] += r(guarded_product(dropped.T, dO, seen_by))
     return Grads(dq, dk, dv, dbias, dsink)
+
+
+def _share(own: Array, lse: Array) -> Array:
+    """What the weights of each row are multiplied by if its lse is that of more keys; 1 if it is the row's own."""
+    share: Array = np.exp(own - np.where(np.isneginf(lse), np.inf, lse))
+    return np.where(is_own(lse, own), 1, share)
+
+
+def _scaled(P: Scores, share: Array, r: Round) -> Scores:
+    weights = r(P.S * share[:, None])
+    return Scores(weights if P.visible is None else np.where(P.visible, weights, 0), None, P.visible)
 
 
 def probabilities(problem: Problem, rows: Array) -> Array:

@@ -4,8 +4,6 @@ This is the implementation to read. schedule.py defines which block moves when, 
 running state, head.py what a score is; this module combines them. Nothing in SRAM is larger than a tile.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,9 +19,9 @@ from flashtile.numerics import schedule
 from flashtile.numerics.dtypes import QUIET, Array, widen
 from flashtile.numerics.head import Head, guarded_product, heads
 from flashtile.numerics.schedule import Event, Grid, Launch, Load, Make, Store, Tile, Zero
-from flashtile.numerics.softmax import OnlineSoftmax, is_coarse, pivot
+from flashtile.numerics.softmax import OnlineSoftmax, is_coarse, is_own, pivot
 from flashtile.problem import Problem
-from flashtile.results import Grads
+from flashtile.results import Grads, Target
 
 BLOCK = 128  # rows and columns of a tile unless the caller says otherwise
 SHRINK = 2.0**-32  # scales values whose weighted sum overflows
@@ -32,10 +30,12 @@ Observer = Callable[[Event, "Machine"], None]
 
 
 class Machine:
-    """A simulated processor that runs one head, with large slow HBM and small fast SRAM."""
+    """A simulated processor that runs one head, with large slow HBM, which has Q, K and V too, and small fast SRAM."""
 
     def __init__(self, head: Head, grid: Grid, real: Any, hbm: dict[str, Array]) -> None:
-        self.head, self.grid, self.real, self.hbm = head, grid, real, hbm
+        p = head.problem
+        self.head, self.grid, self.real = head, grid, real
+        self.hbm = {"Q": head.queries(p.q), "K": head.keys(p.k), "V": head.keys(p.v), **hbm}
         self.sram: dict[str, Array] = {}
 
     def run(self, events: Iterator[Event], observe: Observer | None = None) -> None:
@@ -135,7 +135,8 @@ class Backward(Machine):
     row_max: Array | None = None
 
     def tile(self, at: Tile) -> None:
-        rows, cols, sram, scale = self.grid.rows(at.i), self.grid.cols(at.j), self.sram, self.real(self.scale)
+        rows, cols, sram = self.grid.rows(at.i), self.grid.cols(at.j), self.sram
+        scale = self.real(self.head.problem.scale)
         scores = self.head.scores(sram["Q"], sram["K"], rows, cols, masked=at.kind is Kind.PARTIAL)
         S = scores.S if self.row_max is None else scores.S - self.row_max[rows, None]
         P = np.exp(S - sram["L"][:, None])  # eq. 9
@@ -157,11 +158,6 @@ class Backward(Machine):
         sram["dQ"] = sram["dQ"] + guarded_product(dS, sram["K"], visible) * scale  # eq. 13
         sram["dK"] = sram["dK"] + guarded_product(dS.T, sram["Q"], seen_by) * scale  # eq. 14
         sram |= {"S": scores.S, "P": P, "dP": dP, "dS": dS}
-
-    @property
-    def scale(self) -> float:
-        scale: float = self.head.problem.scale
-        return scale
 
 
 class Standard(Machine):
@@ -208,15 +204,14 @@ def _forward(
     lse = np.zeros(problem.out_shape()[:-1], real)
     for head in heads(problem):
         grid = Grid(head.n_q, head.n_k, block_q, block_k)
-        O, L = head.queries(out), head.queries(lse)
-        hbm = {"Q": head.queries(problem.q), "K": head.keys(problem.k), "V": head.keys(problem.v), "O": O, "L": L}
+        hbm = {"O": head.queries(out), "L": head.queries(lse)}
         if order == "fa1":  # O, m and l start in HBM; L comes from the final m and l
             start = OnlineSoftmax.empty(head.n_q, 0, real, head.sink)
             hbm |= {"m": start.m, "l": start.l}
         machine = Forward(head, grid, real, hbm)
         machine.run(schedule.FORWARD[order](head.visible_by, grid), observe)
         if order == "fa1":
-            L[...] = OnlineSoftmax(hbm["m"], hbm["l"], O).lse()
+            hbm["L"][...] = OnlineSoftmax(hbm["m"], hbm["l"], hbm["O"]).lse()
         finite &= machine.finite
     return out, lse, finite
 
@@ -229,8 +224,8 @@ def standard(problem: Problem, block_q: int = BLOCK, observe: Observer | None = 
     for head in heads(problem):
         grid = Grid(head.n_q, head.n_k, block_q, max(head.n_k, 1))
         S, P = (np.zeros((head.n_q, head.n_k), real) for _ in range(2))
-        hbm = {"Q": head.queries(problem.q), "K": head.keys(problem.k), "V": head.keys(problem.v), "S": S, "P": P}
-        machine = Standard(head, grid, real, hbm | {"O": head.queries(out), "L": head.queries(lse)})
+        hbm = {"S": S, "P": P, "O": head.queries(out), "L": head.queries(lse)}
+        machine = Standard(head, grid, real, hbm)
         machine.run(schedule.standard_forward(grid), observe)
     return out, lse
 
@@ -247,19 +242,20 @@ def backward(
     observe: Observer | None = None,
     *,
     bias_grad: bool = True,
+    target: Target | None = None,
 ) -> Grads:
-    """Compute gradients from the saved output and lse, rank 4, in accumulator precision."""
+    """Compute gradients from the saved output and lse, rank 4, in accumulator precision.
+
+    With a target, out and lse may be those of attention to more keys.
+    """
     real = np.dtype(problem.accumulator).type
     dq, dk, dv = (np.zeros(x.shape, real) for x in (problem.q, problem.k, problem.v))
     dbias = None if problem.bias is None or not bias_grad else np.zeros(problem.bias.shape, real)
     dsink = None if problem.sink is None else np.zeros(problem.sink.shape, real)
     for head in heads(problem):
         grid = Grid(head.n_q, head.n_k, block_q, block_k)
-        L, row_max = _statistics(head, grid, head.queries(lse))
+        L, row_max = _statistics(head, grid, head.queries(lse), target is not None)
         hbm = {
-            "Q": head.queries(problem.q),
-            "K": head.keys(problem.k),
-            "V": head.keys(problem.v),
             "dO": head.queries(dout),
             "L": np.where(np.isneginf(L), real(np.inf), L),  # an empty row: exp(S - inf) makes its weights 0
             "D": _delta(head, grid, dout, out, lse, dlse, real),
@@ -276,15 +272,17 @@ def backward(
     return Grads(dq, dk, dv, dbias, dsink)
 
 
-def _statistics(head: Head, grid: Grid, lse: Array) -> tuple[Array, Array | None]:
-    """Return L and its row_max, which is None if no lse is coarse."""
+def _statistics(head: Head, grid: Grid, lse: Array, shared: bool) -> tuple[Array, Array | None]:
+    """Return L and its row_max, which is None if no lse is coarse. shared: of more keys, L is the given lse itself."""
     if not any(is_coarse(lse[grid.rows(i)]).any() for i in range(grid.shape[0])):
         return lse, None
     coarse = is_coarse(lse)
-    hbm = {"Q": head.queries(head.problem.q), "K": head.keys(head.problem.k), "V": head.keys(head.problem.v)[:, :0]}
-    hbm |= {"O": lse[:, None][:, :0], "m": np.zeros_like(lse), "L": np.zeros_like(lse)}
+    no_values = lse[:, None][:, :0]
+    hbm = {"V": head.keys(head.problem.v)[:, :0], "O": no_values, "m": np.zeros_like(lse), "L": np.zeros_like(lse)}
     RowStatistics(head, grid, lse.dtype.type, hbm).run(schedule.fa2_forward(head.visible_by, grid))
-    return np.where(coarse, hbm["L"], lse), np.where(coarse, hbm["m"], 0)
+    if shared:
+        coarse &= is_own(lse, hbm["m"] + hbm["L"])
+    return np.where(coarse, hbm["L"], lse), np.where(coarse, hbm["m"], lse.dtype.type(0))
 
 
 def _delta(head: Head, grid: Grid, dout: Array, out: Array, lse: Array, dlse: Array | None, real: Any) -> Array:

@@ -85,30 +85,6 @@ def check_tensors(**arrays: Any) -> None:
         subclasses.check_storage_if_eager(tensors)
 
 
-def check_merge(*results: Any) -> str:
-    """Check that the arguments of merge() are results of the same queries; return their library."""
-    if len(results) % 2:
-        raise ShapeError(f"merge: expected an lse for each out, got {len(results)} arrays")
-    letters = ("a", "b", *range(2, len(results)))
-    arrays = {f"{('out', 'lse')[n % 2]}_{letters[n // 2]}": x for n, x in enumerate(results)}
-    out_a = results[0]
-    kind = check_library(out_a, "out_a", **{name: x for name, x in arrays.items() if name != "out_a"})
-    check_tensors(**arrays)
-    whole = tuple(out_a.shape)
-    if not whole:
-        raise ShapeError("out_a: expected at least one axis, got shape ()")
-    for name, x in arrays.items():
-        shape = whole if name.startswith("out") else whole[:-1]
-        if x is None:
-            raise DTypeError(f"{name}: expected an array of shape {shape}, got None")
-        if tuple(x.shape) != shape:
-            raise ShapeError(f"{name}: expected shape {shape}, got {tuple(x.shape)}")
-        # Ask the tensor: torch.compile traces this, and cannot trace name_of() of a torch dtype.
-        if not (x.is_floating_point() and x.element_size() > 1 if kind == "torch" else name_of(x.dtype) in FLOATS):
-            raise DTypeError(f"{name}: expected one of {', '.join(FLOATS)}, got {x.dtype}")
-    return kind
-
-
 def check_starts(cu_q: Any, cu_k: Any) -> None:
     """Check that neither is None; describe() checks their values."""
     for name, x in (("cu_q", cu_q), ("cu_k", cu_k)):

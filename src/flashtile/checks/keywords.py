@@ -1,7 +1,5 @@
 """Errors for unknown keywords: they name flashtile's keyword for the same thing, or the closest match."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 

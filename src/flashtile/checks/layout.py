@@ -1,7 +1,5 @@
 """layout and key_padding_mask, applied before anything else: kernels see one layout and one mask."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -16,9 +16,11 @@ from flashtile.checks.shapes import PADDING_HINT, broadcastable, dtype_of
 from flashtile.errors import DTypeError, ShapeError
 from flashtile.host.threads import MAX_THREADS
 from flashtile.numerics.dtypes import EIGHT_BITS, FLOATS, accumulator, name_of
-from flashtile.spans import Spans
+from flashtile.origin import Origin
+from flashtile.spans import MAX_SPANS, Spans
 
 INTEGERS = ("int32", "int64")
+MAX_POSITION = 2**31 - 1  # of a query, a key, or a head of a sequence, in the whole that a call is a part of
 _name_of = name_of.__wrapped__  # without its cache, about which torch.compile warns
 
 
@@ -91,6 +93,39 @@ def check_seed_tensor(seed: Any, q: Any) -> None:
         raise DTypeError(f"seed: expected a tensor on {q.device} like q, or on a CPU, got one on {seed.device}")
 
 
+def origin(name: str, x: Any, shapes: Shapes | None) -> Origin | None:
+    """Return an Origin with the number of heads filled in; without shapes as it is."""
+    if x is None:
+        return None if shapes is None else Origin(heads=shapes.heads)
+    if not isinstance(x, Origin):
+        raise DTypeError(f"{name}: expected a flashtile.Origin, got {type(x).__name__}")
+
+    def number(field: str, least: int) -> int:
+        return check_integer(f"{name}.{field}", getattr(x, field), least, MAX_POSITION)
+
+    numbers = {field: number(field, 0) for field in ("query", "key", "head", "sequence")}
+    steps = {field: number(field, 1) for field in ("query_step", "key_step")}
+    found = Origin(**numbers, heads=None if x.heads is None else number("heads", 1), **steps)
+    return found if shapes is None else _within_whole(name, found, shapes)
+
+
+def _within_whole(name: str, x: Origin, shapes: Shapes) -> Origin:
+    """Check that every head is one of the whole, and that all positions fit the counters of dropout."""
+    heads, needed = shapes.heads if x.heads is None else x.heads, x.head + shapes.heads
+    if heads < needed:
+        raise ShapeError(f"{name}.heads: expected at least {needed}, because heads begin at {x.head}, got {heads}")
+    ends = {
+        "query": x.query + max(shapes.n_q - 1, 0) * x.query_step,
+        "key": x.key + max(shapes.n_k - 1, 0) * x.key_step,
+        "sequence": (x.sequence + shapes.sequences) * heads,
+    }
+    for field, end in ends.items():
+        if end > MAX_POSITION:
+            what = "heads of all sequences" if field == "sequence" else "positions"
+            raise ShapeError(f"{name}.{field}: expected {what} up to {MAX_POSITION}, got {end}")
+    return Origin(x.query, x.key, x.head, x.sequence, heads, x.query_step, x.key_step)
+
+
 def window(name: str, x: Any, shapes: Shapes | None) -> tuple[int | None, int | None] | None:
     if x is None:
         return None
@@ -134,6 +169,8 @@ def spans(name: str, x: Any, shapes: Shapes | None) -> Any:
         return x
     if dtype_of(name, x) != "int32" or len(x.shape) != 5:
         raise DTypeError(f"{name}: expected a flashtile.Spans, got an array of {dtype_of(name, x)}")
+    if not 1 <= x.shape[3] <= MAX_SPANS or x.shape[4] != 2:
+        raise ShapeError(f"{name}: expected limits of 1 to {MAX_SPANS} spans per query, got shape {tuple(x.shape)}")
     found, wanted = tuple(x.shape[:3]), shapes.pairs[:3]
     exact = shapes.lengths_known
     for n, (axis, size, limit) in enumerate(zip(("batch", "heads", "queries"), found, wanted, strict=True)):

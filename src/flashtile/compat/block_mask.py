@@ -29,7 +29,7 @@ class ModError(DTypeError, AssertionError):
 
 
 class Seen(NamedTuple):
-    """Which of (queries, keys) are visible: all, or those of spans or of a mask; a band says the same as the spans."""
+    """Which pairs of (queries, keys) are visible: all, those of spans, or those of a mask. A band equals the spans."""
 
     n_q: int
     n_k: int
@@ -125,7 +125,7 @@ def _dense(visible: Callable[..., Tensor], b: Tensor, h: Tensor, i: Tensor, j: T
 
 
 def _simplified(spans: Spans, n_q: int, n_k: int) -> Seen:
-    """Keep one of equal batches, heads and queries; name no spans where all is visible, and a band where it is one."""
+    """Keep one of equal batches, heads and queries. Drop spans that hide nothing, and add the band that equals them."""
     limits = spans.limits
     for axis in range(3):
         one = limits.narrow(axis, 0, 1)
@@ -137,7 +137,7 @@ def _simplified(spans: Spans, n_q: int, n_k: int) -> Seen:
 
 
 def _band(limits: Tensor, n_q: int, n_k: int) -> Band | None:
-    """The band that sees what the spans do, if there is one."""
+    """The band that is equal to the spans, if there is one."""
     if limits.shape[:2] != (1, 1) or limits.shape[3] != 1:
         return None
     begin, end = limits.expand(1, 1, n_q, 1, 2)[0, 0, :, 0].long().unbind(-1)
@@ -152,9 +152,9 @@ def _band(limits: Tensor, n_q: int, n_k: int) -> Band | None:
 class BlockMask:
     """A mask_mod, evaluated once for (batch, heads, queries, keys), as torch's BlockMask is.
 
-    What torch computes from blocks (sparsity, to_dense, to_string, as_tuple, kv_num_blocks, ...) is computed when asked
-    for. As in torch, a slice has no mask_mod until one is set, and a mask whose mask_mod or seq_lengths are set anew
-    is evaluated again by the next call.
+    What torch computes from blocks (sparsity, to_dense, to_string, as_tuple, kv_num_blocks, ...) is computed on demand.
+    As in torch, a slice has no mask_mod until one is set. Setting mask_mod or seq_lengths makes the next call evaluate
+    the mask again.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class BlockMask:
 
     @classmethod
     def from_torch(cls, block_mask: Any) -> BlockMask:
-        """Convert a BlockMask of torch by its mask_mod, once, unless its mask_mod or what that has captured changes."""
+        """Convert a BlockMask of torch by its mask_mod; again only if the mask_mod or what it has captured changes."""
         mod, lengths = block_mask.mask_mod, tuple(block_mask.seq_lengths)
         known = _KNOWN.get(block_mask)
         same = known is not None and known.mask_mod is mod and known.seq_lengths == lengths
@@ -184,6 +184,14 @@ class BlockMask:
         found._evaluate(_by_blocks(block_mask))
         _KNOWN[block_mask] = found
         return found
+
+    @classmethod
+    def from_kv_blocks(cls, *blocks: Any, **options: Any) -> BlockMask:
+        """From blocks and a mask_mod that says the same as they do; arguments are those of torch's."""
+        from torch.nn.attention.flex_attention import BlockMask as TorchMask
+
+        found = TorchMask.from_kv_blocks(*blocks, **options)
+        return cls.from_torch(found)
 
     @property
     def mask_mod(self) -> MaskMod:
@@ -214,11 +222,11 @@ class BlockMask:
 
     @property
     def spans(self) -> Spans | None:
-        """The spans, if all queries have at most 8 and some do not see all."""
+        """The spans; None if every query sees all keys, or one has more than 8."""
         return self.seen.spans
 
     def is_outdated(self) -> bool:
-        """Whether something that the mask_mod has captured has changed since it was evaluated, as far as is known."""
+        """Whether something that the mask_mod has captured is known to have changed since it was evaluated."""
         return self._captured is not None and not self._captured.is_unchanged(self._mask_mod)
 
     def _evaluate(self, visible: Callable[..., Tensor]) -> Seen:
@@ -256,6 +264,10 @@ class BlockMask:
         found._blocks = None if self._blocks is None else self._blocks.to(device)
         return found
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy evaluates its mask_mod when it is used."""
+        return {**self.__dict__, "_seen": None, "_captured": None}
+
     def __repr__(self) -> str:
         name = getattr(self.mask_mod, "__name__", self.mask_mod)
         return f"BlockMask(shape={self.shape}, BLOCK_SIZE={self.BLOCK_SIZE}, mask_mod={name})"
@@ -264,13 +276,13 @@ class BlockMask:
         return str(self._torch_mask())
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever torch computes from the blocks."""
+        """Get from torch's BlockMask whatever it computes from the blocks."""
         if name.startswith("__") or name in ("_blocks", "_seen", "_lead"):
             raise AttributeError(name)
         return getattr(self._torch_mask(), name)
 
     def _torch_mask(self) -> TorchMask:
-        """The same as a BlockMask of torch, from the number of visible pairs in each block."""
+        """The same mask as a BlockMask of torch, from the number of visible pairs in each block."""
         if self._blocks is None:
             from torch.nn.attention.flex_attention import BlockMask as TorchMask
 
@@ -325,9 +337,9 @@ def create_block_mask(
 ) -> BlockMask:
     """Like torch's: mask_mod(b, h, q_idx, kv_idx) is True where a query may attend.
 
-    It is evaluated here for all pairs, but never for more than some queries at a time, and stored as spans, whose
-    memory grows with the queries. As in torch, without B or H it is evaluated for number 0 and holds for all. The last
-    four arguments, and BLOCK_SIZE, do not affect what is computed.
+    It is evaluated for all pairs, some queries at a time, and stored as spans, whose memory grows with the number of
+    queries. As in torch, without B or H it is evaluated for index 0 and applies to all. The last four arguments, and
+    BLOCK_SIZE, do not affect what is computed.
     """
     if not callable(mask_mod) or _arguments(mask_mod) != 4:
         raise ModError(f"mask_mod: expected a function of (b, h, q_idx, kv_idx), got {mask_mod}")
@@ -352,7 +364,7 @@ def _arguments(function: Any) -> int:
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks each row has, and which: those first that it has."""
+    """How many blocks each row has, and the order of all blocks, those of the row first."""
     order = blocks.to(torch.int32).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1).to(torch.int32), order.to(torch.int32)
 
@@ -383,7 +395,7 @@ def _by_blocks(block_mask: Any) -> Callable[..., Tensor]:
         if wrong:
             raise ShapeError(
                 "block_mask: expected a mask_mod that agrees with the blocks, got one that sees pairs outside them, "
-                "or not all pairs of a full one; create_block_mask() takes a mask_mod that says all"
+                "or not all pairs of a full one; create_block_mask() needs only a mask_mod"
             )
         return found
 

@@ -8,8 +8,8 @@ of a row that sees no key is +inf here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,12 +49,7 @@ NAMES = {  # of arguments, in attention() and here
     "kv_lengths": "seqused_k",
     "return_lse": "return_attn_probs",
 }
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _flash_attn_errors(function: Callable[P, R]) -> Callable[P, R]:
-    return raise_runtime_errors(function, NAMES)
+_flash_attn_errors = partial(raise_runtime_errors, names=NAMES)
 
 
 @_flash_attn_errors

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import and_masks, create_mask, noop_mask, or_masks
 
 from flashtile.api import attention
 from flashtile.checks.numbers import check_flag
@@ -18,6 +19,7 @@ from flashtile.errors import DTypeError, FlashtileError, ShapeError, Unsupported
 from flashtile.pytorch.interception import can_skip_dispatcher
 
 __all__ = ["AuxOutput", "AuxRequest", "BlockMask", "create_block_mask", "flex_attention"]
+__all__ += ["and_masks", "create_mask", "noop_mask", "or_masks"]  # torch's own
 
 try:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
@@ -59,11 +61,11 @@ def flex_attention(
     *,
     return_aux: AuxRequest | None = None,
 ) -> Any:
-    """Like torch's, with a score_mod that options of attention() can say: others are refused by name.
+    """Like torch's, for every score_mod that options of attention() can express; others raise an error that says why.
 
-    Those are softcap(score * number) + bias of a position, ALiBi among them, and -inf for hidden pairs. block_mask is
-    made by create_block_mask() here, or by torch's. kernel_options do not affect the result. The first query stands at
-    the first key, as in torch. A query that sees no key gives 0, and an lse of -inf.
+    These are softcap(score * number), a bias that depends on the position, such as ALiBi, and -inf for hidden pairs.
+    block_mask comes from create_block_mask(), this one or torch's. kernel_options do not affect the result. The first
+    query is aligned with the first key, as in torch. A query that sees no key gives 0, and an lse of -inf.
     """
     try:
         _check(query, key, value, block_mask, enable_gqa)
@@ -135,8 +137,8 @@ def _as_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> BlockMask | N
     found: BlockMask = block_mask
     if not torch.compiler.is_compiling() and can_skip_dispatcher((query,)) and found.is_outdated():
         raise RuntimeError(
-            "block_mask: expected one whose mask_mod has captured what it had when it was evaluated, got one with "
-            "changes; create it again"
+            "block_mask: expected captured tensors and numbers as they were when its mask_mod was evaluated, got "
+            "changed ones; create it again"
         )
     batch, heads = (1, 1, *found.shape[:-2])[-2:]
     if batch not in (1, query.shape[0]) or heads not in (1, query.shape[1]):
@@ -173,7 +175,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gq
         raise ShapeError(f"key: expected a number of heads that divides query's {heads}, got {kv_heads}")
     if batch != key.shape[0]:
         if block_mask is None or block_mask.shape[0] != batch:
-            raise ShapeError(f"key: expected a batch of {batch}, unless block_mask has it, got {key.shape[0]}")
+            raise ShapeError(f"key: expected a batch of {batch}, unless block_mask has that batch, got {key.shape[0]}")
         if key.shape[0] != 1:
             raise RuntimeError(f"key: expected a batch of 1 or {batch}, got {key.shape[0]}")
 

@@ -1,7 +1,5 @@
 """The layout of an output in memory: that of the query, as in torch."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

@@ -1,7 +1,5 @@
 """FlexAttention's functions of positions: evaluated as torch does, by vmap, and what they have captured."""
 
-from __future__ import annotations
-
 import builtins
 import functools
 import types
@@ -143,13 +141,9 @@ def _freeze(x: Any) -> tuple[Any, ...]:
         return tuple(x)
     if x.is_cpu:
         return weakref.ref(x), x.requires_grad, x.detach().clone()
-    return weakref.ref(x), x.requires_grad, x.data_ptr(), _version(x)
-
-
-def _version(x: Tensor) -> int:
-    if x.is_inference():
+    if x.is_inference():  # it has no version
         raise UnknownError
-    return x._version
+    return weakref.ref(x), x.requires_grad, x.data_ptr(), x._version
 
 
 def _matches(frozen: tuple[Any, ...], x: Any) -> bool:

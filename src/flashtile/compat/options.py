@@ -1,7 +1,5 @@
 """Options of attention() from arguments that several libraries have."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Rotary embeddings of queries, and of keys that are appended to a cache."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,9 +1,9 @@
-"""A score_mod of FlexAttention as options of attention(), or an error that says why it is none.
+"""A score_mod of FlexAttention as options of attention(), or an error that says why options cannot express it.
 
-The function is run on a Score, which stands for any score and records what is done to it: that shows its form for
-all scores at once, where trying some scores could only suggest it. Its numbers for every batch, head, query and key
-are then computed and checked. So a recognition is exact; it costs an evaluation of the function for all pairs, some
-queries at a time, once or, if a gradient or something that could change unseen is involved, in every call.
+The function is run on a Score, which stands for any score and records what is done to it. That shows the function's
+form for all scores at once, where trying some scores could only suggest it. Its numbers for every batch, head, query
+and key are then computed and checked, so the options are exact. This costs an evaluation of the function for all
+pairs, some queries at a time: once, or in every call if it needs a gradient or could change unseen.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ HINT = (
 
 
 class RefusedError(Exception):
-    """A score_mod does what no option says."""
+    """No option expresses what a score_mod does."""
 
 
 @dataclass(frozen=True, eq=False)
 class Score:
     """factor * score + bias, or factor * tanh(inner * score) + bias; -inf where not visible.
 
-    Claims are conditions under which this is so, each with the reason to refuse where it does not hold.
+    Claims are conditions under which this is so, each with the reason to refuse where it does not hold. Its tensors
+    are scalars while a score_mod runs. Tracer.on_pairs() gives them four axes, of length 1 where they do not matter.
     """
 
     dtype: torch.dtype
@@ -72,9 +73,6 @@ class Score:
     def __add__(self, other: Any) -> Score:
         return _add(self, other)
 
-    def __radd__(self, other: Any) -> Score:
-        return _add(self, other)
-
     def __sub__(self, other: Any) -> Score:
         return _sub(self, other)
 
@@ -82,9 +80,6 @@ class Score:
         return _sub(other, self)
 
     def __mul__(self, other: Any) -> Score:
-        return _mul(self, other)
-
-    def __rmul__(self, other: Any) -> Score:
         return _mul(self, other)
 
     def __truediv__(self, other: Any) -> Score:
@@ -96,6 +91,7 @@ class Score:
     def __eq__(self, other: object) -> bool:
         _refuse("a comparison")
 
+    __radd__, __rmul__ = __add__, __mul__
     __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__
     __hash__ = object.__hash__
     shape = torch.Size([])
@@ -107,7 +103,7 @@ class Score:
 
 
 def _refuse(what: str) -> NoReturn:
-    raise RefusedError(f"{what} of scores is not among them")
+    raise RefusedError(f"they do not include {what} of scores")
 
 
 def _number(x: Any, dtype: torch.dtype) -> Number:
@@ -118,7 +114,7 @@ def _number(x: Any, dtype: torch.dtype) -> Number:
         if x.ndim:
             raise RefusedError(f"a tensor of shape {tuple(x.shape)} is not a number")
         if x.is_complex():
-            raise RefusedError("complex numbers are not among them")
+            raise RefusedError("they do not include complex numbers")
         return x.to(torch.promote_types(x.dtype, dtype))
     return float(x)
 
@@ -155,7 +151,7 @@ def _mul(a: Any, b: Any) -> Score:
 
 def _div(a: Any, b: Any, *, rounding_mode: Any = None) -> Score:
     if not isinstance(a, Score) or rounding_mode is not None:
-        _refuse("division by, or to integers,")
+        raise RefusedError("it divides by a score, or rounds to integers")
     x = _number(b, a.dtype)
     if isinstance(x, float) and x == 0:
         raise RefusedError("it divides by zero")
@@ -170,7 +166,7 @@ def _scaled(score: Score, factor: Number, bias: Number, x: Number) -> Score:
 
 def _tanh(score: Score) -> Score:
     if score.inner is not None:
-        raise RefusedError("two tanh are one too many")
+        raise RefusedError("it applies two tanh, and softcap is one")
     score = score.claiming(score.bias == 0, "it adds to the score before tanh, but softcap comes before bias")
     if score.visible is not None:
         score = score.claiming(score.visible, "it hides pairs before tanh, which makes -1 of -inf")
@@ -210,10 +206,6 @@ def _either(condition: Tensor, a: Score, b: Score) -> Score:
     )
 
 
-def _masked_fill(score: Any, mask: Tensor, value: Any) -> Score:
-    return _where(~mask, score, value)
-
-
 def _to(score: Score, *args: Any, **kwargs: Any) -> Score:
     for x in (*args, *kwargs.values()):
         dtype = x.dtype if isinstance(x, Tensor | Score) else x
@@ -244,7 +236,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("neg", "negative"), lambda x: _mul(x, -1.0)),
     "tanh": _tanh,
     "where": lambda x, y, z: _where(y, x, z) if isinstance(x, Score) or x.dtype is not torch.bool else _where(x, y, z),
-    "masked_fill": _masked_fill,
+    "masked_fill": lambda score, mask, value: _where(~mask, score, value),
     **dict.fromkeys(("to", "type_as"), _to),
     "float": lambda x: _to(x, torch.float32),
     "double": lambda x: _to(x, torch.float64),
@@ -259,24 +251,13 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Part:
-    """A Score with its numbers for some queries; tensors have four axes, of length 1 where they do not matter."""
-
-    factor: Number
-    inner: Number
-    bias: Number
-    visible: Tensor | None
-    claims: tuple[tuple[Tensor | bool, str], ...]
-
-
 class Tracer:
     """Runs a score_mod on Scores."""
 
     def __init__(self, score_mod: ScoreMod, dtype: torch.dtype, device: torch.device) -> None:
         self.score_mod, self.dtype, self.device = score_mod, dtype, device
 
-    def on_pairs(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Part:
+    def on_pairs(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Score:
         """For all combinations of these positions."""
         template: list[Any] = []
 
@@ -291,7 +272,8 @@ class Tracer:
         tensors = iter(on_pairs(run, b, h, i, j))
         *found, reasons = [next(tensors) if isinstance(x, Tensor) else x for x in template]
         factor, inner, bias, visible, *claims = found
-        return Part(factor, inner, bias, visible, tuple(zip(claims, reasons, strict=True)))
+        claimed = tuple(zip(claims, reasons, strict=True))
+        return Score(self.dtype, self.device, factor, inner, bias, visible, claimed)
 
     def bias(self, *at: Tensor) -> tuple[Tensor, Tensor]:
         """The bias of one pair, and whether it is visible."""
@@ -315,7 +297,7 @@ def recognized(
 ) -> dict[str, Any]:
     """Options of attention() for this score_mod and block mask.
 
-    They are kept with the function until something it has captured changes. Not if gradients flow to them.
+    They are kept with the function until something it has captured changes, unless gradients flow to them.
     """
     dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
     sizes = (*query.shape[:3], key.shape[2])
@@ -360,7 +342,7 @@ def _recognize(tracer: Tracer, seen: Seen, sizes: tuple[int, int, int, int]) -> 
         reason, cause = f"it could not be followed ({error})", error
     else:
         return options
-    raise UnsupportedError(f"score_mod: expected what options can say, but {reason}; {HINT}") from cause
+    raise UnsupportedError(f"score_mod: expected one that options can express, but {reason}; {HINT}") from cause
 
 
 def _options(tracer: Tracer, seen: Seen, sizes: tuple[int, int, int, int]) -> tuple[dict[str, Any], Seen]:
@@ -369,7 +351,7 @@ def _options(tracer: Tracer, seen: Seen, sizes: tuple[int, int, int, int]) -> tu
     for x in (first.factor, first.inner):
         if isinstance(x, Tensor) and x.requires_grad:
             raise RefusedError(
-                "scale and softcap have no gradient, and it multiplies the score by a number that needs one"
+                "it multiplies the score by a number that requires a gradient, and scale and softcap have no gradient"
             )
     # The rest is evaluated for one batch, and one head, if it does not depend on them.
     tensors = [x for x in (first.factor, first.inner, first.bias, first.visible) if isinstance(x, Tensor)]
@@ -413,14 +395,14 @@ def _options(tracer: Tracer, seen: Seen, sizes: tuple[int, int, int, int]) -> tu
 
 
 class _Checked:
-    """What is found in the numbers for all pairs that are visible."""
+    """What the numbers of all visible pairs have shown so far."""
 
     def __init__(self, slopes: Tensor | None) -> None:
         self.slopes = slopes  # as long as the bias is ALiBi's
         self.constants: dict[str, float] = {}
         self.hides = False  # pairs that the block mask does not hide
 
-    def add(self, part: Part, visible: Tensor, i: Tensor, j: Tensor) -> None:
+    def add(self, part: Score, visible: Tensor, i: Tensor, j: Tensor) -> None:
         for claim, reason in part.claims:
             if not _holds(claim, visible):
                 raise RefusedError(reason)
@@ -445,7 +427,7 @@ class _Checked:
             if not bool((values == x).all()):
                 x = math.nan
         if x is not None and self.constants.setdefault(name, x) != x:
-            raise RefusedError("it multiplies some scores by another number than others (multiply the query instead)")
+            raise RefusedError("it multiplies scores by different numbers (multiply the query instead)")
 
 
 def _slopes(tracer: Tracer, seen: Seen, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor | None:
@@ -518,4 +500,4 @@ class Probe:
         tolerance = 1e-10 if self.tracer.dtype is torch.float64 else 1e-4
         close = torch.isclose(found.to(self.results.dtype), self.results, tolerance, tolerance, equal_nan=True)
         if not bool((close | ~before.at(b, h, i, j)).all()):
-            raise RefusedError("its results differ from what it does to a score")
+            raise RefusedError("its results differ from those of the operations that it applied to a score")

@@ -3,8 +3,6 @@
 attention() returns weights if v is an identity matrix: with dropout, those that are 0 were dropped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

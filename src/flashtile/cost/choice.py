@@ -1,7 +1,5 @@
 """Which backend would run a planned call, which would on other hardware, and with which tile."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from flashtile import dispatch

@@ -1,7 +1,5 @@
 """Counts: tiles, pairs and bytes of a problem, summed over its sequences and heads."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,9 +24,10 @@ class Counts:
     least_bytes: int = 0
     standard_bytes: int = 0
     kv_bytes: int = 0
+    cut_bytes: int = 0
 
     @classmethod
-    def of(cls, p: Problem, tile: Tiling) -> Counts:
+    def of(cls, p: Problem, tile: Tiling) -> "Counts":
         counts = cls(Counter(dict.fromkeys(Kind, 0)))
         size, wide, width = ITEMSIZE[p.dtype], ITEMSIZE[p.accumulator], p.dim + p.dim_v
         for n_q, n_k, sequences in _lengths(p):
@@ -48,6 +47,9 @@ class Counts:
             counts.least_bytes += rows + seen * width * size // p.group
             counts.standard_bytes += times * p.heads * (4 * n_q * n_k + n_q * width) * size + kv_bytes
             counts.kv_bytes += kv_bytes
+            if p.spans is not None:
+                heads, spans = p.spans.shape[1], p.spans.shape[3]
+                counts.cut_bytes += times * heads * ceil_div(n_q, tile.rows) * spans * 4 * ITEMSIZE["float32"]
         return counts
 
 

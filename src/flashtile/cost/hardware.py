@@ -1,7 +1,5 @@
 """Hardware: a machine's peak rates, and its levels of memory, fastest first."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """plan(): what a call would do, from its shapes alone: backend, tiles, FLOPs, bytes, and its least time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,7 +29,7 @@ class Floor:
     rates: Rates
 
     @classmethod
-    def under(cls, flops: int, least_bytes: int, rates: Rates) -> Floor:
+    def under(cls, flops: int, least_bytes: int, rates: Rates) -> "Floor":
         compute, memory = flops / rates.flops, least_bytes / rates.bytes
         return cls(max(compute, memory), "compute" if compute >= memory else "memory", rates)
 
@@ -62,6 +60,8 @@ class Plan:
     standard_bytes: int  # moved by standard attention: scores and weights written and read
     score_bytes: int  # the score matrix that is never built
     lse_bytes: int
+    span_bytes: int  # limits of spans; 0 without
+    cut_bytes: int  # of spans: four numbers each for a row of tiles, worked out once before a backward pass
     kv_bytes: int  # keys and values: this call's share of a KV cache
     floor: Floor | None
 
@@ -87,7 +87,7 @@ def plan(
     cu_k: Any = None,
     backend: str = "auto",
     hardware: Hardware | None = None,
-    **options: Unpack[Options],
+    **options: "Unpack[Options]",
 ) -> Plan:
     """Return what attention() would do with arrays of these shapes, without the arrays.
 
@@ -137,6 +137,8 @@ def plan(
         standard_bytes=counts.standard_bytes,
         score_bytes=counts.scores * ITEMSIZE[name],
         lse_bytes=counts.rows * ITEMSIZE[problem.accumulator],
+        span_bytes=0 if problem.spans is None else problem.spans.nbytes,
+        cut_bytes=counts.cut_bytes,
         kv_bytes=counts.kv_bytes,
         floor=None if hardware is None else Floor.under(flops, counts.least_bytes, hardware.rates),
     )

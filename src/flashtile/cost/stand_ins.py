@@ -1,7 +1,5 @@
 """Arrays that stand for those of a call which is only planned: shapes and dtypes that take no memory."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Tiling: a backend's tiles of the scores of a head, as plan() shows and counts them."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

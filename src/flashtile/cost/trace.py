@@ -1,7 +1,5 @@
 """trace(): a real attention call, event by event, with the numbers that every event left in SRAM."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -76,7 +74,7 @@ def trace(
     block_q: int = 16,
     block_k: int = 16,
     dout: Any = None,
-    **options: Unpack[Options],
+    **options: "Unpack[Options]",
 ) -> Trace:
     """Run one head, (n, d) NumPy arrays, tile by tile, and record every event with its numbers.
 

@@ -1,7 +1,5 @@
 """Elements, bytes, FLOPs and peak SRAM: a sum over the events of schedule.py, and the closed forms."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -61,11 +59,6 @@ class Traffic:
     def launches(self) -> int:
         """The number of kernels: a stream that names none is one."""
         return max(self.named_launches, 1)
-
-    @property
-    def largest_block(self) -> int:
-        """Elements of the largest array in SRAM, which does not depend on the sequence length."""
-        return max(self.sram.values(), default=0)
 
     @property
     def sram_bytes(self) -> dict[str, int]:
@@ -146,11 +139,6 @@ def visible_pairs(visible: Visible, n_q: int, n_k: int) -> int:
         return rising * (start + low) + rising * (rising - 1) // 2 + (n_q - high) * n_k
 
     return clipped_sum(band.end(0)) - clipped_sum(band.begin(0))
-
-
-def causal_flops(n: int, d: int) -> int:
-    """Forward FLOPs by the usual convention: half of the square, without the diagonal."""
-    return 2 * n * n * d
 
 
 # Closed forms: elements moved per head, forward, d = dv.
@@ -250,20 +238,6 @@ def tile_counts(visible: Visible, n_q: int, n_k: int, br: int, bc: int) -> dict[
         counts[Kind.FULL] += full
         counts[Kind.PARTIAL] += computed - full
     return counts
-
-
-# Launches: each reads its inputs from HBM and writes its results there.
-
-
-def trips(launches: tuple[Launch, ...]) -> int:
-    """Trips through HBM: one in and one out for every launch."""
-    return sum(bool(launch.reads) + bool(launch.writes) for launch in launches)
-
-
-def launched_elements(launches: tuple[Launch, ...], n: int, d: int) -> int:
-    """Elements moved when each launch moves each of its arrays once."""
-    sizes = {"Q": n * d, "K": n * d, "V": n * d, "O": n * d, "L": n, "S": n * n, "P": n * n}
-    return sum(sizes[name] for launch in launches for name in launch.reads + launch.writes)
 
 
 def _length(s: slice) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,8 @@ class Shards:
     runs: tuple[tuple[Run, ...], ...]
     lengths: tuple[int, ...]
     starts: Array = field(init=False, repr=False, compare=False)  # of the documents in the row, and its length
+    counts: tuple[int, ...] = field(init=False, repr=False, compare=False)  # the tokens of each rank
+    code: Array = field(init=False, repr=False, compare=False)  # all of it as int64, for decode()
 
     def __post_init__(self) -> None:
         lengths = tuple(check_integer("lengths", n, 0, FAR) for n in self.lengths)
@@ -55,6 +58,10 @@ class Shards:
         object.__setattr__(self, "lengths", lengths)
         object.__setattr__(self, "runs", runs)
         object.__setattr__(self, "starts", starts_of(lengths))
+        object.__setattr__(self, "counts", tuple(sum(run.n for run in rank) for rank in runs))
+        numbers = [x for rank in runs for run in rank for x in _fields(run)]
+        code = [len(runs), len(lengths), *lengths, *map(len, runs), *numbers]
+        object.__setattr__(self, "code", np.array(code, np.int64))
         held = np.zeros(self.tokens, np.int64)
         for rank in range(self.ranks):
             held[self.indices(rank)] += 1
@@ -136,10 +143,10 @@ class Shards:
         """The tokens of all ranks."""
         return int(self.starts[-1])
 
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """The tokens of each rank."""
-        return tuple(sum(run.n for run in rank) for rank in self.runs)
+    @staticmethod
+    def decode(code: Array) -> Shards:
+        """The Shards of a code."""
+        return _decoded(code.tobytes())
 
     def indices(self, rank: int) -> Array:
         """Where the tokens of a rank are in the row of all tokens."""
@@ -189,6 +196,14 @@ def _runs(starts: Array, first: int, step: int, end: int) -> tuple[Run, ...]:
             first += n * step
         document += 1
     return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def _decoded(code: bytes) -> Shards:
+    ranks, documents, *rest = np.frombuffer(code, np.int64).tolist()
+    lengths, counts, numbers = rest[:documents], rest[documents : documents + ranks], iter(rest[documents + ranks :])
+    runs = [tuple(Run(*(next(numbers) for _ in range(4))) for _ in range(n)) for n in counts]
+    return Shards(tuple(runs), tuple(lengths))
 
 
 def _take(x: Any, indices: Array, dim: int) -> Any:

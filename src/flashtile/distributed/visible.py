@@ -22,6 +22,7 @@ class Visible:
     align_end: bool = False  # the last query stands at the last key in use
     limits: Any = None  # of Spans: (batch or 1, heads or 1, tokens or 1, spans, 2)
     kv_lengths: Any = None  # (batch,): keys in use
+    first: int = 0  # the token of the first query, from which limits and a band count
 
     def ends(self, rows: Array) -> tuple[Array, Array]:
         """Begin and end of what each of these rows sees: (batch or 1, heads or 1, rows, spans)."""
@@ -34,16 +35,17 @@ class Visible:
             begin = np.maximum(begin, at - self.band.left)
             end = np.minimum(end, at + self.band.right + 1)
         if self.limits is not None:
-            limits = self.limits if self.limits.shape[2] == 1 else self.limits[:, :, rows]
+            limits = self.limits if self.limits.shape[2] == 1 else self.limits[:, :, rows - self.first]
             begin, end = np.maximum(begin, limits[..., 0]), np.minimum(end, limits[..., 1])
-        return begin, np.maximum(begin, end)
+        begin, end = np.broadcast_arrays(begin, np.maximum(begin, end))
+        return begin, end
 
     @property
     def offset(self) -> Any:
         """How far after its own index a query stands among the keys: a number, or (batch, 1, 1, 1)."""
         if self.align_end and self.kv_lengths is not None:
             return np.asarray(self.kv_lengths, np.int64)[:, None, None, None] - self.tokens
-        return 0 if self.align_end or self.band is None else self.band.offset
+        return 0 if self.align_end or self.band is None else self.band.offset - self.first
 
     def counts(self) -> Array:
         """How many keys each token sees, on average over the batch and the heads."""

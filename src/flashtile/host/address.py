@@ -1,7 +1,5 @@
 """The address of an array's data: as ndarray.ctypes.data in a tenth of the time, which shows in small calls."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from collections.abc import Callable

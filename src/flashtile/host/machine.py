@@ -1,7 +1,5 @@
 """The machine and the installation: versions, processor, devices, commit."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -4,8 +4,6 @@ The order of precedence: threads=, FLASHTILE_THREADS, torch.get_num_threads() fo
 number of cores of this process.
 """
 
-from __future__ import annotations
-
 import os
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Budget: the cost of a whole model's attention: KV cache, FLOPs, bytes, least time, and number of GPUs."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,6 +21,9 @@ class Layers:
     flops: int
     least_bytes: int
     plan: Plan | None  # None: flashtile has no kernel for it
+
+    def seconds(self, hardware: Hardware) -> float:
+        return Floor.under(self.flops, self.least_bytes, hardware.rates).seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ def budget(
         kv_bytes=kv_bytes,
         flops=sum(kind.count * kind.flops for kind in kinds),
         least_bytes=sum(kind.count * kind.least_bytes for kind in kinds),
-        seconds=None if hardware is None else sum(kind.count * _seconds(kind, hardware) for kind in kinds),
+        seconds=None if hardware is None else sum(kind.count * kind.seconds(hardware) for kind in kinds),
         gpus=None if hardware is None or hardware.memory is None else ceil_div(kv_bytes, hardware.memory),
     )
 
@@ -109,7 +110,3 @@ def _latent(model: Model, latent: int, count: int, context: int, dtype: str) -> 
     flops = model.heads * context * forward_flops_per_pair(wide, latent)
     rows = model.heads * ((wide + latent) * size + ITEMSIZE[accumulator(dtype)])  # q, out and lse
     return Layers(count, None, flops, context * wide * size + rows, None)
-
-
-def _seconds(kind: Layers, hardware: Hardware) -> float:
-    return Floor.under(kind.flops, kind.least_bytes, hardware.rates).seconds

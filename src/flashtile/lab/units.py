@@ -1,7 +1,5 @@
 """Human-readable quantities: bytes, lengths, counts with a prefix, seconds."""
 
-from __future__ import annotations
-
 
 def size(n: float) -> str:
     """Format bytes: 1.5 MiB."""

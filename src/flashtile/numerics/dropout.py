@@ -1,7 +1,5 @@
 """Dropout by Philox: keep(seed, head, i, j) has the same bits on every backend and for every tile size."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -34,7 +32,8 @@ def keep(seed: int, head: int, i: Any, j: Any, dropout: float) -> Array:
     """True where the weight of query i and key j survives; i and j are index arrays that broadcast.
 
     One Philox block serves four neighbouring keys: its counter is (j // 4, i, head, 0), and its word j % 4 is key j's.
-    `head` counts query heads over the whole batch: sequence * heads + head.
+    `head` counts query heads over the whole batch: sequence * heads + head. In a part of a whole all are those of the
+    whole (origin.py).
     """
     i, j = np.broadcast_arrays(np.asarray(i, dtype=np.int64), np.asarray(j, dtype=np.int64))
     words = np.stack(philox(seed, (j // 4, i, head, 0)), axis=-1)

@@ -1,7 +1,5 @@
 """Element types by name, and their conversion in NumPy."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 
@@ -42,6 +40,11 @@ def name_of(dtype: Any) -> str:
 def accumulator(name: str) -> str:
     """The dtype of sums and statistics: float32, or float64 for float64 inputs."""
     return "float64" if name == "float64" else "float32"
+
+
+def wider(a: str, b: str) -> str:
+    """Return the one of two dtypes that has more bits."""
+    return max(a, b, key=ITEMSIZE.__getitem__)
 
 
 def fallback_dtype(device: str) -> str:

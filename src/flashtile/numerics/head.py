@@ -1,7 +1,5 @@
 """Head: one head of one sequence as a 2-D problem, and the order of operations on its scores."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -71,7 +69,7 @@ class Head:
 
     def pairs(self, x: Array, rows: Any, cols: slice) -> Array:
         """A tile of this head's mask or bias: [br, bc], with length 1 along axes that are broadcast."""
-        plane = self._plane(x)
+        plane: Array = x[self.sequence if x.shape[0] > 1 else 0, self.head if x.shape[1] > 1 else 0]
         return plane[rows if plane.shape[0] > 1 else slice(None), cols if plane.shape[1] > 1 else slice(None)]
 
     def add_pairs(self, total: Array, dS: Array, rows: slice, cols: slice) -> None:
@@ -80,10 +78,6 @@ class Head:
             if total.shape[2 + axis] == 1:
                 dS = dS.sum(axis=axis, keepdims=True)
         self.pairs(total, rows, cols)[...] += dS
-
-    def _plane(self, x: Array) -> Array:
-        plane: Array = x[self.sequence if x.shape[0] > 1 else 0, self.head if x.shape[1] > 1 else 0]
-        return plane
 
     def scores(self, Q: Array, K: Array, rows: Any, cols: slice, masked: bool) -> Scores:
         """Compute the input of softmax for a tile: q.k, then scale, softcap, bias, ALiBi and mask.
@@ -123,7 +117,9 @@ class Head:
         p = self.problem
         if not p.dropout:
             return None
-        bits = dropout.keep(p.seed, self.sequence * p.heads + self.head, *self._positions(rows, cols), p.dropout)
+        at, (i, j) = p.origin, self._positions(rows, cols)
+        head = (at.sequence + self.sequence) * at.heads + at.head + self.head
+        bits = dropout.keep(p.seed, head, at.query + i * at.query_step, at.key + j * at.key_step, p.dropout)
         kept: Array = bits * np.asarray(1 / (1 - p.dropout), dtype)
         return kept
 

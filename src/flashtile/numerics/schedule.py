@@ -4,8 +4,6 @@ tiles.py executes these streams, traffic.py adds them up, and the viewer replays
 what is computed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -15,19 +13,27 @@ from flashtile.numerics.visibility import Visibility, Visible
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Block n of an array moves from HBM to SRAM."""
+class _Block:
+    """An event of block n of an array."""
 
     name: str
     n: int
 
 
-@dataclass(frozen=True, slots=True)
-class Zero:
-    """Block n of an array starts in SRAM as zeros, without a read."""
+class Load(_Block):
+    """The block moves from HBM to SRAM."""
 
-    name: str
-    n: int
+
+class Zero(_Block):
+    """The block starts in SRAM as zeros, without a read."""
+
+
+class Store(_Block):
+    """The block moves from SRAM to HBM."""
+
+
+class Make(_Block):
+    """The block is computed completely, from what is in SRAM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,28 +46,12 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
-    """Block n of an array moves from SRAM to HBM."""
-
-    name: str
-    n: int
-
-
-@dataclass(frozen=True, slots=True)
 class Launch:
     """A kernel begins, with nothing in SRAM; it reads and writes these arrays. A stream without one is one kernel."""
 
     name: str
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Make:
-    """Block n of an array is computed completely, from what is in SRAM."""
-
-    name: str
-    n: int
 
 
 Event = Load | Zero | Tile | Store | Launch | Make
@@ -71,7 +61,6 @@ STANDARD = (
     Launch("softmax", ("S",), ("P",)),
     Launch("values", ("P", "V"), ("O",)),
 )
-FLASH = (Launch("attention", ("Q", "K", "V"), ("O", "L")),)
 KEY_ARRAYS = ("K", "V", "dK", "dV")  # divided into blocks of keys; the other arrays into blocks of queries
 
 

@@ -1,6 +1,4 @@
-"""OnlineSoftmax: absorb a tile, merge two states, finish; and the rule for empty rows."""
-
-from __future__ import annotations
+"""OnlineSoftmax: absorb a tile, merge two states, normalize; and the rule for empty rows."""
 
 import math
 from dataclasses import dataclass
@@ -21,6 +19,15 @@ def is_coarse(lse: Array) -> Array:
     return coarse
 
 
+def is_own(lse: Array, own: Array) -> Array:
+    """Whether an lse is this one, that of given keys, as far as its own precision tells.
+
+    The backward pass of a block of keys may be given the lse of rows of more keys. core/lse.h has the same number.
+    """
+    near: Array = np.abs(own - lse) <= 4 * np.finfo(lse.dtype).eps * np.maximum(np.abs(lse), 1)
+    return near
+
+
 def pivot(m: Array) -> Array:
     """What to subtract before exp: the maximum, or 0 for a row that has seen no key (its weights are 0 anyway)."""
     return np.where(np.isneginf(m), 0, m).astype(m.dtype, copy=False)
@@ -35,7 +42,7 @@ class OnlineSoftmax:
     O: Array  # [br, dv]  running sum of exp(score - m) * value
 
     @classmethod
-    def empty(cls, rows: int, width: int, dtype: Any, sink: float | None = None) -> OnlineSoftmax:
+    def empty(cls, rows: int, width: int, dtype: Any, sink: float | None = None) -> "OnlineSoftmax":
         """The state before any key. A sink is a first key with the score `sink` and the value 0."""
         start = -np.inf if sink is None else sink
         return cls(
@@ -61,7 +68,7 @@ class OnlineSoftmax:
         self.l = self.l + P.sum(axis=1)
         return P, factor
 
-    def merge(self, other: OnlineSoftmax) -> None:
+    def merge(self, other: "OnlineSoftmax") -> None:
         """Merge the state of the same rows over other keys (eq. 6): exact, in any order."""
         m_new = np.maximum(self.m, other.m)
         self.rescale(m_new)
@@ -69,15 +76,13 @@ class OnlineSoftmax:
         other.rescale(m_new)
         self.l, self.O = self.l + other.l, self.O + other.O
 
-    def finish(self) -> tuple[Array, Array]:
-        """Output and log-sum-exp (eq. 7). A row that saw no key has output 0 and lse -inf."""
-        return self.normalized(), self.lse()
-
     def normalized(self) -> Array:
+        """The output (eq. 7); 0 for a row that saw no key."""
         out: Array = self.O / np.where(self.l == 0, 1, self.l)[:, None]
         return out
 
     def lse(self) -> Array:
+        """The log-sum-exp (eq. 7); -inf for a row that saw no key."""
         with np.errstate(**QUIET):
             lse: Array = pivot(self.m) + np.log(self.l)
         return lse
@@ -87,7 +92,8 @@ class OnlineSoftmax:
 def merge_normalized(*results: Array) -> tuple[Array, Array]:
     """Merge results over disjoint keys, given as out, lse, out, lse, ..., into out and lse over all keys (eq. 8).
 
-    (0, -inf) is the identity. More than two are summed in float64, since pairwise merging would round at each step.
+    (0, -inf) is the identity, and the out of a row with lse -inf may be anything. More than two are summed in float64,
+    since pairwise merging would round at each step.
     """
     outs, lses = results[::2], results[1::2]
     real = np.float64 if len(outs) > 2 else np.result_type(*lses)
@@ -95,7 +101,11 @@ def merge_normalized(*results: Array) -> tuple[Array, Array]:
     weights = [np.exp(lse - base) for lse in lses]
     total: Array = sum(weights[1:], weights[0])  # dividing by it makes the weights sum to 1, however coarse an lse is
     share = np.where(total == 0, 1, total)
-    out: Array = sum((w / share)[..., None] * out for w, out in zip(weights, outs, strict=True))
+    shares: Any = (
+        np.where(np.isneginf(lse)[..., None], 0, (w / share)[..., None] * out)
+        for w, out, lse in zip(weights, outs, lses, strict=True)
+    )
+    out: Array = sum(shares)
     return out, base + np.log(total)
 
 

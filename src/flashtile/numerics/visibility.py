@@ -1,7 +1,5 @@
 """Visibility: the pairs that the band and the spans of a head make visible, and how they cut rows of tiles."""
 
-from __future__ import annotations
-
 from itertools import chain
 from typing import Any
 
@@ -9,6 +7,9 @@ import numpy as np
 
 from flashtile.band import Band, Cuts, Kind, ceil_div
 from flashtile.spans import within
+
+RowCuts = list[tuple[Cuts, ...]]
+ColumnTiles = list[list[tuple[int, Kind]]]
 
 
 class Visibility:
@@ -18,7 +19,7 @@ class Visibility:
 
     def __init__(self, band: Band, limits: Any) -> None:
         self.band, self.limits = band, limits
-        self._cached: tuple[Any, Any, Any] = (None, None, None)
+        self._cached: dict[tuple[int, ...], tuple[RowCuts, ColumnTiles]] = {}
 
     def keep(self, i: Any, j: Any) -> Any:
         """True where query i may see key j: arrays of shape (rows, 1) and (1, columns)."""
@@ -47,27 +48,25 @@ class Visibility:
         np.add.at(steps, end[seen], -1)
         return np.cumsum(steps[:-1])
 
-    def rows(self, n_q: int, n_k: int, br: int, bc: int) -> list[tuple[Cuts, ...]]:
+    def rows(self, n_q: int, n_k: int, br: int, bc: int) -> RowCuts:
         """The cuts of each row of tiles, one for each span, in order."""
-        found: list[tuple[Cuts, ...]] = self._tiles(n_q, n_k, br, bc)[0]
-        return found
+        return self._tiles(n_q, n_k, br, bc)[0]
 
-    def columns(self, n_q: int, n_k: int, br: int, bc: int) -> list[list[tuple[int, Kind]]]:
+    def columns(self, n_q: int, n_k: int, br: int, bc: int) -> ColumnTiles:
         """For each column of tiles, the rows whose cuts visit it, with the kind of tile."""
-        found: list[list[tuple[int, Kind]]] = self._tiles(n_q, n_k, br, bc)[1]
-        return found
+        return self._tiles(n_q, n_k, br, bc)[1]
 
-    def _tiles(self, *grid: int) -> tuple[Any, Any]:
-        if self._cached[0] != grid:
+    def _tiles(self, *grid: int) -> tuple[RowCuts, ColumnTiles]:
+        if grid not in self._cached:
             rows = self._row_cuts(*grid)
-            columns: list[list[tuple[int, Kind]]] = [[] for _ in range(ceil_div(grid[1], grid[3]))]
+            columns: ColumnTiles = [[] for _ in range(ceil_div(grid[1], grid[3]))]
             for i, row in enumerate(rows):
                 for j, kind in chain(*row):
                     columns[j].append((i, kind))
-            self._cached = grid, rows, columns
-        return self._cached[1:]
+            self._cached = {grid: (rows, columns)}  # of the last grid only
+        return self._cached[grid]
 
-    def _row_cuts(self, n_q: int, n_k: int, br: int, bc: int) -> list[tuple[Cuts, ...]]:
+    def _row_cuts(self, n_q: int, n_k: int, br: int, bc: int) -> RowCuts:
         first = np.arange(0, n_q, br)
         if not len(first):
             return []

@@ -9,10 +9,14 @@ from flashtile.host import machine
 if _reason := machine.too_old("torch", torch.__version__):  # before imports that fail with an old torch
     raise UnsupportedError(_reason)
 
-from flashtile.pytorch import vmap
+from flashtile.pytorch import flops, vmap
+from flashtile.pytorch.backward import attention_backward
 from flashtile.pytorch.entry import attention
 from flashtile.pytorch.merge import merge
+from flashtile.pytorch.operators import ATTENTION
 from flashtile.spans import Spans
+
+flops.add_to_counters()
 
 # So that torch.export and torch.func take Spans among their arguments.
 register_pytree_node(
@@ -23,4 +27,7 @@ register_pytree_node(
     flatten_with_keys_fn=lambda spans: ([(GetAttrKey("limits"), spans.limits)], None),
 )
 
-__all__ = ["attention", "merge", "vmap"]
+# What a policy of torch.utils.checkpoint may save: create_selective_checkpoint_contexts() takes such a list.
+OPERATORS = [ATTENTION]
+
+__all__ = ["OPERATORS", "attention", "attention_backward", "merge", "vmap"]

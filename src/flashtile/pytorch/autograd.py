@@ -17,7 +17,7 @@ from torch.autograd.function import _SingleLevelFunction
 
 from flashtile.errors import UnsupportedError
 from flashtile.inputs import Inputs
-from flashtile.pytorch import calls, eight_bits, operators, run
+from flashtile.pytorch import calls, eight_bits, operators, run, sharding
 from flashtile.pytorch.interception import can_skip_dispatcher
 from flashtile.pytorch.operands import FIELDS, TENSOR_ARGUMENTS, Operands, operands
 
@@ -165,6 +165,7 @@ def _register(op: Any, function: Any) -> None:
             with torch._C._AutoDispatchBelowAutograd():
                 return op.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
+        sharding.register()
         reject_forward_mode(x for x in args if isinstance(x, Tensor))
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
             return below(*args)
@@ -176,3 +177,4 @@ def _register(op: Any, function: Any) -> None:
 
 _register(operators.ATTENTION, _Forward)
 _register(operators.ATTENTION_BACKWARD, _Backward)
+_register(operators.BLOCK_BACKWARD, _Backward)

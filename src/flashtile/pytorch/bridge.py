@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashtile.host.arrays import Arrays
+from flashtile.host.arrays import Arrays, add
+from flashtile.host.memory_order import Order
 from flashtile.numerics.dtypes import BFLOAT16, Array, name_of
 from flashtile.pytorch import pages
 from flashtile.pytorch.operands import seed_value
@@ -44,9 +45,9 @@ def to_numpy(x: Tensor) -> Array:
     return array
 
 
-def to_torch(x: Array) -> Tensor:
-    """Copy an array to a contiguous tensor."""
-    copy: Tensor = maker(x.shape, name_of(x.dtype))()
+def to_torch(x: Array, order: Order | None = None) -> Tensor:
+    """Copy an array to a contiguous tensor, or to a dense one whose axes lie in memory in this order."""
+    copy: Tensor = maker(x.shape, name_of(x.dtype), None, order)()
     to_numpy(copy)[...] = x
     return copy
 
@@ -63,10 +64,11 @@ def _dtype(dtype: torch.dtype) -> np.dtype[Any]:
 
 
 @lru_cache(1024)
-def maker(shape: tuple[int, ...], name: str, q_dtype: Any = None) -> Callable[[], Any]:
-    """Return a function that makes contiguous tensors of this shape and dtype, without the dispatcher."""
-    dtype = getattr(torch, name)
-    make = partial(_GUARDS._empty_strided_cpu, shape, torch.empty(shape, device="meta").stride(), dtype)
+def maker(shape: tuple[int, ...], name: str, q_dtype: Any = None, order: Order | None = None) -> Callable[[], Any]:
+    """Return a function that makes dense tensors of this shape, dtype and order of axes, without the dispatcher."""
+    dtype, axes = getattr(torch, name), order or (*range(len(shape)),)
+    like = torch.empty([shape[axis] for axis in axes], device="meta").permute([axes.index(n) for n in range(len(axes))])
+    make = partial(_GUARDS._empty_strided_cpu, shape, like.stride(), dtype)
     if prod(shape) * dtype.itemsize < pages.LARGE:
         return make
 
@@ -83,12 +85,18 @@ def _contiguous(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % x.element_size() else x
 
 
+def _add(x: Tensor, y: Array) -> Tensor:
+    add(to_numpy(x), y)
+    return x
+
+
 TORCH = Arrays(
     address=Tensor.data_ptr,
     strides=Tensor.stride,
     contiguous=_contiguous,
     maker=maker,
     clear=Tensor.zero_,
+    add=_add,
     to_numpy=to_numpy,
     from_numpy=to_torch,
     seed_value=seed_value,

@@ -26,6 +26,7 @@ from flashtile.pytorch.interception import (
     skip_dynamo,
 )
 from flashtile.pytorch.operands import constants, named_tensors, tensor_names
+from flashtile.results import Target
 
 MAX_ENTRIES = 2048  # entries in the cache: a sequence that grows by a token per step would fill the memory
 MAX_PER_KEY = 16  # they are tried one by one
@@ -117,21 +118,29 @@ class Entry:
         out: Tensor,
         lse: Tensor,
         bias_grad: bool,
+        target: Target | None = None,
     ) -> Grads:
-        """Return dq, dk, dv, dbias, dsink, each contiguous and with its input's shape and dtype, or None."""
+        """Return dq, dk, dv, dbias, dsink, each with its input's shape and dtype, or as the target says, or None."""
         check_storage({"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse}))
-        grads = self.runner.backward(x, dout, out, lse, dlse, bias_grad=bias_grad)
+        grads = self.runner.backward(x, dout, out, lse, dlse, bias_grad=bias_grad, target=target)
         if grads.dbias is None and grads.dsink is None:
             return grads  # type: ignore[no-any-return]
+        dtype, into = target or Target("")
         return (
             *grads[:3],
-            _shaped_like(options.get("bias"), grads.dbias),
-            _shaped_like(options.get("sink"), grads.dsink),
+            _finished(options.get("bias"), grads.dbias, into.dbias, dtype),
+            _finished(options.get("sink"), grads.dsink, into.dsink, dtype),
         )
 
 
-def _shaped_like(x: Any, grad: Tensor | None) -> Tensor | None:
-    return None if x is None or grad is None else grad.to(x.dtype).reshape(x.shape)
+def _finished(x: Any, grad: Tensor | None, buffer: Tensor | None, dtype: str) -> Tensor | None:
+    """Return the gradient of x in x's shape and its dtype, or this one if it has more bits; or add it to a buffer."""
+    if x is None or grad is None or grad is buffer:
+        return grad
+    grad = grad.reshape(x.shape)
+    if buffer is not None:
+        return buffer.add_(grad)
+    return grad.to(torch.promote_types(x.dtype, getattr(torch, dtype)) if dtype else x.dtype)
 
 
 _known: dict[Any, list[Entry]] = {}

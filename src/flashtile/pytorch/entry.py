@@ -6,14 +6,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from flashtile.checks.arguments import check_descale, check_library
 from flashtile.checks.layout import warn_if_axes_swapped
 from flashtile.options import PLAIN_ARRAYS
 from flashtile.problem import describe
-from flashtile.pytorch import autocast, calls, eight_bits, operators, run, subclasses
+from flashtile.pytorch import (
+    autocast,
+    calls,
+    context_parallel,
+    eight_bits,
+    flops,
+    operators,
+    run,
+    sharding,
+    subclasses,
+)
 from flashtile.pytorch.autograd import record, reject_forward_mode, reject_gradients
-from flashtile.pytorch.interception import can_skip_dispatcher, reject_shards, skip_dynamo
+from flashtile.pytorch.interception import can_skip_dispatcher, context_parallel_mesh, skip_dynamo
 from flashtile.pytorch.operands import operands, resolve_seed, tensor_names
 
 
@@ -51,8 +62,21 @@ def _run_cached(entry: calls.Entry, q: Tensor, k: Tensor, v: Tensor, return_lse:
     if entry.needs_gradients and torch.is_grad_enabled():
         results = _run_recorded(q, k, v, entry.backend, options, entry)
     else:
-        results = entry.runner.forward(entry.inputs(q, k, v, options), return_lse)
+        run_forward: Any = entry.runner.forward
+        if profiler._is_profiler_enabled:
+            run_forward = _named(run_forward, q, k, v)
+        results = run_forward(entry.inputs(q, k, v, options), return_lse)
     return results if return_lse else results[0]
+
+
+def _named(run_forward: Any, *tensors: Tensor) -> Any:
+    """The same function under the operator's name, which a profiler sees though the call skips the dispatcher."""
+
+    def forward(*args: Any) -> Any:
+        with torch._C._profiler._RecordFunctionFast("flashtile::attention", tensors, {}):
+            return run_forward(*args)
+
+    return forward
 
 
 def _normalize(
@@ -74,14 +98,25 @@ def _run_uncached(
     q: Tensor, k: Tensor, v: Tensor, backend: str, return_lse: bool, options: dict[str, Any], layout_unspecified: bool
 ) -> Any:
     """Run a call that is not in the cache. Calls that must go through the dispatcher never are."""
-    reject_shards()
+    if (mesh := context_parallel_mesh()) is not None:
+        return context_parallel.attention(mesh, q, k, v, backend, return_lse, options)
     q, k, v, options = _normalize(q, k, v, options)
     names = tensor_names(options)
     tensors = [q, k, v, *(options[name] for name in names)]
     if not can_skip_dispatcher(tensors):
-        subclasses.check_plain(dict(zip(("q", "k", "v", *names), tensors, strict=True)))
+        named = dict(zip(("q", "k", "v", *names), tensors, strict=True))
+        subclasses.check_plain(named)
         describe(q, k, v, **options)  # raise our error, not torch's
-        out, lse = operators.ATTENTION(*operands(q, k, v, backend, options))
+        flops.add_to_counters()
+        split = sharding.check(named)
+        if split is not None and any(split.by) and options.get("dropout"):
+
+            def on_shard(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Any:
+                return attention(q, k, v, backend, True, options)
+
+            out, lse = sharding.run_on_shards(split, named, options, on_shard)
+        else:
+            out, lse = operators.ATTENTION(*operands(q, k, v, backend, options))
         return (out, lse) if return_lse else out
     if layout_unspecified:
         warn_if_axes_swapped(q, k, bool(options.get("causal")), 5)
@@ -89,7 +124,8 @@ def _run_uncached(
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
         results = _run_recorded(q, k, v, backend, options)
     else:
-        results = run.forward(q, k, v, backend, options, return_lse)
+        run_forward = _named(run.forward, q, k, v) if profiler._is_profiler_enabled else run.forward
+        results = run_forward(q, k, v, backend, options, return_lse)
     return results if return_lse else results[0]
 
 

@@ -5,8 +5,11 @@ Must a mode, subclass or transform see the call, and do its tensors still hold t
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -62,34 +65,54 @@ def no_modes_active() -> bool:
         or _dispatch_modes()
         or _autocast()
         or forward_ad._current_level >= 0
-        or (functional.scaled_dot_product_attention is not _SDPA and _in_context_parallel())
+        or (functional.scaled_dot_product_attention is not _SDPA and context_parallel_mesh() is not None)
     )
 
 
 _mode_stack: Any = torch.overrides._get_current_function_mode_stack
 _SDPA: Any = torch._C._nn.scaled_dot_product_attention
 # The modules in which torch's context_parallel() records replaced functions, by release.
-_SHARDING = (
+CONTEXT_PARALLEL = (
     "torch.distributed.tensor.experimental._attention",
     "torch.distributed.tensor.experimental._context_parallel._attention",
 )
+_answering = threading.local()
 
 
-def _in_context_parallel() -> bool:
-    """Whether torch's context_parallel() is active: it replaces torch's own attention, or intercepts it by a mode."""
+def context_parallel_mesh() -> Any:
+    """The mesh of torch's context_parallel(), or None outside it.
+
+    It replaces torch's own attention, or intercepts it by a mode.
+    """
+    if getattr(_answering, "now", False):
+        return None
     current: Any = functional.scaled_dot_product_attention
-    modules = [sys.modules[name] for name in _SHARDING if name in sys.modules]
-    return any(current in getattr(module, "_replaced_functions", ()) for module in modules) or any(
-        type(mode).__name__ == "DistributeFunction" and type(mode).__module__ in _SHARDING for mode in _mode_stack()
-    )
+    modules = [sys.modules[name] for name in CONTEXT_PARALLEL if name in sys.modules]
+    if any(current in getattr(module, "_replaced_functions", ()) for module in modules):
+        return inspect.getclosurevars(current).nonlocals["device_mesh"]
+    for mode in _mode_stack():
+        if type(mode).__name__ == "DistributeFunction" and type(mode).__module__ in CONTEXT_PARALLEL:
+            return mode._device_mesh
+    return None
+
+
+@contextmanager
+def answering() -> Iterator[None]:
+    """Run calls inside torch's context_parallel() as they are: those that together answer one of its calls."""
+    before = getattr(_answering, "now", False)
+    _answering.now = True
+    try:
+        yield
+    finally:
+        _answering.now = before
 
 
 def reject_shards() -> None:
     """Raise an error inside torch's context_parallel(), where each rank has only a part of each sequence."""
-    if _in_context_parallel():
+    if context_parallel_mesh() is not None:
         raise UnsupportedError(
-            "q, k, v: expected whole sequences, got a rank's part of them, as inside torch's context_parallel(), "
-            "which flashtile does not support"
+            "q, k, v: expected whole sequences, got a rank's part of them, as inside torch's context_parallel(); "
+            "there, call attention() without torch.compile, or flashtile.distributed.attention()"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import namedtuple
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from flashtile.band import FAR, Band
 from flashtile.checks.numbers import TEXT
 from flashtile.checks.options import combine_bands
 from flashtile.options import ARRAYS, NUMBERS, OPTIONS
+from flashtile.origin import Origin
 from flashtile.pytorch.interception import check_storage, readable
 
 TENSOR_ARGUMENTS = ("q", "k", "v", *ARRAYS, "seed_tensor")
@@ -40,8 +42,8 @@ else:
 class Operands(_Fields):  # type: ignore[misc]
     """One call in the order of SCHEMA; or a fact about each of its arguments, such as whether it needs a gradient.
 
-    A window and a Band are lists of integers, FAR for no limit. seed is a signed 64-bit number, because a schema has no
-    unsigned integers; a seed_tensor replaces it.
+    A window, a Band and an Origin are lists of integers: FAR for no limit, 0 for as many heads as q has. seed is a
+    signed 64-bit number, because a schema has no unsigned integers; a seed_tensor replaces it.
     """
 
     __slots__ = ()
@@ -57,6 +59,8 @@ class Operands(_Fields):  # type: ignore[misc]
                 x = tuple(None if n == FAR else n for n in x)
             elif x is not None and name == "band":
                 x = Band(*x)
+            elif x is not None and name == "origin":
+                x = replace(Origin(*x), heads=x[4] or None)
             if option.array or isinstance(x, Tensor):
                 if x is not None:
                     found[name] = x
@@ -84,6 +88,8 @@ def operands(q: Any, k: Any, v: Any, backend: str, options: Mapping[str, Any]) -
         found["window"] = [FAR if n is None else n for n in window]
     if band is not None:
         found["band"] = [band.left, band.right, band.offset]
+    if (origin := found["origin"]) is not None:
+        found["origin"] = [n or 0 for n in origin.numbers()]
     return Operands(q=q, k=k, v=v, backend=str(backend), **found)
 
 
@@ -127,6 +133,8 @@ def _snapshot(x: Any) -> Any:
         return x
     if isinstance(x, Band):
         return Band(*map(_snapshot, (x.left, x.right, x.offset)))
+    if isinstance(x, Origin):
+        return Origin(*map(_snapshot, x.numbers()))
     if isinstance(x, Sequence):
         return tuple(map(_snapshot, x))
     try:

@@ -11,6 +11,7 @@ from flashtile.problem import describe
 from flashtile.pytorch import calls, eight_bits
 from flashtile.pytorch.interception import check_storage, skip_dynamo
 from flashtile.pytorch.operands import named_tensors
+from flashtile.results import Target
 
 
 @skip_dynamo
@@ -48,8 +49,9 @@ def backward(
     v: Tensor,
     backend: str,
     options: dict[str, Any],
+    target: Target | None = None,
 ) -> calls.Grads:
-    """Return dq, dk, dv, dbias, dsink, each contiguous and with its input's shape and dtype, or None."""
+    """Return dq, dk, dv, dbias, dsink, each with its input's shape and dtype, or as the target says, or None."""
     entry, inputs = calls.find_or_prepare(q, k, v, backend, options)
     assert entry is not None, "8-bit tensors have no gradients"
-    return entry.run_backward(inputs, options, dout, dlse, out, lse, bias_grad)
+    return entry.run_backward(inputs, options, dout, dlse, out, lse, bias_grad, target)

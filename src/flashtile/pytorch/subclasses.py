@@ -15,7 +15,6 @@ from flashtile.pytorch.interception import can_skip_dispatcher, check_storage
 _REFUSED = {
     "torch.nn.attention.bias": "a {}, which has no values; causal=True is the lower right one, "
     "and band=flashtile.Band(right=0) the upper left one",
-    "torch.distributed.tensor": "a {}, whose values are spread over devices; x.to_local() has those of this device",
     "torch.masked": "a {}, whose mask would be ignored",
 }
 

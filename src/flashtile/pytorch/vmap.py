@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from flashtile.options import OPTIONS
 from flashtile.pytorch import operators
-from flashtile.pytorch.operands import Operands
+from flashtile.pytorch.operands import FIELDS, Operands
 
 Dims = tuple[int | None, ...]
 Mapped = tuple[tuple[Tensor, ...], tuple[int, ...]]
@@ -59,20 +60,22 @@ def _attention(info: Any, dims: Dims, *args: Any) -> Mapped:
     return (out.reshape(n, *rows, out.shape[-1]), lse.reshape(n, *rows)), (0, 0)
 
 
-def _attention_backward(info: Any, dims: Dims, *args: Any) -> Mapped:
+def _gradients(op: Callable[..., Any], info: Any, dims: Dims, *args: Any) -> Mapped:
+    """Run attention_backward or block_backward; between the tensors of both and the call are numbers."""
     n = info.batch_size
     args, mapped = _mapped_first(args, dims)
-    dout, dlse, out, lse, bias_grad = args[:5]
-    call, is_mapped = Operands(*args[5:]), Operands(*mapped[5:])
+    dout, dlse, out, lse, *numbers = args[: -len(FIELDS)]
+    bias_grad = numbers[0]
+    call, is_mapped = Operands(*args[-len(FIELDS) :]), Operands(*mapped[-len(FIELDS) :])
     if _cannot_fold(call) or call.sink is not None:  # the gradient of a sink sums over the batch
-        return _one_by_one(operators.ATTENTION_BACKWARD, n, args, mapped)
+        return _one_by_one(op, n, args, mapped)
     fold = Fold(n, call.q, is_mapped.q)
-    grads = operators.ATTENTION_BACKWARD(
+    grads = op(
         fold.fold(dout, mapped[0]),
         fold.fold(dlse, mapped[1], 3),
         fold.fold(out, mapped[2]),
         fold.fold(lse, mapped[3], 3),
-        bias_grad,
+        *numbers,
         *fold.call(call, is_mapped),
     )
     inputs = (
@@ -117,4 +120,5 @@ def _one_by_one(op: Callable[..., tuple[Tensor, ...]], n: int, args: Sequence[An
 
 
 torch.library.register_vmap("flashtile::attention", _attention, lib=operators.LIBRARY)
-torch.library.register_vmap("flashtile::attention_backward", _attention_backward, lib=operators.LIBRARY)
+for _op in (operators.ATTENTION_BACKWARD, operators.BLOCK_BACKWARD):
+    torch.library.register_vmap(_op, partial(_gradients, _op), lib=operators.LIBRARY)

@@ -16,17 +16,11 @@ from tests.backends.native.core import c_span_cuts, needs_native
 from tests.support import brute_force
 from tests.support.grid import Call, check_backward, check_forward, truth_of
 from tests.support.runners import api_runner
+from tests.test_spans import all_limits
 
 pytestmark = needs_native
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
-
-
-def rising(count: int, most: int) -> Any:
-    """All limits of a query with this many spans and ends up to `most`: (queries, spans, 2)."""
-    ends = np.array(list(itertools.combinations_with_replacement(range(most + 1), 2 * count)))
-    ends = ends.reshape(1, 1, -1, count, 2)
-    return np.unique(ft.Spans(ends[..., 0], ends[..., 1]).limits[0, 0], axis=0)
 
 
 def check_cuts(band: Band, limits: Any, rows: int, n_cols: int, block: int) -> None:
@@ -41,7 +35,7 @@ def check_cuts(band: Band, limits: Any, rows: int, n_cols: int, block: int) -> N
 @pytest.mark.parametrize(("count", "rows"), [(1, 1), (1, 3), (2, 1), (2, 2)])
 def test_cuts_of_all_small_spans(count: int, rows: int) -> None:
     """Every combination of limits in a row of tiles."""
-    queries = rising(count, 5 if count == 1 else 4)
+    queries = all_limits(count, 5 if count == 1 else 4)
     together = np.array(list(itertools.product(range(len(queries)), repeat=rows))).ravel()
     for n_cols, block in itertools.product((0, 3, 4), (1, 2, 3)):
         check_cuts(Band(), queries[together], rows, n_cols, block)

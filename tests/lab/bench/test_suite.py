@@ -1,4 +1,4 @@
-"""suite.py, cases.py and peers.py: every contender computes the same result, and a run writes a whole record."""
+"""suite.py, cases.py and workload.py: every contender computes the same result, and a run writes a whole record."""
 
 import json
 from dataclasses import replace
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from flashtile.host import machine
-from flashtile.lab.bench import cases, memory, peers, suite
+from flashtile.lab.bench import cases, memory, suite, workload
 from flashtile.numerics.dtypes import widen
 
 SMALL_CASES = {
@@ -31,24 +31,24 @@ def plain(x):
 def test_contenders_agree(name):
     pytest.importorskip("torch")
     case = SMALL_CASES[name]
-    calls = peers.contenders(peers.Workload(case, 2))
-    assert list(calls)[:2] == [peers.OURS, peers.SDPA]
+    calls = workload.contenders(workload.Workload(case, 2))
+    assert list(calls)[:2] == [workload.OURS, workload.SDPA]
     results = {who: plain(call()) for who, call in calls.items()}
     if case.options.get("dropout"):  # everyone rolls dice of their own
         return
     tolerance = 1e-4 if case.dtype == "float32" else 0.06
     for who, result in results.items():
-        np.testing.assert_allclose(result.ravel(), results[peers.SDPA].ravel(), atol=tolerance, rtol=0, err_msg=who)
+        np.testing.assert_allclose(result.ravel(), results[workload.SDPA].ravel(), atol=tolerance, rtol=0, err_msg=who)
 
 
 @pytest.mark.parametrize("direction", [cases.FORWARD, cases.TRAINING])
 def test_without_torch_ours_runs_on_numpy_and_peers_are_reported(monkeypatch, direction):
     monkeypatch.setattr(machine, "has", lambda package: False)
     case = cases.square(32, 16, naive=True, direction=direction)
-    calls = peers.contenders(peers.Workload(case, 1))
-    naive = [peers.NAIVE_NUMPY] if direction == cases.FORWARD else []
-    assert list(calls) == [peers.OURS, *naive]
-    assert set(peers.absent()) == {peers.SDPA, peers.NAIVE_TORCH}
+    calls = workload.contenders(workload.Workload(case, 1))
+    naive = [workload.NAIVE_NUMPY] if direction == cases.FORWARD else []
+    assert list(calls) == [workload.OURS, *naive]
+    assert set(workload.absent()) == {workload.SDPA, workload.NAIVE_TORCH}
     for call in calls.values():
         call()
 
@@ -98,7 +98,7 @@ def test_a_run_writes_a_record(monkeypatch):
     assert [done for _, done, _ in seen] == [0, 1, 2, 3, 4, 5, 6] and {total for *_, total in seen} == {6}
     first = record["measurements"][0]
     assert first["flops"] == 4 * 8 * 32 * 32 * 16 and first["backend"]
-    assert first["times"][peers.OURS]["rounds"] >= 3
+    assert first["times"][workload.OURS]["rounds"] >= 3
     if machine.has("torch"):
         mean = np.sqrt(record["measurements"][0]["ratio"] * record["measurements"][1]["ratio"])
         assert record["summary"][0]["value"] == pytest.approx(mean)

@@ -8,8 +8,8 @@ import pytest
 from jinja2 import UndefinedError
 
 from flashtile.lab import studies
-from flashtile.lab.bench.peers import NAIVE_NUMPY, NAIVE_TORCH, OURS, SDPA
 from flashtile.lab.bench.showcase import Speed
+from flashtile.lab.bench.workload import NAIVE_NUMPY, NAIVE_TORCH, OURS, SDPA
 from flashtile.lab.report import mathml, page
 from flashtile.lab.report.content import LessonResult, Result
 from flashtile.lab.report.figures import Drawing

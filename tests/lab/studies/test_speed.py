@@ -6,8 +6,8 @@ import pytest
 
 from flashtile.cost.hardware import Rates
 from flashtile.lab.bench.cases import FORWARD, TRAINING
-from flashtile.lab.bench.peers import NAIVE_NUMPY, NAIVE_TORCH, OURS, SDPA
 from flashtile.lab.bench.showcase import Row, Run, Side, Speed
+from flashtile.lab.bench.workload import NAIVE_NUMPY, NAIVE_TORCH, OURS, SDPA
 from flashtile.lab.studies import speed
 
 

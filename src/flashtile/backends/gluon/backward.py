@@ -56,10 +56,10 @@ class Constants(NamedTuple):
 class Backward:
     """Row statistics, the backward kernel, dQ in its dtype, and recomputed tiles.
 
-    given: outlines of dout, out, lse and dlse.
+    given: outlines of dout, out, lse and dlse. may_share: out and lse may be those of attention to more keys.
     """
 
-    def __init__(self, p: Problem, device: Any, given: tuple[Any, ...]) -> None:
+    def __init__(self, p: Problem, device: Any, given: tuple[Any, ...], may_share: bool = False) -> None:
         self._device, self._packed, self._head_axis = device, p.packed, head_axis(p)
         dout = rounded_outline(given[0], p)
         self._dout_dtype = None if dout is given[0] else dout.dtype  # None: not rounded
@@ -67,7 +67,8 @@ class Backward:
         self._dq, self._dk, self._dv = grads = results(p, device)
         use_pdl = supports_pdl(device)
         delta = Result(p, p.heads, p.q.shape[2], None, "float32", device)
-        recompute = RecomputeBackward(p, device, ROWS, ROWS, strides(dout, p), delta.strides, grads, use_pdl)
+        lse = strides(given[2], p) if may_share else None
+        recompute = RecomputeBackward(p, device, ROWS, ROWS, strides(dout, p), delta.strides, grads, use_pdl, lse=lse)
         space = _Workspace(p, device, self._dq, delta, recompute.count, use_pdl)
         self._statistics, self._flags, self._scratch = (*space.statistics.values(),), space.flags, space.maker
         given = (dout, *given[1:])
@@ -76,7 +77,9 @@ class Backward:
         begin = _begin(p, space, inputs | dict.fromkeys(space.statistics, delta.strides), use_pdl)
         finish = _finish(p, space, self._dq, tail(space.flags, recompute.first_of_queries), use_pdl)
         inputs_of = {"q": Q, "k": K, "v": V, "dout": DOUT, "p_sink": SINK, "rule": RULE, "lengths": LENGTHS}
-        recomputed = recompute.bind(**inputs_of, **space.statistics, flags=space.flags, dq=DQ, dk=DK, dv=DV)
+        recomputed = recompute.bind(
+            **inputs_of, lse=LSE if may_share else None, **space.statistics, flags=space.flags, dq=DQ, dk=DK, dv=DV
+        )
         descriptors = _descriptors(p, space, dout, *grads[1:])
         # Packed queries and keys that begin at the same positions, given as one tensor, have a diagonal each.
         self._launch = {
@@ -173,7 +176,7 @@ class _Workspace:
 
 def _as_rows(dq: Any) -> Any:
     """The memory of dQ as statistics."""
-    return dq.view(torch.float32)
+    return dq.view(torch.float32).as_strided((dq.numel() // 2,), (1,))
 
 
 def _begin(p: Problem, space: _Workspace, inputs: dict[str, Strides | None], use_pdl: bool) -> BoundLaunch:

@@ -58,7 +58,7 @@ class Forward:
         packed_heads = tuning.packed_heads(p)
         config = tuning.forward_of(p, packed_heads)
         n_rows, batch, heads = p.q.shape[2], p.q.shape[0], p.heads // packed_heads
-        self._out = Result(p, p.heads, n_rows, p.dim_v, p.out_dtype, device)
+        self._out = Result(p, p.heads, n_rows, p.dim_v, p.out_dtype, device, p.q)
         self._lse = Result(p, p.heads, n_rows, None, p.accumulator, device)
         tiles, flag_tiles = (count_tiles(p, p.n_q * packed_heads, n_rows, n) for n in (ROWS * config.consumers, ROWS))
         tasks = tiles * heads * batch

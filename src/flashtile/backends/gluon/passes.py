@@ -9,6 +9,7 @@ from flashtile.backends.gluon.backward import Backward
 from flashtile.backends.gluon.forward import Forward
 from flashtile.backends.gpu.passes import Passes
 from flashtile.backends.gpu.tensors import aligned
+from flashtile.backends.triton.backward import Backward as PortableBackward
 from flashtile.problem import Problem
 from flashtile.results import Grads
 
@@ -27,6 +28,9 @@ class Runner(Passes):
         return super()._tidied((dout, *given[1:]))
 
     def _prepare_backward(
-        self, given: tuple[Any, ...], outlines: tuple[Any, ...], bias_grad: bool
+        self, given: tuple[Any, ...], outlines: tuple[Any, ...], bias_grad: bool, dtype: str | None
     ) -> Callable[..., Grads]:
-        return Backward(self._problem, self._device, outlines)
+        if dtype not in (None, self._problem.dtype):  # these kernels store 16 bits
+            is_aligned = self._aligned | {"dout": aligned(given[0])}
+            return PortableBackward(self._problem, self._device, is_aligned, outlines, bias_grad, dtype)
+        return Backward(self._problem, self._device, outlines, may_share=dtype is not None)

@@ -95,6 +95,12 @@ class Rule(NamedTuple):
     spans_head: int | None
     spans_row: int | None
     n_spans: Any  # a compile-time constant
+    # Where dropout counts from, unspecialized(); all None if from 0 in steps of 1, with the head of the sequence alone.
+    origin_head: int | None  # the first head of the first sequence
+    origin_query: int | None
+    query_step: int | None
+    origin_key: int | None
+    key_step: int | None  # None: 1, and origin_key is a multiple of 4
 
 
 class Constants(NamedTuple):
@@ -137,7 +143,12 @@ def rule(p: Problem) -> Rule:
         alibi = (p.alibi, 0 if p.alibi.shape[0] == 1 else p.alibi.stride(0), p.alibi.stride(1), unspecialized(at))
     drop: tuple[Any, Any, int, int, int] = (None, 0, 0, 0, 0)
     if p.dropout:
-        drop = (*seed_halves(p.seed), dropout.threshold(p.dropout), bits(1 / (1 - p.dropout)), unspecialized(p.heads))
+        drop = (
+            *seed_halves(p.seed),
+            dropout.threshold(p.dropout),
+            bits(1 / (1 - p.dropout)),
+            unspecialized(p.origin.heads),
+        )
     return Rule(
         bits(p.scale),
         None if p.scale > 0 else 0,
@@ -151,6 +162,7 @@ def rule(p: Problem) -> Rule:
         *drop,
         *descaling(p.descale),
         *spans(p.spans),
+        *origin(p),
     )
 
 
@@ -182,6 +194,16 @@ def spans(x: Any) -> tuple[Any, int | None, int | None, int | None, Any]:
         return None, None, None, None, None
     strides = (0 if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True))
     return x, *strides, x.shape[3] if INTERPRETED else tl.constexpr(x.shape[3])
+
+
+def origin(p: Problem) -> tuple[int | None, ...]:
+    """The fields of a Rule for the origin of dropout. If it is the default all are None: kernels lack them."""
+    x = p.origin
+    head = x.sequence * x.heads + x.head
+    if not p.dropout or (head, x.query, x.key, x.query_step, x.key_step) == (0, 0, 0, 1, 1):
+        return (None,) * 5
+    key_step = None if x.key_step == 1 and x.key % 4 == 0 else unspecialized(x.key_step)
+    return (*map(unspecialized, (head, x.query, x.query_step, x.key)), key_step)
 
 
 def constants(p: Problem, config: Config) -> Constants:

@@ -70,7 +70,8 @@ class RecomputeBackward:
 
     The flags of all key tiles come first, those of query tiles from first_of_queries on. dout: its strides; statistics:
     those of log2, delta and tops (row_statistics()); row_cuts: those of the table that spans need, for tiles of cut_q
-    queries and block_k keys (dkdv_rows()). use_pdl: the kernel before them launches its dependents early, see pdl.py.
+    queries and block_k keys (dkdv_rows()). lse: its strides, if it may be that of more keys. use_pdl: the kernel before
+    them launches its dependents early, see pdl.py.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class RecomputeBackward:
         use_pdl: bool,
         row_cuts: Strides | None = None,
         cut_q: int = 32,
+        lse: Strides | None = None,
     ) -> None:
         batch = p.q.shape[0]
         k_tiles, q_tiles = count_tiles(p, p.n_k, p.k.shape[2], block_k), count_tiles(p, p.n_q, p.q.shape[2], block_q)
@@ -99,7 +101,7 @@ class RecomputeBackward:
             recompute_sums_kernel,
             flags.programs,
             of_queries.options | pdl_options(use_pdl),
-            inputs,
+            inputs | {"lse": lse},
             ROWS=block_q,
             C=constants(p, of_queries),
             PDL=use_pdl,
@@ -130,6 +132,7 @@ class RecomputeBackward:
         dv: Argument,
         p_sink: Argument,
         row_cuts: Argument | None = None,
+        lse: Argument | None = None,
         **shared: Argument,
     ) -> list[BoundLaunch]:
         """shared: the values of a call that both kernels take."""
@@ -138,7 +141,10 @@ class RecomputeBackward:
         sums = {"first_of_queries": first, "count": self.count - first, "tiles": tiles, "heads": heads}
         gradients = {"v": v, "dout": dout, "delta": delta, "dq": dq, "dk": dk, "dv": dv, "row_cuts": row_cuts}
         counts = {"first_of_queries": first, "count": self.count, **self._q_counts, **self._k_counts}
-        return [self._sums.bind(**shared, p_sink=p_sink, **sums), self._launch.bind(**shared, **gradients, **counts)]
+        return [
+            self._sums.bind(**shared, lse=lse, p_sink=p_sink, **sums),
+            self._launch.bind(**shared, **gradients, **counts),
+        ]
 
 
 def careful(p: Problem, rows: int, walked: int = 32) -> Config:

@@ -15,9 +15,10 @@ from flashtile.backends.gpu.blocks import head_of, load_per_row, load_rows, stor
 from flashtile.backends.gpu.cuts import stretch_of, tile_at
 from flashtile.backends.gpu.forward_rows import begin_rows, recompute_forward_rows
 from flashtile.backends.gpu.pdl import launch_dependents, wait_for_previous
-from flashtile.backends.gpu.scores import dot, exp2_of, shape_scores, visible_pairs
+from flashtile.backends.gpu.scores import LOG2E, dot, exp2_of, shape_scores, visible_pairs
 from flashtile.backends.gpu.spans import cuts_of_rows
 
+OWN = tl.constexpr(16)  # roundings by which a row's own lse, from another kernel, may differ
 FLAGS_AT_ONCE = tl.constexpr(128)  # that a program reads together
 
 
@@ -69,10 +70,11 @@ def recompute_forward_kernel(
 
 
 @triton.jit
-def row_sums(q, k, log2, tops, p_sink, rule, at, h, i0, C: tl.constexpr):
+def row_sums(q, k, lse, log2, tops, p_sink, rule, at, h, i0, C: tl.constexpr):
     """Store half the maximum in base 2 of BLOCK_Q rows from i0 on in tops, and the log2 of their sums in log2.
 
-    The tiles are those of the walk that uses the results, so that scores have the same bits.
+    The tiles are those of the walk that uses the results, so that scores have the same bits. lse: if it is not None,
+    rows whose lse is that of more keys than these get this lse instead, and half a maximum of 0.
     """
     o_i = i0 + tl.arange(0, C.BLOCK_Q)
     b_q = load_rows(head_of(q, at.sequence, h, at.q_start, at.q_len), None, i0, C.BLOCK_Q, C.DIM, C.BLOCK_D, True)
@@ -92,14 +94,20 @@ def row_sums(q, k, log2, tops, p_sink, rule, at, h, i0, C: tl.constexpr):
         l = l * exp2_of(m - pivot, True) + tl.sum(exp2_of(S - pivot[:, None], True), 1)
         m = m_new
     empty = m == float("-inf")
-    store_per_row(head_of(tops, at.sequence, h, at.q_start, at.q_len), i0, tl.where(empty, 0.0, m))
-    store_per_row(head_of(log2, at.sequence, h, at.q_start, at.q_len), i0, tl.where(empty, float("inf"), tl.log2(l)))
+    top, log_sum = tl.where(empty, 0.0, m), tl.where(empty, float("inf"), tl.log2(l))
+    if lse is not None:
+        L = load_per_row(head_of(lse, at.sequence, h, at.q_start, at.q_len), i0, C.BLOCK_Q, 0.0, True) * LOG2E
+        is_own = tl.abs(2 * m + log_sum - L) <= OWN * tl.abs(L) * (2.0**-52 if tl.float64 == C.REAL else 2.0**-23)
+        top, log_sum = tl.where(is_own, top, 0.0), tl.where(is_own, log_sum, L)
+    store_per_row(head_of(tops, at.sequence, h, at.q_start, at.q_len), i0, top)
+    store_per_row(head_of(log2, at.sequence, h, at.q_start, at.q_len), i0, log_sum)
 
 
 @triton.jit(do_not_specialize=["first_of_queries", "count", "tiles", "heads"])
 def recompute_sums_kernel(
     q,
     k,
+    lse,
     log2,
     tops,
     p_sink,
@@ -114,7 +122,10 @@ def recompute_sums_kernel(
     C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute maximum and sum of rows with an lse of NaN in flagged tiles, for recompute_backward_kernel."""
+    """Compute maximum and sum of rows with an lse of NaN in flagged tiles, for recompute_backward_kernel.
+
+    lse: see row_sums().
+    """
     wait_for_previous(PDL)
     launch_dependents(PDL)
     n = next_flagged(flags + first_of_queries, tl.program_id(0), count)
@@ -124,7 +135,7 @@ def recompute_sums_kernel(
         for i0 in range(tile * ROWS, tl.minimum((tile + 1) * ROWS, at.q_len), C.BLOCK_Q):
             L = load_per_row(rows, i0, C.BLOCK_Q, 0.0, True)
             if tl.max((L != L).to(tl.int32), 0) > 0:
-                row_sums(q, k, log2, tops, p_sink, rule, at, h, i0, C)
+                row_sums(q, k, lse, log2, tops, p_sink, rule, at, h, i0, C)
         n = next_flagged(flags + first_of_queries, n + tl.num_programs(0), count)
 
 

@@ -16,7 +16,7 @@ from flashtile.backends.gpu.tensors import aligned, outline, tidy_gradients
 from flashtile.checks.shapes import check_gradients
 from flashtile.inputs import TENSORS, Inputs
 from flashtile.problem import Problem
-from flashtile.results import Grads
+from flashtile.results import Grads, Target
 
 
 class Passes:
@@ -37,29 +37,46 @@ class Passes:
         self.forward: Callable[..., tuple[Any, Any]]
         self._backwards: dict[Any, tuple[Callable[..., Grads], bool]] = {}
 
-    def backward(self, x: Inputs, dout: Any, out: Any, lse: Any, dlse: Any, *, bias_grad: bool = True) -> Grads:
+    def backward(
+        self,
+        x: Inputs,
+        dout: Any,
+        out: Any,
+        lse: Any,
+        dlse: Any,
+        *,
+        bias_grad: bool = True,
+        target: Target | None = None,
+    ) -> Grads:
         """Return gradients from the saved output and lse, in the caller's layout; those of bias (rank 4) and sink in
         accumulator precision.
         """
         given = (dout, out, lse, dlse)
-        run, is_tidy = self._backward_for(given, bias_grad)
+        run, is_tidy = self._backward_for(given, bias_grad, None if target is None else target.dtype)
         given = given if is_tidy else self._tidied(given)
         if self._index is None or self._index == gpu.current():
-            return run(x, *given)
-        return gpu.on_device(self._index, run, x, *given)
+            grads = run(x, *given)
+        else:
+            grads = gpu.on_device(self._index, run, x, *given)
+        return grads if target is None else _added(grads, target.into)
 
-    def _backward_for(self, given: tuple[Any, ...], bias_grad: bool) -> tuple[Callable[..., Grads], bool]:
-        """Return what runs a backward pass of tensors laid out like these, and whether they need no copies first."""
+    def _backward_for(
+        self, given: tuple[Any, ...], bias_grad: bool, dtype: str | None
+    ) -> tuple[Callable[..., Grads], bool]:
+        """Return what runs a backward pass of tensors laid out like these, and whether they need no copies first.
+
+        dtype: that of a Target, or None.
+        """
         dout, out, lse, dlse = given
-        key = (bias_grad, _kind_of(dout), _kind_of(out), _kind_of(lse), None if dlse is None else _kind_of(dlse))
+        key = (bias_grad, dtype, _kind_of(dout), _kind_of(out), _kind_of(lse), None if dlse is None else _kind_of(dlse))
         found = self._backwards.get(key)
         if found is None:
             outlines = check_gradients(self._problem, *map(outline, given))
             tidied = self._tidied(given)
             is_tidy = all(map(operator.is_, tidied, given))
-            run = self._prepare_backward(given, outlines, bias_grad) if is_tidy else None
+            run = self._prepare_backward(given, outlines, bias_grad, dtype) if is_tidy else None
             if run is None:
-                run, _ = self._backward_for(tidied, bias_grad)
+                run, _ = self._backward_for(tidied, bias_grad, dtype)
             found = self._backwards[key] = run, is_tidy
         return found
 
@@ -68,10 +85,16 @@ class Passes:
         return tidy_gradients(self._problem, *given)
 
     def _prepare_backward(
-        self, given: tuple[Any, ...], outlines: tuple[Any, ...], bias_grad: bool
+        self, given: tuple[Any, ...], outlines: tuple[Any, ...], bias_grad: bool, dtype: str | None
     ) -> Callable[..., Grads]:
-        """Prepare the launches of a backward pass of tensors like these."""
+        """Prepare the launches of a backward pass of tensors like these. dtype: that of a Target, or None."""
         raise NotImplementedError
+
+
+def _added(grads: Grads, into: Grads) -> Grads:
+    """Add dq, dk and dv to their buffers."""
+    dq, dk, dv = (x if buffer is None else buffer.add_(x) for x, buffer in zip(grads[:3], into[:3], strict=True))
+    return grads._replace(dq=dq, dk=dk, dv=dv)
 
 
 def _kind_of(x: Any) -> tuple[Any, ...]:

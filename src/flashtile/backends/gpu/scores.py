@@ -148,21 +148,40 @@ def visible_pairs(rule, tile, MASKED: tl.constexpr):
 
 
 @triton.jit
-def kept(rule, sequence, o_h, o_i, j0, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr):
-    """Which weights of a tile [BLOCK_I, BLOCK_J] dropout keeps, as in dropout.py; j0 is a multiple of 4.
-
-    The caller multiplies the others by 0, so that a NaN stays a NaN.
-    """
-    quads = (j0 // 4 + tl.arange(0, BLOCK_J // 4))[None, :]
-    c0 = tl.broadcast_to(quads, (BLOCK_I, BLOCK_J // 4))
-    c1 = tl.broadcast_to(o_i, (BLOCK_I, BLOCK_J // 4))
-    c2 = tl.broadcast_to(sequence * plain(rule.heads) + o_h, (BLOCK_I, BLOCK_J // 4))
+def random_words(rule, sequence, o_h, o_i, blocks, BLOCK_I: tl.constexpr, COUNT: tl.constexpr):
+    """Philox of these blocks of four keys, [1, COUNT], for each query: four words of [BLOCK_I, COUNT]."""
+    c0 = tl.broadcast_to(blocks, (BLOCK_I, COUNT))
+    if rule.origin_query is not None:
+        o_i = plain(rule.origin_query) + o_i * plain(rule.query_step)
+    c1 = tl.broadcast_to(o_i, (BLOCK_I, COUNT))
+    head = sequence * plain(rule.heads) + o_h
+    if rule.origin_head is not None:
+        head += plain(rule.origin_head)
+    c2 = tl.broadcast_to(head, (BLOCK_I, COUNT))
     if rule.seed_high is None:
         seed = tl.load(rule.seed_low).to(tl.uint64)
     else:
         seed = half_of_seed(rule.seed_high) << 32 | half_of_seed(rule.seed_low)
-    r0, r1, r2, r3 = tl.philox(seed, c0, c1, c2, c0 * 0)
-    bits = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), (BLOCK_I, BLOCK_J))
+    return tl.philox(seed, c0, c1, c2, c0 * 0)
+
+
+@triton.jit
+def kept(rule, sequence, o_h, o_i, j0, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr):
+    """Which weights of a tile [BLOCK_I, BLOCK_J] dropout keeps, as in dropout.py; j0 is a multiple of 4.
+
+    The caller multiplies the others by 0, so that a NaN stays a NaN. Keys that are not in fours, because the origin
+    says so, take a block each and use one word of it.
+    """
+    if rule.key_step is not None:
+        o_j = plain(rule.origin_key) + (j0 + tl.arange(0, BLOCK_J))[None, :] * plain(rule.key_step)
+        r0, r1, r2, r3 = random_words(rule, sequence, o_h, o_i, o_j // 4, BLOCK_I, BLOCK_J)
+        bits = tl.where(o_j % 4 < 2, tl.where(o_j % 2 == 0, r0, r1), tl.where(o_j % 2 == 0, r2, r3))
+    else:
+        quads = (j0 // 4 + tl.arange(0, BLOCK_J // 4))[None, :]
+        if rule.origin_key is not None:
+            quads += plain(rule.origin_key) // 4
+        r0, r1, r2, r3 = random_words(rule, sequence, o_h, o_i, quads, BLOCK_I, BLOCK_J // 4)
+        bits = tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), (BLOCK_I, BLOCK_J))
     return bits >= tl.cast(rule.threshold, tl.uint32)
 
 

@@ -14,10 +14,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from flashtile.backends.gpu import permanent
 from flashtile.backends.gpu.arguments import block
 from flashtile.backends.gpu.config import Config
+from flashtile.host.memory_order import MAX_ROW_STRIDE, axes_of_caller, strides_of
 from flashtile.problem import Problem
 
 FEW_ROWS = 512  # for which a descriptor does not pay
-MAX_ROW_STRIDE = 1 << 23  # elements: offsets within a tile, of 256 rows at most, have 32 bits
 DISCARDED = 1 << 16  # elements: larger unused results have memory of their own
 _GUARDS: Any = torch._C._dynamo.guards
 _discard_buffers: dict[Any, Any] = {}
@@ -26,7 +26,7 @@ _discard_buffers: dict[Any, Any] = {}
 def laid_out(p: Problem) -> Problem:
     """The problem with rows and vectors laid out as kernels need them; p itself if they are already."""
     vectors = ("sink", "kv_lengths", "cu_q", "cu_k", "descale")
-    copies = {name: y for name in ("q", "k", "v") if (y := tidy(x := getattr(p, name), -2)) is not x}
+    copies = {name: _dense(p, x) for name in ("q", "k", "v") if not is_tidy(x := getattr(p, name), -2)}
     copies |= {
         name: x.contiguous() for name in vectors if (x := getattr(p, name)) is not None and not x.is_contiguous()
     }
@@ -35,9 +35,19 @@ def laid_out(p: Problem) -> Problem:
     return replace(p, **copies) if copies else p
 
 
+def _dense(p: Problem, x: Any) -> Any:
+    """A dense copy of q, k or v, rank 4, in the same order of axes, which results take from it."""
+    return torch.empty_strided(x.shape, strides_of(x.shape, p.order_of(x)), dtype=x.dtype, device=x.device).copy_(x)
+
+
+def is_tidy(x: Any, rows: int) -> bool:
+    """Whether the columns of x are contiguous, and its rows, along this axis, are not too far apart."""
+    return bool(x.ndim < 2 or (x.stride(-1) == 1 and x.stride(rows) < MAX_ROW_STRIDE))
+
+
 def tidy(x: Any, rows: int) -> Any:
-    """x, or a copy if its columns are not contiguous or its rows, along this axis, are too far apart."""
-    return x if x.ndim < 2 or (x.stride(-1) == 1 and x.stride(rows) < MAX_ROW_STRIDE) else x.contiguous()
+    """x, or a contiguous copy if it is not tidy."""
+    return x if is_tidy(x, rows) else x.contiguous()
 
 
 def tidy_gradients(p: Problem, dout: Any, out: Any, lse: Any, dlse: Any) -> tuple[Any, Any, Any, Any]:
@@ -84,13 +94,13 @@ def count_tiles(p: Problem, rows: int, total: int, block_rows: int) -> int:
     return total // block_rows + p.sequences if p.packed and total else int(triton.cdiv(rows, block_rows))
 
 
-def empty(shape: tuple[int, ...], dtype: Any, device: Any) -> Callable[[], Any]:
-    """Return what allocates contiguous tensors like this; given strides save torch work in each call.
+def empty(shape: tuple[int, ...], dtype: Any, device: Any, strides: tuple[int, ...] | None = None) -> Callable[[], Any]:
+    """Return what allocates tensors like this, contiguous without strides; given strides save torch work in each call.
 
     On a GPU, which then has to be the current one, it skips the dispatcher too, as torch's own compiler does, if this
     torch has the function for that.
     """
-    strides = torch.empty(shape, device="meta").stride()
+    strides = torch.empty(shape, device="meta").stride() if strides is None else strides
     if device.type == "cuda" and torch.version.cuda is not None and hasattr(_GUARDS, "_empty_strided_cuda"):
         return partial(_GUARDS._empty_strided_cuda, tuple(shape), strides, dtype)
     return partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
@@ -106,18 +116,25 @@ def discard_buffer(dtype: Any, device: Any) -> Any:
 
 
 class Result:
-    """A result of a pass, contiguous in the caller's layout."""
+    """A result of a pass, dense in the caller's layout: in the order of its input in memory, or contiguous without one.
 
-    __slots__ = ("device", "discarded", "dtype", "empty", "numel", "shape", "strides")
+    like: q, k or v, rank 4.
+    """
 
-    def __init__(self, p: Problem, heads: int, n: int, dim: int | None, dtype: str, device: Any) -> None:
-        last = () if dim is None else (dim,)
-        width = 1 if dim is None else dim
-        self.shape = (n, heads, *last) if p.packed else (p.q.shape[0], heads, n, *last)[4 - p.rank :]
-        self.strides = (0, width, heads * width) if p.packed else (heads * n * width, n * width, width)
+    __slots__ = ("_strides", "device", "discarded", "dtype", "empty", "numel", "shape", "strides")
+
+    def __init__(
+        self, p: Problem, heads: int, n: int, dim: int | None, dtype: str, device: Any, like: Any = None
+    ) -> None:
+        contiguous = (0, 2, 1) if p.packed else (0, 1, 2)
+        whole = (p.q.shape[0], heads, n, 1 if dim is None else dim)
+        strides = strides_of(whole, contiguous if like is None else p.order_of(like))
+        axes = axes_of_caller(p.rank, p.packed)[: None if dim is not None else -1]
+        self.shape, self._strides = tuple(whole[axis] for axis in axes), tuple(strides[axis] for axis in axes)
+        self.strides = (0 if p.packed else strides[0], strides[1], strides[2])
         self.numel = torch.Size(self.shape).numel()
         self.dtype, self.device = getattr(torch, dtype), device
-        self.empty = self.parts(dtype=self.dtype)  # allocates the tensor
+        self.empty = empty(self.shape, self.dtype, device, self._strides)  # allocates the tensor
         self.discarded: Any = None  # what discard_buffer() found, if it is kept for good
 
     def discard_buffer(self) -> Any:
@@ -128,7 +145,7 @@ class Result:
         return discard_buffer(self.dtype, self.device) if self.discarded is None else self.discarded
 
     def parts(self, *count: int, dtype: Any) -> Callable[[], Any]:
-        """Return what allocates this result with additional leading axes."""
+        """Return what allocates memory for this many of this result, one after the other."""
         return empty((*count, *self.shape), dtype, self.device)
 
 
@@ -158,11 +175,12 @@ def maker_like(descriptor: Any) -> Callable[[Any], Any]:
     return make
 
 
-def results(p: Problem, device: Any) -> tuple[Result, Result, Result]:
-    """dQ, dK and dV."""
+def results(p: Problem, device: Any, dtype: str | None = None) -> tuple[Result, Result, Result]:
+    """dQ, dK and dV, in the dtype of q or in this one."""
+    dtype = dtype or p.dtype
     n_rows, n_keys = p.q.shape[2], p.k.shape[2]
     return (
-        Result(p, p.heads, n_rows, p.dim, p.dtype, device),
-        Result(p, p.kv_heads, n_keys, p.dim, p.dtype, device),
-        Result(p, p.kv_heads, n_keys, p.dim_v, p.dtype, device),
+        Result(p, p.heads, n_rows, p.dim, dtype, device, p.q),
+        Result(p, p.kv_heads, n_keys, p.dim, dtype, device, p.k),
+        Result(p, p.kv_heads, n_keys, p.dim_v, dtype, device, p.v),
     )

@@ -25,4 +25,5 @@ def prepare(problem: Problem, arrays: Arrays) -> tuple[Runner, Inputs]:
 
     p = laid_out(problem)
     reusable = p is problem and not p.packed and bool(p.q.size and p.k.size and p.v.size)
-    return Runner(p, arrays, reusable), Inputs.of(p)
+    orders = [problem.order_of(x) for x in (problem.q, problem.k, problem.v)]
+    return Runner(p, arrays, reusable, orders), Inputs.of(p)

@@ -1,7 +1,5 @@
 """The block sizes of the C++ core, for plan() and trace(); a test compares them with its sources."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from flashtile.backends.native import library

@@ -73,6 +73,7 @@ def load() -> ctypes.CDLL:
     i64, u64, pointer = ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
     for name in ("ft_forward", "ft_backward"):
         getattr(library, name).argtypes = [pointer]
+    library.ft_merge.argtypes = [i64] * 3 + [pointer] * 4
     library.ft_cuts.argtypes = [i64] * 7 + [pointer]
     library.ft_span_cuts.argtypes = [*[i64] * 7, pointer, i64, pointer]
     library.ft_keep.argtypes = [u64, i64, i64, i64, i64, ctypes.c_double, pointer]

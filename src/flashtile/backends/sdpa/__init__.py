@@ -1,7 +1,5 @@
 """torch's own attention (SDPA) for CPU tensors without the C++ core: many times as fast as NumPy."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from flashtile.backends.once import Once

@@ -3,8 +3,6 @@
 The NumPy tiles run calls with non-finite numbers, and backward passes for which the lse is not exact enough.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,12 +14,12 @@ from torch.nn.functional import pad
 
 from flashtile.backends import tiles
 from flashtile.host import threads
-from flashtile.numerics.dtypes import BFLOAT16, Array
+from flashtile.numerics.dtypes import BFLOAT16, Array, wider
 from flashtile.numerics.softmax import COARSE
 from flashtile.problem import Problem
 from flashtile.pytorch.bridge import to_numpy
 from flashtile.pytorch.merge import merge
-from flashtile.results import Grads
+from flashtile.results import Grads, Target
 
 _forward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -30,7 +28,7 @@ _backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 def forward(p: Problem) -> tuple[Array, Array]:
     """Return output in the problem's out_dtype, and lse."""
     with torch.no_grad(), _threads(p):
-        call = Call(p)
+        call = Call(p, p.out_dtype)
         if call.finite():
             out, lse = call.forward()
             merged = len(call.parts) > 1
@@ -40,10 +38,20 @@ def forward(p: Problem) -> tuple[Array, Array]:
     return tiles.forward(p)
 
 
-def backward(p: Problem, dout: Array, out: Array, lse: Array, dlse: Array | None, *, bias_grad: bool = True) -> Grads:
-    """Return dq, dk and dv in the problem's out_dtype."""
+def backward(
+    p: Problem,
+    dout: Array,
+    out: Array,
+    lse: Array,
+    dlse: Array | None,
+    *,
+    bias_grad: bool = True,
+    target: Target | None = None,
+) -> Grads:
+    """Return dq, dk and dv in the target's dtype or the problem's out_dtype, whichever has more bits."""
     with torch.no_grad(), _threads(p):
-        call, rows = Call(p), [_tensor(x) for x in (out, lse, dout)]
+        call = Call(p, p.out_dtype if target is None else wider(p.out_dtype, target.dtype))
+        rows = [_tensor(out).to(call.kind), _tensor(lse), _tensor(dout).to(call.kind)]
         others = [] if dlse is None else [_tensor(dlse)]
         exact = not (p.bias is not None and bias_grad) and not _coarse(rows[1])
         if exact and call.finite() and _finite(rows[0], rows[2], *others):
@@ -51,7 +59,7 @@ def backward(p: Problem, dout: Array, out: Array, lse: Array, dlse: Array | None
             if _finite(*grads):
                 dq, dk, dv = map(to_numpy, grads)
                 return Grads(dq, dk, dv, None, None)
-    return tiles.backward(p, dout, out, lse, dlse, bias_grad=bias_grad)
+    return tiles.backward(p, dout, out, lse, dlse, bias_grad=bias_grad, target=target)
 
 
 class KeyRange(NamedTuple):
@@ -64,10 +72,9 @@ class KeyRange(NamedTuple):
 class Call:
     """The tensors of a problem, and the kernel calls that they take."""
 
-    def __init__(self, p: Problem) -> None:
-        self.p = p
-        kind = getattr(torch, p.out_dtype)
-        self.q, self.k, self.v = (_tensor(x).to(kind) for x in (p.q, p.k, p.v))
+    def __init__(self, p: Problem, dtype: str) -> None:
+        self.p, self.kind = p, getattr(torch, dtype)
+        self.q, self.k, self.v = (_tensor(x).to(self.kind) for x in (p.q, p.k, p.v))
         self.width = max(p.dim, p.dim_v)  # the kernel takes one width only
         self.mask, self.bias = (None if x is None else _tensor(x) for x in (p.mask, p.bias))
         band = p.band_for(p.n_q, p.n_k)
@@ -92,7 +99,7 @@ class Call:
             if self.mask is not None:  # torch gives rows that see no key output 0 and lse 0
                 lse = lse.masked_fill(self._empty(part), -torch.inf)
             results.append((out, lse))
-        result = results[0] if len(results) == 1 else merge(*results[0], *results[1])
+        result = results[0] if len(results) == 1 else merge((*results[0], *results[1]))
         out, lse = self.q.new_zeros(p.out_shape()), result[1].new_full(p.out_shape()[:-1], -torch.inf)
         for total, x in zip((out, lse), result, strict=True):
             total[:, :, self.first :] = x.reshape(total[:, :, self.first :].shape)

@@ -52,15 +52,21 @@ Q, K, V, DOUT, OUT, LSE, DLSE, DQ, DK, DV, SCRATCH, SINK, RULE, LENGTHS, DBIAS =
 
 
 class Backward:
-    """The launches of a backward pass. given: outlines of dout, out, lse and dlse."""
+    """The launches of a backward pass. given: outlines of dout, out, lse and dlse. dtype: that of a Target, or None."""
 
     def __init__(
-        self, p: Problem, device: Any, is_aligned: dict[str, bool], given: tuple[Any, ...], bias_grad: bool
+        self,
+        p: Problem,
+        device: Any,
+        is_aligned: dict[str, bool],
+        given: tuple[Any, ...],
+        bias_grad: bool,
+        dtype: str | None = None,
     ) -> None:
         dout = rounded_outline(given[0], p)
         self._dout_dtype = None if dout is given[0] else dout.dtype  # None: not rounded
         self._rule, self._lengths, self._is_fixed = rule(p), lengths(p), is_fixed(p)
-        self._dq, self._dk, self._dv = grads = results(p, device)
+        self._dq, self._dk, self._dv = grads = results(p, device, dtype)
         self._bias_shape = p.bias.shape if bias_grad and p.bias is not None else None
         self._real = getattr(torch, p.accumulator)
         # With PDL each kernel relies on what the one before it has waited for, so none may be missing.
@@ -73,7 +79,9 @@ class Backward:
         recompute = RecomputeBackward(
             *(p, device, of_queries.block_q, of_keys.block_k),
             *(strides(dout, p), statistics.strides, grads, use_pdl),
-            *(() if row_cuts is None else (row_cuts.strides, of_keys.block_q)),
+            row_cuts=None if row_cuts is None else row_cuts.strides,
+            cut_q=32 if row_cuts is None else of_keys.block_q,
+            lse=None if dtype is None else strides(given[2], p),
         )
         flags = scratch.part((recompute.count,), torch.int32)
         self._scratch = scratch.maker()
@@ -90,7 +98,9 @@ class Backward:
         if recompute.count:
             inputs = {"q": Q, "k": K, "v": V, "dout": DOUT, "p_sink": SINK, "rule": RULE, "lengths": LENGTHS}
             table = None if row_cuts is None else row_cuts.part
-            launches += recompute.bind(**inputs, **statistics.parts(), flags=flags, row_cuts=table, dq=DQ, dk=DK, dv=DV)
+            lse = None if dtype is None else LSE
+            inputs |= {**statistics.parts(), "flags": flags, "dq": DQ, "dk": DK, "dv": DV}
+            launches += recompute.bind(**inputs, row_cuts=table, lse=lse)
         if self._bias_shape is not None and self._bias_shape.numel():
             launches.append(tiles.dbias(_config("dbias", p, device), self._bias_shape))
         self._launch = LaunchSequence(*launches)

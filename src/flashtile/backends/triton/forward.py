@@ -29,7 +29,7 @@ class Forward:
     """The launches of a forward pass."""
 
     def __init__(self, p: Problem, device: Any, is_aligned: dict[str, bool]) -> None:
-        self._out = Result(p, p.heads, p.q.shape[2], p.dim_v, p.out_dtype, device)
+        self._out = Result(p, p.heads, p.q.shape[2], p.dim_v, p.out_dtype, device, p.q)
         self._lse = Result(p, p.heads, p.q.shape[2], None, p.accumulator, device)
         self._rule, self._lengths, self._is_fixed = rule(p), lengths(p), is_fixed(p)
         self._index = gpu.index_of(device)

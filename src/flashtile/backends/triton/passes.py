@@ -21,7 +21,7 @@ class Runner(Passes):
         self.forward = Forward(self._problem, self._device, self._aligned)
 
     def _prepare_backward(
-        self, given: tuple[Any, ...], outlines: tuple[Any, ...], bias_grad: bool
+        self, given: tuple[Any, ...], outlines: tuple[Any, ...], bias_grad: bool, dtype: str | None
     ) -> Callable[..., Grads]:
         is_aligned = self._aligned | {"dout": aligned(given[0])}
-        return Backward(self._problem, self._device, is_aligned, outlines, bias_grad)
+        return Backward(self._problem, self._device, is_aligned, outlines, bias_grad, dtype)

@@ -80,18 +80,12 @@ def forward(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Take (batch, heads, rows, dim), return (batch, rows, heads, dim) and no weights."""
-    for name, x in others.items():
-        if x is not None and name not in IGNORED:
-            raise UnsupportedError(f"{name}: expected None, because layers here do not support it, got {_short(x)}")
-    if output_attentions:
-        raise UnsupportedError(
-            'output_attentions: expected False, because weights are never stored ("eager" does), got True'
-        )
+    check_others(others, output_attentions)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0, **dropout_options(dropout, query)}
     if deterministic:
         options["deterministic"] = True
     if s_aux is not None:
-        options["sink"] = _match_dtype(query, s_aux)
+        options["sink"] = match_dtype(query, s_aux)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if (
@@ -113,10 +107,11 @@ def forward(
             # The first query is aligned with the first key, and keys after the last query are unused rows of a cache.
             options["band"] = Band(right=0) if sliding_window is None else Band(sliding_window - 1, 0)
     if position_bias is not None:
-        bias = _match_dtype(query, position_bias[..., : key.shape[2]])
+        bias = match_dtype(query, position_bias[..., : key.shape[2]])
         options["bias"] = bias + options["bias"] if "bias" in options else bias
     if indices is not None or block_indices is not None:
-        selection.restrict(options, selection.selected(indices, block_indices, module, query.shape[1], key.shape[2]))
+        keep = selection.selected(indices, block_indices, module, query.shape[1], key.shape[2])
+        options["mask"] = options["mask"] & keep if "mask" in options else keep
     if marked:
         masked_by = None
         if indices is not None or block_indices is not None:
@@ -130,8 +125,19 @@ def forward(
     else:
         out, lse = attention(query, key, value, layout="bhnd", return_lse=True, **options)
     if lse is not None and sinks is not None:
-        out = _apply_sinks(out, lse, sinks)
+        out = apply_sinks(out, lse, sinks)
     return out.transpose(1, 2).contiguous(), None
+
+
+def check_others(others: dict[str, Any], output_attentions: bool | None) -> None:
+    """Check that the arguments that no option stands for do not affect a layer's attention."""
+    for name, x in others.items():
+        if x is not None and name not in IGNORED:
+            raise UnsupportedError(f"{name}: expected None, because layers here do not support it, got {_short(x)}")
+    if output_attentions:
+        raise UnsupportedError(
+            'output_attentions: expected False, because weights are never stored ("eager" does), got True'
+        )
 
 
 def _masked(mask: Tensor, query: Tensor, key: Tensor) -> dict[str, Any]:
@@ -141,17 +147,17 @@ def _masked(mask: Tensor, query: Tensor, key: Tensor) -> dict[str, Any]:
         return {"spans": Spans.of(mask.limits)}
     options = mask_options("attention_mask", mask[..., : key.shape[2]])
     if "bias" in options:
-        options["bias"] = _match_dtype(query, options["bias"])
+        options["bias"] = match_dtype(query, options["bias"])
     return options
 
 
-def _match_dtype(query: Tensor, x: Tensor) -> Tensor:
+def match_dtype(query: Tensor, x: Tensor) -> Tensor:
     """Convert a bias or a sink to a dtype that attention() takes with these queries."""
     half = query.dtype in (torch.float16, torch.bfloat16)
     return x if x.dtype == query.dtype or (half and x.dtype == torch.float32) else x.to(query.dtype)
 
 
-def _apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Apply one more logit per row, (batch, heads, rows, 1), that adds no value: it shrinks the other weights."""
     return (out * torch.sigmoid(lse.unsqueeze(-1) - sinks)).to(out.dtype)
 

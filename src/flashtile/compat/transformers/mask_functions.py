@@ -1,8 +1,8 @@
 """The keys that a mask function of transformers makes visible, found without evaluating it for all pairs.
 
-The function is called once, with symbols for all queries and all keys. What it computes of queries alone, or of keys
-alone, is an array; where it compares the two, a binary search finds the keys. A function that does anything else has
-to be evaluated for all pairs.
+The function is called once, with symbols for all queries and all keys. What it computes from queries alone, or from
+keys alone, is an array. Where it compares the two, a binary search finds the keys. A function that does anything else
+has to be evaluated for all pairs.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ KEPT = ("to", "bool")  # what is already boolean
 
 
 class NotSimpleError(Exception):
-    """A function that has to be evaluated for all pairs."""
+    """The function has to be evaluated for all pairs."""
 
 
 class TooManyRunsError(Exception):
-    """A query sees more runs of keys than it can have spans."""
+    """A query sees more runs of keys than a query can have spans."""
 
 
 def spans_of(function: Callable[..., Any], batch: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def spans_of(function: Callable[..., Any], batch: Tensor, queries: Tensor, keys:
 
 
 class Symbol:
-    """What stands for an array in a mask function."""
+    """Stands for an array in a mask function."""
 
     device: torch.device
 
@@ -104,7 +104,7 @@ class Numbers(Symbol):
 
 
 class Difference(Symbol):
-    """sign * (values of keys) + (values of queries), or how far that is from 0."""
+    """sign * (values of keys) + (values of queries), or the absolute value of that."""
 
     def __init__(self, sign: int, keys: Tensor, queries: Any, absolute: bool = False) -> None:
         self.sign, self.keys, self.queries, self.absolute = sign, keys, queries, absolute

@@ -70,7 +70,7 @@ def _needed(*_indices: Any) -> NoReturn:
 
 
 def _sdpa_mask(*arguments: Any, **options: Any) -> Tensor | None:
-    """What transformers makes for torch's SDPA; as spans if there are several queries, which is where size matters."""
+    """The mask that transformers makes for torch's SDPA; as spans for several queries, where its size matters."""
     from transformers import masking_utils
 
     tensors = (options.get(name) for name in ("cache_position", "q_offset", "attention_mask"))
@@ -97,7 +97,7 @@ def _span_mask(
     device: Any = None,
     **_others: Any,
 ) -> SpanMask | None:
-    """The mask as spans; None if they cannot say it."""
+    """The mask as spans; None if spans cannot express it."""
     from transformers import masking_utils
 
     if cache_position is not None:

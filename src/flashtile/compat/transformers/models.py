@@ -1,7 +1,5 @@
 """A check of each model as it is built: can its layers use the registered attention? Else an error or a warning."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Callable, Hashable

@@ -1,7 +1,5 @@
 """Packed documents in one row of tokens, marked by cu_seq_lens_q and cu_seq_lens_k: none sees another."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

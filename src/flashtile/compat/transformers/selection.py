@@ -1,16 +1,9 @@
 """Keys that an indexer selected for each query, as a mask added to the model's own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
-
-
-def restrict(options: dict[str, Any], keep: Tensor) -> None:
-    """Add a mask to the options that hides all other pairs too."""
-    options["mask"] = options["mask"] & keep if "mask" in options else keep
 
 
 def selected(indices: Tensor | None, blocks: Tensor | None, module: Any, heads: int, keys: int) -> Tensor:

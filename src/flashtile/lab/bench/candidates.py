@@ -1,7 +1,5 @@
 """The tiles worth trying for a Triton kernel: all candidates, and the arithmetic of which ones could fit."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import product

@@ -1,14 +1,12 @@
 """The cases of the CPU suite, and the bar of each group."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from flashtile.cost.plan import Plan, plan
 
 FORWARD, TRAINING = "forward", "forward + backward"
+PROJECTIONS = ("separate projections", "fused projection")  # of q, k and v
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +22,9 @@ class Case:
     dtype: str = "float32"
     direction: str = FORWARD
     options: dict[str, Any] = field(default_factory=dict)  # of attention(); bias=True creates one
-    entry: str = "torch"  # the type of our inputs, if torch is installed; "packed": sequences back to back
+    # The type of our inputs, if torch is installed; "packed": sequences back to back; one of PROJECTIONS: views of what
+    # a layer has computed, to a result that the next one takes.
+    entry: str = "torch"
     beside_torch: bool = False  # torch has just run something on all threads
     naive: bool = False  # also time standard attention in torch and NumPy: only if N x N fits easily
 
@@ -32,7 +32,8 @@ class Case:
     def name(self) -> str:
         heads = f"H{self.heads}" if self.heads == self.kv_heads else f"H{self.heads}/{self.kv_heads}"
         length = f"N{self.n_q}" if self.n_q == self.n_k else f"N{self.n_q}x{self.n_k}"
-        return f"B{self.batch} {heads} {length} D{self.dim} {self.dtype}"
+        entry = f", {self.entry}" if self.entry in PROJECTIONS else ""
+        return f"B{self.batch} {heads} {length} D{self.dim} {self.dtype}{entry}"
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -74,9 +75,8 @@ SMALL = square(128, 64)
 TINY = (Case(8, 8, 64, 1, 1, batch=20_000), Case(1, 16, 64, batch=20_000))
 
 
-def _grid(lengths: Iterable[int] = LENGTHS, dims: Iterable[int] = DIMS, **more: Any) -> tuple[Case, ...]:
-    lengths = tuple(lengths)
-    return tuple(square(n, dim, **more) for dim in dims for n in lengths)
+def _grid(lengths: tuple[int, ...] = LENGTHS, **more: Any) -> tuple[Case, ...]:
+    return tuple(square(n, dim, **more) for dim in DIMS for n in lengths)
 
 
 def _of_16_bits(dtype: str) -> tuple[Group, Group]:
@@ -106,6 +106,18 @@ CPU = (
         _grid(direction=TRAINING, options=CAUSAL),
         bar=0.64,
         reach=0.55,
+    ),
+    Group(
+        "model",
+        "forward + backward as a model calls it: from views of projections to the input of the next one",
+        tuple(
+            case
+            for entry in PROJECTIONS
+            for dtype in ("float32", "bfloat16")
+            for case in _grid((2048,), dtype=dtype, direction=TRAINING, entry=entry)
+        ),
+        bar=0.90,
+        reach=0.80,
     ),
     Group("decode", "decode, 32 heads x 8192 keys", (Case(1, 8192, 128, 32, 32),), bar=0.75, reach=0.65),
     Group("decode-gqa", "decode, 32 heads on 8 key heads", (Case(1, 8192, 128, 32, 8),), bar=0.30, reach=0.20),

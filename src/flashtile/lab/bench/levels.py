@@ -1,7 +1,5 @@
 """The memories of this machine, fastest first: sizes from the system, rates from copies that fit in them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Markdown tables: rows of text, and the format of numbers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

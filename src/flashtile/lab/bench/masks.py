@@ -1,9 +1,8 @@
-"""Masks on a CPU: calls with spans beside the same call with a band, without a mask, and torch's with a dense mask."""
-
-from __future__ import annotations
+"""Masks on a CPU: calls with spans beside the same call with a band or without a mask, and torch with a dense mask."""
 
 import random
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,10 +12,10 @@ import flashtile
 from flashtile import masks
 from flashtile.lab.bench import records
 from flashtile.lab.bench.cases import FORWARD, TRAINING
-from flashtile.lab.bench.peers import OURS, default_threads, set_threads
 from flashtile.lab.bench.records import Record
 from flashtile.lab.bench.suite import Progress
 from flashtile.lab.bench.timing import Call, Ratio, alternate, geometric_mean
+from flashtile.lab.bench.workload import OURS, default_threads, set_threads
 from flashtile.lab.catalogue.masks import MASKS
 from flashtile.spans import Spans
 
@@ -24,7 +23,7 @@ BAND, FULL, DENSE, FLEX = "with the band", "without a mask", "torch SDPA, dense 
 DIRECTIONS = (FORWARD, TRAINING)
 TOKENS = 1 << 20
 LINES = 29  # of measurements
-COSTS_AT = 8192
+COSTS_AT = 8192  # tokens
 
 
 def missing() -> str | None:
@@ -33,7 +32,7 @@ def missing() -> str | None:
 
 
 def run(short: bool, seconds: float, progress: Progress = lambda what, done, total: None) -> Record:
-    """Time every line; `short`: an eighth of the lengths, to see that it works."""
+    """Measure everything and return the record. `short`: an eighth of the lengths, to see that it works."""
     import torch
 
     threads = default_threads()
@@ -44,15 +43,15 @@ def run(short: bool, seconds: float, progress: Progress = lambda what, done, tot
         progress(f"{name}, {direction}", len(rows), LINES)
         torch.manual_seed(0)
         tensors = [torch.randn(batch, 8, n, dim, requires_grad=direction == TRAINING) for _ in range(3)]
-        calls = {OURS: _call(tensors, spans=spans[0], **spans[1])}
+        calls = {OURS: _step(flashtile.attention, tensors, spans=spans[0], **spans[1])}
         share = 1.0
         if group == "dense":
-            visible = spans[0].to_mask(n)
-            calls[DENSE] = _repeat(_sdpa, tensors, visible)
+            sdpa = torch.nn.functional.scaled_dot_product_attention
+            calls[DENSE] = _step(sdpa, tensors, attn_mask=spans[0].to_mask(n))
             if direction == FORWARD and (flex := _flex(tensors, spans[0], record["absent"])):
                 calls[FLEX] = flex
         else:
-            calls[BAND if group == "band" else FULL] = _call(tensors, **other)
+            calls[BAND if group == "band" else FULL] = _step(flashtile.attention, tensors, **other)
             share = _share(spans, n, batch) if group != "band" else 1.0
         times = alternate(calls, seconds=seconds, min_rounds=3 if short else 9, shuffle=random.Random(0))
         ratios = {peer: Ratio.of(times[OURS], times[peer]).value / share for peer in calls if peer != OURS}
@@ -63,7 +62,7 @@ def run(short: bool, seconds: float, progress: Progress = lambda what, done, tot
     start = np.arange(TOKENS) // 512
     making = alternate({OURS: lambda: masks.documents(start)}, seconds=seconds, max_rounds=20)[OURS]
     rows.append({"group": "making", "case": f"{TOKENS} tokens", "direction": "", "times": {OURS: making.to_dict()}})
-    record["costs"] = [{"mask": x.name, "code": x.code, **_plain(x.cost(COSTS_AT))} for x in MASKS]
+    record["costs"] = [{"mask": x.name, "code": x.code, **asdict(x.cost(COSTS_AT))} for x in MASKS]
     record["summary"] = [_line(rows, *goal) for goal in _GOALS]
     return record
 
@@ -120,24 +119,14 @@ def _line(rows: list[dict[str, Any]], group: str, direction: str, title: str, pe
     return line
 
 
-def _call(tensors: list[Any], **options: Any) -> Call:
-    return _repeat(flashtile.attention, tensors, **options)
-
-
-def _repeat(function: Callable[..., Any], tensors: list[Any], *more: Any, **options: Any) -> Call:
-    """A call, with its gradients if the tensors require them."""
+def _step(function: Callable[..., Any], tensors: list[Any], **options: Any) -> Call:
+    """A call, followed by its backward pass if the tensors require gradients."""
     import torch
 
     if not tensors[0].requires_grad:
-        return lambda: function(*tensors, *more, **options)
+        return lambda: function(*tensors, **options)
     dout = torch.ones_like(tensors[0])
-    return lambda: torch.autograd.grad(function(*tensors, *more, **options), tensors, dout)
-
-
-def _sdpa(q: Any, k: Any, v: Any, mask: Any) -> Any:
-    import torch
-
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return lambda: torch.autograd.grad(function(*tensors, **options), tensors, dout)
 
 
 def _flex(tensors: list[Any], spans: Spans, absent: dict[str, str]) -> Call | None:
@@ -163,7 +152,3 @@ def _share(spans: tuple[Spans, dict[str, Any]], n: int, batch: int) -> float:
     limits = Spans.of(spans[0].limits.numpy())
     shape = (batch, 1, n, 1)
     return flashtile.plan(shape, shape, backend="tiles", spans=limits, **spans[1]).pairs / (batch * n * n)
-
-
-def _plain(cost: Any) -> dict[str, Any]:
-    return {name: getattr(cost, name) for name in cost.__slots__}

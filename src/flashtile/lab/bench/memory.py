@@ -1,7 +1,5 @@
 """Peak memory of one call: the growth of a fresh process beyond its inputs while the call runs."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import subprocess
@@ -10,12 +8,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from flashtile.lab.bench import peers
+from flashtile.lab.bench import workload
 from flashtile.lab.bench.cases import FORWARD, TRAINING, Case
 from flashtile.lab.bench.timing import Call
 
 BACKWARD = "backward"
-OURS_NUMPY = peers.OURS + " (NumPy)"
+OURS_NUMPY = workload.OURS + " (NumPy)"
 
 
 def growth(contender: str, case: Case, direction: str, threads: int) -> int | None:
@@ -53,25 +51,25 @@ def _status(field: str) -> int:
     raise OSError(f"no {field}")
 
 
-IN_NUMPY = {OURS_NUMPY: peers.ours_numpy, peers.NAIVE_NUMPY: peers.naive_numpy}
+IN_NUMPY = {OURS_NUMPY: workload.ours_numpy, workload.NAIVE_NUMPY: workload.naive_numpy}
 
 
 def _prepared(contender: str, case: Case, direction: str, threads: int) -> Call:
     """Prepare the call to be measured, after all one-time initialisation."""
-    if contender in peers.IN_TORCH:
-        peers.set_threads(threads)
-    make = (peers.IN_TORCH | IN_NUMPY)[contender]
+    if contender in workload.IN_TORCH:
+        workload.set_threads(threads)
+    make = (workload.IN_TORCH | IN_NUMPY)[contender]
     if direction == BACKWARD:
         case = replace(case, direction=TRAINING)
-    small = peers.Workload(replace(case, n_q=64, n_k=64), threads)
+    small = workload.Workload(replace(case, n_q=64, n_k=64), threads)
     small_out = make(small)()  # libraries loaded, threads started
-    work = peers.Workload(case, threads)
+    work = workload.Workload(case, threads)
     forward = make(work)
     if direction == FORWARD:
         return forward
-    peers.gradients(small, small_out)
+    workload.gradients(small, small_out)
     out = forward()
-    return lambda: peers.gradients(work, out)
+    return lambda: workload.gradients(work, out)
 
 
 def main(arguments: list[str]) -> None:

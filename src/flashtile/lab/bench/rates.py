@@ -1,7 +1,5 @@
 """The best rates of this machine, measured briefly: FLOPs and bytes per second, and its levels of memory."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from flashtile import api

@@ -1,7 +1,5 @@
 """Records: one JSON file per run of a suite, with every measurement, the machine, and the bars."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile
@@ -19,10 +17,6 @@ Record = dict[str, Any]
 
 FIELDS = {"suite": str, "machine": dict, "absent": dict, "measurements": list, "summary": list}  # of every record
 FOUND = {"created", "absent", "measurements", "summary", "failed", "unfit", "left_out"}  # results of a run
-
-
-class UnlikeError(ValueError):
-    """Two records that cannot be parts of one run."""
 
 
 def new(suite: str, quick: bool, **more: Any) -> Record:
@@ -85,13 +79,13 @@ def check_fields(record: Record, fields: Mapping[str, type], path: Path) -> None
 
 
 def check_alike(record: Record, other: Record) -> None:
-    """Raise an UnlikeError unless both were measured in the same way, by the same code, on the same machine."""
+    """Raise a ValueError unless both were measured in the same way, by the same code, on the same machine."""
     for name, value in json.loads(json.dumps(record)).items():
         if name not in FOUND and value != (before := other.get(name)):
             if isinstance(value, dict) and isinstance(before, dict):  # name the part that differs
                 part = next(key for key in value | before if value.get(key) != before.get(key))
                 name, value, before = f"{name}, {part}", value.get(part), before.get(part)
-            raise UnlikeError(f"{name} differs: {before} in the other record, {value} here")
+            raise ValueError(f"{name} differs: {before} in the other record, {value} here")
 
 
 def default_path(suite: str) -> Path:

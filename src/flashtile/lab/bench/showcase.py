@@ -1,7 +1,5 @@
 """The speed test of `flashtile demo`: a few seconds on the CPU and a GPU, compared with torch and NumPy."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,13 +7,13 @@ from typing import NamedTuple
 from flashtile import dispatch
 from flashtile.cost.hardware import Rates
 from flashtile.cost.plan import Plan
-from flashtile.lab.bench import peers
+from flashtile.lab.bench import workload
 from flashtile.lab.bench.cases import FORWARD, TRAINING, Case, square
 from flashtile.lab.bench.gpu import ceilings
 from flashtile.lab.bench.gpu.device import Cuda, Device
-from flashtile.lab.bench.peers import NAIVE_NUMPY, NAIVE_TORCH, Workload
 from flashtile.lab.bench.suite import time_all
 from flashtile.lab.bench.timing import Call, Timing, alternate
+from flashtile.lab.bench.workload import NAIVE_NUMPY, NAIVE_TORCH, Workload
 
 CPU = (
     *(square(n, 64, naive=True) for n in (256, 512, 1024, 2048)),
@@ -83,17 +81,17 @@ class Speed:
 
 def run(best: Rates, quick: bool = False, threads: int | None = None) -> Speed:
     """Time every case on the CPU, whose best rates are given, and on the GPU if there is one."""
-    threads = threads or peers.default_threads()
-    peers.set_threads(threads)
+    threads = threads or workload.default_threads()
+    workload.set_threads(threads)
     native, triton = (next(row for row in dispatch.TABLE if row.name == name) for name in ("native", "triton"))
     longest = 512 if quick else 1024 if native.missing() else 2048  # without the C++ core, longer ones are slow
     timed = []
     for case in CPU:
         if case.n_q <= longest:
-            calls = peers.contenders(Workload(case, threads))
+            calls = workload.contenders(Workload(case, threads))
             timed.append(Timed(case, time_all(calls, QUICK_SECONDS if quick else SECONDS, min_rounds=1)))
     cpu, no_gpu = _side("CPU", "cpu", best, timed), triton.missing()
-    return Speed(threads, peers.absent(), cpu, None if no_gpu else on_gpu(Cuda(), GPU, quick), no_gpu)
+    return Speed(threads, workload.absent(), cpu, None if no_gpu else on_gpu(Cuda(), GPU, quick), no_gpu)
 
 
 def on_gpu(device: Device, cases: Sequence[Case], quick: bool = False) -> Side:
@@ -104,8 +102,8 @@ def on_gpu(device: Device, cases: Sequence[Case], quick: bool = False) -> Side:
     best = Rates(product.amount / min(times["product"].samples), copy.amount / min(times["copy"].samples))
     timed = []
     for case in cases:
-        work = Workload(case, peers.default_threads(), device.name)
-        calls: dict[str, Call] = {name: peers.step(work, make(work)) for name, make in peers.IN_TORCH.items()}
+        work = Workload(case, workload.default_threads(), device.name)
+        calls: dict[str, Call] = {name: workload.step(work, make(work)) for name, make in workload.IN_TORCH.items()}
         grown = {name: n for name, call in calls.items() if (n := _growth(device, call)) is not None}
         calls = {name: call for name, call in calls.items() if name in grown}
         timed.append(Timed(case, alternate(calls, seconds=seconds, clock=device.seconds), grown))

@@ -1,16 +1,14 @@
 """Run the CPU suite, every group of cases.py, then memory, then scaling, and make the record."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import Any
 
 from flashtile import dispatch
-from flashtile.lab.bench import memory, peers, records
+from flashtile.lab.bench import memory, records, workload
 from flashtile.lab.bench.cases import CPU, FORWARD, GROUPS, MEMORY, SCALING, SCALING_BAR, Case, Group, quick
-from flashtile.lab.bench.peers import OURS, SDPA, Workload
 from flashtile.lab.bench.records import Record, goal
 from flashtile.lab.bench.timing import Call, Ratio, Timing, alternate, geometric_mean
+from flashtile.lab.bench.workload import OURS, SDPA, Workload
 
 Progress = Callable[[str, int, int], None]  # what comes next, the number done, the total
 
@@ -23,8 +21,8 @@ def run(
     progress: Progress = lambda what, done, total: None,
 ) -> Record:
     """Measure everything, or the groups in `only`, and return the record. `short`: fewer cases, fewer rounds."""
-    threads = threads or peers.default_threads()
-    peers.set_threads(threads)
+    threads = threads or workload.default_threads()
+    workload.set_threads(threads)
     wanted = only or GROUPS
     groups = [quick(group) if short else group for group in CPU if group.name in wanted]
     scaling = SCALING[:4] if short else SCALING
@@ -32,14 +30,14 @@ def run(
     total += len(scaling) * ("scaling" in wanted) + 2 * ("memory" in wanted)
 
     record = records.new("cpu", short, threads=threads)
-    record["absent"] = peers.absent()
+    record["absent"] = workload.absent()
     measured = record["measurements"]
 
     def measure(group: str, case: Case, **more: Any) -> dict[str, Any]:
         progress(f"{group}: {case.name}", len(measured), total)
-        measured.append(_timed(group, case, threads, 0.5 if short else 3.0, **more))
-        last: dict[str, Any] = measured[-1]
-        return last
+        row = _timed(group, case, threads, 0.5 if short else 3.0, **more)
+        measured.append(row)
+        return row
 
     for group in groups:
         record["summary"].append(_summary(group, [measure(group.name, case) for case in group.cases]))
@@ -68,12 +66,12 @@ def time_all(calls: dict[str, Call], seconds: float, **more: Any) -> dict[str, T
 
 def _timed(group: str, case: Case, threads: int, seconds: float, ours_alone: bool = False) -> dict[str, Any]:
     work = Workload(case, threads)
-    beside = case.beside_torch and not peers.absent()
+    beside = case.beside_torch and not workload.absent()
     times = time_all(
-        peers.contenders(work, ours_alone=ours_alone),
+        workload.contenders(work, ours_alone=ours_alone),
         seconds,
         warm_up=1 if case.n_q > 1024 else 3,
-        before=peers.torch_work() if beside else None,
+        before=workload.torch_work() if beside else None,
     )
     planned = case.plan()
     flops = planned.flops + (planned.backward_flops if work.training else 0)
@@ -89,9 +87,9 @@ def _timed(group: str, case: Case, threads: int, seconds: float, ours_alone: boo
 def _grown(direction: str, threads: int) -> dict[str, Any]:
     """The memory growth of a fresh process, with ours and with SDPA."""
     row: dict[str, Any] = {"group": "memory", **MEMORY.to_dict(), "direction": direction, "grown": {}}
-    able = (row for row in dispatch.TABLE if row.missing() is None and not (row.tensors_only and peers.absent()))
+    able = (row for row in dispatch.TABLE if row.missing() is None and not (row.tensors_only and workload.absent()))
     row["backend"] = next(able).name
-    if not peers.absent():
+    if not workload.absent():
         row["grown"] = {name: memory.growth(name, MEMORY, direction, threads) for name in (OURS, SDPA)}
     elif direction == FORWARD:
         row["grown"] = {OURS: memory.growth(memory.OURS_NUMPY, MEMORY, direction, threads)}

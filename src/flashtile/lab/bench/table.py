@@ -1,7 +1,5 @@
 """Records as markdown: reads records, and writes the tables of README and docs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from os.path import relpath

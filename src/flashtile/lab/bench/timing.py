@@ -1,7 +1,5 @@
 """Fair timing: contenders take turns in one process, in a fixed or shuffled order; medians and quartiles."""
 
-from __future__ import annotations
-
 import gc
 import math
 import random
@@ -29,7 +27,7 @@ class Timing:
     def quartiles(self) -> tuple[float, float]:
         return quartiles(self.samples)
 
-    def over(self, calls: int) -> Timing:
+    def over(self, calls: int) -> "Timing":
         """Seconds per call, if a sample was several calls."""
         return Timing(tuple(t / calls for t in self.samples))
 
@@ -103,7 +101,7 @@ class Ratio:
     q3: float
 
     @classmethod
-    def of(cls, ours: Timing, theirs: Timing) -> Ratio:
+    def of(cls, ours: Timing, theirs: Timing) -> "Ratio":
         each = [a / b for a, b in zip(ours.samples, theirs.samples, strict=True)]
         return cls(ours.median / theirs.median, *quartiles(each))
 

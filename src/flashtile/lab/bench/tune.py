@@ -1,7 +1,5 @@
 """Make the rows of backends/triton/tuning.py: compile, check and time every candidate tile on this GPU."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +47,6 @@ def _pass(target: Target, q_shape: Sequence[int], k_shape: Sequence[int], causal
     import torch
 
     from flashtile import dispatch
-    from flashtile.inputs import Inputs
     from flashtile.problem import describe
 
     rng = torch.Generator(device).manual_seed(0)
@@ -59,14 +56,11 @@ def _pass(target: Target, q_shape: Sequence[int], k_shape: Sequence[int], causal
 
     problem = describe(random_tensor(q_shape), random_tensor(k_shape), random_tensor(k_shape), causal=causal)
 
-    def run() -> tuple[Any, Inputs]:
-        runner, inputs = dispatch.named("triton").prepare(problem)  # each time: the candidate may have changed
-        return runner, inputs
+    prepare = partial(dispatch.named("triton").prepare, problem)  # for each pass: the candidate may have changed
 
     def forward() -> tuple[Any, Any]:
-        runner, inputs = run()
-        found: tuple[Any, Any] = runner.forward(inputs)
-        return found
+        runner, inputs = prepare()
+        return runner.forward(inputs)
 
     if target.kernel in ("forward", *DECODES):
         return forward
@@ -74,7 +68,7 @@ def _pass(target: Target, q_shape: Sequence[int], k_shape: Sequence[int], causal
     out, lse = forward()
 
     def backward() -> Any:
-        runner, inputs = run()
+        runner, inputs = prepare()
         return runner.backward(inputs, dout, out, lse, None)[:3]
 
     return backward
@@ -92,14 +86,8 @@ def loading() -> Iterator[list[dict[str, Any]]]:
         fresh = self.module is None
         load(self)
         if fresh:
-            seen.append(
-                {
-                    "name": self.name,
-                    "registers": self.n_regs,
-                    "spills": self.n_spills,
-                    "shared": self.metadata.shared,
-                }
-            )
+            about = {"registers": self.n_regs, "spills": self.n_spills, "shared": self.metadata.shared}
+            seen.append({"name": self.name, **about})
 
     CompiledKernel._init_handles = recorded
     try:

@@ -1,7 +1,5 @@
 """Worker processes for jobs that may crash or hang: one line of JSON in, one out; a dead process is replaced."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue

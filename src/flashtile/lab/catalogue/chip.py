@@ -1,7 +1,5 @@
 """Named GPUs: their published rates, and their memory hierarchy."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -79,13 +77,9 @@ def chips() -> dict[str, Chip]:
 
 def known_as(device: str) -> str | None:
     """The catalogue name for a driver's name such as "NVIDIA A100-SXM4-40GB"; None if it is not listed."""
-    words = "".join(c if c.isalnum() else " " for c in device.lower()).split()
+    words = set("".join(c if c.isalnum() else " " for c in device.lower()).split())
     if not OTHER_CARDS.isdisjoint(words):
         return None
-    matching = [name for name in chips() if all(any(_same(part, w) for w in words) for part in name.split("-"))]
+    # 40 matches 40gb; l4 does not match l40s.
+    matching = [name for name in chips() if all(words & {part, f"{part}gb"} for part in name.split("-"))]
     return max(matching, key=len, default=None)
-
-
-def _same(part: str, word: str) -> bool:
-    """Whether a part of a name matches a word: 40 matches 40gb; l4 does not match l40s."""
-    return word in (part, f"{part}gb")

@@ -1,6 +1,4 @@
-"""Twelve masks that people use, each as options of attention(), with what other formats need for it."""
-
-from __future__ import annotations
+"""Twelve masks in common use, each as options of attention(), with the bytes that other formats need for it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from flashtile import masks
-from flashtile.band import FAR, Band
-from flashtile.numerics.schedule import Grid
+from flashtile.band import FAR, Band, Kind, ceil_div
+from flashtile.cost.traffic import tile_counts, visible_pairs
 from flashtile.numerics.visibility import Visibility, Visible
 from flashtile.spans import Spans
 
@@ -18,40 +16,8 @@ BLOCK = 128  # the side of FlexAttention's blocks, and of the tiles counted besi
 
 
 @dataclass(frozen=True, slots=True)
-class Mask:
-    """A mask of n queries and keys."""
-
-    name: str
-    code: str  # how a user writes it
-    options: Callable[[int], dict[str, Any]]
-    flashmask: int | None  # rows that FlashMask keeps for each key; None: it cannot say this mask
-
-    def visible(self, n: int) -> Visible:
-        options = self.options(n)
-        left, right = options.get("window") or (None, None)
-        if options.get("causal"):
-            right = 0
-        band = Band(FAR if left is None else left, FAR if right is None else right)
-        return Visibility(band, options["spans"].limits[0, 0]) if "spans" in options else band
-
-    def cost(self, n: int) -> Cost:
-        visible, grid = self.visible(n), Grid(n, n, BLOCK, BLOCK)
-        tiles = sum(1 for i in range(grid.shape[0]) for _ in grid.across(visible, i))
-        rows, columns = grid.shape
-        return Cost(
-            share=sum(_pairs(visible, n)) / n**2,
-            tiles=tiles / (rows * columns),
-            spans=self.options(n)["spans"].limits.nbytes if "spans" in self.options(n) else 0,
-            # A count for each row of blocks and an index for each block, in both orientations, partial and full.
-            block_mask=4 * 2 * 2 * (rows + rows * columns),
-            flashmask=None if self.flashmask is None else 4 * n * self.flashmask,
-            dense=n * n,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Cost:
-    """share: of all pairs that are visible; tiles: of all tiles that are computed; the others are bytes of a mask."""
+    """The share of pairs that are visible, the share of tiles that are computed, and bytes of the mask by format."""
 
     share: float
     tiles: float
@@ -61,10 +27,33 @@ class Cost:
     dense: int
 
 
-def _pairs(visible: Visible, n: int) -> list[int]:
-    if isinstance(visible, Visibility):
-        return [visible.pairs(n, n)]
-    return [max(min(visible.end(i), n) - max(visible.begin(i), 0), 0) for i in range(n)]
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """A mask of n queries and keys."""
+
+    name: str
+    code: str  # how a user writes it
+    options: Callable[[int], dict[str, Any]]
+    flashmask: int | None  # rows that FlashMask keeps for each key; None: it cannot express this mask
+
+    def visible(self, n: int) -> Visible:
+        options = self.options(n)
+        left, right = options.get("window", (FAR, FAR))
+        band = Band(left, 0 if options.get("causal") else right)
+        return Visibility(band, options["spans"].limits[0, 0]) if "spans" in options else band
+
+    def cost(self, n: int) -> Cost:
+        visible, options, rows = self.visible(n), self.options(n), ceil_div(n, BLOCK)
+        skipped = tile_counts(visible, n, n, BLOCK, BLOCK)[Kind.SKIPPED]
+        return Cost(
+            share=visible_pairs(visible, n, n) / n**2,
+            tiles=(rows**2 - skipped) / rows**2,
+            spans=options["spans"].limits.nbytes if "spans" in options else 0,
+            # A count for each row of blocks and an index for each block, in both orientations, partial and full.
+            block_mask=4 * 2 * 2 * (rows + rows**2),
+            flashmask=None if self.flashmask is None else 4 * n * self.flashmask,
+            dense=n * n,
+        )
 
 
 def _documents(n: int) -> list[int]:

@@ -1,7 +1,5 @@
 """Named models: the shapes of their attention, and the size of their KV cache."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from functools import cache

@@ -3,8 +3,6 @@
 Exit codes: 0 success; 1 a check does not hold; 2 wrong usage; 3 a required package or GPU is missing.
 """
 
-from __future__ import annotations
-
 import sys
 
 DOES_NOT_HOLD = 1

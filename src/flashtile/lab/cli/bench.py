@@ -1,7 +1,5 @@
 """flashtile bench: measure this machine and compare with peers, and make tables of the records."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,6 +20,11 @@ SUITES = (*rows.SUITES, "all")
 AsJson = Annotated[bool, typer.Option("--json", help="Also print the record as plain JSON, and no table.")]
 
 app = typer.Typer(help="Measure, taking turns with the peers; every run writes a record.", no_args_is_help=True)
+
+
+def _listed(names: Iterable[str | int]) -> str:
+    """List names in quotes, because some have commas."""
+    return ", ".join(map(repr, names))
 
 
 @app.command()
@@ -244,11 +247,6 @@ def _known(option: str, given: list[str] | list[int] | None, names: tuple[str, .
     for name in given or ():
         if name not in names:
             raise typer.BadParameter(f"{option}: expected one of {_listed(names)}, got {name!r}")
-
-
-def _listed(names: Iterable[str | int]) -> str:
-    """List names in quotes, because some have commas."""
-    return ", ".join(map(repr, names))
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """flashtile demo: run the studies, lessons and speed test on this machine, and write a page about them."""
 
-from __future__ import annotations
-
 import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -83,7 +81,7 @@ def _prepare(out: Path) -> None:
     output.check_writable("--out", out)
 
 
-def _show(content: Content, tables: bool) -> None:
+def _show(content: "Content", tables: bool) -> None:
     about = content.machine
     output.say(f"{about['processor']}, {about['isa'] or 'no C++ core'}, {about['cores']} cores")
     for study in content.results:
@@ -93,7 +91,7 @@ def _show(content: Content, tables: bool) -> None:
     output.out().print()
 
 
-def _show_study(result: Result, tables: bool) -> None:
+def _show_study(result: "Result", tables: bool) -> None:
     out = output.out()
     out.print()
     out.rule(result.study.title, align="left", characters="=")
@@ -104,7 +102,7 @@ def _show_study(result: Result, tables: bool) -> None:
         output.say(f"- {sentence}")
 
 
-def _show_lesson(result: LessonResult) -> None:
+def _show_lesson(result: "LessonResult") -> None:
     out = output.out()
     out.print()
     out.rule(f"Lesson: {result.lesson.title}", align="left", characters="=")

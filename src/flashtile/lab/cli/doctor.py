@@ -1,7 +1,5 @@
 """flashtile doctor: installed versions, devices, and which backends can run here, or why not."""
 
-from __future__ import annotations
-
 import os
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """flashtile explain: the cost of a call or a model before it runs: memory, bytes, FLOPs, least time."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar
@@ -17,6 +15,7 @@ from flashtile.lab.catalogue import chips, known_as, length, models
 from flashtile.lab.catalogue.masks import MASKS
 from flashtile.lab.cli import output
 from flashtile.lab.cli.picture import Picture, legend, pictures, side_by_side
+from flashtile.lab.units import quantity, seconds, size
 from flashtile.numerics.dtypes import EIGHT_BITS, FLOATS, ITEMSIZE
 from flashtile.numerics.visibility import Visible
 
@@ -154,7 +153,7 @@ def _show(
     shades = out.encoding.startswith("utf")
     if call is not None:
         head = call.q_shape[-2] * call.k_shape[-2] * ITEMSIZE[call.dtype]
-        out.print(f"The scores of one head, {output.size(head)} that are never built, to scale:", style="bold")
+        out.print(f"The scores of one head, {size(head)} that are never built, to scale:", style="bold")
         out.print(side_by_side(drawn, shades))
         out.print(legend(drawn, shades))
         out.print(output.facts("One layer" if whole else "One call", _of_call(call, hardware)))
@@ -169,7 +168,7 @@ def _show(
 
 
 def _of_call(p: Plan, hardware: Hardware | None) -> list[tuple[str, str]]:
-    room = "" if hardware is None or hardware.sram_a_tile is None else f" of {output.size(hardware.sram_a_tile)} SRAM"
+    room = "" if hardware is None or hardware.sram_a_tile is None else f" of {size(hardware.sram_a_tile)} SRAM"
     rows = [
         ("kernel", _kernel(p)),
         ("q; k", f"{_times(p.q_shape)}; {_times(p.k_shape)}"),
@@ -178,19 +177,20 @@ def _of_call(p: Plan, hardware: Hardware | None) -> list[tuple[str, str]]:
         ("loaded per tile", _sizes(p.blocks, "QKV") + room),
         ("accumulated per tile", _sizes(p.blocks, "SO")),
         ("tiles", ", ".join(f"{n:,} {kind}" for kind, n in p.tiles.items())),
-        ("FLOPs", f"{output.quantity(p.flops, 'FLOP')}; backward {output.quantity(p.backward_flops, 'FLOP')}"),
-        ("score matrix never built", output.size(p.score_bytes)),
-        ("statistics kept (lse)", output.size(p.lse_bytes)),
-        ("keys and values", output.size(p.kv_bytes)),
-        ("standard attention moves", output.size(p.standard_bytes)),
-        ("tiles move, no cache", output.size(p.tile_bytes)),
-        ("least that must move", output.size(p.least_bytes)),
+        ("FLOPs", f"{quantity(p.flops, 'FLOP')}; backward {quantity(p.backward_flops, 'FLOP')}"),
+        ("score matrix never built", size(p.score_bytes)),
+        ("statistics kept (lse)", size(p.lse_bytes)),
+        *([("spans; cuts, backward", f"{size(p.span_bytes)}; {size(p.cut_bytes)}")] * (p.span_bytes > 0)),
+        ("keys and values", size(p.kv_bytes)),
+        ("standard attention moves", size(p.standard_bytes)),
+        ("tiles move, no cache", size(p.tile_bytes)),
+        ("least that must move", size(p.least_bytes)),
         ("FLOPs per byte, at best", f"{p.intensity:,.0f}" if p.intensity >= 100 else f"{p.intensity:.3g}"),
     ]
     if p.floor is not None:
         limit = "arithmetic: above" if p.floor.bound == "compute" else "memory: below"
         rows.append(("limited by", f"{limit} {p.floor.rates.ridge:.4g} FLOPs per byte"))
-        rows.append(("least time", output.seconds(p.floor.seconds)))
+        rows.append(("least time", seconds(p.floor.seconds)))
     return rows
 
 
@@ -207,21 +207,21 @@ def _tile(p: Plan) -> str:
 
 
 def _sizes(blocks: dict[str, int], names: str) -> str:
-    return ", ".join(f"{name} {output.size(blocks[name])}" for name in names)
+    return ", ".join(f"{name} {size(blocks[name])}" for name in names)
 
 
 def _of_model(b: Budget, hardware: Hardware | None) -> list[tuple[str, str]]:
     rows = [
         ("layers", ", ".join(f"{kind.count} that see {kind.window or 'all'} keys" for kind in b.layers)),
-        ("KV cache per token", output.size(b.kv_bytes_a_token)),
-        ("KV cache", output.size(b.kv_bytes)),
+        ("KV cache per token", size(b.kv_bytes_a_token)),
+        ("KV cache", size(b.kv_bytes)),
     ]
     if hardware is not None and hardware.memory is not None:
-        rows.append(("share of the memory", f"{b.kv_bytes / hardware.memory:.1%} of {output.size(hardware.memory)}"))
-    rows.append(("FLOPs", output.quantity(b.flops, "FLOP")))
-    rows.append(("least that must move", output.size(b.least_bytes)))
+        rows.append(("share of the memory", f"{b.kv_bytes / hardware.memory:.1%} of {size(hardware.memory)}"))
+    rows.append(("FLOPs", quantity(b.flops, "FLOP")))
+    rows.append(("least that must move", size(b.least_bytes)))
     if b.seconds is not None and b.tokens_a_second is not None:
-        rows.append(("least time per token" if b.decode else "least time for the prompt", output.seconds(b.seconds)))
+        rows.append(("least time per token" if b.decode else "least time for the prompt", seconds(b.seconds)))
         tokens = "new tokens" if b.decode else "prompt tokens"
         rows.append((f"{tokens} per second, at most", f"{b.tokens_a_second:,.0f}"))
     return rows
@@ -234,13 +234,13 @@ def _hierarchy(hardware: Hardware) -> Any:
     for level in hardware.levels:
         times = f"{level.rate / slowest:.3g}" if level.rate and slowest else ""
         unknown = "not measured" if hardware.measured else "not published"
-        rate = unknown if level.rate is None else output.quantity(level.rate, "B/s")
-        rows.append((level.name, output.size(level.bytes), rate, times))
+        rate = unknown if level.rate is None else quantity(level.rate, "B/s")
+        rows.append((level.name, size(level.bytes), rate, times))
     return output.table(f"Memories of {hardware.name}", ("level", "total size", "bandwidth", "x memory"), rows)
 
 
 def _source_of(hardware: Hardware) -> str:
-    rates = f"{output.quantity(hardware.rates.flops, 'FLOP/s')}, {output.quantity(hardware.rates.bytes, 'B/s')}"
+    rates = f"{quantity(hardware.rates.flops, 'FLOP/s')}, {quantity(hardware.rates.bytes, 'B/s')}"
     if hardware.measured:
         return f"Least times use the best rates just measured, {rates}, of NumPy's product and copy and our kernels."
     return f"Least times use the published rates of {hardware.name}, {rates}, which no kernel fully reaches."
@@ -260,7 +260,7 @@ def _notes(
             notes.append(
                 f"The KV cache alone exceeds {hardware.name}: it takes {whole.gpus} of them. Each attends to its own "
                 "keys and returns out and lse; flashtile.merge() merges these exactly, and the least time falls to "
-                f"{output.seconds(whole.shared_seconds)}."
+                f"{seconds(whole.shared_seconds)}."
             )
         if whole.model.latent is not None:
             notes.append(_latent(whole))

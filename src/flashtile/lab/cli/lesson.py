@@ -1,7 +1,5 @@
 """flashtile lesson: a short program that explains one idea, runs it and measures it; or its source."""
 
-from __future__ import annotations
-
 import textwrap
 from typing import Annotated, Any
 

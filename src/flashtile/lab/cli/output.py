@@ -1,7 +1,5 @@
 """Output: results to stdout, progress and remarks to stderr, and checks that files can be written."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -21,9 +19,6 @@ from rich.table import Table
 
 from flashtile.lab.bench.suite import Progress as Report
 from flashtile.lab.cli import MISSING
-from flashtile.lab.units import quantity as quantity
-from flashtile.lab.units import seconds as seconds
-from flashtile.lab.units import size as size
 
 
 def out() -> Console:

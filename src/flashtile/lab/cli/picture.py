@@ -1,7 +1,5 @@
 """The score matrix that is never built, drawn to scale in text and enlarged until one tile is visible."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise, zip_longest
 from typing import NamedTuple

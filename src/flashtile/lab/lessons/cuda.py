@@ -3,8 +3,6 @@
 NVRTC comes with the CUDA builds of torch, as the package nvidia-cuda-nvrtc, or with the CUDA toolkit. nvcc is not used.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p

@@ -5,8 +5,6 @@ Triton decides by itself: which thread owns which row, what is in shared memory 
 threads synchronize. It uses no matrix units: it shows where the numbers are, not how fast a GPU is.
 """
 
-from __future__ import annotations
-
 from ctypes import c_float, c_int, c_void_p
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Where a lesson's kernels run: on a GPU or under Triton's interpreter, or why they cannot."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

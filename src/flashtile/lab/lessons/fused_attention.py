@@ -5,8 +5,6 @@ of scores is computed, used and discarded on the chip. The package's own kernels
 a mask only for the tiles that need it, and choose tiles for the GPU.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

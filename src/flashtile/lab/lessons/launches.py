@@ -5,8 +5,6 @@ its result there. What counts is how often the numbers travel. Nothing here is e
 that a kernel moves, Calls every single NumPy or torch call, while they run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,9 +17,9 @@ import flashtile
 from flashtile import dispatch
 from flashtile.backends import tiles
 from flashtile.host import machine
-from flashtile.lab.bench.peers import OURS
 from flashtile.lab.bench.suite import time_all
 from flashtile.lab.bench.timing import Call, alternate
+from flashtile.lab.bench.workload import OURS
 from flashtile.lab.lessons import device
 from flashtile.lab.lessons.text import Say
 from flashtile.lab.lessons.tiled_attention import standard, tiled

@@ -1,7 +1,5 @@
 """Lesson: its description, its source, and how to run it."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -17,8 +17,6 @@ had been known from the start, and the same holds for o. No term is lost and non
 are right after every tile, and at the end o / l is the softmax times v: exp(-m) cancels.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Compare an attention kernel's result with the float64 oracle: the error, and the error allowed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The output of a lesson: paragraphs, tables and timings as plain text of at most 80 columns."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ running statistics of the online softmax (see online_softmax.py): m, l and O for
 attention; the kernels of this package add speed and options.
 """
 
-from __future__ import annotations
-
 import math
 import tracemalloc
 from collections.abc import Callable
@@ -16,8 +14,8 @@ from typing import Any
 import numpy as np
 
 import flashtile
-from flashtile.lab.bench.peers import OURS
 from flashtile.lab.bench.suite import time_all
+from flashtile.lab.bench.workload import OURS
 from flashtile.lab.lessons.text import Say
 from flashtile.lab.units import size
 from flashtile.numerics.dtypes import Array

@@ -6,8 +6,6 @@ each element of A is used for BLOCK_N products and each element of B for BLOCK_M
 hook for counting; kernels/tiled_matmul.py is the same in Triton.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +30,7 @@ class Count:
     uses_b: Array
 
     @classmethod
-    def of(cls, A: Array, B: Array) -> Count:
+    def of(cls, A: Array, B: Array) -> "Count":
         return cls(*(np.zeros(x.shape, np.int64) for x in (A, B, A, B)))
 
     def see(self, rows: slice, inner: slice, cols: slice) -> None:

@@ -5,8 +5,6 @@ program() is such a program in NumPy, where they run one after another; kernels/
 where they run in parallel. Larger kernels, attention included, have the same parts: program id, positions, mask.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +25,7 @@ Call = Callable[[], Any]
 Way = tuple[Call, Callable[[], Array]]  # the call, and a function that returns its result
 
 
-def loop(a: array[float], b: array[float], c: array[float]) -> None:
+def loop(a: "array[float]", b: "array[float]", c: "array[float]") -> None:
     """One worker processes one element after another."""
     for i in range(len(a)):
         c[i] = a[i] + b[i]
@@ -89,7 +87,10 @@ def run(say: Say, quick: bool = False) -> dict[str, Any]:
     ways = list(measured[0]["times"])
     say.table(
         ("way", *(f"n = {row['n']:,}" for row in measured)),
-        [(way, *(_shown(row["times"].get(way)) for row in measured)) for way in ways],
+        [
+            (way, *(seconds(row["times"][way]["median_s"]) if way in row["times"] else "-" for row in measured))
+            for way in ways
+        ],
     )
     wrong = {way: error for row in measured for way, error in row["errors"].items() if error}
     say.paragraph(f"Wrong: {wrong}." if wrong else "All ways give the same numbers, bit for bit.")
@@ -143,10 +144,6 @@ def overhead(where: str, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
         }
         for worker, taken in times.items()
     ]
-
-
-def _shown(timing: dict[str, Any] | None) -> str:
-    return "-" if timing is None else seconds(timing["median_s"])
 
 
 def _described(worker: dict[str, Any]) -> str:

@@ -1,7 +1,5 @@
 """Artist: draws figures in a separate process while this one computes, and pauses while this one measures time."""
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from functools import partial
@@ -22,7 +20,7 @@ class Artist:
         self.pool.submit(_prepare)
         self.requests: dict[str, Future[Drawing | None]] = {}
 
-    def __enter__(self) -> Artist:
+    def __enter__(self) -> "Artist":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

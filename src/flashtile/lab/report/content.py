@@ -1,7 +1,5 @@
 """Content: everything the page and the terminal show, computed in one run: studies, lessons and scenes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import count

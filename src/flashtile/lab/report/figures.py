@@ -1,7 +1,5 @@
 """Figures: a study's drawing as inline SVG that follows the page's colours, and as SVG and PNG files."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The folder that a run writes: the page, its figures and its records; replaced as a whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

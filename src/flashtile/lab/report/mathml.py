@@ -6,8 +6,6 @@ fraction of the products on both sides, or stays a slash in a line of text, wher
 for a prime.
 """
 
-from __future__ import annotations
-
 import re
 from html import escape
 

@@ -1,13 +1,11 @@
 """Render the page: a pure function of the content of a run and its drawings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flashtile.lab.bench.peers import OURS, SDPA
+from flashtile.lab.bench.workload import OURS, SDPA
 from flashtile.lab.report import mathml, palette, tables, viewer
 from flashtile.lab.report.content import Content
 from flashtile.lab.report.figures import Drawing
@@ -58,7 +56,7 @@ def render(content: Content, drawings: dict[str, Drawing]) -> str:
         .get_template("page.html.j2")
         .render(
             palette=palette.css(),
-            style=_text("style.css"),
+            style=files("flashtile.lab.report").joinpath("style.css").read_text(),
             sections=SECTIONS,
             viewer=viewer.fragment(content.scenes),
             quick=content.quick,
@@ -81,7 +79,7 @@ def render(content: Content, drawings: dict[str, Drawing]) -> str:
     )
 
 
-def environment() -> Environment:
+def environment() -> "Environment":
     """Return the templates of this folder with their filters and functions. An undefined name is an error."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -131,7 +129,3 @@ def _ratio(record: Any) -> str | None:
         if SDPA in row.runs
     ]
     return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else None
-
-
-def _text(name: str) -> str:
-    return files("flashtile.lab.report").joinpath(name).read_text()

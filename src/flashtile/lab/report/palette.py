@@ -1,7 +1,5 @@
 """The colours of the page, light and dark. The light ones are those of the figures (Okabe and Ito's)."""
 
-from __future__ import annotations
-
 from flashtile.lab.studies import canvas
 
 LIGHT = {

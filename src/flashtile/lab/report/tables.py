@@ -1,7 +1,5 @@
 """Tables that only the page has: from the records of lessons, from the machine, and the alignment of columns."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from typing import Any

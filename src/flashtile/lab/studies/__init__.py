@@ -19,25 +19,16 @@ from flashtile.lab.studies import (
     targets,
     tiling,
 )
-from flashtile.lab.studies.study import Study, study
+from flashtile.lab.studies.study import Module, Study, study
 
+_NUMBERED: tuple[Module[Any], ...] = (equivalence, memory, block_size, tiling, causal, models, materialization)
+_OTHERS: tuple[Module[Any], ...] = (arithmetic, recompute, overlap, split, targets)
+_TIMED: tuple[Module[Any], ...] = (hierarchy, speed, cache)
 # In the order in which they run: those that measure time come last, when nothing else runs beside them.
 STUDIES: tuple[Study[Any], ...] = (
-    study(equivalence, numbered=True),
-    study(memory, numbered=True),
-    study(block_size, numbered=True),
-    study(tiling, numbered=True),
-    study(causal, numbered=True),
-    study(models, numbered=True),
-    study(materialization, numbered=True),
-    study(arithmetic),
-    study(recompute),
-    study(overlap),
-    study(split),
-    study(targets),
-    study(hierarchy, timed=True),
-    study(speed, timed=True),
-    study(cache, timed=True),
+    *(study(module, numbered=True) for module in _NUMBERED),
+    *map(study, _OTHERS),
+    *(study(module, timed=True) for module in _TIMED),
 )
 
 __all__ = ["STUDIES", "Study"]

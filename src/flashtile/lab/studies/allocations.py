@@ -5,8 +5,6 @@ record each request and forward it to the previous ones; afterwards they are uni
 tracked: Python objects, buffers inside a BLAS.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 from collections.abc import Callable, Iterator
@@ -89,7 +87,8 @@ class _Tracker:
     def __init__(self) -> None:
         table = _c_functions()
         self.swap = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)(table[SET_HANDLER])
-        self.numpy = _read(ctypes.PYFUNCTYPE(ctypes.py_object)(table[GET_HANDLER])())
+        current = ctypes.PYFUNCTYPE(ctypes.py_object)(table[GET_HANDLER])()
+        self.numpy = _Handler.from_address(_pointer(current, CAPSULE))
         self.handler = _Handler.from_buffer_copy(self.numpy)
         self.handler.name = b"flashtile_tracker"
         self.capsule = _capsule(self.handler)
@@ -148,10 +147,6 @@ def _c_functions() -> Any:
     """NumPy's table of C functions, as C extensions import it."""
     api = importlib.import_module(f"{numpy_core()}._multiarray_umath")._ARRAY_API
     return ctypes.cast(_pointer(api, None), ctypes.POINTER(_address))
-
-
-def _read(capsule: Any) -> _Handler:
-    return _Handler.from_address(_pointer(capsule, CAPSULE))
 
 
 def _pointer(capsule: Any, name: bytes | None) -> Any:

@@ -1,7 +1,5 @@
 """Study 3: what the tile size changes, and what it does not."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import flashtile

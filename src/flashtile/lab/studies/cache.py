@@ -1,7 +1,5 @@
 """The KV cache: its bytes per token, when it fills a GPU, what grouped heads save, and decoding from it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,9 +8,9 @@ import numpy as np
 import flashtile
 from flashtile.band import ceil_div
 from flashtile.cost.hardware import Rates
-from flashtile.lab.bench.peers import NAIVE_NUMPY, OURS
 from flashtile.lab.bench.suite import time_all
 from flashtile.lab.bench.timing import Call, alternate
+from flashtile.lab.bench.workload import NAIVE_NUMPY, OURS
 from flashtile.lab.catalogue import chips, models
 from flashtile.lab.studies import canvas, hierarchy
 from flashtile.lab.studies.study import Table, samples

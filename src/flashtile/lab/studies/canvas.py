@@ -1,10 +1,8 @@
 """Figures that are readable on light and dark pages: a light panel, dark ink, colour-blind-safe colours.
 
-matplotlib is imported when something is drawn, and only its object API is used: no pyplot, no global state. The types
-canvas.Axes and canvas.Figure are for annotations only.
+matplotlib is imported when something is drawn, and only its object API is used: no pyplot, no global state. Its types
+canvas.Axes and canvas.Figure are known to type checkers only.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +13,8 @@ from flashtile.lab.units import size
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes
     from matplotlib.figure import Figure as Figure
+else:
+    Axes = Figure = Any
 
 # Okabe and Ito's palette.
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"

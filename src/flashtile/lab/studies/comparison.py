@@ -1,7 +1,5 @@
 """Comparison: one head computed in FA1 order, in FA2 order and by attention(), against standard attention."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any

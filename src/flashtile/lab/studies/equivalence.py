@@ -1,7 +1,5 @@
 """Study 1: the tiled result is the standard one, for all tiles, orders and magnitudes of scores."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

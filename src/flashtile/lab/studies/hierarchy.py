@@ -1,7 +1,5 @@
 """The memory hierarchy: small and fast to large and slow, for the GPU of the papers and for this machine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache

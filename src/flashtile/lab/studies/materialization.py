@@ -1,7 +1,5 @@
 """Study 7: no N x N array is ever allocated: the allocator sees every array, and the largest does not grow."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass

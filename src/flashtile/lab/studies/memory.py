@@ -1,14 +1,12 @@
 """Study 2: the memory of standard and tiled attention, by the formulas and as measured."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
 
 from flashtile.backends import tiles
 from flashtile.host import threads
-from flashtile.lab.bench import memory, peers
+from flashtile.lab.bench import memory, workload
 from flashtile.lab.bench.cases import FORWARD, Case
 from flashtile.lab.studies import canvas
 from flashtile.lab.studies.allocations import tracked
@@ -147,7 +145,7 @@ def frugal_attention(q: Array, k: Array, v: Array) -> Array:
 
 
 def _grow(n: int) -> Grown:
-    case, contenders = Case(n, n, D, heads=1, kv_heads=1), (peers.NAIVE_NUMPY, memory.OURS_NUMPY)
+    case, contenders = Case(n, n, D, heads=1, kv_heads=1), (workload.NAIVE_NUMPY, memory.OURS_NUMPY)
     return Grown(n, *(memory.growth(contender, case, FORWARD, threads.cores()) for contender in contenders))
 
 

@@ -1,7 +1,5 @@
 """Overlap, as in FlashAttention-3: exponentials of one tile run while the matrix units work on another."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from flashtile.cost import traffic

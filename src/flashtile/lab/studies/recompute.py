@@ -1,16 +1,13 @@
 """The backward pass by recomputation: the same gradients, from one number per row instead of the weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 import flashtile
 from flashtile import dispatch
 from flashtile.cost import traffic
 from flashtile.lab.studies import canvas
+from flashtile.lab.studies.comparison import largest
 from flashtile.lab.studies.study import Table, samples
 from flashtile.lab.units import size
 from flashtile.numerics.dtypes import ITEMSIZE
@@ -77,7 +74,7 @@ def compute(quick: bool = False) -> Record:
 
 def _compare(backend: str, causal: bool) -> Compared:
     exact, found = _gradients("reference", causal), _gradients(backend, causal)
-    return Compared(backend, causal, {name: float(np.abs(found[name] - exact[name]).max()) for name in exact})
+    return Compared(backend, causal, {name: largest(found[name] - exact[name]) for name in exact})
 
 
 def _gradients(backend: str, causal: bool) -> dict[str, Any]:

@@ -1,13 +1,11 @@
 """Speed and utilisation on this machine, compared with torch and NumPy, and the roofline."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from flashtile.lab.bench import showcase
 from flashtile.lab.bench.cases import FORWARD
-from flashtile.lab.bench.peers import NAIVE_NUMPY, NAIVE_TORCH, OURS, SDPA
 from flashtile.lab.bench.showcase import Row, Side, Speed
+from flashtile.lab.bench.workload import NAIVE_NUMPY, NAIVE_TORCH, OURS, SDPA
 from flashtile.lab.studies import canvas, hierarchy
 from flashtile.lab.studies.study import Table
 from flashtile.lab.units import quantity, seconds, size

@@ -1,13 +1,12 @@
 """Splitting the keys: attention over each share, as if on separate GPUs, merged exactly."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
 
 import flashtile
 from flashtile.lab.studies import canvas
+from flashtile.lab.studies.comparison import largest
 from flashtile.lab.studies.study import Table, samples
 from flashtile.numerics.dtypes import Array
 
@@ -53,9 +52,9 @@ def compute(quick: bool = False) -> Record:
     shares = _shares(2, "float64")
     forth, back = _merge(shares), _merge(shares[::-1])
     empty = (np.zeros_like(forth[0]), np.full_like(forth[1], -np.inf))
-    identity = _apart(flashtile.merge(*forth, *empty)[0], forth[0])
+    identity = largest(flashtile.merge(*forth, *empty)[0] - forth[0])
     _, k, v = _arrays("float64")
-    return Record(N, DIM, HEADS, LIMITS, merged, _apart(forth[0], back[0]), identity, (k.nbytes + v.nbytes) // 2)
+    return Record(N, DIM, HEADS, LIMITS, merged, largest(forth[0] - back[0]), identity, (k.nbytes + v.nbytes) // 2)
 
 
 def _arrays(dtype: str) -> tuple[Array, ...]:
@@ -77,11 +76,7 @@ def _merge(shares: list[tuple[Array, Array]]) -> tuple[Array, Array]:
 
 def _merged(parts: int, dtype: str, exact: Array) -> Merged:
     shares = _shares(parts, dtype)
-    return Merged(parts, dtype, _apart(_merge(shares)[0], exact), sum(x.nbytes for x in shares[0]))
-
-
-def _apart(a: Array, b: Array) -> float:
-    return float(np.abs(a - b).max())
+    return Merged(parts, dtype, largest(_merge(shares)[0] - exact), sum(x.nbytes for x in shares[0]))
 
 
 def tables(r: Record) -> list[Table]:

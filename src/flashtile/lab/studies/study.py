@@ -1,7 +1,5 @@
 """Study: a question, the computation that answers it, and the tables, figure and sentences of its record."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar

@@ -1,7 +1,5 @@
 """Targets: one Triton kernel, unchanged, compiled for GPUs of two vendors, without a GPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

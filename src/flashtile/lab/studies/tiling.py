@@ -1,7 +1,5 @@
 """Study 4: a picture of tiling: sixteen tokens in tiles of four, with the real numbers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,8 +57,7 @@ class Tiling:
         return self.error < LIMIT and self.processed == max(max(row) for row in self.causal_order)
 
 
-def compute(quick: bool = False) -> Tiling:
-    del quick  # always fast
+def compute(quick: bool = False) -> Tiling:  # always quick
     q, k, v = qkv(N, D)
     traces = {order: flashtile.trace(q, k, v, order=order, block_q=BLOCK, block_k=BLOCK) for order in ("fa1", "fa2")}
     causal = flashtile.trace(q, k, v, block_q=BLOCK, block_k=BLOCK, causal=True)

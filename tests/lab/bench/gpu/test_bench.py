@@ -17,7 +17,6 @@ from flashtile.lab.bench.gpu import (  # noqa: E402
 )
 from flashtile.lab.bench.gpu.bench import Bench  # noqa: E402
 from flashtile.lab.bench.gpu.peers import CUDNN, FLEX, OURS, PORTABLE, WIDE, Peer, UnfitError  # noqa: E402
-from flashtile.lab.bench.records import UnlikeError  # noqa: E402
 from flashtile.lab.bench.table import render  # noqa: E402
 from flashtile.lab.bench.tables.gpu import caption, details  # noqa: E402
 from tests.lab.bench.gpu.fakes import FakeDevice, one_thread, row_of, small_ceilings  # noqa: E402
@@ -283,7 +282,7 @@ def test_failed_and_omitted_rows_survive_a_resume(fake: FakeDevice) -> None:
 def test_a_run_of_another_kind_cannot_be_resumed(fake: FakeDevice, changed: dict[str, Any]) -> None:
     rows = [row_of("small")]
     earlier = bench.run(bench_of(fake), rows) | changed
-    with pytest.raises(UnlikeError, match=rf"^{next(iter(changed))}\b.* differs: "):
+    with pytest.raises(ValueError, match=rf"^{next(iter(changed))}\b.* differs: "):
         bench.run(bench_of(fake), rows, earlier=earlier)
 
 

@@ -58,7 +58,7 @@ void ft_span_cuts(int64_t left, int64_t right, int64_t offset, int64_t first, in
 
 void ft_keep(uint64_t seed, int64_t head, int64_t i, int64_t j, int64_t n, double dropout, uint8_t* keep) {
   ft_problem p = {};
-  p.seed = seed, p.dropout = dropout;
+  p.seed = seed, p.dropout = dropout, p.query_step = p.key_step = 1;
   Lanes<float> lanes;
   lanes.add(p, Sequence(p, 0), head, i);
   lanes.finish(p, Sequence(p, 0));

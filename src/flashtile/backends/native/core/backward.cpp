@@ -150,17 +150,21 @@ template <class R, class T> void Backward<R, T>::key_block(int64_t index, int64_
   if constexpr (FACTOR_SIZE<T> > 1)
     K_over_rows = factors_over_rows<R, T>(k, p.dtype, p.k.row, n, dim, dim, (T*)(scratch + at.K_over_rows));
   KeyBlock keys{s, block, first, n, K, V, K_over_rows};
+  const int64_t grad_item = item_size(p.grad_dtype);
+  const bool add_dk = p.add & FT_ADD_DK, add_dv = p.add & FT_ADD_DV;
   R *dk = scratch + at.dk, *dv = scratch + at.dv;
   memset(dk, 0, sizeof(R) * n * padded_dim);
   memset(dv, 0, sizeof(R) * n * padded_v_dim);
   if (n > 0 && s.q_len > 0)
     for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++)
       visits.for_each_query_block(s, head, block, [&](int64_t x) { query_block(keys, head, x, scratch); });
-  store_rows<R>(dk, padded_dim, n, dim, (R)p.scale, key_row(p.dk, item, s, kv_head, first), p.dtype, p.dk.row);
-  store_rows<R>(dv, padded_v_dim, n, v_dim, R(1), key_row(p.dv, item, s, kv_head, first), p.dtype, p.dv.row);
+  store_rows<R>(dk, padded_dim, n, dim, (R)p.scale, add_dk, key_row(p.dk, grad_item, s, kv_head, first), p.grad_dtype,
+                p.dk.row);
+  store_rows<R>(dv, padded_v_dim, n, v_dim, R(1), add_dv, key_row(p.dv, grad_item, s, kv_head, first), p.grad_dtype,
+                p.dv.row);
   for (int64_t j = first + n; j < last; j++) {  // keys not in use
-    memset(key_row(p.dk, item, s, kv_head, j), 0, item * dim);
-    memset(key_row(p.dv, item, s, kv_head, j), 0, item * v_dim);
+    if (!add_dk) memset(key_row(p.dk, grad_item, s, kv_head, j), 0, grad_item * dim);
+    if (!add_dv) memset(key_row(p.dv, grad_item, s, kv_head, j), 0, grad_item * v_dim);
   }
 }
 
@@ -371,10 +375,10 @@ template <class R, class T> int Backward<R, T>::run() {
     dq_sum.clear_unseeing(s, head, from, to);
   });
   if (const int status = statistics.split_coarse()) return status;
-  if (p.dsink) parallel_for(p.threads, p.q_heads, [&](int64_t, int64_t head) { statistics.sum_sink(head); });
   const auto& tasks = schedule.tasks;
   Scratch scratch(std::min<int64_t>(p.threads, tasks.size()), sizeof(R) * at.end);
   if (!scratch.ok()) return FT_NO_MEMORY;
+  if (p.dsink) parallel_for(p.threads, p.q_heads, [&](int64_t, int64_t head) { statistics.sum_sink(head); });
   parallel_for(p.threads, (int64_t)tasks.size(), [&](int64_t thread, int64_t task) {
     const BackwardTask& w = tasks[task];
     for (int64_t b = w.b0; b < w.b1; b++)

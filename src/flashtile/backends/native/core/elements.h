@@ -86,17 +86,20 @@ template <class R> struct Rows {
   int64_t row;
 };
 template <class R> Rows<R> skip_rows(Rows<R> x, int64_t i) { return {x.data + i * x.row, x.row}; }
-// x[i][c] = by * from[i][c] for n real rows of d, `from_row` apart, rounded to the element type.
+// x[i][c] = by * from[i][c] for n real rows of d, `from_row` apart, rounded to the element type; `add`: plus x[i][c].
 template <class R>
-void store_rows(const R* from, int64_t from_row, int n, int d, R by, void* x, int64_t dtype, int64_t row) {
+void store_rows(const R* from, int64_t from_row, int n, int d, R by, bool add, void* x, int64_t dtype, int64_t row) {
   dispatch_type<R>(dtype, [=](auto t) {
     using T = decltype(t);
     for (int i = 0; i < n; i++) {
       const R* f = from + i * from_row;
       T* to = (T*)x + i * row;
       int c = 0;
-      for (; c + W<R> <= d; c += W<R>) store_as<R>(to + c, load(f + c) * splat(by));
-      for (; c < d; c++) store_element<R>(to + c, f[c] * by);
+      for (; c + W<R> <= d; c += W<R>) {
+        const Vec<R> a = load(f + c) * splat(by);
+        store_as<R>(to + c, add ? a + load_as<R>(to + c) : a);
+      }
+      for (; c < d; c++) store_element<R>(to + c, f[c] * by + (add ? to_real<R>(to[c]) : R(0)));
     }
   });
 }

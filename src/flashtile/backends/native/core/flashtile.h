@@ -11,6 +11,7 @@ extern "C" {
 
 enum { FT_F32 = 0, FT_F64 = 1, FT_BF16 = 2, FT_F16 = 3 };
 enum { FT_OK = 0, FT_BAD_ABI = 1, FT_NO_MEMORY = 2 };
+enum { FT_ADD_DQ = 1, FT_ADD_DK = 2, FT_ADD_DV = 4, FT_ADD_DSINK = 8 };
 enum { FT_MAX_DIM = 512 };  // of dim and v_dim
 enum { FT_MAX_SPANS = 8 };
 
@@ -22,7 +23,7 @@ typedef struct {
 typedef struct {
   int64_t size;       // sizeof(ft_problem): caller and core must agree on this struct
   int64_t threads;    // at most this many, including the caller's
-  int64_t dtype;      // of q, k, v, dq, dk, dv
+  int64_t dtype;      // of q, k, v
   int64_t out_dtype;  // of out and dout: dtype or real
   int64_t bias_dtype; // dtype or real
   int64_t sequences, q_heads, kv_heads;
@@ -45,15 +46,25 @@ typedef struct {
   ft_tensor spans;
   int64_t span_count;        // of a query, at most FT_MAX_SPANS
   const void* sink;          // real [q_heads]: a logit that takes probability but adds no value
-  // Backward only; out and lse are what forward returned.
+  // Backward only; out and lse are what forward returned, or those of attention to more keys than these.
   ft_tensor dout, dlse;      // dlse may be null
-  ft_tensor dq, dk, dv;      // every element is written
-  ft_tensor dbias;           // real, the shape and broadcast axes (stride 0) of bias; zeroed by the caller, summed into
-  void* dsink;               // real [q_heads], written
+  ft_tensor dq, dk, dv;      // every element is written, or added to
+  ft_tensor dbias;           // real, the shape and broadcast axes (stride 0) of bias; added to
+  void* dsink;               // real [q_heads], written or added to
+  int64_t grad_dtype;        // of dq, dk, dv: dtype or real
+  int64_t add;               // FT_ADD_* of the gradients that are added to what is there
+  // Where dropout counts from: query i is origin_query + i * query_step, key j is origin_key + j * key_step, and head h
+  // of sequence s is origin_head + s * origin_heads + h.
+  int64_t origin_query, query_step, origin_key, key_step, origin_head, origin_heads;
 } ft_problem;
 
 int ft_forward(const ft_problem*);
 int ft_backward(const ft_problem*);
+// Merge `count` results over disjoint keys. Arrays are out and lse of each result, then those of the merged one, which
+// may be arrays of a result: data and dtypes are theirs, strides[array][axis] in elements. An out is [shape[0], ...,
+// shape[axes]] with contiguous columns, and an lse lacks the last axis.
+int ft_merge(int64_t threads, int64_t count, int64_t axes, const int64_t* shape, const uint64_t* data,
+             const int64_t* dtypes, const int64_t* strides);
 // Exported for tests, which compare them with the functions of band.py, spans.py and dropout.py.
 void ft_cuts(int64_t left, int64_t right, int64_t offset, int64_t first, int64_t last, int64_t n_cols, int64_t block,
              int64_t cuts[4]);

@@ -53,8 +53,8 @@ template <class R, class T> struct RowStatistics {
     });
   }
 
-  // Recompute maximum and sum of the rows whose lse is coarse, by a forward pass without values, which has the same
-  // scores to the bit.
+  // Recompute maximum and sum of the rows whose lse is coarse and of these keys alone, by a forward pass without values,
+  // which has the same scores to the bit.
   int split_coarse() {
     if (!any_coarse) return FT_OK;
     ft_problem f = p;
@@ -75,6 +75,7 @@ template <class R, class T> struct RowStatistics {
         if (row_max[i] != (R)INFINITY)
           sum -= exp((double)sink - (double)row_max[i] - (double)log_sum[i]) * (double)delta[i];
     }
-    ((R*)p.dsink)[head] = (R)sum;
+    R& total = ((R*)p.dsink)[head];
+    total = (R)sum + (p.add & FT_ADD_DSINK ? total : R(0));
   }
 };

@@ -47,8 +47,8 @@ template <class R> class Lanes {
     end[l] = s.band.end(i);
     spans[l] = span_limits(p, s, h, i);
     position[l] = i + s.band.offset;
-    query[l] = (MaskInt<R>)(uint32_t)i;
-    head[l] = (MaskInt<R>)(uint32_t)(s.index * p.q_heads + h);
+    query[l] = (MaskInt<R>)(uint32_t)(p.origin_query + i * p.query_step);
+    head[l] = (MaskInt<R>)(uint32_t)(p.origin_head + s.index * p.origin_heads + h);
     const ft_tensor &b = p.bias, &m = p.mask, &a = p.alibi;
     bias[l] = nullptr, mask[l] = nullptr, slope[l] = 0;
     if (b.data)
@@ -277,16 +277,32 @@ template <class R> INLINE Mask<R> is_hidden(Vec<R> x) { return (Mask<R>)x == (Ma
 // finite values.
 template <class R> INLINE Vec<R> unless_hidden(Vec<R> weight, Vec<R> x) { return is_hidden<R>(weight) ? Vec<R>{} : x; }
 
+// for_each_kept() of keys that are not in fours: one random block serves those neighbours that share it.
+template <class R, class F> NOINLINE void for_each_kept_apart(const Block<R>& b, uint32_t threshold, F&& f) {
+  const int L = b.lanes.padded;
+  for (int l0 = 0; l0 < L; l0 += W<R>) {
+    Mask<R> query, head, kept[4];
+    memcpy(&query, b.lanes.query + l0, sizeof query);
+    memcpy(&head, b.lanes.head + l0, sizeof head);
+    for (int64_t k = 0, quad = -1; k < b.n; k++) {
+      const int64_t key = b.p.origin_key + (b.j + k) * b.p.key_step;
+      if (key / 4 != quad) keep_four<R>(b.p.seed, threshold, (uint32_t)(quad = key / 4), query, head, kept);
+      f(k * L + l0, kept[key % 4]);
+    }
+  }
+}
 // f(offset in a [key][lane] array, which of W lanes keep their weight): dropout has the same bits for any tiling.
 template <class R, class F> INLINE void for_each_kept(const Block<R>& b, F&& f) {
   const int L = b.lanes.padded;
   const uint32_t threshold = keep_threshold(b.p.dropout);
+  if (b.p.key_step != 1 || b.p.origin_key % 4) return for_each_kept_apart(b, threshold, f);
+  const int64_t before = b.p.origin_key / 4;
   for (int l0 = 0; l0 < L; l0 += W<R>) {
     Mask<R> query, head, kept[4];
     memcpy(&query, b.lanes.query + l0, sizeof query);
     memcpy(&head, b.lanes.head + l0, sizeof head);
     for (int64_t quad = b.j / 4; quad * 4 < b.j + b.n; quad++) {
-      keep_four<R>(b.p.seed, threshold, (uint32_t)quad, query, head, kept);
+      keep_four<R>(b.p.seed, threshold, (uint32_t)(before + quad), query, head, kept);
       for (int r = 0; r < 4; r++) {
         const int64_t k = quad * 4 + r - b.j;
         if (k >= 0 && k < b.n) f(k * L + l0, kept[r]);

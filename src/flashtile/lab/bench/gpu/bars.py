@@ -1,7 +1,5 @@
 """The bars of the GPU suites: a table of bars, and the comparison of measured rows with them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +19,8 @@ SHORT_CACHE = 8192  # with one sequence, too little work to compare with the cop
 SAME = 0.02  # in bfloat16, where each result is off by a few thousandths
 SAME_IN_8_BITS = 0.05  # weights of 3 bits are off by 0.026 (root mean square), and so are their sums
 
+Condition = Callable[[Row], object]  # true of the rows that a bar is for
+
 
 @dataclass(frozen=True)
 class Bar:
@@ -28,7 +28,7 @@ class Bar:
 
     group: str
     title: str  # a template: {n} rows, the first of which is {row}
-    about: Callable[[Row], bool]
+    about: Condition
     measure: Measure
     mean: float | None = None
     each: float | None = None
@@ -58,35 +58,27 @@ def judge(rows: Sequence[Row], failed: Collection[str] = ()) -> list[Row]:
     return found
 
 
-def _where(*also: Callable[[Row], bool], **fields: Any) -> Callable[[Row], bool]:
+def _where(*also: Condition, **fields: Any) -> Condition:
     """Select rows with these field values, for which all conditions hold."""
     return lambda row: all(row.get(key) == x for key, x in fields.items()) and all(true(row) for true in also)
 
 
-def _train(direction: str, *also: Callable[[Row], bool], dtype: str = DTYPE, **fields: Any) -> Callable[[Row], bool]:
+def _train(direction: str, *also: Condition, dtype: str = DTYPE, **fields: Any) -> Condition:
     return _where(*also, suite=TRAIN, direction=direction, dtype=dtype, **fields)
 
 
-def _of_dim(dim: int) -> Callable[[Row], bool]:
-    return lambda row: bool(row["shape"]["dim"] == dim)
+def _has(name: str) -> Condition:
+    return lambda row: row.get(name)
 
 
-def _has(name: str) -> Callable[[Row], bool]:
-    return lambda row: bool(row.get(name))
-
-
-def _timed(name: str) -> Callable[[Row], bool]:
+def _timed(name: str) -> Condition:
     return lambda row: name in row["times"]
-
-
-def _with_peer(row: Row) -> bool:
-    return measures.best_peer(row) is not None
 
 
 def _eight_bits(dim: int, mean: float | None = None) -> Bar:
     """The gain from 8 bits if the Hopper kernels multiply them as they are."""
     title = f"forward in 8 bits, head dim {dim}, {{n}} shapes"
-    about = _train(FORWARD, _of_dim(dim), dtype=EIGHT_BITS, backend=HOPPER)
+    about = _train(FORWARD, lambda row: row["shape"]["dim"] == dim, dtype=EIGHT_BITS, backend=HOPPER)
     return Bar(f"eight-bits-{dim}", title, about, measures.OVER_WIDE, mean)
 
 
@@ -136,7 +128,7 @@ BARS = (
     *_pass(BACKWARD, mean=1.05, each=0.97),
     Bar("backward-ordered", IN_ORDER, _train(BACKWARD, _timed(ORDERED)), measures.IN_ORDER, each=1.15),
     *(_eight_bits(dim, mean) for dim, mean in ((64, None), (128, 1.4), (256, None))),
-    Bar("eight-bits-best", IN_8_BITS, _train(FORWARD, _with_peer, dtype=EIGHT_BITS), measures.OVER_BEST),
+    Bar("eight-bits-best", IN_8_BITS, _train(FORWARD, measures.best_peer, dtype=EIGHT_BITS), measures.OVER_BEST),
     Bar("step-best", STEPS, _train(STEP, _elsewhere), measures.OVER_BEST),
     Bar("step-hopper", STEPS, _train(STEP, backend=HOPPER), measures.OVER_BEST, each=1.05),
     Bar("decode", "decode, {n} shapes", _where(lambda row: not _short(row), suite=DECODE), measures.OF_COPY, each=0.90),

@@ -1,7 +1,5 @@
 """Run the GPU suites row by row, flashtile and its peers in turns, and make the record."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence

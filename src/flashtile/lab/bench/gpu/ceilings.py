@@ -1,7 +1,5 @@
 """The device's current ceilings: a large matrix product and a large copy, timed among the contenders."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

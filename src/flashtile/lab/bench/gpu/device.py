@@ -1,7 +1,5 @@
 """The device interface of the suites: clock, graphs, memory; all CUDA-specific code is here."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 from flashtile.lab.bench.timing import Call

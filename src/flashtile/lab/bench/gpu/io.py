@@ -1,7 +1,5 @@
 """Bytes that a forward pass moves on a GPU, counted by ncu, compared with traffic.py's count for its tiles."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

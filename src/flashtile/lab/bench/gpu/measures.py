@@ -1,7 +1,5 @@
 """Numbers of a measured row to compare with bars: our time against a peer's, our rate against the device's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -39,8 +37,7 @@ def _over(peer: str) -> Callable[[Row], float | None]:
 
 
 def _over_best(row: Row) -> float | None:
-    best = best_peer(row)
-    return None if best is None else _over(best)(row)
+    return min((ratio["value"] for ratio in _of_others(row["ratios"]).values()), default=None)
 
 
 def _portable_over_flex(row: Row) -> float | None:

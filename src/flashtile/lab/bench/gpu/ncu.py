@@ -1,7 +1,5 @@
 """NVIDIA's profiler ncu: its counts for every kernel that a Python module launches while profiling is on."""
 
-from __future__ import annotations
-
 import csv
 import os
 import shutil

@@ -1,9 +1,7 @@
 """Contenders on a GPU: flashtile and the libraries in common use, each in its preferred layout.
 
-The CPU suite's contenders (bench/peers.py) are plain calls; these also check rows, lay out tensors and compile.
+The CPU suite's contenders (bench/workload.py) are plain calls; these also check rows, lay out tensors and compile.
 """
-
-from __future__ import annotations
 
 import inspect
 import os
@@ -17,8 +15,8 @@ from typing import Any, NamedTuple
 import flashtile
 from flashtile.lab.bench.gpu.rows import DECODE, DTYPE, STEP, TRAIN, Row
 from flashtile.lab.bench.memory import BACKWARD
-from flashtile.lab.bench.peers import OURS as OURS
 from flashtile.lab.bench.timing import Call
+from flashtile.lab.bench.workload import OURS as OURS
 
 CUDNN, SDPA_FLASH, FLEX = "cuDNN", "SDPA flash", "FlexAttention"
 PORTABLE = "flashtile, Triton"  # the portable kernels, if others are the default

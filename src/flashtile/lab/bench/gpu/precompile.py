@@ -1,7 +1,5 @@
 """Compile every row's kernels ahead in worker processes, so that the run finds them on disk."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The rows of the GPU suites, and the work that each of them counts as."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -103,7 +101,7 @@ class Row:
         cu = np.array(self.starts)
         return plan(q, k, self.case.dtype, device, cu_q=cu, cu_k=cu, **self.case.options)
 
-    def unwindowed(self) -> Row:
+    def unwindowed(self) -> "Row":
         """The same shape without a mask."""
         return replace(self, case=replace(self.case, options={}))
 

@@ -1,8 +1,7 @@
 """A CPU record as markdown: the caption, times of each case, and peak memory."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from flashtile.lab.bench import markdown
 from flashtile.lab.bench.markdown import milliseconds, number
@@ -22,17 +21,17 @@ def brief(*found: Record) -> Iterable[str]:
 
 
 def details(record: Record) -> str:
-    """One row per case, with the times of all contenders."""
-    names = list(dict.fromkeys(name for row in record["measurements"] for name in row.get("times", {})))
-    rows: list[tuple[str, ...]] = [
-        ("group", "case", "direction", *(f"{name}, ms" for name in names), "ratio", "GFLOP/s")
-    ]
-    for m in record["measurements"]:
-        if "times" in m:
-            times = [milliseconds(m["times"].get(name)) for name in names]
-            rows.append(
-                (m["group"], m["case"], m["direction"], *times, number(m.get("ratio")), number(m.get("gflops"), 0))
-            )
+    return times(record, {"ratio": lambda m: number(m.get("ratio")), "GFLOP/s": lambda m: number(m.get("gflops"), 0)})
+
+
+def times(record: Record, more: dict[str, Callable[[dict[str, Any]], str]]) -> str:
+    """One row per case, with the times of all contenders; `more`: heads of further columns, and their cells."""
+    measured = [m for m in record["measurements"] if "times" in m]
+    names = list(dict.fromkeys(name for m in measured for name in m["times"]))
+    rows = [("group", "case", "direction", *(f"{name}, ms" for name in names), *more)]
+    for m in measured:
+        taken = (milliseconds(m["times"].get(name)) for name in names)
+        rows.append((m["group"], m["case"], m["direction"], *taken, *(cell(m) for cell in more.values())))
     return markdown.table(rows)
 
 

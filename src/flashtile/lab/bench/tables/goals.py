@@ -1,7 +1,5 @@
 """How a record compares with its bars: a table with a row per group, and a list of the goals missed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from flashtile.lab.bench import markdown

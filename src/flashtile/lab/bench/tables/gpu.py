@@ -1,7 +1,5 @@
 """A GPU record as markdown: rates row by row, host time, memory, and the ceilings of the run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A record of bytes moved, as markdown."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

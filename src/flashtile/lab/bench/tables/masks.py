@@ -1,14 +1,12 @@
 """A record of masks, as markdown: what each mask costs, and how calls with spans compare."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from flashtile.lab.bench import markdown
-from flashtile.lab.bench.markdown import milliseconds, number
+from flashtile.lab.bench.markdown import number
 from flashtile.lab.bench.masks import COSTS_AT
 from flashtile.lab.bench.records import Record
-from flashtile.lab.bench.tables.cpu import caption
+from flashtile.lab.bench.tables.cpu import caption, times
 from flashtile.lab.bench.tables.goals import summary
 
 FIELDS: dict[str, type] = {"threads": int, "costs": list}
@@ -34,14 +32,7 @@ def _costs(record: Record) -> str:
 
 
 def details(record: Record) -> str:
-    """One row per case, with the times of all contenders."""
-    names = list(dict.fromkeys(name for row in record["measurements"] for name in row["times"]))
-    rows: list[tuple[str, ...]] = [("group", "case", "direction", *(f"{name}, ms" for name in names), "ratios")]
-    for m in record["measurements"]:
-        ratios = ", ".join(number(x) for x in m.get("ratios", {}).values())
-        times = [milliseconds(m["times"].get(name)) for name in names]
-        rows.append((m["group"], m["case"], m["direction"], *times, ratios))
-    return markdown.table(rows)
+    return times(record, {"ratios": lambda m: ", ".join(number(x) for x in m.get("ratios", {}).values())})
 
 
 def _percent(x: float) -> str:

@@ -1,7 +1,5 @@
 """A tuning record as text: rows for backends/triton/tuning.py, the best tiles, and every candidate."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """One clock for several orders, bytes through HBM: an order that moves less finishes sooner."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 
 

@@ -1,7 +1,5 @@
 """The drawings of a scene in its final state; the page animates them only by setting classes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import groupby, product

@@ -1,7 +1,5 @@
 """Fit: the SRAM that a tile of a real head needs, block by block, and which GPUs have room for it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from flashtile.band import Band

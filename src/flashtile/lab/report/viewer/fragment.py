@@ -1,7 +1,5 @@
 """fragment(): the viewer as self-contained HTML; its final frames are readable without scripts."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from importlib.resources import files

@@ -1,7 +1,5 @@
 """Run: one order of one scene as a record: events, sentences, counters, contents of SRAM, numbers of each row."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -199,9 +197,8 @@ def plain(x: Any) -> Any:
     if isinstance(x, (list, tuple)):
         return [plain(y) for y in x]
     if isinstance(x, float):
-        return _short(float(f"{x:.{DIGITS}g}")) if np.isfinite(x) else str(x)
+        if not np.isfinite(x):
+            return str(x)
+        x = float(f"{x:.{DIGITS}g}")
+        return int(x) if x == int(x) and abs(x) < 1e15 else x
     return x
-
-
-def _short(x: float) -> float | int:
-    return int(x) if x == int(x) and abs(x) < 1e15 else x

@@ -1,7 +1,5 @@
 """The scenes: small attention problems, one for each way in which a band, spans or a shape can cut the tiles."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any
 

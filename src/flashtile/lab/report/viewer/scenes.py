@@ -1,7 +1,5 @@
 """scenes(): every trace, counter and sentence that the viewer replays, as plain values for JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -55,7 +53,7 @@ def _record(scene: Scene) -> dict[str, Any]:
         "exact": run.plain(exact),
         **{
             name: {"forward": scale([runs[order] for order in SIDE_BY_SIDE]), "backward": scale([runs["backward"]])}
-            for name, scale in (("most", _most), ("reach", _reach), ("worst", _worst))
+            for name, scale in _SCALES.items()
         },
         "start": {name: run.plain(_start(exact[x])) for name, x in (("forward", "out"), ("backward", "dq"))},
         "runs": {order: asdict(x) for order, x in runs.items()},
@@ -95,16 +93,6 @@ def _most(runs: list[Run]) -> dict[str, int]:
     return {name: max(x.counts[-1][run.COUNTERS.index(name)] for x in runs) for name in ("moved", "peak")}
 
 
-def _reach(runs: list[Run]) -> list[float]:
-    """The largest number that the bars of each row have to show."""
-    return _largest(runs, lambda numbers: [max(map(abs, row)) for row in numbers["out"]])
-
-
-def _worst(runs: list[Run]) -> list[float]:
-    """The largest error of each row after it has seen a key."""
-    return _largest(runs, lambda numbers: numbers["error"])
-
-
 def _start(exact: Array) -> Array:
     """The error of each row before it has seen a key."""
     return run.largest_error(np.zeros_like(exact), exact)
@@ -121,3 +109,10 @@ def _largest(runs: list[Run], of: Callable[[run.Numbers], list[float]]) -> list[
                 for r, x in enumerate(of(numbers), first):
                     found[r] = max(found[r], x)
     return found
+
+
+_SCALES: dict[str, Callable[[list[Run]], Any]] = {
+    "most": _most,
+    "reach": lambda runs: _largest(runs, lambda x: [max(map(abs, row)) for row in x["out"]]),  # of the bars of a row
+    "worst": lambda runs: _largest(runs, lambda x: x["error"]),  # of each row after it has seen a key
+}

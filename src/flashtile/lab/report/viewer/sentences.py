@@ -1,7 +1,5 @@
 """The sentences of the viewer: what each event did, and how it changed the row under the lens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

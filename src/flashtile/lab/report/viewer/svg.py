@@ -1,14 +1,14 @@
 """SVG helpers: an element, a rectangle, the name of an axis, a number."""
 
-from __future__ import annotations
-
 from html import escape
 from typing import Any
 
 
 def element(tag: str, text: str = "", **attributes: Any) -> str:
     """Return <tag a="b">text</tag>; class_ becomes class, a_b a-b. Only <text> escapes its text; others hold tags."""
-    named = "".join(f' {_name(name)}="{escape(str(value))}"' for name, value in attributes.items())
+    named = "".join(
+        f' {name.rstrip("_").replace("_", "-")}="{escape(str(value))}"' for name, value in attributes.items()
+    )
     return f"<{tag}{named}>{escape(text) if tag == 'text' else text}</{tag}>"
 
 
@@ -24,7 +24,3 @@ def axis(text: str, x: float, y: float, **more: str) -> str:
 def decimal(x: float) -> str:
     """Format with at most two decimals, without trailing zeros."""
     return f"{x:.2f}".rstrip("0").rstrip(".")
-
-
-def _name(name: str) -> str:
-    return name.rstrip("_").replace("_", "-")

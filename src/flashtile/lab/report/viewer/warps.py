@@ -1,17 +1,12 @@
 """Work split between warps: by keys, as in FlashAttention-1, or by queries, as in 2; executed and counted."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 
+from flashtile.lab.lessons.fa1_vs_fa2 import WARPS, absorbed, split
 from flashtile.lab.report.viewer.scene import DIM, SCENES
 from flashtile.lab.report.viewer.svg import axis, decimal, element, rectangle
-from flashtile.numerics.dtypes import Array
-from flashtile.numerics.softmax import OnlineSoftmax
-
-WARPS = 4
 
 
 def splits() -> dict[str, dict[str, Any]]:
@@ -22,26 +17,14 @@ def splits() -> dict[str, dict[str, Any]]:
     """
     x = SCENES[0].inputs()
     Q, K, V = (x[name].astype(np.float64) for name in ("Q", "K", "V"))
-    whole = _state(Q, K, V).normalized()
-    partial = [_state(Q, k, v) for k, v in zip(np.array_split(K, WARPS), np.array_split(V, WARPS), strict=True)]
-    merged, *others = partial
-    passed = sum(s.m.size + s.l.size + s.O.size for s in others)
-    for other in others:
-        merged.merge(other)
-    own = [_state(q, K, V).normalized() for q in np.array_split(Q, WARPS)]
+    whole = absorbed(Q @ K.T * DIM**-0.5, V).normalized()
+    *outs, exchanged = split(Q, K, V)
+    by_keys, by_queries = (float(np.abs(out - whole).max()) for out in outs)
     tile = {"warps": WARPS, "rows": len(Q), "keys": len(K), "dim": DIM}
-    by_keys, by_queries = (float(np.abs(out - whole).max()) for out in (merged.normalized(), np.concatenate(own)))
     return {
-        "keys": {**tile, "states": len(partial), "exchanged": passed, "error": by_keys},
+        "keys": {**tile, "states": WARPS, "exchanged": exchanged, "error": by_keys},
         "queries": {**tile, "states": 1, "exchanged": 0, "error": by_queries},
     }
-
-
-def _state(Q: Array, K: Array, V: Array) -> OnlineSoftmax:
-    state = OnlineSoftmax.empty(len(Q), V.shape[1], Q.dtype)
-    P, _ = state.absorb(Q @ K.T * DIM**-0.5)
-    state.O = state.O + P @ V
-    return state
 
 
 def drawing(by: str, warps: int) -> str:

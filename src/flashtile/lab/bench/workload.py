@@ -1,16 +1,15 @@
-"""Contenders on a CPU: flashtile, torch's SDPA, and standard attention in torch and in NumPy, as plain calls."""
+"""Workload: the arrays of a CPU case, and its contenders as plain calls: flashtile, torch, and standard attention."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 import flashtile
 from flashtile.host import machine, threads
-from flashtile.lab.bench.cases import TRAINING, Case
+from flashtile.lab.bench.cases import PROJECTIONS, TRAINING, Case
 from flashtile.lab.bench.timing import Call
 from flashtile.numerics.dtypes import Array, narrow
 
@@ -56,6 +55,40 @@ class Workload:
         return tensors
 
     @cached_property
+    def leaves(self) -> tuple[Any, ...]:
+        """The tensors that gradients are computed for: q, k and v, or the results of projections, (batch, n, width)."""
+        import torch
+
+        found = tuple(self.tensors[name] for name in ("q", "k", "v"))
+        if self.case.entry not in PROJECTIONS:
+            return found
+        rows = [x.detach().transpose(1, 2).flatten(2) for x in found]
+        if self.case.entry == PROJECTIONS[1]:
+            rows = [torch.cat(rows, 2)]
+        return tuple(x.contiguous().requires_grad_(self.training) for x in rows)
+
+    def call(self, attend: Callable[..., Any]) -> Call:
+        """What runs attend(q, k, v), as a model does if the case has projections."""
+        if self.case.entry not in PROJECTIONS:
+            q, k, v = self.leaves
+            return lambda: attend(q, k, v)
+        c, leaves = self.case, self.leaves
+        shape = c.batch, c.n_q, c.heads, c.dim  # of q, and of k and v
+
+        def as_a_model() -> Any:
+            parts = leaves[0].unflatten(2, (3, -1)).unbind(2) if len(leaves) == 1 else leaves
+            q, k, v = (x.view(shape).transpose(1, 2) for x in parts)
+            return attend(q, k, v).transpose(1, 2).reshape(c.batch, c.n_q, -1)
+
+        return as_a_model
+
+    @cached_property
+    def dout(self) -> Any:
+        """The gradient of the result of call()."""
+        dout = self.tensors["dout"]
+        return dout.transpose(1, 2).flatten(2) if self.case.entry in PROJECTIONS else dout
+
+    @cached_property
     def visible(self) -> Array:
         """The mask for a library without windows."""
         c = self.case
@@ -98,15 +131,15 @@ def step(work: Workload, forward: Call) -> Call:
 def gradients(work: Workload, out: Any) -> Any:
     import torch
 
-    return torch.autograd.grad(out, [work.tensors[name] for name in ("q", "k", "v")], work.tensors["dout"])
+    return torch.autograd.grad(out, work.leaves, work.dout)
 
 
-def ours(work: Workload) -> Call:
-    t = work.tensors
-    options = work.options(t)
+def ours(work: Workload, attention: Any = flashtile.attention) -> Call:
+    """attention: that of another version of the package."""
+    options = work.options(work.tensors)
     if work.case.entry == "packed":
         return packed(work, options)
-    return lambda: flashtile.attention(t["q"], t["k"], t["v"], **options)
+    return work.call(partial(attention, **options))
 
 
 def packed(work: Workload, options: dict[str, Any]) -> Call:
@@ -142,8 +175,7 @@ def sdpa(work: Workload) -> Call:
     more: dict[str, Any] = {"attn_mask": mask, "is_causal": causal, "dropout_p": options.get("dropout", 0.0)}
     if work.case.heads != work.case.kv_heads:
         more["enable_gqa"] = True
-    function = torch.nn.functional.scaled_dot_product_attention
-    return lambda: function(t["q"], t["k"], t["v"], **more)
+    return work.call(partial(torch.nn.functional.scaled_dot_product_attention, **more))
 
 
 def naive_torch(work: Workload) -> Call:

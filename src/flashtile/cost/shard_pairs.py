@@ -1,4 +1,4 @@
-"""How many pairs the queries of each rank see among the keys of each rank, by closed forms."""
+"""How many pairs the queries of each rank see among the keys of each rank: (ranks, ranks)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any
 import numpy as np
 
 from flashtile.band import Band
+from flashtile.distributed import segments
 from flashtile.distributed.shards import Shards
+from flashtile.distributed.visible import Visible
 from flashtile.numerics.dtypes import Array
 
 ROWS = 64  # query runs at a time: intermediate arrays stay in the cache
 
 
-def pairs_between(shards: Shards, band: Band) -> Array:
-    """The visible pairs of queries of rank i and keys of rank j: (ranks, ranks). Documents see only themselves."""
+def pairs_by_band(shards: Shards, band: Band) -> Array:
+    """By closed forms for pairs of runs. The band counts within documents, which see only themselves."""
     counts = np.zeros((shards.ranks, shards.ranks), np.int64)
     documents: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
     for rank, runs in enumerate(shards.runs):
@@ -29,6 +31,19 @@ def pairs_between(shards: Shards, band: Band) -> Array:
             seen = np.add.reduceat(_run_pairs(queries, runs, band), starts, axis=1)
             for rank, row in zip(queries[0, :, 0], seen, strict=True):
                 counts[rank, ranks] += row
+    return counts
+
+
+def pairs_by_ends(shards: Shards, visible: Visible) -> Array:
+    """By what each query sees: on average over the batch and the heads."""
+    counts = np.zeros((shards.ranks, shards.ranks), np.int64)
+    held = [segments.of_rank(shards, rank) for rank in range(shards.ranks)]
+    for rank, queries in enumerate(held):
+        begin, end = visible.ends(segments.tokens(queries))
+        planes = begin.shape[0] * begin.shape[1]
+        for source, keys in enumerate(held):
+            seen = sum((int((s.first(end) - s.first(begin)).sum()) for s in keys), 0)
+            counts[rank, source] = round(seen / planes)
     return counts
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from flashtile.errors import ShapeError, UnsupportedError
 from flashtile.numerics.dtypes import ITEMSIZE, Array
 from flashtile.problem import Problem
 
-PLANNED = 64  # ranks up to which every message is planned; for more ranks, bytes are a bound
+PLANNED = 32  # ranks up to which every message is planned; for more ranks, bytes are a bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +75,17 @@ class _Row(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """Bytes that the busiest rank sends: at each step of a ring, or at once; and to exchange heads for tokens."""
+    """Bytes that a rank sends: at each step of a ring, or at once; and to exchange heads for tokens. What it holds."""
 
     forward: list[int]
     backward: list[int]
     heads: int
     heads_backward: int
     held: int
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        return sum(self.forward) + self.heads, sum(self.backward) + self.heads_backward
 
 
 def parallel(
@@ -130,7 +134,8 @@ def _by_method(
     of_places = pairs.reshape(n, u, n, u).sum((1, 3))  # ranks of a place share its rows, each for its own heads
     heads = -(-p.heads // u)
     exact = shards.ranks <= PLANNED
-    sent = _planned(p, shards, visible, method) if exact else _bounded(p, shards, method)
+    each_rank = _planned(p, shards, visible, method) if exact else [_bounded(p, shards, method)]
+    sent = _most(each_rank)
     by_rank = of_places.sum(1)
     found = Parallel(
         method=str(method),
@@ -138,8 +143,8 @@ def _by_method(
         exact=exact,
         balance=float(by_rank.max() / by_rank.mean()) if by_rank.any() else 1.0,
         pairs=int(by_rank.max()) * heads * p.sequences,
-        sent=sum(sent.forward) + sent.heads,
-        sent_backward=sum(sent.backward) + sent.heads_backward,
+        sent=max(x.totals[0] for x in each_rank),
+        sent_backward=max(x.totals[1] for x in each_rank),
         held=sent.held,
         seconds=None,
         backward_seconds=None,
@@ -162,12 +167,7 @@ def _by_method(
             seconds = sum(max(step * scale, x) for step, x in zip(steps, moving, strict=True))
         times.append(seconds + links.spread_seconds(exchanged, u))
     even = int(pairs.sum()) / shards.ranks * p.heads * p.sequences * sum(flops) / hardware.rates.flops
-    return Parallel(
-        *(getattr(found, name) for name in Parallel.__slots__[:-3]),
-        seconds=times[0],
-        backward_seconds=times[1],
-        ideal=even / sum(times),
-    )
+    return replace(found, seconds=times[0], backward_seconds=times[1], ideal=even / sum(times))
 
 
 def _row(p: Problem, heads: Heads) -> _Row:
@@ -183,12 +183,20 @@ def _row(p: Problem, heads: Heads) -> _Row:
     )
 
 
-def _planned(p: Problem, shards: Shards, visible: Visible, method: Method) -> _Sent:
-    """What the busiest rank sends, by the plans that flashtile.distributed makes."""
-    plans = [Plan(shards, visible, method, rank, Uses(False, False)) for rank in range(shards.ranks)]
-    found = [_of_plan(p, plan) for plan in plans]
-    hops = [[max(steps) for steps in zip(*(getattr(x, name) for x in found), strict=True)] for name in _Sent._fields[:2]]
-    return _Sent(*hops, *(max(getattr(x, name) for x in found) for name in _Sent._fields[2:]))
+def _planned(p: Problem, shards: Shards, visible: Visible, method: Method) -> list[_Sent]:
+    """What each rank sends, by the plans that flashtile.distributed makes."""
+    return [_of_plan(p, Plan(shards, visible, method, rank, Uses(False, False))) for rank in range(shards.ranks)]
+
+
+def _most(found: list[_Sent]) -> _Sent:
+    """The most that any rank sends at each step."""
+    return _Sent(
+        [max(step) for step in zip(*(x.forward for x in found), strict=True)],
+        [max(step) for step in zip(*(x.backward for x in found), strict=True)],
+        max(x.heads for x in found),
+        max(x.heads_backward for x in found),
+        max(x.held for x in found),
+    )
 
 
 def _of_plan(p: Problem, plan: Plan) -> _Sent:

@@ -56,7 +56,8 @@ def _run_pairs(queries: Array, keys: Array, band: Band) -> Array:
     ahead = first - key + band.offset
     last = (ahead + band.right) // step  # query i sees the keys up to i + last of the run
     begin = -((band.left - ahead) // step)  # and from i + begin
-    return np.maximum(_clipped_sum(last + 1, n, m) - _clipped_sum(begin, n, m), 0)
+    seen: Array = np.maximum(_clipped_sum(last + 1, n, m) - _clipped_sum(begin, n, m), 0)
+    return seen
 
 
 def _clipped_sum(start: Any, n: Any, m: Any) -> Any:

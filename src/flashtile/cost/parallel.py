@@ -22,6 +22,7 @@ from flashtile.numerics.dtypes import ITEMSIZE, Array
 from flashtile.problem import Problem
 
 PLANNED = 32  # ranks up to which every message is planned; for more ranks, bytes are a bound
+TOKENS = 1 << 23  # of all plans together, each of which looks at all tokens; beyond, too, unless there is no bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,8 @@ def _by_method(
     u, n = method.ulysses, method.ring
     of_places = pairs.reshape(n, u, n, u).sum((1, 3))  # ranks of a place share its rows, each for its own heads
     heads = -(-p.heads // u)
-    exact = shards.ranks <= PLANNED
+    has_bound = visible.limits is None and visible.kv_lengths is None
+    exact = shards.ranks <= PLANNED and (shards.ranks * shards.tokens <= TOKENS or not has_bound)
     each_rank = _planned(p, shards, visible, method) if exact else [_bounded(p, shards, method)]
     sent = _most(each_rank)
     by_rank = of_places.sum(1)

@@ -71,7 +71,7 @@ def test_the_whole_product(ranks: Ranks) -> None:
             run_cases(ranks, [(name, maker, method) for name in OPTIONS if not of_pairs(name, method)])
 
 
-def bytes_of(rank: int, size: int, maker: str, method: Any, chosen: dict[str, Any]) -> int:
+def bytes_of(rank: int, size: int, maker: str, method: Any, chosen: dict[str, Any]) -> list[int]:
     """What a rank sends, forward and backward."""
     whole = sharded.make([96], 4, 2, chosen, dtype=torch.float32, dim=8, dim_v=8)
     shards = getattr(Shards, maker)(documents=[96], ranks=size)
@@ -85,7 +85,7 @@ def bytes_of(rank: int, size: int, maker: str, method: Any, chosen: dict[str, An
         patch.setattr("flashtile.distributed.operators.channel_of", recorded)
         sharded.on_rank(whole, dist.group.WORLD, shards, method)
     assert len(channels) == 2
-    return sum(x.bytes_sent for x in channels)
+    return [x.bytes_sent for x in channels]
 
 
 def least_bytes(maker: str, method: str, size: int, visible: Any) -> int:
@@ -122,10 +122,15 @@ def test_bytes(ranks: Ranks, maker: str, method: str, chosen: dict[str, Any]) ->
     n = np.arange(96)
     distance = n[None] - n[:, None]
     visible = np.ones((96, 96), bool) if not chosen else (distance <= 0) & (distance >= -chosen.get("window", (96,))[0])
-    sent = sum(ranks.run(bytes_of, maker, method, chosen))
+    counted = ranks.run(bytes_of, maker, method, chosen)
+    sent = sum(map(sum, counted))
     least = least_bytes(maker, method, ranks.size, visible)
     assert least <= sent * 1.0001
     assert sent <= 1.05 * least + (0 if method != "ulysses" else 4 * 2 * 4 * 96), (sent, least)
+    shards = getattr(Shards, maker)(96, ranks=ranks.size)
+    planned = ft.plan((2, 4, 96, 8), (2, 2, 96, 8), shards=shards, **chosen).parallel
+    by_name = {x.method: (x.sent, x.sent_backward) for x in planned}
+    assert by_name[method] == tuple(map(max, zip(*counted, strict=True)))
 
 
 def compiled(rank: int, size: int, method: Any) -> float:

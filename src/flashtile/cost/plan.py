@@ -11,7 +11,9 @@ from flashtile.cost import traffic
 from flashtile.cost.choice import as_given_to, choose, choose_for_hardware, tile_of
 from flashtile.cost.counts import Counts, block_bytes
 from flashtile.cost.hardware import Hardware, Rates
+from flashtile.cost.parallel import Links, Parallel, parallel
 from flashtile.cost.stand_ins import outlined, stand_in, stand_ins
+from flashtile.distributed.shards import Shards
 from flashtile.numerics.dtypes import ITEMSIZE
 from flashtile.options import DEFAULTS, Options
 from flashtile.problem import describe
@@ -64,6 +66,7 @@ class Plan:
     cut_bytes: int  # of spans: four numbers each for a row of tiles, worked out once before a backward pass
     kv_bytes: int  # keys and values: this call's share of a KV cache
     floor: Floor | None
+    parallel: tuple[Parallel, ...]  # each method of flashtile.distributed, if shards were given
 
     @property
     def intensity(self) -> float:
@@ -87,13 +90,17 @@ def plan(
     cu_k: Any = None,
     backend: str = "auto",
     hardware: Hardware | None = None,
+    shards: Shards | None = None,
+    links: Links | None = None,
     **options: "Unpack[Options]",
 ) -> Plan:
     """Return what attention() would do with arrays of these shapes, without the arrays.
 
     Takes every option of attention(); mask, bias, alibi and sink may be given as shapes. With `hardware`, the plan also
-    has the least time there, and the tile of that GPU. A device is "cpu", "cuda" or a torch device, whose index is
-    ignored. On a CPU, a torch device or dtype means tensors, any other NumPy arrays.
+    has the least time there, and the tile of that GPU. With `shards`, q and k have the tokens of all ranks, and the
+    plan also has what each method of flashtile.distributed sends and holds; with `links` and `hardware` also its time.
+    A device is "cpu", "cuda" or a torch device, whose index is ignored. On a CPU, a torch device or dtype means
+    tensors, any other NumPy arrays.
     """
     check_keywords("plan", options, DEFAULTS.keys() - {"layout", "key_padding_mask"})
     tensors = any(type(x).__module__.partition(".")[0] == "torch" for x in (dtype, device))
@@ -141,4 +148,5 @@ def plan(
         cut_bytes=counts.cut_bytes,
         kv_bytes=counts.kv_bytes,
         floor=None if hardware is None else Floor.under(flops, counts.least_bytes, hardware.rates),
+        parallel=() if shards is None else parallel(problem, shards, hardware, links),
     )

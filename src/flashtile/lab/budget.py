@@ -5,8 +5,10 @@ from typing import Any
 
 from flashtile.band import ceil_div
 from flashtile.cost.hardware import Hardware
+from flashtile.cost.parallel import Links
 from flashtile.cost.plan import Floor, Plan, plan
 from flashtile.cost.traffic import forward_flops_per_pair
+from flashtile.distributed import Shards
 from flashtile.errors import ShapeError
 from flashtile.lab.catalogue import Model
 from flashtile.numerics.dtypes import ITEMSIZE, accumulator
@@ -69,8 +71,13 @@ def budget(
     hardware: Hardware | None = None,
     device: str = "cpu",
     backend: str = "auto",
+    shards: Shards | None = None,
+    links: Links | None = None,
 ) -> Budget:
-    """Compute the cost of one sequence of `context` tokens: of all of them, or of the next one."""
+    """Compute the cost of one sequence of `context` tokens: of all of them, or of the next one.
+
+    With shards and links, also of its layers on several GPUs.
+    """
     if context < 1:
         raise ShapeError(f"context: expected 1 token or more, got {context}")
     kinds = []
@@ -87,6 +94,8 @@ def budget(
                 window=None if window is None else (window - 1, None),
                 backend=backend,
                 hardware=hardware,
+                shards=shards,
+                links=links,
             )
             kinds.append(Layers(count, window, planned.flops, planned.least_bytes, planned))
     kv_bytes = model.kv_bytes(context, dtype)

@@ -115,6 +115,22 @@ def test_what_a_reader_sees(a_tile):
         assert words in text, words
 
 
+def test_several_gpus():
+    one = found("--model", "llama-3-70b", "--context", "128k", "--gpus", "16")
+    assert one["hardware"]["name"] == "NVIDIA H200 SXM"
+    methods = {x["method"]: x for x in one["call"]["parallel"]}
+    assert [*methods] == ["gather", "ring", "ulysses", "ulysses 8 x ring 2"]
+    assert methods["ring"]["sent"] == 15 * (128 << 10) // 16 * 8 * 2 * 128 * 2
+    assert methods["ring"]["held"] < methods["gather"]["held"] and methods["ring"]["ideal"] == pytest.approx(1)
+    slow = found("--model", "llama-3-70b", "--context", "128k", "--gpus", "16", "--cluster", "ethernet")
+    assert slow["hardware"]["name"] == chips()["l40s"].name
+    contiguous = found("--q", "1,8,4k,64", "--causal", "--gpus", "8", "--shards", "contiguous")["call"]["parallel"][0]
+    assert contiguous["balance"] == pytest.approx(15 / 8, rel=1e-2)
+    text = said("--model", "llama-3-70b", "--context", "1m", "--gpus", "64")
+    assert "zigzag over 64 GPUs" in text and "upper bound" in text
+    assert "upper bound" not in said("--model", "llama-3-70b", "--context", "32k", "--gpus", "8")
+
+
 def test_decoding():
     told = found("--model", "llama-3-8b", "--decode", "--gpu", "h200")
     call = told["call"]
@@ -254,6 +270,9 @@ def test_a_context_has_a_token(more):
     ("arguments", "named"),
     [
         (("--q", "4,4", "--decode"), "--decode"),
+        (("--q", "4,4", "--cluster", "dgx-h100"), "--cluster"),
+        ((*LLAMA, "--decode", "--gpus", "8"), "--gpus"),
+        (("--q", "4,4", "--gpus", "8", "--shards", "zig"), "--shards"),
         (("--q", "4,4", "--context", "8k"), "--context"),
         ((*LLAMA, "--k", "1,2,3,4"), "--k: "),
         ((*LLAMA, "--causal"), "--causal"),

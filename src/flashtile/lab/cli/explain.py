@@ -8,10 +8,12 @@ import typer
 
 from flashtile import FlashtileError, dispatch
 from flashtile.cost.hardware import Hardware, Rates
+from flashtile.cost.parallel import Parallel
 from flashtile.cost.plan import Plan, plan
+from flashtile.distributed import Shards
 from flashtile.host import machine
 from flashtile.lab.budget import Budget, budget
-from flashtile.lab.catalogue import chips, known_as, length, models
+from flashtile.lab.catalogue import Cluster, chips, clusters, known_as, length, models
 from flashtile.lab.catalogue.masks import MASKS
 from flashtile.lab.cli import output
 from flashtile.lab.cli.picture import Picture, legend, pictures, side_by_side
@@ -23,6 +25,8 @@ T = TypeVar("T")
 DTYPES = (*FLOATS, EIGHT_BITS)
 CONTEXT = "8k"
 NAMED = {mask.name: mask for mask in MASKS}
+LAYOUTS = {"zigzag": Shards.zigzag, "contiguous": Shards.contiguous, "striped": Shards.striped}
+CLUSTER = "dgx-h200"
 
 
 def explain(
@@ -52,6 +56,11 @@ def explain(
     ] = None,
     gpu_bandwidth: Annotated[str | None, typer.Option(help="The same for bytes per second, such as 4.8T.")] = None,
     gpu_memory: Annotated[float | None, typer.Option(help="The same for memory in GiB.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Shard the tokens over so many GPUs: what each method sends and takes.")
+    ] = None,
+    cluster: str = typer.Option(None, help=f"With --gpus: how they are linked: {', '.join(clusters())}."),
+    shards: Annotated[str, typer.Option(help=f"With --gpus: {', '.join(LAYOUTS)}.")] = "zigzag",
     json: Annotated[bool, typer.Option("--json", help="Print plain JSON.")] = False,
 ) -> None:
     """Show what a call would cost, from shapes or a model's name."""
@@ -66,15 +75,33 @@ def explain(
     if model is None and (decode or context is not None):
         raise typer.BadParameter("--decode, --context: expected with --model; with --q the shapes define them")
     kind = _one_of("--dtype", dtype or ("float32" if model is None else "bfloat16"), {name: name for name in DTYPES})
+    if gpus is None and cluster is not None:
+        raise typer.BadParameter("--cluster: expected with --gpus")
+    if gpus is not None and decode:
+        raise typer.BadParameter("--gpus: expected a prompt; a decode sends its output and lse only")
+    linked = None if gpus is None else _one_of("--cluster", CLUSTER if cluster is None else cluster, clusters())
+    layout = _one_of("--shards", shards, LAYOUTS)
     given = _given(gpu_flops, gpu_bandwidth, gpu_memory)
-    hardware, device = _hardware(gpu, kind, given)
+    hardware, device = _hardware(linked.chip if linked and gpu is None and not given else gpu, kind, given)
+    several: dict[str, Any] = {}
     whole: Budget | None = None
     visible: Visible | None = None
     try:
         if model is not None:
             about = _one_of("--model", model, models())
             tokens = _length("--context", CONTEXT if context is None else context)
-            whole = budget(about, tokens, decode=decode, dtype=kind, hardware=hardware, device=device, backend=backend)
+            if linked is not None:
+                several = {"shards": layout(tokens, ranks=gpus), "links": linked.links}
+            whole = budget(
+                about,
+                tokens,
+                decode=decode,
+                dtype=kind,
+                hardware=hardware,
+                device=device,
+                backend=backend,
+                **several,
+            )
             call = whole.layers[0].plan
         else:
             q_shape = _shape("--q", q or "")
@@ -85,7 +112,9 @@ def explain(
                     raise typer.BadParameter("--mask: expected as many queries as keys")
                 named = _one_of("--mask", mask, NAMED)
                 options, visible = named.options(q_shape[-2]), named.visible(q_shape[-2])
-            call = plan(q_shape, k_shape, kind, device, **options, backend=backend, hardware=hardware)
+            if linked is not None:
+                several = {"shards": layout(q_shape[-2], ranks=gpus), "links": linked.links}
+            call = plan(q_shape, k_shape, kind, device, **options, backend=backend, hardware=hardware, **several)
     except FlashtileError as error:
         raise typer.BadParameter(str(error)) from None
     drawn = [] if call is None else pictures(visible or call.band, call.q_shape[-2], call.k_shape[-2], call.tile)
@@ -101,6 +130,8 @@ def explain(
     else:
         elsewhere = device == "cuda" and gpu != "here" and (gpu is not None or bool(given))
         _show(call, whole, model, hardware, drawn, here=not elsewhere)
+        if call is not None and linked is not None:
+            _show_parallel(call.parallel, linked, shards)
 
 
 # Where it runs
@@ -165,6 +196,31 @@ def _show(
         output.say(_source_of(hardware))
     for note in _notes(call, whole, name, hardware, here):
         output.say(note)
+
+
+def _show_parallel(found: tuple[Parallel, ...], cluster: Cluster, layout: str) -> None:
+    """What each method sends, holds and takes."""
+    rows = [
+        (
+            x.method,
+            size(x.sent),
+            size(x.sent_backward),
+            size(x.held),
+            *("" if t is None else seconds(t) for t in (x.seconds, x.backward_seconds)),
+            "" if x.ideal is None else f"{x.ideal:.0%}",
+        )
+        for x in found
+    ]
+    heads = ("method", "sent", "backward", "held more", "forward", "backward", "of ideal")
+    first = found[0]
+    title = f"One layer, {layout} over {first.ranks:,} GPUs: {cluster.name}"
+    output.out().print(output.table(title, heads, rows))
+    bound = "" if first.exact else " With so many GPUs, bytes are an upper bound."
+    output.say(
+        f"Bytes are those of the GPU that sends most.{bound} The busiest GPU has {first.balance:.3f} times the mean of "
+        "the visible pairs. Times are the least there can be, by published rates: products at the peak, messages at "
+        "the rate of the links, those of a ring while it computes. Held more: beyond its own tokens and gradients."
+    )
 
 
 def _of_call(p: Plan, hardware: Hardware | None) -> list[tuple[str, str]]:

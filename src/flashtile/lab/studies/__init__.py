@@ -7,6 +7,7 @@ from flashtile.lab.studies import (
     block_size,
     cache,
     causal,
+    cluster,
     equivalence,
     hierarchy,
     materialization,
@@ -22,7 +23,7 @@ from flashtile.lab.studies import (
 from flashtile.lab.studies.study import Module, Study, study
 
 _NUMBERED: tuple[Module[Any], ...] = (equivalence, memory, block_size, tiling, causal, models, materialization)
-_OTHERS: tuple[Module[Any], ...] = (arithmetic, recompute, overlap, split, targets)
+_OTHERS: tuple[Module[Any], ...] = (arithmetic, recompute, overlap, split, cluster, targets)
 _TIMED: tuple[Module[Any], ...] = (hierarchy, speed, cache)
 # In the order in which they run: those that measure time come last, when nothing else runs beside them.
 STUDIES: tuple[Study[Any], ...] = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -21,7 +20,8 @@ class Mailboxes:
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size, self.timeout = size, timeout
-        self.boxes: defaultdict[tuple[int, int], queue.Queue[Any]] = defaultdict(queue.Queue)
+        every = range(size)  # all are made at once: a defaultdict may make one twice, for two threads, and lose a message
+        self.boxes: dict[tuple[int, int], queue.Queue[Any]] = {(a, b): queue.Queue() for a in every for b in every}
         self.failure: tuple[int, BaseException] | None = None
         self._lock = threading.Lock()
 

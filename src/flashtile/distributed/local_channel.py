@@ -20,7 +20,8 @@ class Mailboxes:
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size, self.timeout = size, timeout
-        every = range(size)  # all are made at once: a defaultdict may make one twice, for two threads, and lose a message
+        every = range(size)
+        # Made at once: for two threads, a defaultdict may make the same one twice, and a message is lost.
         self.boxes: dict[tuple[int, int], queue.Queue[Any]] = {(a, b): queue.Queue() for a in every for b in every}
         self.failure: tuple[int, BaseException] | None = None
         self._lock = threading.Lock()

@@ -12,7 +12,7 @@ from flashtile.api import (
 from flashtile.band import Band, causal, full, window
 from flashtile.cost.plan import Plan, plan
 from flashtile.cost.trace import Trace, trace
-from flashtile.errors import DTypeError, FlashtileError, ShapeError, UnsupportedError
+from flashtile.errors import DTypeError, FlashtileError, MismatchError, PeerError, ShapeError, UnsupportedError
 from flashtile.host import threads  # noqa: F401  records the process id before any fork
 from flashtile.numerics.softmax import online_softmax
 from flashtile.origin import Origin
@@ -26,7 +26,9 @@ __all__ = [
     "DTypeError",
     "FlashtileError",
     "Grads",
+    "MismatchError",
     "Origin",
+    "PeerError",
     "Plan",
     "ShapeError",
     "Spans",

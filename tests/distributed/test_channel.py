@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -92,6 +93,22 @@ def test_rotate_uses_two_buffers(ranks: Ranks) -> None:
     assert ranks.run(on_gloo, buffers_of_rotate) == [2] * ranks.size
 
 
+def arrives_meanwhile(rank: int, size: int) -> None:
+    with Channel(dist.group.WORLD, "ring") as channel:
+        channel.rotate([torch.zeros(1 << 20)], [(1 << 20,)], "clears the buffer").wait()
+        channel.rotate([torch.zeros(1 << 20)], [(1 << 20,)], "clears the other buffer").wait()
+        pending = channel.rotate([torch.ones(1 << 20)], [(1 << 20,)], "step")
+        end = time.monotonic() + 20
+        while not pending._received[0].all():
+            assert time.monotonic() < end
+        pending.wait()
+
+
+def test_blocks_arrive_while_a_rank_computes(ranks: Ranks) -> None:
+    """Without wait()."""
+    ranks.run(arrives_meanwhile)
+
+
 def two_lanes(channel: Channel) -> None:
     """Gradients follow their keys one step behind; both are under way at once."""
     keys, sums = block(channel.rank, 2), torch.zeros(2, 3, dtype=torch.float64)
@@ -166,6 +183,19 @@ def every_dtype(channel: Channel) -> None:
         assert x.dtype == dtype and x.tolist() == before.tolist()
 
 
+def strided_sum(channel: Channel) -> None:
+    x = torch.arange(6.0).reshape(2, 3).T
+    assert torch.equal(channel.reduce(x, "sum", "reduce"), channel.size * torch.arange(6.0).reshape(2, 3).T)
+
+
+def other_default_device(channel: Channel) -> None:
+    with torch.device("meta"):
+        channel.agree("forward", a=1)
+        with pytest.raises(MismatchError, match="a is 0 on rank 0"):
+            channel.agree("forward", a=channel.rank)
+    channel.agree("forward", a=1)
+
+
 def needs_gradients(channel: Channel) -> None:
     x = torch.ones(2, 2, requires_grad=True)
     (y,) = channel.rotate([x], [(2, 2)], "forward").wait()
@@ -223,7 +253,9 @@ def test_other_methods_disagree(ranks: Ranks) -> None:
         assert "method is 'ulysses' on rank 0, 'ring' on rank" in error.text
 
 
-@pytest.mark.parametrize("job", [every_dtype, needs_gradients], ids=lambda job: job.__name__)
+@pytest.mark.parametrize(
+    "job", [every_dtype, strided_sum, other_default_device, needs_gradients], ids=lambda job: job.__name__
+)
 def test_more(ranks: Ranks, job: Job) -> None:
     everywhere(ranks, job)
 

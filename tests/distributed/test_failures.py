@@ -260,6 +260,25 @@ def fails(rank: int, size: int) -> Any:
     return begin
 
 
+def reduces_what_gloo_cannot(rank: int, size: int, dtype: torch.dtype) -> Any:
+    x = torch.ones(3).to(dtype if rank == 1 else torch.float32)
+    try:
+        with Channel(dist.group.WORLD, "ring") as channel:
+            channel.reduce(x, "max", "largest lse")
+    except (RuntimeError, ValueError) as error:
+        return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn], ids=str)
+def test_an_error_of_one_rank(dtype: torch.dtype) -> None:
+    """The others hear of it, and nobody else is blamed."""
+    with Ranks(2) as ranks:
+        ranks.start(reduces_what_gloo_cannot, dtype)
+        (kind, text), (_, own_text) = ranks.results()
+    assert kind == "PeerError" and "rank 1 failed: " in text
+    assert own_text.split("failed: ")[-1].split(" (noticed")[0] in text
+
+
 def leaves(rank: int, size: int) -> Any:
     if rank != 1:
         return caught(rank, ring)
@@ -407,7 +426,7 @@ def test_a_rank_that_is_late() -> None:
         results = ranks.results()
     for rank in (0, 2, 3):
         text, seconds = results[rank]
-        assert "was waited for in vain for 2 s, the group's timeout" in text and seconds < 2
+        assert "was waited for in vain: 2 s, the group's timeout, are over" in text and seconds < 2
         assert "rank 1 is at: not in a call" in text
 
 

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import zip_longest
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -71,7 +72,6 @@ class Channel:
         self.method = method
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.bytes_sent = 0
-        self._on_host = device_of(self.group).type == "cpu"
         self._watch = watch_of(self.group) if self.size > 1 else None
         self._buffers: dict[str, list[list[torch.Tensor]]] = {}
 
@@ -150,38 +150,41 @@ class Channel:
         """Start transfers."""
         ops = [dist.P2POp(dist.irecv, x, group=self.group, group_peer=peer) for peer, x in receives]
         ops += [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for peer, x in sends]
-        works = self._attempt(None, lambda: dist.batch_isend_irecv(ops))
+        works = self._start(lambda: dist.batch_isend_irecv(ops))
         peers = [peer for peer, _ in (*receives, *sends)]
-        return list(zip(peers if len(works) == len(peers) else [None] * len(works), works, strict=True))
+        on_host = ops[0].tensor.device.type == "cpu"
+        return [(peer, work, on_host) for peer, work in zip_longest(peers if on_host else (), works)]
 
     def _finish(self, posted: Any) -> None:
         """Wait for transfers."""
-        for peer, work in posted:
-            self._wait(peer, work)
+        for peer, work, on_host in posted:
+            self._wait(work, peer, on_host)
 
     def _all_reduce(self, x: torch.Tensor, op: str) -> None:
         kind: Any = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
-        work = self._attempt(None, lambda: dist.all_reduce(x, kind, self.group, async_op=True))
-        self._wait(None, work)
+        y = x.contiguous()
+        work = self._start(lambda: dist.all_reduce(y, kind, self.group, async_op=True))
+        self._wait(work, None, x.device.type == "cpu")
+        if y is not x:
+            x.copy_(y)
 
     def _same(self, digest: int) -> bool:
         """Whether all ranks have the same digest."""
         if self._watch is None:
             return True
-        both = torch.tensor([digest, -digest])
+        both = torch.tensor([digest, -digest], device="cpu")
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         connections = self._watch.connections
-        self._wait(None, self._attempt(None, lambda: connections.allreduce([both], options)), host=True)
+        self._wait(self._start(lambda: connections.allreduce([both], options)))
         return bool(both[0] == -both[1])
 
     def _gather_texts(self, text: dict[str, str]) -> list[dict[str, str]]:
         """The texts of all ranks."""
         assert self._watch is not None
-        mine, all_texts = packed(text), torch.empty(self.size, TEXT_BYTES, dtype=torch.uint8)
+        mine, all_texts = packed(text), torch.empty(self.size, TEXT_BYTES, dtype=torch.uint8, device="cpu")
         connections = self._watch.connections
-        work = self._attempt(None, lambda: connections.allgather([list(all_texts)], [mine]))
-        self._wait(None, work, host=True)
+        self._wait(self._start(lambda: connections.allgather([list(all_texts)], [mine])))
         return [json.loads(row.numpy().tobytes().rstrip(b"\0")) for row in all_texts]
 
     def _give_up(self, error: BaseException) -> None:
@@ -240,27 +243,30 @@ class Channel:
         if self._watch is not None:
             self._watch.state = state
 
-    def _attempt(self, peer: int | None, start: Callable[[], Any]) -> Any:
+    def _start(self, start: Callable[[], Any]) -> Any:
+        """Works that start() gives; an error of this rank alone stays as it is."""
         try:
             return start()
         except RuntimeError as error:
-            assert self._watch is not None
-            raise self._error(self._watch.cause(peer, error)) from error
+            failure = self._watch.noticed() if self._watch is not None else None
+            if failure is None:
+                raise
+            raise self._error(failure) from error
 
-    def _wait(self, peer: int | None, work: Any, host: bool = False) -> None:
+    def _wait(self, work: Any, peer: int | None = None, on_host: bool = True) -> None:
         """Wait for a Work: on the host with a time limit, on a device by the order of its stream."""
+        if not on_host:
+            self._start(work.wait)
+            return
         watch = self._watch
         assert watch is not None
-        if not host and not self._on_host:
-            self._attempt(peer, work.wait)
-            return
         begin = time.monotonic()
-        limit = watch.timeout - 1.5 * watch.patience  # leaves time to ask
+        limit = watch.timeout - 2 * watch.patience  # leaves time to ask and to tell
         try:
             work.wait(timedelta(seconds=limit))
         except RuntimeError as error:
             late = time.monotonic() - begin >= limit
-            raise self._error(watch.overdue(peer) if late else watch.cause(peer, error)) from error
+            raise self._error(watch.overdue(peer) if late else watch.cause(error)) from error
 
     def _error(self, failure: Failure) -> PeerError:
         here = self._watch.state if self._watch is not None else self.method
@@ -303,9 +309,9 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
 
 def shortened(text: str) -> str:
     """A text, or its beginning and a digest."""
-    return (
-        text if len(text) <= 200 else f"{text[:150]}... ({hashlib.blake2b(text.encode(), digest_size=4).hexdigest()})"
-    )
+    if len(text) <= 200:
+        return text
+    return f"{text[:150]}... ({hashlib.blake2b(text.encode(), digest_size=4).hexdigest()})"
 
 
 def packed(text: dict[str, str]) -> torch.Tensor:

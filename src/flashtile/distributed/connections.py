@@ -86,7 +86,7 @@ def disconnect(backend: Any) -> None:
     gloo does that if a wait times out; its abort() and shutdown() do nothing.
     """
     with contextlib.suppress(RuntimeError):
-        backend.recv_anysource([torch.empty(1, dtype=torch.uint8)], NEVER).wait(timedelta(milliseconds=1))
+        backend.recv_anysource([torch.empty(1, dtype=torch.uint8, device="cpu")], NEVER).wait(timedelta(milliseconds=1))
 
 
 def abort(group: dist.ProcessGroup) -> None:

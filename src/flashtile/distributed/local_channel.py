@@ -20,9 +20,9 @@ class Mailboxes:
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size, self.timeout = size, timeout
-        every = range(size)
-        # Made at once: for two threads, a defaultdict may make the same one twice, and a message is lost.
-        self.boxes: dict[tuple[int, int], queue.Queue[Any]] = {(a, b): queue.Queue() for a in every for b in every}
+        self.boxes: dict[tuple[int, int], queue.Queue[Any]] = {
+            (source, to): queue.Queue() for source in range(size) for to in range(size)
+        }
         self.failure: tuple[int, BaseException] | None = None
         self._lock = threading.Lock()
 
@@ -30,9 +30,8 @@ class Mailboxes:
         """Record the first error, and wake every rank that waits."""
         with self._lock:
             self.failure = self.failure or (rank, error)
-        for to in range(self.size):
-            for source in range(self.size):
-                self.boxes[source, to].put(None)
+        for box in self.boxes.values():
+            box.put(None)
 
 
 class LocalChannel(Channel):

@@ -104,27 +104,32 @@ class Watch:
         failure = Failure(peers[:50], what[:250], self.rank, self.state[:200])  # must fit a message
         return self._record(failure, self._tell("failed", set(peers), **asdict(failure)))
 
-    def cause(self, peer: int | None, error: BaseException) -> Failure:
-        """Why a transfer failed: what was noticed meanwhile, or what the peers answer."""
-        self._failed.wait(self.patience / 4)
-        return self._diagnose(peer, f"closed the connection: {(str(error).splitlines() or [type(error).__name__])[0]}")
+    def noticed(self, patience: float | None = None) -> Failure | None:
+        """What is known, or soon will be, to be wrong with other ranks."""
+        self._failed.wait(self.patience / 4 if patience is None else patience)
+        if self.failure is None and self._left:
+            return self.fail(tuple(self._left), "left the group")
+        return self.failure
+
+    def cause(self, error: BaseException) -> Failure:
+        """Why a transfer failed: what others noticed, ranks that do not answer, or else an error of this rank."""
+        failure = self.noticed() or self._silent("a connection to it broke")
+        return failure or self.fail((self.rank,), f"failed: {type(error).__name__}: {error}")
 
     def overdue(self, peer: int | None) -> Failure:
-        """Why a transfer did not end in time: the ranks that do not answer, or what those that answer are doing."""
-        return self._diagnose(peer, f"was waited for in vain for {self.timeout:g} s, the group's timeout")
+        """Why a transfer did not end in time: ranks that do not answer, or what those that answer are doing."""
+        waited = f"{self.timeout:g} s, the group's timeout, are over"
+        if failure := self._silent(waited):
+            return failure
+        states = "; ".join(f"rank {r} is at: {state}" for r, state in sorted(self._answers.items()))
+        late = tuple(self._answers) if peer is None else (peer,)
+        return self.fail(late, f"was waited for in vain: {waited}; {states}")
 
-    def _diagnose(self, peer: int | None, what: str) -> Failure:
-        answers = self._ask()
-        if self.failure is not None:
-            return self.failure
-        others = set(range(self.size)) - {self.rank}
-        if self._left:
-            return self.fail(tuple(self._left), "left the group")
-        silent = others - set(answers)
-        if silent:
-            return self.fail(tuple(silent), f"gave no answer and {what}")
-        states = "; ".join(f"rank {r} is at: {answers[r]}" for r in sorted(others))
-        return self.fail(tuple(others) if peer is None else (peer,), f"{what}; {states}")
+    def _silent(self, what: str) -> Failure | None:
+        """A failure that is known, or that some ranks do not answer."""
+        silent = set(range(self.size)) - {self.rank} - set(self._ask())
+        failure = self.noticed(patience=0)
+        return self.fail(tuple(silent), f"gave no answer: {what}") if failure is None and silent else failure
 
     def _record(self, failure: Failure, works: list[Any]) -> Failure:
         """Keep the first failure, flush the messages about it, and end all waiting in the group."""
@@ -178,7 +183,7 @@ class Watch:
 
     def _listen(self, peer: int) -> None:
         while True:
-            message = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
+            message = torch.empty(MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
             try:
                 self.connections.recv([message], peer, 0).wait(FOREVER)
             except RuntimeError:
@@ -205,5 +210,5 @@ class Watch:
         elif kind == "left":
             self._left.add(origin)
         elif kind == "failed":
-            failure = Failure(**{f.name: message[f.name] for f in fields(Failure)})
-            self._record(failure, works)
+            content = {f.name: message[f.name] for f in fields(Failure)}
+            self._record(Failure(**{**content, "peers": tuple(content["peers"])}), works)

@@ -217,3 +217,11 @@ def test_gradients_of_slopes_are_refused_in_graphs(monkeypatch: pytest.MonkeyPat
     x = torch.randn(1, 2, 8, 8)
     with pytest.raises(ft.UnsupportedError, match="alibi: expected slopes that need no gradient"):
         simulate(2, lambda group: distributed.attention(x, x, x, group=group, shards=shards, alibi=slopes))
+
+
+def test_groups_that_are_none() -> None:
+    x, shards = torch.ones(1, 1, 4, 8), Shards.zigzag(4, ranks=1)
+    with pytest.raises(ft.DTypeError, match="group: expected a ProcessGroup that this rank is in"):
+        distributed.attention(x, x, x, group=torch.distributed.GroupMember.NON_GROUP_MEMBER, shards=shards)
+    with pytest.raises(ft.DTypeError, match="group: expected a ProcessGroup or a DeviceMesh, got None"):
+        distributed.attention(x, x, x, shards=shards)

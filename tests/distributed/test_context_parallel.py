@@ -225,3 +225,14 @@ def test_groups_that_are_none() -> None:
         distributed.attention(x, x, x, group=torch.distributed.GroupMember.NON_GROUP_MEMBER, shards=shards)
     with pytest.raises(ft.DTypeError, match="group: expected a ProcessGroup or a DeviceMesh, got None"):
         distributed.attention(x, x, x, shards=shards)
+
+
+def test_many_heads_of_16_bits() -> None:
+    """Options of many numbers are compared by their digests."""
+    shards = Shards.zigzag(8, ranks=2)
+    x, numbers = torch.randn(1, 64, 4, 8).bfloat16(), torch.rand(64).bfloat16()
+
+    def job(group: Any) -> Any:
+        return distributed.attention(x, x, x, group=group, shards=shards, sink=numbers, alibi=numbers).shape
+
+    assert simulate(2, job) == [x.shape] * 2

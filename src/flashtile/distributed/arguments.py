@@ -5,7 +5,6 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -136,7 +135,7 @@ def facts(options: dict[str, Any]) -> dict[str, Any]:
 
 def digest(x: Tensor) -> str:
     """The contents of a tensor on the host, in short."""
-    return blake2b(np.ascontiguousarray(x.detach().numpy()).tobytes(), digest_size=8).hexdigest()
+    return blake2b(x.detach().contiguous().view(torch.uint8).numpy(), digest_size=8).hexdigest()
 
 
 def _with_padding(mask: Any, padding: Any) -> Any:

@@ -116,3 +116,5 @@ def test_runs_of_several_steps():
     assert {x.pairs for x in found if x.method == "ring"} == {2 * (1 + 3 + 5)}
     with pytest.raises(flashtile.DTypeError, match="shards: expected"):
         flashtile.plan((1, 2, 5, 8), (1, 2, 5, 8), shards=3)
+    with pytest.raises(flashtile.DTypeError, match="links: expected"):
+        flashtile.plan((1, 2, 5, 8), (1, 2, 5, 8), shards=shards, links=3)

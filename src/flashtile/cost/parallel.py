@@ -95,6 +95,8 @@ def parallel(
     """The call of this problem by every method that fits, if its tokens are sharded; with times if rates are given."""
     if not isinstance(shards, Shards):
         raise DTypeError(f"shards: expected a flashtile.distributed.Shards, got {type(shards).__name__}")
+    if links is not None and not isinstance(links, Links):
+        raise DTypeError(f"links: expected a flashtile.cost.parallel.Links, got {type(links).__name__}")
     if p.packed or p.n_q != p.n_k:
         raise UnsupportedError("shards: expected one row of as many queries as keys; documents belong to the Shards")
     if shards.tokens != p.n_q:

@@ -108,3 +108,13 @@ def test_what_does_not_apply_is_refused(options, error, words):
         flashtile.plan(*SHAPES, **options)
     with pytest.raises(UnsupportedError, match="shards: expected one row of as many queries"):
         flashtile.plan((1, 8, 4, 16), SHAPES[1], shards=Shards.zigzag(512, ranks=2))
+
+
+def test_runs_of_several_steps():
+    shards = Shards((((0, 0, 2, 3),), ((0, 1, 1, 1), (0, 3, 1, 1))), (5,))
+    found = flashtile.plan((1, 2, 5, 8), (1, 2, 5, 8), causal=True, shards=shards).parallel
+    assert {x.pairs for x in found if x.method == "ring"} == {2 * (1 + 3 + 5)}
+    with pytest.raises(flashtile.DTypeError, match="shards: expected"):
+        flashtile.plan((1, 2, 5, 8), (1, 2, 5, 8), shards=3)
+    with pytest.raises(flashtile.DTypeError, match="links: expected"):
+        flashtile.plan((1, 2, 5, 8), (1, 2, 5, 8), shards=shards, links=3)

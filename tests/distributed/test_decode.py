@@ -84,3 +84,11 @@ def test_refused(options: dict[str, Any], error: type, message: str) -> None:
     q, k, v = tensors(1, 4, np.random.default_rng(0))
     with pytest.raises(error, match=message):
         simulate(2, lambda group: distributed.decode(q, k, v, group=group, **options))
+
+
+def test_gradients_are_refused() -> None:
+    q, k, v = tensors(1, 4, np.random.default_rng(0))
+    q.requires_grad_()
+    with pytest.raises(ft.UnsupportedError, match="need no gradient"):
+        simulate(2, lambda group: distributed.decode(q, k, v, group=group))
+    simulate(2, lambda group: distributed.decode(q.detach(), k, v, group=group, out_dtype=np.float64))

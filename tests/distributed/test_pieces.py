@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from flashtile.band import FAR, Band
 from flashtile.distributed import Shards
 from flashtile.distributed.pieces import Uses, pieces
+from flashtile.distributed.plan import KEPT_PLANS, Method, plan_of
 from flashtile.distributed.segments import Segment, joined, moves, of_rank, rows, tokens, within
 from flashtile.distributed.visible import Visible, union
 from flashtile.spans import Spans
@@ -137,3 +140,16 @@ def test_many_segments_are_split() -> None:
     assert sum((x.limits[..., 1] - x.limits[..., 0]).sum() for x in found if x.limits is not None) + sum(
         (x.keys.stop - x.keys.start) * 5 for x in found if x.limits is None
     ) == 5 * (2 + 19 * 5)
+
+
+def test_plans_are_not_kept_for_ever() -> None:
+    """Batches have other documents each; a plan holds limits, also on the device."""
+    plans = []
+    for n in range(KEPT_PLANS + 9):
+        shards = Shards.zigzag(documents=[5 + n, 30], ranks=4)
+        plan = plan_of(shards, Visible(shards.tokens, shards.starts), Method(2, 2), 1, Uses(False, False))
+        assert plan.hops and plan.gathered is not None
+        plans.append(weakref.ref(plan))
+    del plan
+    gc.collect()
+    assert sum(plan() is not None for plan in plans) <= KEPT_PLANS

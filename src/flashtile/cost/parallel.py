@@ -17,7 +17,7 @@ from flashtile.distributed.pieces import Uses
 from flashtile.distributed.plan import Heads, Method, Plan
 from flashtile.distributed.shards import Shards
 from flashtile.distributed.visible import Visible
-from flashtile.errors import ShapeError, UnsupportedError
+from flashtile.errors import DTypeError, ShapeError, UnsupportedError
 from flashtile.numerics.dtypes import ITEMSIZE, Array
 from flashtile.problem import Problem
 
@@ -93,6 +93,10 @@ def parallel(
     p: Problem, shards: Shards, hardware: Hardware | None = None, links: Links | None = None
 ) -> tuple[Parallel, ...]:
     """The call of this problem by every method that fits, if its tokens are sharded; with times if rates are given."""
+    if not isinstance(shards, Shards):
+        raise DTypeError(f"shards: expected a flashtile.distributed.Shards, got {type(shards).__name__}")
+    if links is not None and not isinstance(links, Links):
+        raise DTypeError(f"links: expected a flashtile.cost.parallel.Links, got {type(links).__name__}")
     if p.packed or p.n_q != p.n_k:
         raise UnsupportedError("shards: expected one row of as many queries as keys; documents belong to the Shards")
     if shards.tokens != p.n_q:
@@ -100,12 +104,14 @@ def parallel(
     limits = p.spans
     band = p.band_for(p.n_q, p.n_k)
     visible = Visible(p.n_q, shards.starts, band, False, limits, p.kv_lengths)
-    if limits is None and p.kv_lengths is None:
+    one_step = len({run.step for runs in shards.runs for run in runs}) <= 1
+    if limits is None and p.kv_lengths is None and one_step:
         pairs = pairs_by_band(shards, band)
     elif shards.ranks <= PLANNED:
         pairs = pairs_by_ends(shards, visible)
     else:
-        raise UnsupportedError(f"shards: expected at most {PLANNED} ranks with spans or kv_lengths, got {shards.ranks}")
+        what = f"at most {PLANNED} ranks with spans, kv_lengths or runs of several steps"
+        raise UnsupportedError(f"shards: expected {what}, got {shards.ranks}")
     return tuple(
         _by_method(p, shards, visible, method, pairs, hardware, links)
         for method in _methods(shards.ranks, p.heads, links)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -18,7 +17,7 @@ from flashtile.checks.shapes import check_dtypes
 from flashtile.distributed.shards import Shards
 from flashtile.errors import DTypeError, ShapeError, UnsupportedError
 from flashtile.numerics.dtypes import accumulator
-from flashtile.options import DEFAULTS, OPTIONS
+from flashtile.options import DEFAULTS, OPTIONS, PLAIN_ARRAYS
 from flashtile.pytorch import autocast, subclasses
 from flashtile.spans import limits_of
 
@@ -41,12 +40,16 @@ def prepare(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Arguments:
     check_keywords("attention", options, {*DEFAULTS, "return_lse", "backend"})
     if not isinstance(q, Tensor):
         raise DTypeError(f"q: expected a torch tensor, got {type(q).__name__}")
-    check_library(q, k=k, v=v)
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    chosen: dict[str, Any] = {name: x for name, x in options.items() if x is not DEFAULTS[name]}
+    if "kv_lengths" in chosen:
+        chosen["kv_lengths"] = as_array("kv_lengths", chosen["kv_lengths"], q)
+    names = [name for name in (*PLAIN_ARRAYS, "key_padding_mask") if name in chosen and name != "spans"]
+    check_library(q, k=k, v=v, **{name: chosen[name] for name in names})
+    tensors = {"q": q, "k": k, "v": v, **{name: chosen[name] for name in names}}
+    for name, x in tensors.items():
         if isinstance(x, DTensor):
             raise DTypeError(f"{name}: expected this rank's shard, a plain tensor, got a DTensor: use local_map")
-    subclasses.check_plain({"q": q, "k": k, "v": v})
-    chosen: dict[str, Any] = {name: x for name, x in options.items() if x is not DEFAULTS[name]}
+    subclasses.check_plain(tensors)
     bnhd = axes.is_bnhd(chosen.pop("layout", None))
     ndim = q.ndim
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -60,8 +63,6 @@ def prepare(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Arguments:
         chosen["mask"] = _with_padding(chosen.get("mask"), padding)
     if "spans" in chosen:
         chosen["spans"] = limits_of(chosen["spans"])
-    if "kv_lengths" in chosen:
-        chosen["kv_lengths"] = as_array("kv_lengths", chosen["kv_lengths"], q)
     if torch.are_deterministic_algorithms_enabled() and not chosen.get("deterministic", False):
         chosen["deterministic"] = True
     if autocast.enabled(q):
@@ -134,7 +135,7 @@ def facts(options: dict[str, Any]) -> dict[str, Any]:
 
 def digest(x: Tensor) -> str:
     """The contents of a tensor on the host, in short."""
-    return blake2b(np.ascontiguousarray(x.detach().numpy()).tobytes(), digest_size=8).hexdigest()
+    return blake2b(x.detach().contiguous().view(torch.uint8).numpy(), digest_size=8).hexdigest()
 
 
 def _with_padding(mask: Any, padding: Any) -> Any:
@@ -148,4 +149,6 @@ def _with_padding(mask: Any, padding: Any) -> Any:
         return padding
     if mask.ndim != 4 or mask.shape[2] != 1:
         raise UnsupportedError("key_padding_mask: expected no mask of all pairs beside it")
+    if mask.shape[3] != padding.shape[3]:
+        raise ShapeError(f"key_padding_mask: expected {mask.shape[3]} keys, as mask has, got {padding.shape[3]}")
     return mask & padding

@@ -160,6 +160,7 @@ def backward(
                 out,
                 lse,
                 dlse=None if saved.dlse is None else part.queries(saved.dlse),
+                out_dtype=_name(out.dtype),
                 grad_dtype=_name(dq.dtype),
                 into=into,
                 backend=call.backend,

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashtile.checks import layout as axes
-from flashtile.checks.numbers import check_flag
+from flashtile.checks.numbers import check_flag, check_integer
 from flashtile.distributed import operators
 from flashtile.distributed.arguments import PAIRED, Arguments, check, check_shards, prepare
 from flashtile.distributed.groups import channel_of, process_group
 from flashtile.distributed.plan import Heads, Method
 from flashtile.distributed.shards import Shards
-from flashtile.errors import FlashtileError, ShapeError, UnsupportedError
+from flashtile.errors import ShapeError, UnsupportedError
 from flashtile.pytorch.operands import operands
 
 if TYPE_CHECKING:
@@ -55,16 +55,16 @@ def attention(
     alibi, sink, kv_lengths, seed) is the same on each, and so is the gradient of the sink: that of the sum of all
     ranks' losses.
     """
-    return_lse = check_flag("return_lse", return_lse)
     group = process_group(group)
     rank, size = group.rank(), group.size()
     try:
+        return_lse = check_flag("return_lse", return_lse)
         check_shards(shards, size)
         call = prepare(q, k, v, dict(options))
         if not torch.compiler.is_compiling():
             check(call, backend, shards.counts[rank], shards.counts[rank], (shards.tokens, shards.tokens))
         split = method_of(method, size, shards, call)
-    except FlashtileError as error:
+    except Exception as error:  # whatever it is, the other ranks must not wait
         if not torch.compiler.is_compiling():
             refuse(group, error)
         raise
@@ -91,7 +91,7 @@ def attention(
     return axes.swap_results(results, return_lse) if call.bnhd else results
 
 
-def refuse(group: Any, error: FlashtileError) -> None:
+def refuse(group: Any, error: Exception) -> None:
     """Tell the other ranks that this one does not make the call."""
     with channel_of(group.group_name, "attention") as channel:
         channel.agree("forward", refused=error)
@@ -105,12 +105,16 @@ def method_of(method: Any, size: int, shards: Shards, call: Arguments) -> Method
         heads, kv_heads = q.shape[1], k.shape[1]
         if size > 1 and not pairs and kv_heads % size == 0 and heads + kv_heads <= kv_heads * size:
             return Method(size, 1)
-        gathered = shards.tokens * k.shape[0] * kv_heads * (k.shape[3] + v.shape[3]) * k.element_size()
-        return Method(1, size, gathered <= MOST_GATHERED)
+        tokens = sum(shards.counts)  # numbers that torch.compile knows
+        gathered = tokens * k.shape[0] * kv_heads * (k.shape[3] + v.shape[3]) * k.element_size()
+        return Method(1, size, bool(gathered <= MOST_GATHERED))
     if method in ("gather", "ring"):
         return Method(1, size, method == "gather")
-    found = Method(size, 1) if method == "ulysses" else Method(*method) if isinstance(method, tuple) else None
-    if found is None or found.ulysses < 1 or found.ulysses * found.ring != size:
+    found = Method(size, 1) if method == "ulysses" else None
+    if isinstance(method, tuple) and len(method) == 2:
+        ulysses, ring = (check_integer("method", n, 1, size) for n in method)
+        found = Method(ulysses, ring)
+    if found is None or found.ulysses * found.ring != size:
         raise ShapeError(
             f"method: expected {', '.join(METHODS)}, or two sizes whose product is {size}, the ranks, got {method!r}"
         )

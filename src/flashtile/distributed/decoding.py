@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flashtile.checks import layout as axes
 from flashtile.checks.numbers import check_flag
+from flashtile.checks.options import name_of_any
 from flashtile.distributed import arguments, arithmetic, passes, segments
 from flashtile.distributed.arguments import Arguments
 from flashtile.distributed.arithmetic import Call, Keys
@@ -17,7 +18,7 @@ from flashtile.distributed.pieces import Piece, pieces
 from flashtile.distributed.plan import Heads, Method
 from flashtile.distributed.segments import Segment
 from flashtile.distributed.shards import Shards
-from flashtile.errors import FlashtileError, ShapeError, UnsupportedError
+from flashtile.errors import ShapeError, UnsupportedError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -54,14 +55,17 @@ def decode(
     """
     return_lse = check_flag("return_lse", return_lse)
     group = process_group(group)
+    recorded = torch.is_grad_enabled()
     with torch.no_grad(), channel_of(group.group_name, "decode") as channel:
-        refused: FlashtileError | None = None
+        refused: Exception | None = None
         facts: dict[str, Any] = {}
         try:
             call = arguments.prepare(q, k, v, dict(options))
+            if recorded and any(x.requires_grad for x in (call.q, call.k, call.v)):
+                raise UnsupportedError("q, k, v: expected tensors that need no gradient; attention() has gradients")
             facts = _facts(call, shards, backend)
             parts, numbers, keys = _parts(call, shards, channel.rank, channel.size, backend)
-        except FlashtileError as error:
+        except Exception as error:
             refused = error
         channel.agree("keys", refused=refused, **facts)
         real = arithmetic.accumulator(call.q.dtype)
@@ -72,7 +76,7 @@ def decode(
         if (sink := call.options.get("sink")) is not None:
             passes.add_sink(out, lse, sink.to(real))
     out_dtype = call.options.get("out_dtype")
-    out = out.to(call.q.dtype if out_dtype is None else getattr(torch, str(out_dtype).removeprefix("torch.")))
+    out = out.to(call.q.dtype if out_dtype is None else getattr(torch, name_of_any(out_dtype)))
     for _ in range(4 - call.ndim):
         out, lse = out[0], lse[0]
     results = (out, lse) if return_lse else out
@@ -99,8 +103,6 @@ def _parts(
     """The pieces of this rank's keys, checked, and what they have in common."""
     q, k, v, options, *_ = call
     n_q, n_k, heads = q.shape[2], k.shape[2], q.shape[1]
-    if any(x.requires_grad for x in (q, k, v)) and torch.is_grad_enabled():
-        raise UnsupportedError("q, k, v: expected tensors that need no gradient; attention() has gradients")
     positions = shards is not None
     every = Heads(0, heads, heads // max(k.shape[1], 1))
     if options.get("dropout"):

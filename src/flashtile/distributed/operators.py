@@ -12,7 +12,7 @@ from flashtile.distributed.groups import channel_of
 from flashtile.distributed.passes import Sharded
 from flashtile.distributed.plan import Method
 from flashtile.distributed.shards import Shards
-from flashtile.errors import FlashtileError
+from flashtile.pytorch.autograd import Backward, Operator, register, reject_gradients
 from flashtile.pytorch.interception import answering
 from flashtile.pytorch.operands import FIELDS, SCHEMA, TENSOR_ARGUMENTS, Operands
 from flashtile.pytorch.operators import LIBRARY
@@ -80,13 +80,13 @@ def _run(
     with channel, answering():
         shards = Shards.decode(code.numpy())
         sharded = Sharded(shards, method, channel.rank, call.backend, call.options(), heads, kv_heads, rows)
-        refused: FlashtileError | None = None
+        refused: Exception | None = None
         try:
             if step == "forward":  # in compiled graphs, too
                 arguments.check(arguments.Arguments(call.q, call.k, call.v, sharded.options, 4, False), *sharded.sizes)
             facts = {**facts, **_facts(call, sharded, code)}
             sharded.plan()
-        except FlashtileError as error:
+        except Exception as error:
             refused = error
         channel.agree(step, refused=refused, **facts)
         return run(channel, sharded, *tensors)
@@ -133,40 +133,53 @@ def _fake_backward(
 ) -> tuple[Tensor, ...]:
     call = Operands(*args[:_N])
     batch, heads, rows, _ = dout.shape
+    dbias = None if call.bias is None or not bias_grad else torch.empty_like(call.bias)
+    if args[_N + 2] > 1:  # heads were exchanged
+        qkv = zip((call.q, call.k, call.v), (heads, kv_heads, kv_heads), strict=True)
+        dq, dk, dv = (x.new_empty((batch, n, rows, x.shape[3])) for x, n in qkv)
+        dbias = None if dbias is None else dbias.contiguous()
+    else:  # in the order of the inputs in memory
+        dq, dk, dv = (torch.empty_like(x) for x in (call.q, call.k, call.v))
     return (
-        call.q.new_empty((batch, heads, rows, call.q.shape[3])),
-        call.k.new_empty((batch, kv_heads, rows, call.k.shape[3])),
-        call.v.new_empty((batch, kv_heads, rows, call.v.shape[3])),
-        dout.new_empty(0) if call.bias is None or not bias_grad else torch.empty_like(call.bias),
+        dq,
+        dk,
+        dv,
+        dout.new_empty(0) if dbias is None else dbias,
         dout.new_empty(0) if call.sink is None else torch.empty_like(call.sink),
     )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.set_materialize_grads(False)
-    call, more = Operands(*inputs[:_N]), inputs[_N:]
-    out, lse, *of_heads, out_of_heads, lse_of_heads = output
-    ctx.kv_heads = call.k.shape[1]
-    ctx.more = more
-    if more[2] > 1:  # heads were exchanged
-        (q, k, v), out, lse = of_heads, out_of_heads, lse_of_heads
-        call = call._replace(q=q, k=k, v=v)
-    ctx.numbers = tuple(call)[len(TENSOR_ARGUMENTS) :]
-    ctx.save_for_backward(*tuple(call)[: len(TENSOR_ARGUMENTS)], out, lse, more[1])
+class _Forward(Operator):
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)
+        _, *args = inputs
+        call, more = Operands(*args[:_N]), args[_N:]
+        reject_gradients(call.q, Operands(*ctx.needs_input_grad[1 : _N + 1]).alibi)
+        out, lse, *of_heads, out_of_heads, lse_of_heads = output
+        ctx.kv_heads = call.k.shape[1]
+        ctx.more = more
+        if more[2] > 1:  # heads were exchanged
+            (q, k, v), out, lse = of_heads, out_of_heads, lse_of_heads
+            call = call._replace(q=q, k=k, v=v)
+        ctx.numbers = tuple(call)[len(TENSOR_ARGUMENTS) :]
+        ctx.save_for_backward(*tuple(call)[: len(TENSOR_ARGUMENTS)], out, lse, more[1])
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        *tensors, out, lse, shards = ctx.saved_tensors
+        needs = Operands(*ctx.needs_input_grad[1 : _N + 1])
+        group, _, *rest = ctx.more
+        if dout is None:  # only the lse has a gradient
+            assert dlse is not None
+            dout = dlse.new_zeros((*dlse.shape, out.shape[-1]), dtype=out.dtype)
+        bias_grad = bool(needs.bias)
+        grads = BACKWARD(dout, dlse, out, lse, bias_grad, ctx.kv_heads, *tensors, *ctx.numbers, group, shards, *rest)
+        named = dict(zip(("q", "k", "v", "bias", "sink"), grads, strict=True))
+        found = Operands(*(None for _ in FIELDS))
+        found = found._replace(**{name: x for name, x in named.items() if getattr(needs, name)})
+        return None, *found, *(None for _ in ctx.more)
 
 
-def _autograd(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    *tensors, out, lse, shards = ctx.saved_tensors
-    needs = Operands(*ctx.needs_input_grad[:_N])
-    group, _, *rest = ctx.more
-    if dout is None:  # only the lse has a gradient
-        assert dlse is not None
-        dout = dlse.new_zeros((*dlse.shape, out.shape[-1]), dtype=out.dtype)
-    bias_grad = bool(needs.bias)
-    grads = BACKWARD(dout, dlse, out, lse, bias_grad, ctx.kv_heads, *tensors, *ctx.numbers, group, shards, *rest)
-    named = dict(zip(("q", "k", "v", "bias", "sink"), grads, strict=True))
-    none = Operands(*(None for _ in FIELDS))
-    return *none._replace(**{name: x for name, x in named.items() if getattr(needs, name)}), *(None for _ in ctx.more)
-
-
-torch.library.register_autograd("flashtile::context_parallel", _autograd, setup_context=_setup_context, lib=LIBRARY)
+register(FORWARD, _Forward)
+register(BACKWARD, Backward)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from functools import cached_property, lru_cache
+from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
 from threading import Lock
@@ -96,21 +96,24 @@ class Plan:
         self.group = list(range(self.place * method.ulysses, (self.place + 1) * method.ulysses))
         self.ring = list(range(within, shards.ranks, method.ulysses))
         self.homes = [seg.of_rank(shards, peer) for peer in self.group]
+        self._layouts: dict[int, Segments] = {}
+        self._needs: dict[int, tuple[Interval, ...]] = {}
         self.layout = self.layout_at(self.place)
 
-    @lru_cache(maxsize=1 << 16)  # noqa: B019  plans are few, and kept
     def layout_at(self, place: int) -> Segments:
         """The rows that the ranks of a place have together."""
-        u = self.method.ulysses
-        if u == 1:
-            return seg.of_rank(self.shards, place)
-        return seg.joined([seg.of_rank(self.shards, peer) for peer in range(place * u, (place + 1) * u)])
+        if place not in self._layouts:
+            u = self.method.ulysses
+            parts = [seg.of_rank(self.shards, peer) for peer in range(place * u, (place + 1) * u)]
+            self._layouts[place] = parts[0] if u == 1 else seg.joined(parts)
+        return self._layouts[place]
 
-    @lru_cache(maxsize=1 << 16)  # noqa: B019
     def needs(self, place: int) -> tuple[Interval, ...]:
         """The tokens that the queries of a place see."""
-        begin, end = self.visible.ends(seg.tokens(self.layout_at(place)))
-        return tuple(union(begin.reshape(-1), end.reshape(-1), KEPT_INTERVALS))
+        if place not in self._needs:
+            begin, end = self.visible.ends(seg.tokens(self.layout_at(place)))
+            self._needs[place] = tuple(union(begin.reshape(-1), end.reshape(-1), KEPT_INTERVALS))
+        return self._needs[place]
 
     def kept(self, source: int, hop: int) -> tuple[Interval, ...]:
         """What the places from this hop on need of a block."""

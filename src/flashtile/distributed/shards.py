@@ -11,7 +11,7 @@ import numpy as np
 
 from flashtile.band import FAR, Band
 from flashtile.checks.arguments import to_host
-from flashtile.checks.numbers import check_integer
+from flashtile.checks.numbers import check_flag, check_integer
 from flashtile.checks.options import band as check_band
 from flashtile.checks.options import combine_bands
 from flashtile.checks.options import window as check_window
@@ -109,6 +109,7 @@ class Shards:
         """Give each rank as many tokens, and as many visible pairs, as any other, in as few pieces as that takes."""
         lengths, ranks = _lengths(tokens, documents, cu_seqlens), _ranks(ranks)
         starts = starts_of(lengths)
+        causal = check_flag("causal", causal)
         window, band = check_window("window", window, None), check_band("band", band, None)
         combined, align_end = combine_bands(causal, window, band)
         limits = limits_of(spans)
@@ -157,20 +158,22 @@ class Shards:
         return self._of(rank, np.zeros(len(self.starts), np.int64))
 
     def _of(self, rank: int, starts: Array) -> Array:
-        if not 0 <= rank < self.ranks:
-            raise ShapeError(f"rank: expected 0 to {self.ranks - 1}, got {rank}")
+        rank = check_integer("rank", rank, 0, self.ranks - 1)
         found = [starts[run.document] + run.start + run.step * np.arange(run.n) for run in self.runs[rank]]
         return np.concatenate([np.zeros(0, np.int64), *found])
 
     def shard(self, x: Any, rank: int, dim: int = -2) -> Any:
         """The part of x that a rank holds, along the axis of tokens. Tensors keep their gradients."""
+        _check_axis("x", x, dim)
         if x.shape[dim] != self.tokens:
             raise ShapeError(f"x: expected {self.tokens} tokens along axis {dim}, got shape {tuple(x.shape)}")
         return _take(x, self.indices(rank), dim)
 
     def restore(self, parts: Sequence[Any], dim: int = -2) -> Any:
         """The whole, from the parts of all ranks."""
-        counts = self.counts
+        counts, parts = self.counts, list(parts)
+        for n, x in enumerate(parts):
+            _check_axis(f"parts[{n}]", x, dim)
         if len(parts) != self.ranks or any(x.shape[dim] != n for x, n in zip(parts, counts, strict=True)):
             found = [tuple(x.shape) for x in parts]
             raise ShapeError(f"parts: expected {_brief(counts)} tokens along axis {dim}, got shapes {found}")
@@ -180,7 +183,7 @@ class Shards:
         else:
             import torch
 
-            joined = torch.cat(list(parts), dim)
+            joined = torch.cat(parts, dim)
         return _take(joined, np.argsort(held), dim)
 
 
@@ -214,6 +217,14 @@ def _take(x: Any, indices: Array, dim: int) -> Any:
     return x.index_select(dim, torch.as_tensor(indices, device=x.device))
 
 
+def _check_axis(name: str, x: Any, dim: int) -> None:
+    shape = getattr(x, "shape", None)
+    if shape is None:
+        raise DTypeError(f"{name}: expected an array or a tensor, got {type(x).__name__}")
+    if not -len(shape) <= dim < len(shape):
+        raise ShapeError(f"dim: expected an axis of {name}, whose shape is {tuple(shape)}, got {dim}")
+
+
 def _ranks(ranks: int) -> int:
     return check_integer("ranks", ranks, 1, 1 << 20)
 
@@ -243,7 +254,11 @@ def _lengths(tokens: int | None, documents: Any, cu_seqlens: Any) -> tuple[int, 
 
 
 def _fields(run: Any) -> Iterable[Any]:
-    return (run.document, run.start, run.step, run.n) if isinstance(run, Run) else run
+    if isinstance(run, Run):
+        return run.document, run.start, run.step, run.n
+    if not isinstance(run, Sequence) or len(run) != 4:
+        raise DTypeError(f"runs: expected a sequence of Run for each rank, got {run!r} in place of a Run")
+    return run
 
 
 def _brief(x: Any) -> str:

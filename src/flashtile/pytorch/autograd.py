@@ -93,7 +93,7 @@ def _run_backward(
 record: Any = super(torch.autograd.Function, Attention).apply
 
 
-class _Operator(_SingleLevelFunction):  # for at most one level of torch.func
+class Operator(_SingleLevelFunction):  # for at most one level of torch.func
     """An operator that autograd records. Takes a function that runs it below autograd, and its arguments."""
 
     @staticmethod
@@ -103,7 +103,7 @@ class _Operator(_SingleLevelFunction):  # for at most one level of torch.func
             return below(*args)
 
 
-class _Forward(_Operator):
+class _Forward(Operator):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         _, *args = inputs
@@ -122,7 +122,7 @@ class _Forward(_Operator):
         return None, *_NO_GRADIENTS._replace(**{name: grad for name, grad in named if getattr(needs, name)})
 
 
-class _Backward(_Operator):
+class Backward(Operator):
     """The backward pass, which has no gradients itself."""
 
     @staticmethod
@@ -154,7 +154,7 @@ def reject_forward_mode(tensors: Iterable[Tensor]) -> None:
         raise UnsupportedError("q, k, v: attention has gradients, but no forward-mode derivatives")
 
 
-def _register(op: Any, function: Any) -> None:
+def register(op: Any, function: Any) -> None:
     """Register a Function as torch.library.register_autograd() does, but one that torch.func accepts.
 
     The dispatcher calls it at each level of torch.func, with the tensors of that level.
@@ -175,6 +175,6 @@ def _register(op: Any, function: Any) -> None:
     operators.LIBRARY.impl(op, recorded, "Autograd", with_keyset=True)
 
 
-_register(operators.ATTENTION, _Forward)
-_register(operators.ATTENTION_BACKWARD, _Backward)
-_register(operators.BLOCK_BACKWARD, _Backward)
+register(operators.ATTENTION, _Forward)
+register(operators.ATTENTION_BACKWARD, Backward)
+register(operators.BLOCK_BACKWARD, Backward)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import multiprocessing
-import socket
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -36,17 +35,19 @@ class Ranks:
         self.size = size
         places = [hosts[rank * len(hosts) // size] if hosts else None for rank in range(size)]
         address = hosts[0].address if hosts else "127.0.0.1"
-        port = free_port()
         pipes = [context.Pipe() for _ in range(size)]
         self.pipes = [here for here, _ in pipes]
         self.processes = [
-            context.Process(target=serve, args=(there, rank, size, places[rank], address, port, timeout), daemon=True)
+            context.Process(target=serve, args=(there, rank, size, places[rank], address, timeout), daemon=True)
             for rank, (_, there) in enumerate(pipes)
         ]
         for process in self.processes:
             process.start()
         for _, there in pipes:
             there.close()
+        port = self.pipes[0].recv()
+        for pipe in self.pipes[1:]:
+            pipe.send(port)
 
     def __enter__(self) -> Ranks:
         return self
@@ -85,14 +86,7 @@ class Ranks:
         return results
 
 
-def free_port() -> int:
-    """A port that nobody uses."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-def serve(pipe: Connection, rank: int, size: int, place: Host | None, address: str, port: int, timeout: float) -> None:
+def serve(pipe: Connection, rank: int, size: int, place: Host | None, address: str, timeout: float) -> None:
     """Join the group, then run jobs until the pipe is closed."""
     if place is not None:
         place.enter()
@@ -102,7 +96,11 @@ def serve(pipe: Connection, rank: int, size: int, place: Host | None, address: s
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=timeout)
     # The store waits longer: it is used to meet, and what is tested comes after that.
-    store = dist.TCPStore(address, port, size, rank == 0, timeout=datetime.timedelta(seconds=60))
+    patience = datetime.timedelta(seconds=60)
+    port = 0 if rank == 0 else pipe.recv()  # the system knows a free one
+    store = dist.TCPStore(address, port, size, rank == 0, patience, wait_for_workers=False)
+    if rank == 0:
+        pipe.send(store.port)
     dist.init_process_group("gloo", rank=rank, world_size=size, store=store, timeout=limit)
     while True:
         try:

@@ -11,15 +11,16 @@ from flashtile.cost import traffic
 from flashtile.cost.choice import as_given_to, choose, choose_for_hardware, tile_of
 from flashtile.cost.counts import Counts, block_bytes
 from flashtile.cost.hardware import Hardware, Rates
-from flashtile.cost.parallel import Links, Parallel, parallel
 from flashtile.cost.stand_ins import outlined, stand_in, stand_ins
-from flashtile.distributed.shards import Shards
 from flashtile.numerics.dtypes import ITEMSIZE
 from flashtile.options import DEFAULTS, Options
-from flashtile.problem import describe
+from flashtile.problem import Problem, describe
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from flashtile.cost.parallel import Links, Parallel
+    from flashtile.distributed import Shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Plan:
     cut_bytes: int  # of spans: four numbers each for a row of tiles, worked out once before a backward pass
     kv_bytes: int  # keys and values: this call's share of a KV cache
     floor: Floor | None
-    parallel: tuple[Parallel, ...]  # each method of flashtile.distributed, if shards were given
+    parallel: tuple["Parallel", ...]  # each method of flashtile.distributed, if shards were given
 
     @property
     def intensity(self) -> float:
@@ -90,8 +91,8 @@ def plan(
     cu_k: Any = None,
     backend: str = "auto",
     hardware: Hardware | None = None,
-    shards: Shards | None = None,
-    links: Links | None = None,
+    shards: "Shards | None" = None,
+    links: "Links | None" = None,
     **options: "Unpack[Options]",
 ) -> Plan:
     """Return what attention() would do with arrays of these shapes, without the arrays.
@@ -148,5 +149,15 @@ def plan(
         cut_bytes=counts.cut_bytes,
         kv_bytes=counts.kv_bytes,
         floor=None if hardware is None else Floor.under(flops, counts.least_bytes, hardware.rates),
-        parallel=() if shards is None else parallel(problem, shards, hardware, links),
+        parallel=_parallel(problem, shards, hardware, links),
     )
+
+
+def _parallel(
+    problem: Problem, shards: "Shards | None", hardware: Hardware | None, links: "Links | None"
+) -> tuple["Parallel", ...]:
+    if shards is None:
+        return ()
+    from flashtile.cost.parallel import parallel  # most plans need nothing of flashtile.distributed
+
+    return parallel(problem, shards, hardware, links)

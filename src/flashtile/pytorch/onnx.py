@@ -18,6 +18,7 @@ from flashtile.pytorch.operands import Operands
 from flashtile.pytorch.operators import ATTENTION
 
 _FIRST, _WITH_ATTENTION = 18, 23  # opsets
+_LEAST = 2.0**-126  # a normal float32
 _FLOAT, _INT32, _INT64, _BOOL = 1, 6, 7, 9  # ONNX's numbers of types
 _UNSUPPORTED = {
     "dropout": "0, because ONNX has no dropout with a seed",
@@ -64,8 +65,9 @@ class _Call:
         """The output, by Attention."""
         causal, q, scale = self._is_causal(), self.q, self.scale
         mask = None if causal else self._mask
-        if scale <= 0:  # Attention has its root
-            q, scale = self.op.Mul(q, -1.0 if scale else 0.0), -scale or 1.0
+        if scale < _LEAST:  # Attention takes its root, in float32
+            factor = -1.0 if scale <= -_LEAST else scale / _LEAST
+            q, scale = self.op.Mul(q, factor), max(-scale, _LEAST)
         out, *_ = self.op.Attention(
             q, self.k, self.v, mask, is_causal=int(causal), scale=scale, softcap=self.call.softcap
         )

@@ -78,7 +78,7 @@ def test_gradients_that_are_left_to_the_portable_kernels(dim: int, kind: type, m
     monkeypatch.setattr(passes, "Forward", lambda *_: None)
     x = torch.empty(1, 2, 128, dim, dtype=torch.bfloat16)
     run, _ = dispatch.named("gluon").prepare(describe(x, x, x))
-    way_back, _ = run.backward.__self__._backward_for((x, x, torch.empty(1, 2, 128), None), False)
+    way_back, _ = run.backward.__self__._backward_for((x, x, torch.empty(1, 2, 128), None), False, None)
     assert type(way_back) is kind
 
 

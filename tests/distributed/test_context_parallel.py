@@ -236,3 +236,18 @@ def test_many_heads_of_16_bits() -> None:
         return distributed.attention(x, x, x, group=group, shards=shards, sink=numbers, alibi=numbers).shape
 
     assert simulate(2, job) == [x.shape] * 2
+
+
+@pytest.mark.parametrize("method", ["gather", "ring", "ulysses"])
+def test_flops_of_all_ranks_are_those_of_the_whole(method: str) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    shards = Shards.striped(documents=[7, 13], ranks=2)
+
+    def job(group: Any) -> int:
+        x = torch.randn(2, 4, shards.counts[group.rank()], 8, requires_grad=True)
+        with FlopCounterMode(display=False) as counter:
+            distributed.attention(x, x, x, group=group, shards=shards, method=method).sum().backward()
+        return int(counter.get_total_flops())
+
+    assert sum(simulate(2, job)) == 2 * 2 * 4 * (7 * 7 + 13 * 13) * 7 * 8

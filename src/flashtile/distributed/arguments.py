@@ -135,7 +135,7 @@ def facts(options: dict[str, Any]) -> dict[str, Any]:
 
 def digest(x: Tensor) -> str:
     """The contents of a tensor on the host, in short."""
-    return blake2b(x.detach().contiguous().view(torch.uint8).numpy(), digest_size=8).hexdigest()
+    return blake2b(x.detach().contiguous().view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def _with_padding(mask: Any, padding: Any) -> Any:

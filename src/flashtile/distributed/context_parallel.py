@@ -14,6 +14,7 @@ from flashtile.distributed.groups import channel_of, process_group
 from flashtile.distributed.plan import Heads, Method
 from flashtile.distributed.shards import Shards
 from flashtile.errors import ShapeError, UnsupportedError
+from flashtile.pytorch import flops
 from flashtile.pytorch.operands import operands
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def attention(
         check_shards(shards, size)
         call = prepare(q, k, v, dict(options))
         if not torch.compiler.is_compiling():
+            flops.add_to_counters()
             check(call, backend, shards.counts[rank], shards.counts[rank], (shards.tokens, shards.tokens))
         split = method_of(method, size, shards, call)
     except Exception as error:  # whatever it is, the other ranks must not wait

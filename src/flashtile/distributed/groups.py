@@ -28,6 +28,11 @@ def process_group(group: Any) -> Any:
     return channel.process_group(group)
 
 
+def rank_of(name: str) -> int:
+    """This rank within a group."""
+    return int(LOCAL[name]("").rank if name in LOCAL else _resolve(name).rank())
+
+
 def channel_of(name: str, method: str) -> Any:
     """A channel for one call."""
     if name in LOCAL:

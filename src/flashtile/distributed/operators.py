@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from flashtile.distributed import arguments, passes
-from flashtile.distributed.groups import channel_of
+from flashtile.distributed.groups import channel_of, rank_of
 from flashtile.distributed.passes import Sharded
 from flashtile.distributed.plan import Method
 from flashtile.distributed.shards import Shards
+from flashtile.pytorch import flops
 from flashtile.pytorch.autograd import Backward, Operator, register, reject_gradients
 from flashtile.pytorch.interception import answering
 from flashtile.pytorch.operands import FIELDS, SCHEMA, TENSOR_ARGUMENTS, Operands
@@ -181,5 +182,29 @@ class _Forward(Operator):
         return None, *found, *(None for _ in ctx.more)
 
 
+def _pairs(q: Tensor, group: str, code: Tensor, ulysses: int, ring: int, *_: Any) -> int:
+    """This rank's queries times the keys of their documents, masked or not; as one document if codes have no values.
+
+    q: of this rank's rows and all heads.
+    """
+    batch, heads, rows = (int(n) for n in q.shape[:3])
+    if type(code) is not Tensor or code.is_meta:
+        return batch * heads * rows * rows * ulysses * ring
+    shards = Shards.decode(code.numpy())
+    return batch * heads * sum(run.n * shards.lengths[run.document] for run in shards.runs[rank_of(group)])
+
+
+def _forward_flops(*args: Any, **_: Any) -> int:
+    call = Operands(*args[:_N])
+    return flops.of_forward(_pairs(call.q, *args[_N:]), call)
+
+
+def _backward_flops(
+    dout: Tensor, dlse: Any, out: Any, lse: Any, bias_grad: Any, kv_heads: Any, *args: Any, **_: Any
+) -> int:
+    return flops.of_backward(_pairs(dout, *args[_N:]), Operands(*args[:_N]))
+
+
+flops.FORMULAS.update({FORWARD: _forward_flops, BACKWARD: _backward_flops})
 register(FORWARD, _Forward)
 register(BACKWARD, Backward)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -23,20 +24,28 @@ def add_to_counters() -> None:
     for mode in _get_current_dispatch_mode_stack():
         registries.append(getattr(getattr(mode, "counter", mode), "flop_registry", {}))
     for registry in registries:
-        for operator, formula in ((ATTENTION, _forward), (ATTENTION_BACKWARD, _backward)):
+        for operator, formula in FORMULAS.items():
             registry.setdefault(operator.overloadpacket, formula)
 
 
 def _forward(*args: Any, **_: Any) -> int:
-    """Two products: q k^T and P v."""
     call = Operands(*args)
-    return 2 * _pairs(call) * int(call.q.shape[-1] + call.v.shape[-1])
+    return of_forward(_pairs(call), call)
 
 
 def _backward(dout: Any, dlse: Any, out: Any, lse: Any, bias_grad: Any, *args: Any, **_: Any) -> int:
-    """Five products: the scores again, dP and dV, dQ and dK."""
     call = Operands(*args)
-    return 2 * _pairs(call) * int(3 * call.q.shape[-1] + 2 * call.v.shape[-1])
+    return of_backward(_pairs(call), call)
+
+
+def of_forward(pairs: int, call: Operands) -> int:
+    """Two products: q k^T and P v."""
+    return 2 * pairs * int(call.q.shape[-1] + call.v.shape[-1])
+
+
+def of_backward(pairs: int, call: Operands) -> int:
+    """Five products: the scores again, dP and dV, dQ and dK."""
+    return 2 * pairs * int(3 * call.q.shape[-1] + 2 * call.v.shape[-1])
 
 
 def _pairs(call: Operands) -> int:
@@ -52,3 +61,6 @@ def _lengths(starts: Tensor, total: int) -> list[int]:
     if type(starts) is not Tensor or starts.is_meta:
         return [total]
     return starts.diff().tolist()
+
+
+FORMULAS: dict[Any, Callable[..., int]] = {ATTENTION: _forward, ATTENTION_BACKWARD: _backward}  # by operator

@@ -72,9 +72,12 @@ def at(page: Any) -> list[str]:
 
 
 def go(page: Any, name: str, order: str, step: int) -> None:
-    """Open the link to a moment."""
+    """Open the link to a moment. The page writes the whole address a moment later.
+
+    A busy machine may draw no frames for a while, so the address is looked at by the clock.
+    """
     page.evaluate(f"location.hash = '#viewer/{name}/{order}/{step}'")
-    page.wait_for_function(f"location.hash.match(/viewer.{name}.{order}.\\d+.\\d+$/)")
+    page.wait_for_function(f"location.hash.match(/viewer.{name}.{order}.\\d+.\\d+$/)", polling=100, timeout=90_000)
 
 
 def test_it_loads_only_from_disk(browser, page_file):

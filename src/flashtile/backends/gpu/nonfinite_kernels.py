@@ -94,12 +94,15 @@ def row_sums(q, k, lse, log2, tops, p_sink, rule, at, h, i0, C: tl.constexpr):
         l = l * exp2_of(m - pivot, True) + tl.sum(exp2_of(S - pivot[:, None], True), 1)
         m = m_new
     empty = m == float("-inf")
-    top, log_sum = tl.where(empty, 0.0, m), tl.where(empty, float("inf"), tl.log2(l))
-    if lse is not None:
+    if lse is None:
+        store_per_row(head_of(tops, at.sequence, h, at.q_start, at.q_len), i0, tl.where(empty, 0.0, m))
+        log_sum = tl.where(empty, float("inf"), tl.log2(l))
+    else:
+        top, log_sum = tl.where(empty, 0.0, m), tl.where(empty, float("inf"), tl.log2(l))
         L = load_per_row(head_of(lse, at.sequence, h, at.q_start, at.q_len), i0, C.BLOCK_Q, 0.0, True) * LOG2E
         is_own = tl.abs(2 * m + log_sum - L) <= OWN * tl.abs(L) * (2.0**-52 if tl.float64 == C.REAL else 2.0**-23)
         top, log_sum = tl.where(is_own, top, 0.0), tl.where(is_own, log_sum, L)
-    store_per_row(head_of(tops, at.sequence, h, at.q_start, at.q_len), i0, top)
+        store_per_row(head_of(tops, at.sequence, h, at.q_start, at.q_len), i0, top)
     store_per_row(head_of(log2, at.sequence, h, at.q_start, at.q_len), i0, log_sum)
 
 

@@ -79,6 +79,14 @@ def test_spans_and_documents():
     assert prefix["gather"].sent == 64 * 4 * 32 * 2 and prefix["gather"].pairs == 256 * 64 * 8
 
 
+def test_lengths_move_a_causal_band():
+    """The last query stands at the last key in use, as in attention()."""
+    found = by_method(Shards.contiguous(512, ranks=2), causal=True, kv_lengths=[100])["gather"]
+    seen = np.maximum(np.arange(512) + 1 - 412, 0)
+    assert found.pairs == 8 * seen[256:].sum() and found.balance == pytest.approx(2)
+    assert found.sent == 100 * 4 * 32 * 2
+
+
 def test_times():
     """Products of the busiest rank at the peak rate, beside or after the messages."""
     found = by_method(Shards.contiguous(512, ranks=2), causal=True, hardware=GPU, links=Links(2, 1e9, 1.0))

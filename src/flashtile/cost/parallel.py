@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flashtile.band import FAR
 from flashtile.cost.hardware import Hardware
 from flashtile.cost.shard_pairs import pairs_by_band, pairs_by_ends
 from flashtile.cost.traffic import backward_flops_per_pair, forward_flops_per_pair
@@ -101,12 +100,10 @@ def parallel(
         raise UnsupportedError("shards: expected one row of as many queries as keys; documents belong to the Shards")
     if shards.tokens != p.n_q:
         raise ShapeError(f"shards: expected those of {p.n_q} tokens, got {shards.tokens}")
-    limits = p.spans
-    band = p.band_for(p.n_q, p.n_k)
-    visible = Visible(p.n_q, shards.starts, band, False, limits, p.kv_lengths)
+    visible = Visible(p.n_q, shards.starts, p.band, p.align_end, p.spans, p.kv_lengths)
     one_step = len({run.step for runs in shards.runs for run in runs}) <= 1
-    if limits is None and p.kv_lengths is None and one_step:
-        pairs = pairs_by_band(shards, band)
+    if p.spans is None and p.kv_lengths is None and one_step:
+        pairs = pairs_by_band(shards, p.band_for(p.n_q, p.n_k))
     elif shards.ranks <= PLANNED:
         pairs = pairs_by_ends(shards, visible)
     else:
@@ -254,10 +251,8 @@ def _bounded(p: Problem, shards: Shards, method: Method) -> _Sent:
     own = max(shards.counts)
     block = own * u
     if method.gather:
-        band = p.band_for(p.n_q, p.n_k)
-        reach = min(band.left, FAR) + min(band.right, FAR)
         runs = max(len(segments.of_rank(shards, rank)) for rank in range(shards.ranks))
-        given = min((n - 1) * block, runs * reach)
+        given = min((n - 1) * block, runs * (p.band.left + p.band.right))
         return _Sent([given * row.kv], [given * (row.kv + row.dkv)], 0, 0, (given + block) * (row.kv + row.dkv))
     forward = [block * row.kv] * (n - 1) + [0]
     backward = [x + (block * row.dkv if hop else 0) for hop, x in enumerate(forward)]

@@ -211,7 +211,7 @@ def _show_parallel(found: tuple[Parallel, ...], cluster: Cluster, layout: str) -
         )
         for x in found
     ]
-    heads = ("method", "sent", "backward", "held more", "forward", "backward", "of ideal")
+    heads = ("method", "sent", "backward", "extra memory", "forward", "backward", "of ideal")
     first = found[0]
     title = f"One layer, {layout} over {first.ranks:,} GPUs: {cluster.name}"
     output.out().print(output.table(title, heads, rows))
@@ -219,7 +219,7 @@ def _show_parallel(found: tuple[Parallel, ...], cluster: Cluster, layout: str) -
     output.say(
         f"Bytes are those of the GPU that sends most.{bound} The busiest GPU has {first.balance:.3f} times the mean of "
         "the visible pairs. Times are the least there can be, by published rates: products at the peak, messages at "
-        "the rate of the links, those of a ring while it computes. Held more: beyond its own tokens and gradients."
+        "the rate of the links, those of a ring while it computes. Extra memory: beyond its own tokens and gradients."
     )
 
 

@@ -80,7 +80,7 @@ def tables(r: Record) -> list[Table]:
         for point in r.points
         for x in point.methods
     ]
-    heads = ("tokens", "GPUs", "method", "sent, forward", "sent, backward", "held more", "forward", "of ideal")
+    heads = ("tokens", "GPUs", "method", "sent, forward", "sent, backward", "extra memory", "forward", "of ideal")
     return [Table(f"One causal layer of {r.model}, zigzag shards, {r.cluster}", heads, tuple(rows))]
 
 

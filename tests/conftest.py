@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 # HYPOTHESIS_PROFILE=search tries many new examples each time.
-hypothesis.settings.register_profile("every", deadline=None, derandomize=True, max_examples=100, database=None)
+hypothesis.settings.register_profile("every", deadline=None, derandomize=True, max_examples=150, database=None)
 hypothesis.settings.register_profile("search", deadline=None, max_examples=5000, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "every"))
 

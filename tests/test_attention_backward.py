@@ -292,3 +292,24 @@ def test_add_rounds_once() -> None:
     x = narrow(np.array([1.0, 256.0]), "bfloat16")
     add(x, np.array([2.0**-9, 3.0], np.float32))
     np.testing.assert_array_equal(widen(x), [1.0, 260.0])
+
+
+@pytest.mark.parametrize("tensors", [False, True], ids=["NumPy", "torch"])
+def test_buffers_in_one_array(tensors: bool) -> None:
+    """They may be interleaved, as those of a fused projection are, but no element may belong to two."""
+    if tensors:
+        torch = pytest.importorskip("torch")
+    of = torch.from_numpy if tensors else np.asarray
+    q, k, v = (of(x) for x in np.random.default_rng(0).standard_normal((3, 2, 4, 9, 8), np.float32))
+    out, lse = ft.attention(q, k, v, return_lse=True)
+    fused = np.zeros((2, 9, 3, 4, 8), np.float32)
+    views = (of(x.swapaxes(1, 2)) for x in fused.transpose(2, 0, 1, 3, 4))
+    ft.attention_backward(out, q, k, v, out, lse, into=ft.Grads(*views, None, None))
+    wanted = ft.attention_backward(out, q, k, v, out, lse)
+    for x, y in zip(fused.transpose(2, 0, 3, 1, 4), wanted[:3], strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6)
+    row = np.zeros(2 * 4 * 9 * 8 + 8, np.float32)
+    dq, dk = (of(row[first : first + 2 * 4 * 9 * 8].reshape(2, 4, 9, 8)) for first in (0, 8))
+    with pytest.raises(ft.ShapeError, match=r"into\.dk: expected memory of its own, got that of into\.dq"):
+        ft.attention_backward(out, q, k, v, out, lse, into=ft.Grads(dq, dk, None, None, None))
+    assert not row.any()

@@ -224,7 +224,7 @@ def _backward(given: dict[str, Any], backend: str, options: dict[str, Any], grad
         if not x.flags.writeable:
             raise UnsupportedError(f"into.{name}: expected an array that can be written to, got a read-only one")
         check_buffer(name, x, x.strides, x.itemsize, address(x), x.itemsize)
-    check_distinct(*({n: address(x) for n, x in y.items() if x is not None and x.size} for y in (given, buffers)))
+    check_distinct({name: x for name, x in given.items() if x is not None}, buffers)
     runner, prepared = dispatch.choose(problem, backend).prepare(problem)
     grads = runner.backward(prepared, dout, out, lse, dlse, target=target)
     dbias, dsink = (

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from flashtile.checks.arguments import check_library, check_tensors
+from flashtile.checks.memory import overlap, overlaps_itself
 from flashtile.checks.options import is_tensor
 from flashtile.errors import DTypeError, ShapeError, UnsupportedError
 from flashtile.numerics.dtypes import FLOATS, Array, name_of
 
 SUMS = ("float32", "float64")  # dtypes of an lse that is written
-EFFORT = 10_000  # of NumPy's search for an element that two arrays share; beyond it they count as overlapping
 
 
 def check_merge(results: tuple[Any, ...], into: Any) -> str:
@@ -83,11 +81,11 @@ def check_memory(results: tuple[Array, ...], into: tuple[Array, Array]) -> None:
     The arrays may be views of any device's memory, which is not read.
     """
     for n, x in enumerate(into):
-        if _overlaps_itself(x):
+        if overlaps_itself(x.shape, x.strides, x.itemsize):
             raise ShapeError(f"into[{n}]: expected elements with memory of their own, got strides {x.strides}")
         for m, other in enumerate((*results, into[1 - n])):
             has_same_role = m < len(results) and m % 2 == n
-            if np.may_share_memory(x, other, max_work=EFFORT) and not (has_same_role and _is_same(x, other)):
+            if overlap(x, other) and not (has_same_role and _is_same(x, other)):
                 raise ShapeError(f"into[{n}]: expected one of the results, or memory apart from all of them")
 
 
@@ -97,13 +95,3 @@ def _is_same(x: Array, y: Array) -> bool:
         return x.__array_interface__["data"][0], name_of(x.dtype), *steps
 
     return bool(place(x) == place(y))
-
-
-def _overlaps_itself(x: Array) -> bool:
-    """Whether two elements may share memory: an axis steps less far than those within it reach."""
-    reach = x.itemsize
-    for step, n in sorted((abs(s), n) for n, s in zip(x.shape, x.strides, strict=True) if n > 1):
-        if step < reach:
-            return bool(x.size)
-        reach += step * (n - 1)
-    return False

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from flashtile.checks.memory import overlap, overlaps_itself
 from flashtile.errors import DTypeError, ShapeError
-from flashtile.numerics.dtypes import EIGHT_BITS, accumulator, name_of, wider
+from flashtile.numerics.dtypes import EIGHT_BITS, Array, accumulator, name_of, wider
 from flashtile.results import Grads, Target
 
 _name_of: Any = name_of.__wrapped__  # without its cache, about which torch.compile warns
@@ -57,17 +58,15 @@ def check_buffer(label: str, x: Any, strides: tuple[int, ...], unit: int, at: in
         raise ShapeError(f"into.{label}: expected contiguous elements along its last axis, got strides {strides}")
     if at % size or any(n % unit for n in strides):
         raise ShapeError(f"into.{label}: expected an address and strides that are multiples of {size} bytes")
-    extent = unit
-    for stride, n in sorted((abs(stride), n) for stride, n in zip(strides, x.shape, strict=True) if n > 1):
-        if stride < extent:
-            raise ShapeError(f"into.{label}: expected elements that do not share memory, got strides {strides}")
-        extent += stride * (n - 1)
+    if overlaps_itself(x.shape, strides, unit):
+        raise ShapeError(f"into.{label}: expected elements that do not share memory, got strides {strides}")
 
 
-def check_distinct(inputs: Mapping[str, int], buffers: Mapping[str, int]) -> None:
-    """Check that no buffer begins at the address of an input or of another buffer."""
-    seen = {at: name for name, at in inputs.items()}
-    for name, at in buffers.items():
-        if at in seen:
-            raise ShapeError(f"into.{name}: expected memory of its own, got that of {seen[at]}")
-        seen[at] = f"into.{name}"
+def check_distinct(inputs: Mapping[str, Array], buffers: Mapping[str, Array]) -> None:
+    """Check that no buffer shares memory with an input or another buffer."""
+    seen = dict(inputs)
+    for name, x in buffers.items():
+        for other, y in seen.items():
+            if overlap(x, y):
+                raise ShapeError(f"into.{name}: expected memory of its own, got that of {other}")
+        seen[f"into.{name}"] = x

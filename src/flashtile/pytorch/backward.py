@@ -12,6 +12,7 @@ from flashtile.checks.target import check_buffer, check_buffers, check_distinct,
 from flashtile.errors import UnsupportedError
 from flashtile.problem import describe
 from flashtile.pytorch import operators, run, subclasses
+from flashtile.pytorch.bridge import to_numpy
 from flashtile.pytorch.interception import can_skip_dispatcher, check_storage, reject_shards, skip_dynamo
 from flashtile.pytorch.operands import named_tensors, operands, resolve_seed
 from flashtile.results import Grads
@@ -98,7 +99,6 @@ def _check_memory(buffers: dict[str, Tensor], inputs: dict[str, Tensor | None]) 
     """Check that the buffers can be added to in place."""
     for name, x in buffers.items():
         check_buffer(name, x, x.stride(), 1, x.data_ptr(), x.element_size())
-    check_distinct(
-        {name: x.data_ptr() for name, x in inputs.items() if x is not None and x.numel()},
-        {name: x.data_ptr() for name, x in buffers.items() if x.numel()},
-    )
+    if buffers:
+        views = {name: to_numpy(x) for name, x in inputs.items() if x is not None}  # also of memory only a GPU reads
+        check_distinct(views, {name: to_numpy(x) for name, x in buffers.items()})
